@@ -27,10 +27,10 @@ from heads.initial.weights import TargetProbe, begin
 from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, BlockSettings, CosSin, RMSNorm, StartSettings
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent
-from heads.rotary import RotarySettings, scaled_rotary
 from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
+from heads.target.rotary import RotarySettings, scaled_rotary
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 

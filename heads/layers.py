@@ -3,7 +3,7 @@
 Letters: B batch, T tokens, D hidden, H query heads, d head dimension, I intermediate width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -190,6 +190,9 @@ class MLP(nn.Module):
 
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    convolutions: Sequence[Any] = ()
+    """Around attention and around the MLP; none here."""
 
     def __init__(self, config: BlockConfig, attention: Attention) -> None:
         super().__init__()

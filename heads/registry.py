@@ -7,6 +7,7 @@ from torch import Tensor
 
 from heads.base import from_plain
 from heads.dflash import DFlash, DFlashSettings
+from heads.dflash2 import DFlash2, DFlash2Settings
 from heads.draft_model import Draft, DraftSettings
 from heads.dspark import DSpark, DSparkSettings
 from heads.eagle3 import Eagle3, Eagle3Settings
@@ -42,6 +43,7 @@ HEADS = {
     "medusa": Method(Medusa, MedusaSettings, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": Method(Mtp, MtpSettings, mtp.FORMAT),
     "dflash": Method(DFlash, DFlashSettings, dflash.DFLASH, ANCHORED | {"loss"}),
+    "dflash2": Method(DFlash2, DFlash2Settings, dflash.DFLASH2, ANCHORED | {"loss", "selector_weight"}),
     "dspark": Method(DSpark, DSparkSettings, dflash.DSPARK, ANCHORED | {"ce_weight", "kl_weight", "l1_weight"}),
     "draft": Method(Draft, DraftSettings, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
 }
@@ -54,8 +56,8 @@ UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
 
 def kind_of(head: Any) -> str:
     """Return the kind of a head."""
-    classes = {kind: method.head for kind, method in HEADS.items()} | UNTRAINED
-    return next(kind for kind, cls in classes.items() if isinstance(head, cls))
+    kinds = {method.head: kind for kind, method in HEADS.items()} | {cls: kind for kind, cls in UNTRAINED.items()}
+    return kinds[type(head)]
 
 
 def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> Any:

@@ -80,6 +80,7 @@ METHODS = {
     "draft": "draft model",
     "medusa": "Medusa",
     "dflash": "DFlash",
+    "dflash2": "DFlash2",
     "dspark": "DSpark",
     "lookup": "prompt lookup",
 }

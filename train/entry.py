@@ -23,6 +23,7 @@ KINDS = {
     "medusa": "medusa",
     "distill": "draft",
     "dflash": "dflash",
+    "dflash2": "dflash2",
     "dspark": "dspark",
 }
 """Entry -> the kind of head that it trains."""

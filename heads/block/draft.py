@@ -38,11 +38,11 @@ from heads.growth import grow
 from heads.initial.copying import AttentionProbe
 from heads.initial.weights import TargetProbe, begin
 from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm, rotation
-from heads.rotary import rotation_by, scaled_rotary
 from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
 from heads.target.mask_token import mask_token
+from heads.target.rotary import rotation_by, scaled_rotary
 from heads.tree import Proposal, TreeShape, check_width, is_chain
 from heads.vocab import read_vocab, vocab_tables
 
@@ -79,12 +79,16 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.depth_weights = tuple(1.0 if self.weighs_rows else math.exp(-k / config.gamma) for k in range(self.depth))
         self.fc = nn.Linear(L * D, D, bias=False)
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(config, NormedAttention(config)) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(self.make_layer(NormedAttention(config)) for _ in range(config.num_layers))
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.reaches = config.reaches(self.causal)
         self.rotary = scaled_rotary(config)
         self.kept: Tensor | None
         self.register_buffer("kept", kept, persistent=False)
+
+    def make_layer(self, attention: Attention) -> DecoderLayer:
+        """A layer of the head."""
+        return DecoderLayer(self.config, attention)
 
     @classmethod
     def for_target(cls, settings: DraftBlockSettings, target: FrozenTarget, token_counts: Tensor) -> Self:
@@ -138,11 +142,16 @@ class DraftBlockHead(nn.Module, DraftHead):
         """(..., L * D) auxiliary hidden states -> (..., D), the context."""
         return self.hidden_norm(self.fc(aux_hidden_states.to(self.norm.weight.dtype)))  # type: ignore[no-any-return]
 
-    def run(self, x: Tensor, cos_sin: CosSin, attends: Sequence[Attend]) -> Tensor:
-        """The layers, in training and in drafting: blocks (B, N * R, D) -> (B, N * R, D), after the final norm."""
+    def run(self, x: Tensor, cos_sin: CosSin, attends: Sequence[Attend], rows: int) -> Tensor:
+        """The layers, in training and in drafting: blocks of `rows` rows (B, N * R, D) -> (B, N * R, D), after the
+        final norm."""
         for layer, attend in zip(self.layers, attends, strict=True):
-            x = layer(x, cos_sin, attend)
+            x = self.through(layer, x, cos_sin, attend, rows)
         return self.norm(x)  # type: ignore[no-any-return]
+
+    def through(self, layer: Any, x: Tensor, cos_sin: CosSin, attend: Attend, rows: int) -> Tensor:
+        """One layer."""
+        return layer(x, cos_sin, attend)  # type: ignore[no-any-return]
 
     def behind(self, roots: Tensor, rows: int, embed_tokens: Callable[[Tensor], Tensor]) -> Tensor:
         """(..., rows, D): blocks as the layers read them, of roots (..., D) and masks behind them."""
@@ -183,7 +192,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             self.attend_in_training(layer, context, known, sights[reach])
             for layer, reach in zip(self.layers, self.reaches, strict=True)
         ]
-        return self.run(x, own, attends).view(B, N, rows, -1)
+        return self.run(x, own, attends, rows).view(B, N, rows, -1)
 
     @staticmethod
     def attend_in_training(layer: Any, context: Tensor, cos_sin: CosSin, sight: Sight) -> Attend:

@@ -48,6 +48,15 @@ class BlockTask:
         return self.confidence_weight > 0 or any(name != LABELS for _, name in self.terms)
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """A draft's choice among the likeliest tokens of a row."""
+
+    count: int
+    weight: float
+    """Factor of its cross-entropy."""
+
+
 @dataclass(frozen=True, eq=False)
 class BlockLoss:
     """Result of `block_loss`; all but `loss` are detached."""
@@ -57,6 +66,66 @@ class BlockLoss:
     weight: Tensor  # () sum of the rows' weights
     correct: Tensor  # (M, K) bool: the likeliest tokens agree; with `labels` alone, the draft's is the label
     overlap: Tensor  # (M, K) sum of min(p, q); with `labels` alone, q of the label
+
+
+class _All:
+    """A draft's distribution over all tokens, of C rows."""
+
+    def __init__(self, q: Distribution) -> None:
+        self.q, self.best = q, q.best
+
+    def of(self, labels: Tensor) -> Tensor:
+        """(C,) q of labels (C,)."""
+        return self.q.probs.gather(1, labels[:, None])[:, 0]
+
+    def overlap(self, p: Distribution) -> Tensor:
+        """(C,) the sum of min(p, q)."""
+        return torch.minimum(p.probs, self.q.probs).sum(-1)
+
+    def through_bias(self, grad: Tensor, bias: Tensor, beside: Tensor, into: Tensor) -> Tensor:
+        """The gradient (C, r) in what is multiplied by the bias (V, r), from that in the logits, grad (C, V); the
+        bias's own, for rows of factors `beside` (C, r), is added to `into` (V, r)."""
+        into += matmul(beside.T, grad).T
+        return matmul(grad, bias)
+
+
+class _Chosen:
+    """A draft's choice among the candidates of C rows: `candidates` by logits (C, V), to which the token before adds
+    beside (C, r) times bias (V, r). Its cross-entropy is with the target's distribution p, or with labels (C,) where
+    there is none."""
+
+    def __init__(
+        self,
+        q: Distribution,
+        candidates: Candidates,
+        beside: Tensor,
+        bias: Tensor,
+        p: Distribution | None,
+        labels: Tensor,
+    ) -> None:
+        values, self.tokens = q.logits.topk(candidates.count, 1)  # (C, k)
+        added = torch.einsum("cr,ckr->ck", beside, bias[self.tokens])
+        logs = (values + added.to(values.dtype)).log_softmax(1)
+        truth = (self.tokens == labels[:, None]).to(logs.dtype) if p is None else p.probs.gather(1, self.tokens)
+        self.probs = logs.exp()
+        self.best = self.tokens.gather(1, logs.argmax(1, keepdim=True))[:, 0]
+        self.value = -candidates.weight * (truth * logs).sum(1)  # (C,)
+        self.grad = candidates.weight * (self.probs * truth.sum(1, keepdim=True) - truth)  # (C, k), in their logits
+
+    def of(self, labels: Tensor) -> Tensor:
+        """(C,) q of labels (C,), 0 for those that are no candidates."""
+        return (self.probs * (self.tokens == labels[:, None])).sum(1)
+
+    def overlap(self, p: Distribution) -> Tensor:
+        """(C,) the sum of min(p, q)."""
+        return torch.minimum(p.probs.gather(1, self.tokens), self.probs).sum(1)
+
+    def through_bias(self, grad: Tensor, bias: Tensor, beside: Tensor, into: Tensor) -> Tensor:
+        """As `_All.through_bias`."""
+        slope = self.grad.to(beside.dtype)
+        by_candidate = slope[..., None] * beside[:, None]  # (C, k, r)
+        into.index_add_(0, self.tokens.flatten(), by_candidate.flatten(0, 1).to(into.dtype))
+        return torch.einsum("ck,ckr->cr", slope, bias[self.tokens])
 
 
 def dpace(probs: Tensor, valid: Tensor) -> Tensor:
@@ -73,16 +142,18 @@ def block_loss(
     *,
     bias_states: Tensor | None = None,
     bias_weight: Tensor | None = None,
+    candidates: Candidates | None = None,
     confidence: Tensor | None = None,
     chunk: int | None = None,
 ) -> BlockLoss:
     """The loss of states (M, K, D), read by the frozen output head (V, D).
 
-    bias_states (M, K, r) times bias_weight (V, r) is added to the logits; confidence (M, K): logits of the share of p
-    and q that overlaps. `chunk` sets the blocks handled at once.
+    bias_states (M, K, r) times bias_weight (V, r) is added to the logits; with `candidates`, to theirs alone, and what
+    drafts is the choice among them. confidence (M, K): logits of the share of p and q that overlaps. `chunk` sets the
+    blocks handled at once.
     """
-    found = _BlockLoss.apply(states, bias_states, bias_weight, confidence, lm_head_weight, task, chunk)  # type: ignore[no-untyped-call]
-    return BlockLoss(*found)
+    given = states, bias_states, bias_weight, confidence
+    return BlockLoss(*_BlockLoss.apply(*given, lm_head_weight, task, candidates, chunk))  # type: ignore[no-untyped-call]
 
 
 class _BlockLoss(torch.autograd.Function):
@@ -95,6 +166,7 @@ class _BlockLoss(torch.autograd.Function):
         confidence: Tensor | None,
         lm_head_weight: Tensor,
         task: BlockTask,
+        candidates: Candidates | None,
         chunk: int | None,
     ) -> tuple[Tensor, ...]:
         M, K, _ = states.shape
@@ -121,18 +193,23 @@ class _BlockLoss(torch.autograd.Function):
                 z = matmul(rows, matrix.T)
                 if bias_states is not None and bias is not None:
                     beside = bias_states[part].flatten(0, 1).to(rows.dtype)
-                    z = z + matmul(beside, bias.T)
+                    z = z if candidates else z + matmul(beside, bias.T)
                 q = Distribution(z.to(wide))  # (C * K, V)
-                of_label = q.probs.gather(1, labels[:, None])[:, 0]
+                p = None
                 if task.reads_target:
                     p = Distribution(task.target_logits(task.hidden[task.teacher[part].flatten()]).to(wide))
-                    best, shared = p.best, torch.minimum(p.probs, q.probs).sum(-1)
-                else:
-                    best, shared = labels, of_label
+                chosen = None
+                if candidates is not None and bias is not None:
+                    chosen = _Chosen(q, candidates, beside, bias, p, labels)
+                drafts = chosen or _All(q)
+                of_label, best = drafts.of(labels), labels if p is None else p.best
+                shared = of_label if p is None else drafts.overlap(p)
                 value, grad = torch.zeros_like(of_label), torch.zeros((), dtype=wide, device=z.device)
                 for factor, name in task.terms:
-                    made, slope = _of_labels(q, labels) if name == LABELS else LOSSES[name](q, p)
+                    made, slope = _of_labels(q, labels) if p is None or name == LABELS else LOSSES[name](q, p)
                     value, grad = value + factor * made, grad + slope.mul_(factor)
+                if chosen is not None:
+                    value, grad = value + chosen.value, grad.scatter_add_(1, chosen.tokens, chosen.grad)
                 by_row = valid * task.weights  # (C, K)
                 if task.pace:
                     by_row = by_row * dpace(of_label.view_as(valid), valid)
@@ -147,13 +224,13 @@ class _BlockLoss(torch.autograd.Function):
                 grad = grad.to(rows.dtype)
                 grad_states[part] = matmul(grad, matrix).mul_(own).view_as(states[part])
                 if bias is not None and grad_bias_states is not None and grad_bias is not None:
-                    grad_bias_states[part] = matmul(grad, bias).mul_(own).view_as(grad_bias_states[part])
-                    grad_bias += matmul((beside * own).T, grad).T
+                    into_beside = drafts.through_bias(grad, bias, beside * own, grad_bias)
+                    grad_bias_states[part] = into_beside.mul_(own).view_as(grad_bias_states[part])
                 value = value.view_as(valid)
                 total += vecdot(value.flatten(), by_row.flatten().to(wide))
                 weight += by_row.sum()
                 sums += (value * valid).sum(0)
-                correct[part] = (q.best == best).view_as(valid) & valid
+                correct[part] = (drafts.best == best).view_as(valid) & valid
                 overlap[part] = shared.view_as(valid) * valid
         ctx.save_for_backward(grad_states, grad_bias_states, grad_bias, grad_confidence)
         ctx.mark_non_differentiable(sums, weight, correct, overlap)
@@ -162,7 +239,7 @@ class _BlockLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if saved is None else saved * grads[0] for saved in ctx.saved_tensors), None, None, None
+        return *(None if saved is None else saved * grads[0] for saved in ctx.saved_tensors), *(None,) * 4
 
 
 def _of_labels(q: Distribution, labels: Tensor) -> tuple[Tensor, Tensor]:

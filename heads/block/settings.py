@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from heads.block.attention import Reach
 from heads.errors import UserError
 from heads.layers import COPYING, FULL, LAYER_TYPES, MOST, SLIDING, BlockConfig, BlockSettings, StartSettings
-from heads.rotary import RotarySettings
+from heads.target.rotary import RotarySettings
 from heads.tree import MOST_NODES
 
 EXPONENTIAL, D_PACE = "exponential", "d_pace"

@@ -184,10 +184,10 @@ def fields(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def sizes(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Faults of the fields that shapes are worked out from."""
+def sizes(config: Mapping[str, Any], names: Sequence[str], where: str = "") -> list[str]:
+    """Faults of the fields that shapes are worked out from; `where` they stand, as a prefix of their names."""
     bad = [name for name in names if type(config.get(name)) is not int or config[name] < 1]
-    return [f"config.json: {name}: expected a positive number, found {config.get(name)!r}" for name in bad]
+    return [f"config.json: {where}{name}: expected a positive number, found {config.get(name)!r}" for name in bad]
 
 
 def tensors(expected: Shapes, found: Shapes) -> list[str]:

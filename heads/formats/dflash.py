@@ -1,10 +1,12 @@
-"""The folders of DFlash and DSpark: config.json as vLLM and SGLang read it, and the tensors under the names they load.
+"""The folders of heads that draft a block: config.json as vLLM and SGLang read it, and the tensors under the names they
+load.
 
-Both are Qwen3 configurations with more fields, DFlash's inside `dflash_config`, DSpark's beside the others. Layers are
-named by the stream that leaves them, one less than ours. Embedding and output head are the target's, and not in the
-file; SGLang knows no draft vocabulary here. `heads.formats.dflash_reading` reads those of other projects.
+All are Qwen3 configurations with more fields, DFlash's and DFlash2's inside `dflash_config`, DSpark's beside the
+others. Layers are named by the stream that leaves them, one less than ours. Embedding and output head are the
+target's, and not in the file; SGLang knows no draft vocabulary here. `heads.formats.dflash_reading` reads those of
+other projects.
 
-Letters: D hidden, V vocabulary, L auxiliary layers, r rank of the Markov head.
+Letters: D hidden, V vocabulary, L auxiliary layers, r rank of what is added by the token before.
 """
 
 import shlex
@@ -29,7 +31,15 @@ from heads.formats.base import (
     tensors,
     vllm,
 )
-from heads.formats.dflash_reading import DFLASH_KIND, DSPARK_KIND, SCALED, UNSCALED, read_block
+from heads.formats.dflash_reading import (
+    DFLASH2_KIND,
+    DFLASH_KIND,
+    DSPARK_KIND,
+    SCALED,
+    SELECTOR_FIELDS,
+    UNSCALED,
+    read_block,
+)
 from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, hooked
 from heads.layers import FULL, LAYER_TYPES, SLIDING
 
@@ -84,6 +94,13 @@ def dflash_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
     }
 
 
+def dflash2_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A `DFlash2Config` and the record of its target, under the names that engines use."""
+    made = dflash_engine_config(config, target, dtype)
+    own = {name: getattr(config, name) for name in ("block_size", *SELECTOR_FIELDS)}
+    return {**made, "architectures": ["DFlash2DraftModel"], "dflash_config": {**made["dflash_config"], **own}}
+
+
 def causality(name: str, config: Any) -> dict[str, bool]:
     """The field of this name, which says of all layers if rows see none of those behind them. None where sliding layers
     alone are causal, which is what engines take from the types of layers."""
@@ -133,20 +150,36 @@ def markov_projection(c: Mapping[str, Any]) -> Shapes:
     return {}
 
 
+def selector_tensors(c: Mapping[str, Any], own: Mapping[str, Any]) -> Shapes:
+    """The tensors that DFlash2 has beside DFlash's."""
+    D, V, r = c["hidden_size"], c["vocab_size"], own["selector_rank"]
+    taps, groups = own["conv_kernel_size"], D // own["conv_group_size"]
+    shapes: Shapes = {f"candidate_selector.{name}_codebook": (V, r) for name in ("predecessor", "successor")}
+    shapes["candidate_selector.hidden_projection.weight"] = (r, D)
+    for i in range(c["num_hidden_layers"]):
+        for conv in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
+            shapes[f"{conv}.base_kernel"] = (2, taps, D)
+            shapes[f"{conv}.kernel_projection.weight"] = (2 * taps * groups, D)
+    return shapes
+
+
 @dataclass(frozen=True)
 class BlockForm:
-    """One of the two folders."""
+    """One of the three folders."""
 
     architecture: str
     nested: bool
     """True if the fields of its own stand in `dflash_config`."""
     sizes: tuple[str, ...] = ()
-    """Further sizes."""
+    """Further sizes among these."""
     markov: bool = False
+    selector: bool = False
 
-    def tensors(self, c: Mapping[str, Any], ids: list[int]) -> Shapes:
+    def tensors(self, c: Mapping[str, Any], own: Mapping[str, Any], ids: list[int]) -> Shapes:
         """The tensors of a head with this config.json."""
         shapes = block_tensors(c, ids)
+        if self.selector:
+            shapes |= selector_tensors(c, own)
         if self.markov:
             shapes |= {f"markov_head.markov_w{i}.weight": (c["vocab_size"], c["markov_rank"]) for i in (1, 2)}
             shapes |= markov_projection(c)
@@ -163,11 +196,12 @@ class BlockForm:
         if lacks is None and reader == VLLM and SCALED.match(name):
             lacks = UNSCALED
         faults = fields(config, {"architectures": [self.architecture]} | QWEN3_FIELDS)
-        faults += sizes(config, SIZES + self.sizes)
+        faults += sizes(config, SIZES)
         own = config.get("dflash_config") if self.nested else config
         where = "dflash_config." if self.nested else ""
         if not isinstance(own, Mapping):
             return lacks, [*faults, f"config.json: dflash_config: expected an object, found {own!r}"]
+        faults += sizes(own, self.sizes, where)
         if faults:
             return lacks, faults
         faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
@@ -205,7 +239,7 @@ class BlockForm:
                 f"config.json: {where}target_layer_ids: {ids}: only the outputs of layers 0 to {last - 1} are captured "
                 "by every engine"
             )
-        return lacks, faults + tensors(self.tensors(config, ids), folder.shapes)
+        return lacks, faults + tensors(self.tensors(config, own, ids), folder.shapes)
 
 
 def sglang_block(algorithm: str) -> Command:
@@ -225,6 +259,12 @@ DFLASH = Format(
     engine_config=dflash_engine_config,
     readers={VLLM: vllm("dflash"), SGLANG: sglang_block("DFLASH")},
     check=BlockForm("DFlashDraftModel", nested=True).check,
+)
+DFLASH2 = Format(
+    read=partial(read_block, DFLASH2_KIND),
+    engine_config=dflash2_engine_config,
+    readers={VLLM: vllm("dflash"), SGLANG: sglang_block("DFLASH")},
+    check=BlockForm("DFlash2DraftModel", nested=True, sizes=("block_size", *SELECTOR_FIELDS), selector=True).check,
 )
 DSPARK = Format(
     read=partial(read_block, DSPARK_KIND),

@@ -1,4 +1,5 @@
-"""DFlash and DSpark heads of other projects: z-lab's, DeepSpec's, SpecForge's and speculators' folders in our terms.
+"""DFlash, DFlash2 and DSpark heads of other projects: z-lab's, DeepSpec's, SpecForge's and speculators' folders in our
+terms.
 
 Fields may stand in `dflash_config` or beside the others. Layers are named by the stream that leaves them, one less than
 ours; speculators alone names them as we do.
@@ -24,15 +25,22 @@ SCALED = re.compile(r"Gemma\d")
 """Beginnings of targets' classes whose embeddings are multiplied as they are looked up."""
 UNSCALED = "reads the embeddings of a Gemma without their factor: another head would run"
 
-DFLASH_KIND, DSPARK_KIND = "dflash", "dspark"
+DFLASH_KIND, DFLASH2_KIND, DSPARK_KIND = KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+"""Kinds, and the names of the methods."""
 CLASSES = {
     "DFlashDraftModel": DFLASH_KIND,
     "DFlashSpeculator": DFLASH_KIND,
+    "DFlash2DraftModel": DFLASH2_KIND,
+    "DFlash2Speculator": DFLASH2_KIND,
     "Qwen3DSparkModel": DSPARK_KIND,
     "DSparkDraftModel": DSPARK_KIND,
     "DSparkSpeculator": DSPARK_KIND,
 }
 """Classes that config.json names, of z-lab's, DeepSpec's, SpecForge's and speculators' forms."""
+SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Fields that DFlash2 has and DFlash has not; the settings of our own of these names."""
+NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": 0}
+"""Factors that engines read of a DFlash2 head, and the values at which they change nothing."""
 OWN_FIELDS = {
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "causal", "sample_from_anchor"),
     *("projector_type", "attention_mode", "markov_rank", "markov_head_type", "num_anchors"),
@@ -47,7 +55,7 @@ def block_kind(source: Source) -> str | None:
     """The kind of the head that a folder holds; None for none that drafts a block."""
     speculators = source.config.get("speculators_model_type")
     names = [str(name) for name in source.config.get("architectures") or ()]
-    if speculators in (DFLASH_KIND, DSPARK_KIND):
+    if speculators in KINDS:
         return str(speculators)
     name = next((name for name in names if re.search("dflash|dspark", f"{name} {speculators}", re.IGNORECASE)), None)
     if name is not None and (speculators or name not in CLASSES):
@@ -66,7 +74,8 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     qwen, block = decoder_settings(source, raw if layer is None else layer, "qwen3", target)
     width = own.get("target_hidden_size") or qwen.hidden_size
     check_same(source, target, width=width, vocabulary=qwen.vocab_size, number_of_layers=own.get("num_target_layers"))
-    spark = kind == DSPARK_KIND
+    spark, selects = kind == DSPARK_KIND, kind == DFLASH2_KIND
+    known = OWN_FIELDS | {*SELECTOR_FIELDS, *NEUTRAL} if selects else OWN_FIELDS
     causal = own.get("causal") if own.get("is_causal") is None else own["is_causal"]
     refuse_settings(
         source,
@@ -80,7 +89,8 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             "sample_from_anchor": bool(own.get("sample_from_anchor", spark and layer is None)) is not spark,
             "projector_type": own.get("projector_type") not in (None, kind),
             "markov_rank": spark and not own.get("markov_rank"),
-            **{f"dflash_config.{name}": value for name, value in nested.items() if name not in OWN_FIELDS},
+            **{name: own.get(name) not in (None, neutral) for name, neutral in NEUTRAL.items()},
+            **{f"dflash_config.{name}": value for name, value in nested.items() if name not in known},
         },
     )
     ids, mask = captured(source, own, target, qwen.num_hidden_layers), own.get("mask_token_id")
@@ -116,7 +126,12 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             weights[name] = pad(weights[name], (0, rank))
     else:
         config["causal"] = bool(causal)
-    form = ("" if layer is None else "speculators' ") + ("DSpark" if spark else "DFlash")
+    if selects:
+        lacking = [name for name in SELECTOR_FIELDS if own.get(name) is None]
+        if lacking:
+            raise UserError(f"{path}: config.json: {lacking[0]}: expected a number, found none")
+        config |= {name: own[name] for name in SELECTOR_FIELDS}
+    form = ("" if layer is None else "speculators' ") + KINDS[kind]
     return Reading(form, config, weights, tuple(block_misread(source, config, target)))
 
 

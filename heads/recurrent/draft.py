@@ -35,7 +35,7 @@ from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend, CosSin, rotation
 from heads.losses import draft_loss
 from heads.recurrent.attention import causal_attention
-from heads.rotary import rotation_by
+from heads.target.rotary import rotation_by
 from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
 
 AHEAD = 2

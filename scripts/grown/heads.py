@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from heads.block.convolution import ConvolvedLayer
 from heads.block.draft import DraftBlockHead
 from heads.dflash import DFlash
+from heads.dflash2 import DFlash2
 from heads.draft_model import Draft
 from heads.dspark import DSpark
 from heads.eagle3 import Eagle3
@@ -132,7 +134,7 @@ def grow_draft(head: Draft, growth: Growth, size: HeadSize) -> Draft:
 
 
 def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlockHead:
-    """DFlash and DSpark (`heads.block.draft`)."""
+    """DFlash, DFlash2 and DSpark (`heads.block.draft`)."""
     config, new, width = head.config, growth.new, growth.width()
     grown_config = replace(config, **grown_sizes(config, growth, size))
     grown = blank(type(head)(grown_config), head.fc.weight.dtype)
@@ -152,6 +154,8 @@ def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlo
         assert isinstance(large, NormedAttention) and isinstance(small, NormedAttention)
         large.k_norm.weight.copy_(place(small.k_norm.weight * shrink, (new.head_dim,), block.head()))
         large.q_norm.weight.copy_(place(small.q_norm.weight, (new.head_dim,), block.head()))
+    if isinstance(head, DFlash2) and isinstance(grown, DFlash2):
+        grow_selection(grown, head, growth)
     if isinstance(head, DSpark) and isinstance(grown, DSpark):
         for wide, narrow in zip(grown.markov_head.parameters(), head.markov_head.parameters(), strict=True):
             wide[: len(narrow)] = narrow
@@ -163,12 +167,30 @@ def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlo
     return grown
 
 
+def grow_selection(grown: DFlash2, head: DFlash2, growth: Growth) -> None:
+    """The convolutions of DFlash2, and its choice among candidates: new channels go by no group, new ids by nothing."""
+    width, sides = growth.width(), 2 * head.config.conv_kernel_size
+    for large, small in zip(grown.layers, head.layers, strict=True):
+        assert isinstance(large, ConvolvedLayer) and isinstance(small, ConvolvedLayer)
+        for ours, theirs in zip(large.convolutions, small.convolutions, strict=True):
+            ours.base_kernel[..., width] = theirs.base_kernel
+            groups = torch.arange(sides)[:, None] * ours.groups + torch.arange(theirs.groups)
+            weight = ours.kernel_projection.weight
+            weight.copy_(place(theirs.kernel_projection.weight, tuple(weight.shape), groups.flatten(), width))
+    wide, narrow = grown.candidate_selector, head.candidate_selector
+    for name in ("predecessor_codebook", "successor_codebook"):
+        getattr(wide, name)[: head.config.vocab_size] = getattr(narrow, name)
+    weight = wide.hidden_projection.weight
+    weight.copy_(place(narrow.hidden_projection.weight, tuple(weight.shape), None, width))
+
+
 GROW: dict[type, Callable[[Any, Growth, HeadSize], nn.Module]] = {
     Eagle3: grow_eagle3,
     Mtp: grow_mtp,
     Medusa: grow_medusa,
     Draft: grow_draft,
     DFlash: grow_block,
+    DFlash2: grow_block,
     DSpark: grow_block,
 }
 

@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mtp": {},
     "draft": {"layers": (1, 6)},
     "dflash": {"num_layers": 2, "sliding_window": 9},
+    "dflash2": {"num_layers": 2, "selector_rank": 4},
     "dspark": {"num_layers": 2, "markov_rank": 4},
 }
 QUICK = 12

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.dflash import DFlash, DFlashConfig
+from heads.dflash2 import DFlash2, DFlash2Config
 from heads.dspark import DSpark, DSparkConfig
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.medusa import Medusa, MedusaConfig
@@ -68,6 +69,13 @@ def dflash(**changes: Any) -> DFlash:
     return made
 
 
+def dflash2(**changes: Any) -> DFlash2:
+    """A random DFlash2 head of the tiny target."""
+    sizes = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 12}
+    made: DFlash2 = filled(DFlash2(DFlash2Config(**BLOCKS | sizes | changes)))
+    return made
+
+
 def dspark(**changes: Any) -> DSpark:
     """A random DSpark head of the tiny target."""
     made: DSpark = filled(DSpark(DSparkConfig(**BLOCKS | {"markov_rank": 6, **changes}), kept_ids(changes)))
@@ -116,6 +124,12 @@ ZLAB: dict[str, Any] = QWEN3 | dict(
     num_target_layers=LAYERS, dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3, 5]),
 )  # fmt: skip
 """config.json of a DFlash head, by z-lab and SpecForge."""
+SELECTOR: dict[str, Any] = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=12)
+ZLAB2: dict[str, Any] = ZLAB | dict(
+    architectures=["DFlash2DraftModel"], auto_map={"AutoModel": "dflash2.DFlash2DraftModel"}, block_size=None,
+    is_causal=False, dflash_config=ZLAB["dflash_config"] | SELECTOR | dict(block_size=4),
+)  # fmt: skip
+"""config.json of a DFlash2 head, by z-lab and SpecForge."""
 MARKOV: dict[str, Any] = dict(
     markov_rank=6, markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True
 )
@@ -133,6 +147,9 @@ SPECULATORS_DFLASH: dict[str, Any] = dict(
     transformer_layer_config=QWEN3, draft_vocab_size=V, aux_hidden_state_layer_ids=[2, 4, 6], mask_token_id=5,
     sample_from_anchor=False, sliding_window_non_causal=False, target_hidden_size=None, dtype="float32",
     speculators_config=dict(algorithm="dflash", verifier=dict(name_or_path="org/target")),
+)  # fmt: skip
+SPECULATORS_DFLASH2: dict[str, Any] = SPECULATORS_DFLASH | SELECTOR | dict(
+    architectures=["DFlash2DraftModel"], speculators_model_type="dflash2", sliding_window_non_causal=True
 )  # fmt: skip
 SPECULATORS_DSPARK: dict[str, Any] = SPECULATORS_DFLASH | MARKOV | dict(
     architectures=["DSparkDraftModel"], speculators_model_type="dspark", sample_from_anchor=True

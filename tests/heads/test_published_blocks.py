@@ -21,11 +21,14 @@ from tests.heads.published_heads import (
     LLAMA3,
     SPECFORGE_DSPARK,
     SPECULATORS_DFLASH,
+    SPECULATORS_DFLASH2,
     SPECULATORS_DSPARK,
     ZLAB,
+    ZLAB2,
     D,
     V,
     dflash,
+    dflash2,
     dspark,
     write,
 )
@@ -34,9 +37,11 @@ from tests.refusals import refused
 
 FORMS: dict[str, tuple[Callable[..., DraftBlockHead], dict[str, Any]]] = {
     "z-lab": (dflash, ZLAB),
+    "z-lab's DFlash2": (dflash2, ZLAB2),
     "DeepSpec": (dspark, DEEPSPEC),
     "SpecForge's DSpark": (dspark, SPECFORGE_DSPARK),
     "speculators' DFlash": (dflash, SPECULATORS_DFLASH),
+    "speculators' DFlash2": (dflash2, SPECULATORS_DFLASH2),
     "speculators' DSpark": (dspark, SPECULATORS_DSPARK),
 }
 
@@ -55,10 +60,10 @@ def test_a_head_is_read_as_its_project_meant_it(form: str, target: FrozenTarget,
     assert is_published(path)
     found = read_published(path, target)
     drafts_equal(found, head, target)
-    assert found.origin.form == form.replace("z-lab", "DFlash").replace("DeepSpec", "DSpark").replace(
-        "SpecForge's DSpark", "DSpark"
-    )
-    assert bool(found.origin.differs) is (form not in ("z-lab", "DeepSpec"))  # of these two engines load the files
+    ours = {"z-lab": "DFlash", "z-lab's DFlash2": "DFlash2", "DeepSpec": "DSpark", "SpecForge's DSpark": "DSpark"}
+    assert found.origin.form == ours.get(form, form)
+    loaded = form in ("z-lab", "z-lab's DFlash2", "DeepSpec")  # by both engines, as they are
+    assert bool(found.origin.differs) is not loaded
 
 
 @pytest.mark.parametrize("form", ["speculators' DFlash", "speculators' DSpark"])
@@ -195,7 +200,8 @@ BAD: dict[str, tuple[Change, str]] = {
     "convolutions": (set_inside(conv_kernel_size=2, conv_group_size=16), "conv_kernel_size"),
     "selector": (set_inside(selector_rank=256, selector_top_k=16), "selector_rank"),
     "Domino": (set_inside(projector_type="domino"), "projector_type"),
-    "DFlash2": (set_in(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
+    "DFlash2": (set_in(architectures=["DFlash2DraftModel"]), "conv_kernel_size: expected a number, found none"),
+    "DFlash3": (set_in(architectures=["DFlash3DraftModel"]), "DFlash3DraftModel"),
     "architectures": (set_in(architectures=5), "config.json"),
     "no object": (set_in(dflash_config=[1]), "config.json"),
 }  # fmt: skip

@@ -69,6 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], HeadSize]] = {
     "medusa, every id": ("medusa", {"tree_nodes": 0}, HeadSize()),
     "draft": ("draft", {"layers": [0, 7]}, HeadSize()),
     "dflash": ("dflash", {"num_layers": 2}, HeadSize(90)),
+    "dflash2": ("dflash2", {"num_layers": 2, "conv_group_size": 8, "selector_rank": 6}, HeadSize()),
     "dspark": ("dspark", {"num_layers": 2, "markov_rank": 8}, HeadSize()),
 }
 

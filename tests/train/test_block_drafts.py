@@ -13,7 +13,7 @@ from heads.target.frozen import load_target
 from tests.runs import Settings, WriteRecipe, audit, measured_run, same, the_error, train_in, weights
 from train.entry import attempt
 
-KINDS = ("dflash", "dspark")
+KINDS = ("dflash", "dflash2", "dspark")
 
 
 @pytest.fixture
@@ -26,15 +26,15 @@ def small(settings: Settings) -> Settings:
 
 
 def of_kind(settings: Settings, kind: str) -> Settings:
-    more = {"markov_rank": 8} if kind == "dspark" else {}
-    return settings | {"head": {"kind": kind, **settings["head"], **more}}
+    more = {"dflash": {}, "dflash2": {"selector_rank": 8}, "dspark": {"markov_rank": 8}}
+    return settings | {"head": {"kind": kind, **settings["head"], **more[kind]}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_leaves_a_head_that_engines_read(kind: str, small: Settings, write_recipe: WriteRecipe) -> None:
     folder, results = measured_run(kind, of_kind(small, kind), write_recipe)
     config = json.loads((folder / "head/config.json").read_text())
-    own = config["dflash_config"] if kind == "dflash" else config
+    own = config if kind == "dspark" else config["dflash_config"]
     assert (own["mask_token_id"], own["target_layer_ids"]) == (5, [1, 5])
     assert load_file(folder / "head/model.safetensors").keys() == load_head(folder).state_dict().keys()
     assert [found["tree"] for found in results["measurements"]] == ["chain:3", "chain:2"]
@@ -57,7 +57,7 @@ def test_every_output_is_the_targets_own(
     audit(target, head, requests, trees, adaptive=trees)
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("dflash", {"weights": "d_pace"}), ("dspark", {})])
+@pytest.mark.parametrize(("kind", "changes"), [("dflash", {"weights": "d_pace"}), ("dflash2", {}), ("dspark", {})])
 def test_a_resumed_run_goes_on_bit_for_bit(
     kind: str, changes: Settings, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:

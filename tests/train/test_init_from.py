@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from heads.checkpoint import load_head
-from tests.heads.published_heads import DEEPSPEC, RAW, ZLAB, dflash, dspark, eagle3, write
+from tests.heads.published_heads import DEEPSPEC, RAW, ZLAB, ZLAB2, dflash, dflash2, dspark, eagle3, write
 from tests.runs import Settings, WriteRecipe, the_error
 from train.entry import attempt
 from train.recipe import load_recipe
@@ -40,7 +40,9 @@ def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, writ
     assert attempt("eagle", words) == 0
 
 
-@pytest.mark.parametrize(("kind", "config", "make"), [("dflash", ZLAB, dflash), ("dspark", DEEPSPEC, dspark)])
+@pytest.mark.parametrize(
+    ("kind", "config", "make"), [("dflash", ZLAB, dflash), ("dflash2", ZLAB2, dflash2), ("dspark", DEEPSPEC, dspark)]
+)
 def test_a_run_from_a_published_block_head(
     kind: str, config: Settings, make: Any, small: Settings, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:

@@ -184,6 +184,7 @@ HEADS_OF: dict[str, dict[str, Any]] = {
     "mtp": {"depth": 2},
     "medusa": {"depth": 2, "tree_nodes": 0},
     "dflash": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5},
+    "dflash2": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5, "selector_rank": 8},
     "dspark": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5, "markov_rank": 8},
     "draft": {"layers": [0, 1]},
 }

@@ -21,6 +21,7 @@ BLOCK = {"aux_layer_ids": [1, 2, 3], "num_layers": 2, "intermediate_size": 64, "
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"kind": "eagle3", "depth": 3, "aux_layer_ids": [1, 2, 3], "intermediate_size": 64},
     "dflash": BLOCK | {"kind": "dflash", "block_size": 4},
+    "dflash2": BLOCK | {"kind": "dflash2", "block_size": 4, "selector_rank": 8},
     "dspark": BLOCK | {"kind": "dspark", "block_size": 3, "markov_rank": 8},
 }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads.backends.base import BlockSpec, BlockSteps
-from heads.backends.cpu.decoder import CompiledNorm, in_c
+from heads.backends.cpu.decoder import CompiledNorm, draft_product, in_c
 from heads.backends.cpu.stack import CpuStack, signed
 from heads.backends.slot_mapping import Observed
 from heads.backends.torch.attention import GroupedAttention, rotate_
@@ -41,7 +41,14 @@ class CpuBlock(BlockSteps):
             )
             for layer, kind in zip(spec.head.layers, config.kinds, strict=True)
         ]
-        stack = CpuStack.of(blocks, config.sliding_window)
+        convolutions = [
+            tuple(
+                (draft_product(conv.kernel_projection), conv.base_kernel.detach().contiguous())
+                for conv in layer.convolutions
+            )
+            for layer in spec.head.layers
+        ]
+        stack = CpuStack.of(blocks, config.sliding_window, convolutions)
         return None if stack is None else cls(stack, spec)
 
     def __init__(self, stack: CpuStack, spec: BlockSpec) -> None:

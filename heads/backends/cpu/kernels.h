@@ -20,8 +20,15 @@ typedef struct {
     int64_t K, O, half; /* half: weights in bfloat16, which a draft may have */
 } Product;
 
+typedef struct { /* around a sublayer, over the tokens of a batch row; `heads.block.convolution` */
+    Product project;   /* to (2, taps, groups), of the sublayer's normed input */
+    const float *base; /* (2, taps, D) */
+    int64_t taps, groups; /* taps: 0 for none */
+} Convolution;
+
 typedef struct {
     Product qkv, out, gate_up, down;
+    Convolution attention_conv, feedforward_conv;
     const float *attention_norm, *feedforward_norm; /* (D); the first NULL where the input comes normed */
     const float *head_norm;                         /* (H + Hkv, d) or NULL */
     float attention_eps, feedforward_eps, head_eps, scale;

@@ -198,13 +198,59 @@ static void attention(const Layer *l, const Pass *p, float *qkv, float *keys, fl
     SHARED(share, pairs * parts, threads, attend_share(l, p, qkv, keys, values, rooms, out, share, parts));
 }
 
+/* One side of a convolution, in place: x (R, D), by the coefficients (R, 2 * taps * groups) beside the base. */
+static void convolve(const Convolution *c, const Pass *p, const float *coefficients, int side, float *x)
+{
+    const int64_t D = p->D, wide = D / c->groups, T = c->taps, G = c->groups;
+    for (int64_t r = p->B * p->N - 1; r >= 0; r--) { /* the rows before it are as they were */
+        const float *own = coefficients + (r * 2 + side) * T * G;
+        for (int64_t i = 0; i < T && i <= r % p->N; i++)
+            for (int64_t g = 0; g < G; g++) {
+                const float *base = c->base + (side * T + i) * D + g * wide, added = own[i * G + g];
+                const float *from = x + (r - i) * D + g * wide;
+                float *to = x + r * D + g * wide;
+                for (int64_t o = 0; o < wide; o++)
+                    to[o] = (i ? to[o] : 0) + (base[o] + added) * from[o];
+            }
+    }
+}
+
+/* The normed input of a sublayer, convolved in place where it is; its coefficients for both sides. */
+static void enter(const Convolution *c, const Pass *p, float *input, float *coefficients)
+{
+    if (!c->taps)
+        return;
+    multiply(&c->project, input, p->D, NULL, coefficients, p->B * p->N, p->threads);
+    convolve(c, p, coefficients, 0, input);
+}
+
+/* x += what the last product of a sublayer makes of its input, convolved where it is. */
+static void leave(const Convolution *c, const Pass *p, const Product *last, const float *input,
+                  const float *coefficients, float *made)
+{
+    const int64_t R = p->B * p->N;
+    multiply(last, input, last->K, c->taps ? NULL : p->x, c->taps ? made : p->x, R, p->threads);
+    if (!c->taps)
+        return;
+    convolve(c, p, coefficients, 1, made);
+    for (int64_t i = 0; i < R * p->D; i++)
+        p->x[i] += made[i];
+}
+
+/* Of a token: its coefficients, and what a sublayer makes of it. */
+static int64_t convolved_of(const Layer *l, int64_t D)
+{
+    const int64_t most_coefficients = most(l->attention_conv.project.O, l->feedforward_conv.project.O);
+    return most_coefficients ? most_coefficients + D : 0;
+}
+
 static int64_t width_of(const Layer *l) { return most(most(l->qkv.O, 2 * l->down.K), l->qkv.K); }
 
 static int64_t narrow_of(const Layer *l, int64_t D) { return most(most(l->H * l->d, l->down.K), D); }
 
 int64_t scratch_size(const Layer *l, int64_t B, int64_t N, int64_t D, int64_t E)
 {
-    return B * N * (width_of(l) + narrow_of(l, D)) + B * l->Hkv * room_of(l, N, E);
+    return B * N * (width_of(l) + narrow_of(l, D) + convolved_of(l, D)) + B * l->Hkv * room_of(l, N, E);
 }
 
 /* keys (rows, Hkv, S / BLOCK, d, BLOCK), values (rows, Hkv, S, d rounded up to LANES), of which the pass has the B rows
@@ -212,16 +258,20 @@ int64_t scratch_size(const Layer *l, int64_t B, int64_t N, int64_t D, int64_t E)
 static void decoder_layer(const Layer *l, const Pass *p, float *keys, float *values)
 {
     const int64_t R = p->B * p->N, D = p->D, threads = p->threads;
-    float *wide = p->scratch, *narrow = wide + R * width_of(l), *rooms = narrow + R * narrow_of(l, D);
+    float *wide = p->scratch, *narrow = wide + R * width_of(l), *made = narrow + R * narrow_of(l, D);
+    float *coefficients = made + (convolved_of(l, D) ? R * D : 0);
+    float *rooms = made + R * convolved_of(l, D);
     if (l->attention_norm)
         normalise_rows(p->x, D, l->attention_norm, l->attention_eps, narrow, D, R, D);
+    enter(&l->attention_conv, p, narrow, coefficients);
     multiply(&l->qkv, l->attention_norm ? narrow : p->input, l->qkv.K, NULL, wide, R, threads);
     attention(l, p, wide, keys, values, rooms, narrow);
-    multiply(&l->out, narrow, l->out.K, p->x, p->x, R, threads);
+    leave(&l->attention_conv, p, &l->out, narrow, coefficients, made);
     normalise_rows(p->x, D, l->feedforward_norm, l->feedforward_eps, narrow, D, R, D);
+    enter(&l->feedforward_conv, p, narrow, coefficients);
     multiply(&l->gate_up, narrow, D, NULL, wide, R, threads);
     gates(wide, narrow, R, l->down.K, threads);
-    multiply(&l->down, narrow, l->down.K, p->x, p->x, R, threads);
+    leave(&l->feedforward_conv, p, &l->down, narrow, coefficients, made);
 }
 
 /* Layers one after another, whose keys and values lie key_stride and value_stride apart. The stream that enters layer

@@ -41,11 +41,18 @@ class ProductStruct(ctypes.Structure):
     _fields_ = (("weight", POINTER), ("bias", POINTER), ("K", INT), ("O", INT), ("half", INT))
 
 
+class ConvolutionStruct(ctypes.Structure):
+    """`Convolution`."""
+
+    _fields_ = (("project", ProductStruct), ("base", POINTER), ("taps", INT), ("groups", INT))
+
+
 class LayerStruct(ctypes.Structure):
     """`Layer`."""
 
     _fields_ = (
         *((name, ProductStruct) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ConvolutionStruct) for name in ("attention_conv", "feedforward_conv")),
         *((name, POINTER) for name in ("attention_norm", "feedforward_norm", "head_norm")),
         *((name, FLOAT) for name in ("attention_eps", "feedforward_eps", "head_eps", "scale")),
         *((name, INT) for name in ("H", "Hkv", "d", "window")),

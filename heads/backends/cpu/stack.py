@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.library import LayerStruct, PassStruct, loaded
+from heads.backends.cpu.library import ConvolutionStruct, LayerStruct, PassStruct, ProductStruct, loaded
 from heads.backends.torch.attention import GroupedAttention
 from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm
@@ -19,6 +19,10 @@ from heads.backends.torch.linear import Norm
 Block = tuple[Norm | None, Any, Norm, Any]
 """A layer: the norm before attention (None where the input comes normed), attention, the norm before the MLP, the
 MLP."""
+
+
+Convolutions = tuple[tuple[Any, Tensor], ...]
+"""Around attention and around the MLP: the product for the coefficients, and the base kernel (2, taps, D). Or none."""
 
 
 def signed(cos_sin_table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -71,17 +75,21 @@ class CpuKVCache:
 class CpuStack:
     """Layers as the kernels take them, with the tensors they point into."""
 
-    def __init__(self, blocks: Sequence[Block], window: int) -> None:
-        """`window` of the layers that have one."""
-        self.library, self.held = loaded(), tuple(blocks)
+    def __init__(self, blocks: Sequence[Block], window: int, convolutions: Sequence[Convolutions] = ()) -> None:
+        """`window` of the layers that have one; convolutions around the sublayers of each layer, where it has them."""
+        self.library, self.held = loaded(), (*blocks, *convolutions)
         self.num_layers = len(blocks)
-        self.structs = (LayerStruct * len(blocks))(*(_struct(block, window) for block in blocks))
+        around = convolutions or [()] * len(blocks)
+        made = (_struct(block, window, pair) for block, pair in zip(blocks, around, strict=True))
+        self.structs = (LayerStruct * len(blocks))(*made)
         attention = blocks[0][1]
         self.key_shape = attention.num_key_heads, attention.d
         self.sizes: dict[tuple[int, ...], int] = {}
 
     @classmethod
-    def of(cls, blocks: Sequence[Block], window: int | None = None) -> "CpuStack | None":
+    def of(
+        cls, blocks: Sequence[Block], window: int | None = None, convolutions: Sequence[Convolutions] = ()
+    ) -> "CpuStack | None":
         """Return the stack of `heads.backends.cpu.decoder.in_c` parts; None where the kernels cannot: other layers,
         another dtype, another activation, layers of several widths."""
         if not all(isinstance(a, GroupedAttention) and isinstance(m, GatedMLP) for _, a, _, m in blocks):
@@ -91,7 +99,7 @@ class CpuStack:
         packed = all(hasattr(p, "packed") for _, a, _, m in blocks for p in (a.qkv, a.out, m.gate_up, m.down))
         if len(shapes) > 1 or not plain or not packed:
             return None
-        return cls(blocks, window or 0)
+        return cls(blocks, window or 0, convolutions)
 
     def new_cache(self, *, batch_size: int, capacity: int) -> CpuKVCache:
         """Return a cache for `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
@@ -138,11 +146,12 @@ class CpuStack:
         return aux
 
 
-def _struct(block: Block, window: int) -> LayerStruct:
+def _struct(block: Block, window: int, convolutions: Convolutions) -> LayerStruct:
     attention_norm, attention, norm, mlp = block
     products = [product.packed for product in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
     return LayerStruct(
         *(product.struct for product in products if product is not None),
+        *(_convolution(*pair) for pair in convolutions or ((None, None), (None, None))),
         None if attention_norm is None else attention_norm.weight.data_ptr(),
         norm.weight.data_ptr(),
         None if attention.head_norm is None else attention.head_norm.data_ptr(),
@@ -151,3 +160,10 @@ def _struct(block: Block, window: int) -> LayerStruct:
         *(attention.num_heads, attention.num_key_heads, attention.d),
         window if attention.kind == "sliding_attention" else 0,
     )
+
+
+def _convolution(project: Any, base: Tensor | None) -> ConvolutionStruct:
+    if base is None:
+        return ConvolutionStruct(ProductStruct(), None, 0, 0)
+    _, taps, _ = base.shape
+    return ConvolutionStruct(project.packed.struct, base.data_ptr(), taps, project.packed.O // (2 * taps))

@@ -76,5 +76,5 @@ class TorchBlock(BlockSteps):
             return attend
 
         attends = [attend_by(*cache) for cache in zip(self.keys, self.values, visible, strict=True)]
-        made: Tensor = self.head.run(x, self.cos_sin(positions), attends)
+        made: Tensor = self.head.run(x, self.cos_sin(positions), attends, x.shape[1])
         return made

@@ -1,5 +1,6 @@
 """Blocks of DFlash and DSpark under the rules that need q: the distribution of what comes out, by enumeration."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from heads.backends.torch.sampling import RowSampling
 from heads.base import Observation, SharedLayers
 from heads.block.draft import DraftBlockHead
 from heads.dflash import DFlash, DFlashConfig
+from heads.dflash2 import DFlash2, DFlash2Config
 from heads.dspark import DSpark, DSparkConfig
 from heads.tree import Proposal, TreeShape, parse_shape
 from tests.enumeration import EveryDraw, Toy, draws_of, prefixes_of, sum_over_tests
@@ -23,13 +25,23 @@ from tests.heads.small_heads import BLOCK_SIZES
 D, V = 8, 3
 
 
+HEADS: dict[str, Callable[[dict[str, Any]], DraftBlockHead]] = {
+    "dflash": lambda settings: DFlash(DFlashConfig(**settings)),
+    # Of three tokens it chooses among two: q is 0 at the third.
+    "dflash2": lambda settings: DFlash2(
+        DFlash2Config(**settings, conv_group_size=4, selector_rank=4, selector_top_k=2)
+    ),
+    "dspark": lambda settings: DSpark(DSparkConfig(**settings, markov_rank=4)),
+}
+
+
 def make_head(kind: str) -> DraftBlockHead:
     """A random head of a target of three tokens."""
     sizes = dict(hidden_size=D, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1, vocab_size=V)
     depth = dict(num_target_layers=4, aux_layer_ids=(2,), mask_token_id=2, num_layers=1)
     settings: dict[str, Any] = BLOCK_SIZES | sizes | depth
     torch.manual_seed(3)
-    head = DFlash(DFlashConfig(**settings)) if kind == "dflash" else DSpark(DSparkConfig(**settings, markov_rank=4))
+    head = HEADS[kind](settings)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_(0.0, 0.7)

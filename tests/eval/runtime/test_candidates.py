@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "draft": {"layers": [0, 2]},
     "lookup:2": {},
     "early_exit:2": {},
+    "dflash2": {"aux_layer_ids": [1, 2], "num_layers": 2, "selector_rank": 4, "block_size": 6, "mask_token_id": 5},
     "dspark": {"aux_layer_ids": [1, 2], "num_layers": 2, "markov_rank": 4, "block_size": 4, "mask_token_id": 5},
 }
 
@@ -136,7 +137,11 @@ def test_a_head_that_was_paused_drafts_as_if_it_had_not(
     common = sorted(always.keys() & drafts.keys())
     assert len(common) > 15
     assert {len(drafts[at]) for at in common} == {2, 3, 4, 5}, "chains of all lengths, and their roots"
-    if kind in ("dflash", "dspark"):  # the rows of a block see one another: one of another length drafts other tokens
+    if kind in (
+        "dflash",
+        "dflash2",
+        "dspark",
+    ):  # the rows of a block see one another: one of another length drafts other tokens
         common = [at for at in common if len(drafts[at]) == len(always[at])]
         assert len(common) > 3
     for at in common:

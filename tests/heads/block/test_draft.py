@@ -18,6 +18,7 @@ from heads.block.attention import Reach, Sight, by_pieces, by_tiles
 from heads.block.draft import DraftBlockHead, DraftBlockState
 from heads.block.loss import BlockTask, block_loss
 from heads.dflash import DFlash, DFlashConfig
+from heads.dflash2 import DFlash2, DFlash2Config
 from heads.dspark import DSpark, DSparkConfig
 from heads.errors import UserError
 from heads.target.aux_layers import spread_layer_ids
@@ -30,12 +31,21 @@ SCALED = {"rope_type": "linear", "factor": 3.0}
 ROWS = [[11, 3, 7], [2, 1, 18]]
 
 
+HEADS: dict[str, Callable[..., DraftBlockHead]] = {
+    "dflash": lambda **settings: DFlash(DFlashConfig(**settings)),
+    "dflash2": lambda **settings: DFlash2(DFlash2Config(**settings)),
+    "dspark": lambda **settings: DSpark(DSparkConfig(**settings)),
+}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash2": {"conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6},
+    "dspark": {"markov_rank": 5},
+}
+
+
 def make_head(kind: str, **changes: Any) -> DraftBlockHead:
     torch.manual_seed(1)
-    settings = BLOCK_SIZES | changes
-    head = (
-        DFlash(DFlashConfig(**settings)) if kind == "dflash" else DSpark(DSparkConfig(**settings | {"markov_rank": 5}))
-    )
+    head = HEADS[kind](**BLOCK_SIZES | OWN_SIZES[kind] | changes)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
@@ -75,7 +85,8 @@ def plain_block(head: DraftBlockHead, batch: Batch, b: int, anchor: int, rows: i
     layers: Any = head.layers
     for i, layer in enumerate(layers):
         attention = layer.self_attn
-        u = layer.input_layernorm(x)
+        normed = layer.input_layernorm(x)
+        u = plain_convolution(layer, "attention_conv", normed, normed, 0)
 
         def heads(y: Tensor) -> Tensor:
             return y.view(len(y), -1, d).transpose(0, 1)
@@ -91,10 +102,39 @@ def plain_block(head: DraftBlockHead, batch: Batch, b: int, anchor: int, rows: i
                 scores[:, j, len(before) + j + 1 :] = -torch.inf
             if window:  # its own position and window - 1 before it
                 scores[:, j, positions <= at[j] - window] = -torch.inf
-        x = x + attention.o_proj((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        made = attention.o_proj((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        x = x + plain_convolution(layer, "attention_conv", made, normed, 1)
+        normed = layer.post_attention_layernorm(x)
+        made = layer.mlp(plain_convolution(layer, "mlp_conv", normed, normed, 0))
+        x = x + plain_convolution(layer, "mlp_conv", made, normed, 1)
     out: Tensor = head.norm(x)
     return out
+
+
+def plain_convolution(layer: Any, name: str, x: Tensor, normed: Tensor, side: int) -> Tensor:
+    """One convolution over the rows x (R, D) of a block, channel by channel; x itself where the layer has none."""
+    conv = getattr(layer, name, None)
+    if conv is None:
+        return x
+    (R, D), t = x.shape, conv.base_kernel.shape[1]
+    group = D // (len(conv.kernel_projection.weight) // (2 * t))
+    out = torch.zeros_like(x)
+    for row in range(R):
+        dynamic = (conv.kernel_projection.weight @ normed[row]).view(2, t, -1)
+        for tap in range(min(t, row + 1)):
+            kernel = conv.base_kernel[side, tap] + dynamic[side, tap].repeat_interleave(group)
+            out[row] = out[row] + kernel * x[row - tap]
+    return out
+
+
+def plain_choice(head: DFlash2, logits: Tensor, state: Tensor, before: int) -> Tensor:
+    """(V,) logits of which those of the likeliest tokens alone are finite, with what the token before adds."""
+    selector = head.candidate_selector
+    wanted = selector.predecessor_codebook[before] * (selector.hidden_projection.weight @ state)
+    chosen = torch.full_like(logits, -torch.inf)
+    for token in logits.argsort(descending=True)[: head.config.selector_top_k].tolist():
+        chosen[token] = logits[token] + selector.successor_codebook[token] @ wanted
+    return chosen
 
 
 def plain_markov(head: DSpark, states: Tensor, before: list[int]) -> Tensor:
@@ -138,9 +178,16 @@ def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Ten
                 token = int(batch.tokens[b, label])
                 p = batch.shared.lm_head(batch.hidden[b, label - 1]).softmax(-1)
                 if isinstance(head, DFlash):
-                    logq = (matrix @ states[k + 1]).log_softmax(-1)
+                    logits = matrix @ states[k + 1]
+                    logq = logits.log_softmax(-1)
                     kl = (p * (p.log() - logq)).sum()
                     losses.append(-logq[token] if config.loss == "labels" else kl)
+                    if isinstance(head, DFlash2):
+                        choice = plain_choice(head, logits, states[k + 1], int(batch.tokens[b, label - 1]))
+                        logq = choice.log_softmax(-1)
+                        truth = torch.eye(len(p))[token].double() if config.loss == "labels" else p
+                        kept = choice.isfinite()
+                        losses[-1] = losses[-1] - config.selector_weight * (truth * logq)[kept].sum()
                 else:
                     assert isinstance(head, DSpark) and head.confidence_head is not None
                     w1 = head.markov_head.markov_w1.weight[batch.tokens[b, label - 1]]
@@ -169,6 +216,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"weights": "d_pace"}),
     ("dflash", {"sliding_window": 5}),
     ("dflash", {"sliding_window": 5, "layer_types": ("full_attention", "sliding_attention"), "sliding_causal": False}),
+    ("dflash2", {}),
+    ("dflash2", {"loss": "labels", "weights": "d_pace", "conv_kernel_size": 3, "conv_group_size": 16}),
+    ("dflash2", {"sliding_window": 5, "conv_kernel_size": 1, "selector_top_k": 1, "selector_weight": 0.3}),
     ("dspark", {"sliding_window": 4}),
     ("dspark", {"markov_head_type": "gated"}),
     ("dspark", {"markov_head_type": "rnn"}),
@@ -235,7 +285,7 @@ def small_chunks(head: DraftBlockHead, batch: Batch, scale: Tensor, chunk: int |
     return block_loss(states, lm_head(batch), task, chunk=chunk)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_no_tensor_holds_the_logits_of_all_rows(
     kind: str, largest_tensor: Callable[[Callable[[], object]], int]
 ) -> None:
@@ -381,6 +431,8 @@ DRAFTING: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"causal": True}),
     ("dflash", {"sliding_window": 5}),
     ("dflash", {"rope_scaling": SCALED, "sliding_window": 6, "sliding_causal": False}),
+    ("dflash2", {}),
+    ("dflash2", {"conv_kernel_size": 4, "sliding_window": 6, "sliding_causal": False}),
     ("dspark", {}),
     ("dspark", {"rope_scaling": SCALED}),
     ("dspark", {"sliding_window": 4, "layer_types": ("sliding_attention", "sliding_attention")}),
@@ -408,7 +460,9 @@ def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any], 
 MARKOV: list[dict[str, Any]] = [{}, {"markov_head_type": "gated"}, {"markov_head_type": "rnn"}]
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("dflash", {}), *(("dspark", changes) for changes in MARKOV)])
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("dflash", {}), ("dflash2", {}), *(("dspark", changes) for changes in MARKOV)]
+)
 def test_a_chain_is_the_likeliest_token_of_each_row(kind: str, changes: dict[str, Any]) -> None:
     head, batch = make_head(kind, **changes), make_batch([[20]])
     proposal = head.propose(seen(head, batch, "chain:3", [9]), greedy)
@@ -418,6 +472,8 @@ def test_a_chain_is_the_likeliest_token_of_each_row(kind: str, changes: dict[str
         logits = lm_head(batch) @ state
         if isinstance(head, DSpark):
             logits = logits + plain_markov(head, states[: k + 1], tokens)
+        if isinstance(head, DFlash2):
+            logits = plain_choice(head, logits, state, tokens[-1])
         tokens.append(int(logits.argmax()))
     assert proposal.tokens[0].tolist() == tokens and proposal.parents.tolist() == [[0, 0, 1, 2]]
 
@@ -448,6 +504,34 @@ def test_confidence_of_a_chain_is_that_of_training_at_what_was_drafted() -> None
     torch.testing.assert_close(proposal.confidence, logits.sigmoid().float())
     assert head.propose(seen(head, batch, "tree:2x2x4", [9, 14]), greedy).confidence is None
     assert make_head("dflash").propose(seen(make_head("dflash"), batch, "chain:3", [9, 14]), greedy).confidence is None
+
+
+def test_a_row_of_dflash2_chooses_among_its_candidates_by_the_token_before() -> None:
+    """In every node of a tree, as in a chain; no tree has more children than there are candidates."""
+    head, batch = make_head("dflash2"), make_batch([[20]])
+    assert isinstance(head, DFlash2)
+    proposal = head.propose(seen(head, batch, "tree:3x6x30", [9]), greedy)
+    states = plain_block(head, batch, 0, 9, 4)[1:]
+    for node in range(1, proposal.tokens.shape[1]):
+        path, total = [node], 0.0
+        while path[0]:
+            path.insert(0, int(proposal.parents[0, path[0]]))
+        tokens = proposal.tokens[0, path].tolist()
+        for k in range(1, len(tokens)):
+            choice = plain_choice(head, lm_head(batch) @ states[k - 1], states[k - 1], tokens[k - 1])
+            total += float(choice.log_softmax(-1)[tokens[k]].detach())
+        assert float(proposal.scores[0, node]) == pytest.approx(total, abs=1e-9)
+    with pytest.raises(UserError, match="7 children of a node, the head drafts 6 tokens"):
+        new_state(head, batch, "tree:2x7x8")
+
+
+def test_a_new_dflash2_head_drafts_as_dflash_does() -> None:
+    """Whose convolutions and whose choice change nothing yet."""
+    head, batch = DFlash2(DFlash2Config(**BLOCK_SIZES | OWN_SIZES["dflash2"])).double(), make_batch([[20]])
+    plain = DFlash(DFlashConfig(**BLOCK_SIZES)).double()
+    plain.load_state_dict({name: value for name, value in head.state_dict().items() if name in plain.state_dict()})
+    ours, theirs = (each.propose(seen(each, batch, "chain:3", [9]), greedy) for each in (head, plain))
+    assert torch.equal(ours.tokens, theirs.tokens)
 
 
 @pytest.mark.parametrize("changes", MARKOV)
@@ -527,6 +611,12 @@ def test_default_layers_are_those_of_the_published_heads(layers: int, count: int
         ("dspark", {"layer_types": ("full_attention", "chunked_attention")}, "layer_types"),
         ("dspark", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
         ("dflash", {"num_anchors": 0}, "num_anchors"),
+        ("dflash2", {"conv_kernel_size": 5}, "conv_kernel_size: 5 rows are more than a block's 4"),
+        ("dflash2", {"conv_group_size": 3}, "conv_group_size: expected a divisor of the target's width, 16"),
+        ("dflash2", {"selector_top_k": 41}, "selector_top_k"),
+        ("dflash2", {"selector_rank": 0}, "selector_rank"),
+        ("dflash2", {"selector_weight": -1.0}, "selector_weight"),
+        ("dflash2", {"loss": "mse"}, "loss"),
         ("dspark", {"markov_rank": 0}, "markov_rank"),
         ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}, "ce_weight"),
         ("dspark", {"confidence_weight": -1.0}, "confidence_weight"),
@@ -534,10 +624,7 @@ def test_default_layers_are_those_of_the_published_heads(layers: int, count: int
 )
 def test_bad_settings_are_named(kind: str, change: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=f"head.{word}"):
-        if kind == "dflash":
-            DFlash(DFlashConfig(**BLOCK_SIZES | change))
-        else:
-            DSpark(DSparkConfig(**BLOCK_SIZES | change))
+        HEADS[kind](**BLOCK_SIZES | OWN_SIZES[kind] | change)
 
 
 def test_a_block_begins_where_its_document_does_whatever_the_positions() -> None:

@@ -62,35 +62,43 @@ def change_weights(folder: Path, change: Callable[[Weights], object]) -> None:
     save_file(weights, file)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
     """A folder that either would misread is refused by name."""
-    settings = {"block_size": 5, "num_layers": 2, **({"markov_rank": 6} if kind == "dspark" else {})}
+    more = {"dflash": {}, "dflash2": {"conv_group_size": 8, "selector_rank": 6}, "dspark": {"markov_rank": 6}}
+    settings: dict[str, Any] = {"block_size": 5, "num_layers": 2, **more[kind]}
+
+    def own_of(config: dict[str, Any]) -> dict[str, Any]:
+        own: dict[str, Any] = config if kind == "dspark" else config["dflash_config"]
+        return own
+
     folder = save(tmp_path / "head", target, kind, **settings)
     config = json.loads((folder / "config.json").read_text())
-    own = config["dflash_config"] if kind == "dflash" else config
+    own = own_of(config)
     assert own["target_layer_ids"] == [1, 5] and own["mask_token_id"] == 2  # of the layers left, not entered
     assert (config["block_size"], config["num_target_layers"], config["layer_types"]) == (5, 8, ["full_attention"] * 2)
     names = load_file(folder / "model.safetensors").keys()
     assert not {name for name in names if "embed" in name or "lm_head" in name or name in ("d2t", "t2d")}
     found = verdicts(folder)
     assert serving(found) == {VLLM, SGLANG} and why_unfit([*found.values()]) is None
-    assert f'"method": "{kind}"' in found[VLLM].command
-    assert f"--speculative-algorithm {kind.upper()} " in found[SGLANG].command
+    method = kind.removesuffix("2")
+    assert f'"method": "{method}"' in found[VLLM].command
+    assert f"--speculative-algorithm {method.upper()} " in found[SGLANG].command
     assert serving(verdicts(folder, architecture="Qwen2ForCausalLM")) == {VLLM}
     assert serving(verdicts(folder, architecture="MixtralForCausalLM")) == set()
     changes: list[tuple[Callable[[dict[str, Any]], object], str]] = [
         (lambda c: c.update(vocab_size=127), "vocab_size: expected 128, found 127"),
         (lambda c: c.update(layer_types=["full_attention"]), "layer_types: expected"),
         (lambda c: c.update(num_target_layers=9), "num_target_layers: expected 8, found 9"),
-        (lambda c: (c["dflash_config"] if kind == "dflash" else c).update(mask_token_id=128), "mask_token_id"),
-        (lambda c: (c["dflash_config"] if kind == "dflash" else c).update(target_layer_ids=[1, 7]), "[1, 7]: only the"),
-        (
-            lambda c: (c["dflash_config"] if kind == "dflash" else c).update(target_layer_ids=[5, 1]),
-            "ascending numbers",
-        ),
-        (lambda c: (c["dflash_config"] if kind == "dflash" else c).update(target_layer_ids=[1]), "fc.weight: expected"),
+        (lambda c: own_of(c).update(mask_token_id=128), "mask_token_id"),
+        (lambda c: own_of(c).update(target_layer_ids=[1, 7]), "[1, 7]: only the"),
+        (lambda c: own_of(c).update(target_layer_ids=[5, 1]), "ascending numbers"),
+        (lambda c: own_of(c).update(target_layer_ids=[1]), "fc.weight: expected"),
     ]
+    if kind == "dflash2":
+        changes.append((lambda c: own_of(c).pop("selector_top_k"), "dflash_config.selector_top_k: expected a positive"))
+        changes.append((lambda c: own_of(c).update(conv_kernel_size=3), "attention_conv.base_kernel: expected (2, 3,"))
+        changes.append((lambda c: own_of(c).update(selector_rank=5), "predecessor_codebook: expected (128, 5)"))
     if kind == "dspark":
         changes.append((lambda c: c.update(sample_from_anchor=False), "sample_from_anchor"))
         changes.append((lambda c: c.update(enable_confidence_head=False, confidence_head_with_markov=False), "confid"))

@@ -10,6 +10,7 @@ from heads.backends.cpu import library
 from heads.backends.selection import CPU, TORCH
 from heads.block.draft import DraftBlockHead
 from heads.dflash import DFlash, DFlashConfig
+from heads.dflash2 import DFlash2, DFlash2Config
 from heads.dspark import DSpark, DSparkConfig
 from tests.drafting import SMALL, agree
 from tests.heads.backends.cpu.test_recurrent import narrowed, rounds
@@ -26,6 +27,10 @@ HEADS: dict[str, Callable[[], DraftBlockHead]] = {
     "dflash that is causal": lambda: DFlash(DFlashConfig(**CONFIG, causal=True)),
     "dflash with windows": lambda: DFlash(DFlashConfig(**CONFIG, sliding_window=7)),
     "dflash with windows alone": lambda: DFlash(DFlashConfig(**CONFIG, **ALL_SLIDE)),
+    "dflash2": lambda: DFlash2(DFlash2Config(**CONFIG, conv_group_size=8, selector_rank=5)),
+    "dflash2 of three taps": lambda: DFlash2(
+        DFlash2Config(**CONFIG, conv_kernel_size=3, conv_group_size=4, sliding_window=7)
+    ),
     "dspark": lambda: DSpark(DSparkConfig(**CONFIG, markov_rank=16)),
     "dspark, gated": lambda: DSpark(DSparkConfig(**CONFIG, markov_rank=16, markov_head_type="gated")),
     "dspark, rnn": lambda: DSpark(DSparkConfig(**CONFIG, markov_rank=16, markov_head_type="rnn")),
