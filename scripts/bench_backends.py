@@ -24,11 +24,12 @@ from scripts.grown.shapes import SHAPES
 
 HEADS: dict[str, dict[str, Any]] = {
     "eagle3": dict(depth=4, draft_vocab_size=2048, fc_norm=True, norm_output=True),
+    "dflash2": dict(num_layers=3, selector_rank=64),
     "dspark": dict(num_layers=3, markov_rank=64),
 }
 DRAFTS = (
     *(("", "none", 0), ("eagle3", "chain:5", 0), ("eagle3", "chain:5", 1), ("eagle3", "tree:5x4x16", 0)),
-    ("dspark", "chain:7", 0),
+    *(("dflash2", "chain:7", 0), ("dspark", "chain:7", 0)),
 )
 PROMPT, LENGTH = 100, 256
 BACKENDS = ("cpu", "torch")
