@@ -233,7 +233,39 @@ def test_a_dspark_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_pa
     does_not_fit(config, dspark(), (set_in(**changes), words), target, tmp_path)
 
 
-@pytest.mark.parametrize("form", ["z-lab", "DeepSpec"])
+BAD_DFLASH2: dict[str, Change] = {
+    "scaled logits": (set_inside(output_multiplier=0.5), "output_multiplier"),
+    "capped logits": (set_inside(final_logit_softcapping=30.0), "final_logit_softcapping"),
+    "scaled embeddings": (set_in(input_embedding_scale=8.0), "input_embedding_scale"),
+    "no rank": (set_inside(selector_rank=None), "selector_rank: expected a number, found none"),
+    "groups": (set_inside(conv_group_size=7), "conv_group_size"),
+    "rank": (set_inside(selector_rank=5), "candidate_selector.hidden_projection.weight"),
+    "taps": (set_inside(conv_kernel_size=True), "conv_kernel_size"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DFLASH2)
+def test_a_dflash2_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_path: Path) -> None:
+    does_not_fit(ZLAB2, dflash2(), BAD_DFLASH2[name], target, tmp_path)
+
+
+def test_no_dflash2_head_drafts_a_part_of_its_vocabulary(target: FrozenTarget, tmp_path: Path) -> None:
+    tables = {"d2t": torch.arange(48), "t2d": torch.arange(V) % 2 == 0}
+    tables["t2d"][96:] = False
+    path = write(
+        tmp_path / "head", SPECULATORS_DFLASH2 | {"draft_vocab_size": 48}, {**dflash2().to_checkpoint(), **tables}
+    )
+    assert "draft_vocab_size" in refused(read_published, path, target)
+
+
+def test_factors_that_change_nothing_are_read(target: FrozenTarget, tmp_path: Path) -> None:
+    head, inside = dflash2(), ZLAB2["dflash_config"]
+    neutral = {"output_multiplier": 1.0, "input_embedding_scale": 1, "final_logit_softcapping": 0.0}
+    path = write(tmp_path / "head", ZLAB2 | {"dflash_config": inside | neutral}, head.to_checkpoint())
+    drafts_equal(read_published(path, target), head, target)
+
+
+@pytest.mark.parametrize("form", ["z-lab", "z-lab's DFlash2", "DeepSpec"])
 def test_training_starts_from_a_head(form: str, target: FrozenTarget, tmp_path: Path) -> None:
     make, config = FORMS[form]
     head = make()
