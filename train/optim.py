@@ -22,7 +22,7 @@ Apply = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]
 def make_optimizer(
     parts: Sequence[Part], settings: Train, products: torch.dtype = torch.float32
 ) -> torch.optim.Optimizer:
-    """AdamW, or Muon for inner matrices and AdamW for the rest; norms and biases, of one dimension, are not decayed.
+    """AdamW, or Muon for inner matrices and AdamW for the rest; norms, biases and scales of channels are not decayed.
 
     Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both.
     """
@@ -35,18 +35,25 @@ def make_optimizer(
             for name, p in trained
             if part.by_muon and settings.optimizer == "muon" and p.dim() == 2 and not _is_end(name)
         ]
-        others = [p for _, p in trained if not any(p is matrix for matrix in muon)]
+        others = [(name, p) for name, p in trained if not any(p is matrix for matrix in muon)]
+        decayed = [p for name, p in others if not _is_scale(name, p)]
+        scales = [p for name, p in others if _is_scale(name, p)]
         group = {"lr": settings.lr, "betas": (settings.betas[0], settings.betas[1]), **part.rates}
         inner.append({"params": muon, "momentum": MOMENTUM, "weight_decay": settings.weight_decay, **group})
-        outer.append({"params": [p for p in others if p.dim() >= 2], "weight_decay": settings.weight_decay, **group})
-        outer.append({"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, **group})
+        outer.append({"params": decayed, "weight_decay": settings.weight_decay, **group})
+        outer.append({"params": scales, "weight_decay": 0.0, **group})
     groups = [group for group in (*inner, *outer) if group["params"]]
     return torch.optim.AdamW(groups) if settings.optimizer == "adamw" else Muon(groups, products=products)
 
 
+def _is_scale(name: str, parameter: Tensor) -> bool:
+    """True for a norm, a bias, or a convolution of each channel by itself, which begins as the channel itself."""
+    return parameter.dim() < 2 or name.endswith("base_kernel")
+
+
 def _is_end(name: str) -> bool:
     """True for a matrix with a row for each token or position, whose updates should not be orthogonal."""
-    return any(part in name for part in ("lm_head", "embed", "wte", "wpe", "markov"))
+    return any(part in name for part in ("lm_head", "embed", "wte", "wpe", "markov", "codebook"))
 
 
 class Muon(torch.optim.AdamW):

@@ -37,7 +37,7 @@ class BlockConvolution(nn.Module):
         self.kernel_projection.weight.zero_()
 
     def kernels(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the coefficients beside the base of either convolution (B, R, t, G), from the normed rows u (B, R, D)."""
+        """Return the coefficients beside the base of either convolution (B, R, t, G), of normed rows u (B, R, D)."""
         first, second = self.kernel_projection(u).unflatten(-1, (2, self.taps, self.groups)).unbind(-3)
         return first, second
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from heads.block.convolution import BlockConvolution
 from train.optim import Muon, lr_factor, make_optimizer, orthogonal, set_lr
 from train.recipe import Train
 from train.trained import Part
@@ -31,6 +32,9 @@ def test_norms_and_biases_do_not_decay() -> None:
     optimizer = make_optimizer([Part(head)], Train(max_steps=1, weight_decay=0.1))
     by_decay = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
     assert by_decay == {0.1: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
+    convolution = make_optimizer([Part(BlockConvolution(8, 2, 4))], Train(max_steps=1, weight_decay=0.1))
+    by_decay = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in convolution.param_groups}
+    assert by_decay == {0.1: [(8, 8)], 0.0: [(2, 2, 8)]}  # the base, which is 1
 
 
 @pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
