@@ -233,7 +233,7 @@ def test_a_dspark_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_pa
     does_not_fit(config, dspark(), (set_in(**changes), words), target, tmp_path)
 
 
-BAD_DFLASH2: dict[str, Change] = {
+BAD_DFLASH2: dict[str, tuple[Change, str]] = {
     "scaled logits": (set_inside(output_multiplier=0.5), "output_multiplier"),
     "capped logits": (set_inside(final_logit_softcapping=30.0), "final_logit_softcapping"),
     "scaled embeddings": (set_in(input_embedding_scale=8.0), "input_embedding_scale"),
