@@ -213,8 +213,8 @@ class BlockForm:
             return lacks, faults
         if SLIDING in types:
             faults += fields(config, {"use_sliding_window": True}) + sizes(config, ["sliding_window"])
-            if reader == SGLANG and False in (config.get("is_causal"), own.get("causal")):
-                faults.append("config.json: is_causal: rows of sliding layers would see none of the rows behind them")
+            if reader == SGLANG and own.get("causal") is False is not config.get("is_causal"):
+                faults.append("config.json: is_causal: expected false: rows would see none of the rows behind them")
         if self.markov:
             faults += fields(config, {"markov_head_type": "vanilla"})
             if config.get("sample_from_anchor", True) is not True:

@@ -209,8 +209,8 @@ def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarge
     if config.get("markov_head_type", "vanilla") != "vanilla":
         said.append(f"{VLLM} and {SGLANG} load no Markov head but a vanilla one")
     full = FULL in config.get("layer_types", [FULL])
-    if not config.get("sliding_causal", True):
-        said.append(f"{SGLANG} lets no row of a sliding layer see the rows behind it: another head would run")
+    if not config.get("sliding_causal", True) and raw.get("is_causal") is not False:
+        said.append(f"{SGLANG} lets rows of sliding layers see those behind them where is_causal is false alone")
     if "transformer_layer_config" in raw:
         if "causal" in config and full and raw.get("sliding_window_non_causal") is False:
             said.append(f"{VLLM} makes all layers causal where sliding_window_non_causal is false, the full ones too")

@@ -103,7 +103,9 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("window of all", SLIDING | {"sliding_window": 7, "sliding_causal": False, "layer_types": ALL_SLIDE},
      {"dflash_config": ZLAB["dflash_config"] | {"use_swa": True, "swa_window_size": 7}}, True),
     ("window, not causal", SLIDING | {"sliding_window": 9, "sliding_causal": False}, WINDOW | {"is_causal": False},
-     True),
+     False),
+    ("window, not causal for vLLM alone", SLIDING | {"sliding_window": 9, "sliding_causal": False},
+     WINDOW | {"dflash_config": ZLAB["dflash_config"] | {"causal": False}}, True),
     ("scaled", {"rope_scaling": LLAMA3}, {"rope_theta": None, "rope_parameters": LLAMA3 | {"rope_theta": 7e4}}, False),
     ("dtype", {}, {"dtype": None, "torch_dtype": "float32", "num_target_layers": None}, False),
 ]  # fmt: skip
