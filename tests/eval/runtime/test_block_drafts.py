@@ -1,4 +1,4 @@
-"""Blocks of DFlash and DSpark under the rules that need q: the distribution of what comes out, by enumeration."""
+"""Drafted blocks under the rules that need q: the distribution of what comes out, by enumeration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +73,7 @@ class Drafted(Toy):
 @pytest.mark.parametrize(
     ("rule", "shape"), [("ratio", "chain:3"), ("block", "chain:3"), ("ratio", "static:2.2")], ids=str
 )
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", HEADS)
 def test_what_comes_out_has_the_targets_distribution(kind: str, rule: str, shape: str) -> None:
     tree = parse_shape(shape)
     drafted = Drafted(make_head(kind), tree.depth)
