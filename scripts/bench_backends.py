@@ -51,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     print(f"{'piece':<36}{'cpu':>18}{'torch':>20}    ratio of least and of median; microseconds, least and median")
+    target, heads = open_heads(options.target, options.shape)
     with torch.inference_mode():
-        for name, calls in open_pieces(options.target, options.shape).items():
+        for name, calls in open_pieces(target, heads).items():
             seconds: dict[str, list[float]] = {backend: [] for backend in calls}
             for call in calls.values():
                 call()
@@ -66,16 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def open_pieces(path: str, shape: str | None) -> dict[str, dict[str, Callable[[], float]]]:
-    """Return calls by name and backend, each of which returns its seconds."""
+def open_heads(path: str, shape: str | None) -> tuple[Any, dict[str, Any]]:
+    """Return the target and new heads for it."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from eval.runtime.engine import Engine, EngineOptions, Request
-    from eval.runtime.sampling import Sampling
     from heads.registry import build_head
     from heads.target.frozen import FrozenTarget, load_config, load_target
-    from heads.tree import ROOT_ONLY, parse_shape
 
     torch.manual_seed(0)
     if shape is None:
@@ -86,7 +84,15 @@ def open_pieces(path: str, shape: str | None) -> dict[str, dict[str, Callable[[]
         target = FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=torch.float32), shape)
     narrow = {} if shape else {"intermediate_size": 384}
     counts = torch.ones(target.vocab_size, dtype=torch.int64)
-    heads = {kind: build_head(kind, own | narrow, target, counts).float() for kind, own in HEADS.items()}
+    return target, {kind: build_head(kind, own | narrow, target, counts).float() for kind, own in HEADS.items()}
+
+
+def open_pieces(target: Any, heads: dict[str, Any]) -> dict[str, dict[str, Callable[[], float]]]:
+    """Return calls by name and backend, each of which returns its seconds."""
+    from eval.runtime.engine import Engine, EngineOptions, Request
+    from eval.runtime.sampling import Sampling
+    from heads.tree import ROOT_ONLY, parse_shape
+
     pieces: dict[str, dict[str, Callable[[], float]]] = {}
     ids = target.sample(PROMPT, starts=(0,))[0].tolist()
     for kind, tree, temperature in DRAFTS:
