@@ -12,11 +12,17 @@ Letters: B rows, N tokens of a step, S slots a row, E slots shown to attention, 
 recurrent states kept.
 """
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+def cache_name(module: nn.Module) -> str:
+    """The name under which a module takes a cache and gives it back: transformers 5.24 changed it."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 class HFCacheLayer(CacheLayerMixin):

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from transformers.cache_utils import EncoderDecoderCache
 
 from heads.errors import UserError
-from heads.target.cache import HFCache
+from heads.target.cache import HFCache, cache_name
 from heads.target.families import additive
 
 FAMILIES = ("t5", "mt5")
@@ -81,12 +81,12 @@ class EncoderDecoder(nn.Module):
         same_part = keys_are_input[:, None] == is_input[:, :, None]
         own, cross = additive(visible & same_part, dtype), additive(visible & keys_are_input[:, None], dtype)
         bias = self.bias(self.decoder, positions, key_positions, bidirectional=False)
-        hidden = embedded
+        hidden, name = embedded, cache_name(self.layers[0])
         for layer in self.layers:
             # The encoder's states are read where there are some; else their keys are in the cache, and only that there
             # is an encoder matters.
             source = embedded if states is None else states
-            hidden = layer(hidden, own, bias, source, cross, None, past_key_values=pair)[0]
+            hidden = layer(hidden, own, bias, source, cross, None, **{name: pair})[0]
         normed: Tensor = self.decoder.final_layer_norm(hidden)
         return normed
 

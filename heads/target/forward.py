@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.integrations.flex_attention import flex_attention_forward
 
+from heads.target.cache import cache_name
 from heads.target.encoder_decoder import EncoderDecoder
 from heads.target.families import RECURRENT_LAYERS, attention_masks, masks_by_kind
 from heads.target.packed import TILE, packed_mask, packed_visible
@@ -47,8 +48,8 @@ def decode(
         input_ids=tokens,
         attention_mask=attention_masks(config, dtype, visible, positions, key_positions),
         position_ids=positions,
-        past_key_values=cache,
         use_cache=cache is not None,
+        **{cache_name(base): cache},
     ).last_hidden_state
     return hidden
 

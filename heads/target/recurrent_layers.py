@@ -12,33 +12,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.target.cache import HFCache
+from heads.target.cache import HFCache, cache_name
 
 
 class Stepwise:
     """The forward pass of one recurrent module, in place of the module's own."""
 
     def __init__(self, mixer: Any) -> None:
-        self.whole, self.index = mixer.forward, mixer.layer_idx
+        name = state_name(mixer)
+        assert name is not None
+        self.whole, self.index, self.name = mixer.forward, mixer.layer_idx, name
 
-    def __call__(self, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
+    def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """hidden_states (B, N, D) -> (B, N, D). Without a row cache, whole texts from an empty state."""
-        if not isinstance(cache_params, HFCache):
-            whole: Tensor = self.whole(hidden_states, cache_params=cache_params, **kwargs)
+        cache = kwargs.get(self.name)
+        if not isinstance(cache, HFCache):
+            whole: Tensor = self.whole(hidden_states, **kwargs)
             return whole
-        state, width = cache_params.recall(self.index), 1
-        if cache_params.prompt:
+        state, width = cache.recall(self.index), 1
+        if cache.prompt:
             width = hidden_states.shape[1]
         made = []
         for first in range(0, hidden_states.shape[1], width):
-            made.append(self.whole(hidden_states[:, first : first + width], cache_params=state, **kwargs))
+            made.append(self.whole(hidden_states[:, first : first + width], **kwargs | {self.name: state}))
             state.keep(first + width)
         return torch.cat(made, dim=1)
 
 
+def state_name(module: Any) -> str | None:
+    """The name under which a module takes a recurrent state; None for modules that take none. From transformers 5.24 on
+    it is that of other caches, by which attention is called, too, but no attention has convolutions."""
+    if isinstance(module.forward, Stepwise):
+        return module.forward.name
+    taken = inspect.signature(module.forward).parameters
+    if "cache_params" in taken:
+        return "cache_params"
+    convolves = any(isinstance(part, nn.Conv1d) for part in module.children())
+    return "cache" if convolves and "cache" in taken else None
+
+
 def find_mixers(layers: nn.Module) -> list[nn.Module]:
     """Return the recurrent modules of some decoder layers: those that take a state from a cache, the innermost."""
-    takers = [module for module in layers.modules() if "cache_params" in inspect.signature(module.forward).parameters]
+    takers = [module for module in layers.modules() if state_name(module)]
     return [
         module for module in takers if not any(other in takers for other in module.modules() if other is not module)
     ]
@@ -55,10 +70,10 @@ def step_by_step(mixers: list[nn.Module]) -> None:
 def single_steps(base: nn.Module, tokens: Tensor, count: int) -> Tensor:
     """Return the states (B, count, D) of the last `count` of some tokens as a decoder computes them with transformers'
     own cache, token by token: some recurrent layers clamp their steps in whole sequences alone."""
-    made, cache, start = [], None, 0
+    made, cache, start, name = [], None, 0, cache_name(base)
     for end in range(tokens.shape[1] - count, tokens.shape[1] + 1):
         positions = torch.arange(start, end, device=tokens.device)[None]
-        out = base(input_ids=tokens[:, start:end], position_ids=positions, past_key_values=cache, use_cache=True)
+        out = base(input_ids=tokens[:, start:end], position_ids=positions, use_cache=True, **{name: cache})
         made.append(out.last_hidden_state)
-        cache, start = out.past_key_values, end
+        cache, start = out[name], end
     return torch.cat(made[1:], dim=1)

@@ -16,6 +16,7 @@ from heads.base import Batch
 from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head
+from heads.target.cache import cache_name
 from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
 from tests.heads.small_heads import greedy, kept_log_probabilities, seen, with_tokens
@@ -167,7 +168,8 @@ def test_deepseeks_states_are_those_of_transformers(name: str, targets: Targets)
                 embedded[:, 0] = 0  # as vLLM's class does, and transformers' does not
             mask = torch.full((T, T), -1e9, dtype=torch.float64).triu(1)[None, None]
             cos_sin = theirs.rotary_emb(hidden, positions)
-            hidden = theirs.layers[k - 1](embedded, hidden, cos_sin, mask, positions, past_key_values=None)
+            layer = theirs.layers[k - 1]
+            hidden = layer(embedded, hidden, cos_sin, mask, positions, **{cache_name(layer): None})
             torch.testing.assert_close(ours[:, :T], hidden, atol=1e-6, rtol=1e-5)  # their norms compute in float32
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from heads.target.cache import HFCache
-from heads.target.recurrent_layers import find_mixers
+from heads.target.recurrent_layers import find_mixers, state_name
 from tests.small_targets import HYBRIDS, make_hybrid
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -24,7 +24,7 @@ class Layer:
         """Outputs of tokens x (B, N, D) behind the first `starts` of each row."""
         slots = torch.tensor(starts)[:, None] + torch.arange(x.shape[1])
         self.cache.aim(slots, extent=64, row=row, prompt=prompt)
-        made: Tensor = self.mixer(x, cache_params=self.cache)
+        made: Tensor = self.mixer(x, **{str(state_name(self.mixer)): self.cache})
         return made
 
     def states(self, row: int, length: int) -> list[Tensor]:
