@@ -39,11 +39,12 @@ def why_not_native(target: LanguageModel) -> str | None:
         foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("transformers.")]
         if foreign or hasattr(module, "_hf_hook"):  # the library's own hooks only look
             return f"{path} has hooks"
+        dtypes = {target.dtype}
+        if name in LATENT and path.endswith(".mlp.gate"):
+            dtypes.add(torch.float32)  # in which it routes, and is kept from transformers 5.24 on
         for parameter in module.parameters(recurse=False):
-            if type(parameter) is not nn.Parameter or (parameter.device, parameter.dtype) != (
-                target.device,
-                target.dtype,
-            ):
+            plain = type(parameter) is nn.Parameter and parameter.device == target.device
+            if not plain or parameter.dtype not in dtypes:
                 return f"{path} holds its weights in another form or place"
     return None
 

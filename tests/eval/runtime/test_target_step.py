@@ -1,6 +1,7 @@
 """A tree step through a model equals the model run on each path by itself."""
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,7 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(ignored: str, targ
     target = copy.deepcopy(target_of("llama"))
     forward = target.base.forward
 
+    @functools.wraps(forward)
     def deaf(**given: Any) -> Any:
         if given["use_cache"]:  # the model's own pass stays as it is
             given[ignored] = given[ignored] * 0
