@@ -129,7 +129,7 @@ SIZES = (*DECODER_SIZES, "num_hidden_layers", "block_size", "num_target_layers")
 
 
 def block_tensors(c: Mapping[str, Any], ids: list[int]) -> Shapes:
-    """The tensors that both have."""
+    """The tensors that all of them have."""
     D, d = c["hidden_size"], c["head_dim"]
     shapes: Shapes = {"fc.weight": (D, len(ids) * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
     for i in range(c["num_hidden_layers"]):
@@ -214,7 +214,9 @@ class BlockForm:
         if SLIDING in types:
             faults += fields(config, {"use_sliding_window": True}) + sizes(config, ["sliding_window"])
             if reader == SGLANG and own.get("causal") is False is not config.get("is_causal"):
-                faults.append("config.json: is_causal: expected false: rows would see none of the rows behind them")
+                faults.append(
+                    "config.json: is_causal: expected false, as dflash_config.causal: sliding layers would be causal"
+                )
         if self.markov:
             faults += fields(config, {"markov_head_type": "vanilla"})
             if config.get("sample_from_anchor", True) is not True:

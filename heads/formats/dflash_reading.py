@@ -89,7 +89,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             "sample_from_anchor": bool(own.get("sample_from_anchor", spark and layer is None)) is not spark,
             "projector_type": own.get("projector_type") not in (None, kind),
             "markov_rank": spark and not own.get("markov_rank"),
-            **{name: own.get(name) not in (None, neutral) for name, neutral in NEUTRAL.items()},
+            **{name: selects and own.get(name) not in (None, neutral) for name, neutral in NEUTRAL.items()},
             **{f"dflash_config.{name}": value for name, value in nested.items() if name not in known},
         },
     )
@@ -210,7 +210,7 @@ def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarge
         said.append(f"{VLLM} and {SGLANG} load no Markov head but a vanilla one")
     full = FULL in config.get("layer_types", [FULL])
     if not config.get("sliding_causal", True) and raw.get("is_causal") is not False:
-        said.append(f"{SGLANG} lets rows of sliding layers see those behind them where is_causal is false alone")
+        said.append(f"{SGLANG} makes sliding layers causal unless is_causal is false: another head would run")
     if "transformer_layer_config" in raw:
         if "causal" in config and full and raw.get("sliding_window_non_causal") is False:
             said.append(f"{VLLM} makes all layers causal where sliding_window_non_causal is false, the full ones too")

@@ -23,7 +23,7 @@ from heads.dspark import DSpark, DSparkConfig
 from heads.errors import UserError
 from heads.target.aux_layers import spread_layer_ids
 from heads.target.packed import TILE
-from heads.tree import parse_shape
+from heads.tree import Proposal, parse_shape
 from tests.heads.small_heads import BLOCK_SIZES, greedy, observe, random_batch, seen
 
 V, D = 40, 16
@@ -506,21 +506,26 @@ def test_confidence_of_a_chain_is_that_of_training_at_what_was_drafted() -> None
     assert make_head("dflash").propose(seen(make_head("dflash"), batch, "chain:3", [9, 14]), greedy).confidence is None
 
 
+def scores_are_of_paths(proposal: Proposal, logits: Callable[[int, list[int]], Tensor]) -> None:
+    """Each node's score is the sum of log q along its path; `logits` (V,) of level k behind the tokens before it."""
+    for node in range(1, proposal.tokens.shape[1]):
+        path = [node]
+        while path[0]:
+            path.insert(0, int(proposal.parents[0, path[0]]))
+        tokens = proposal.tokens[0, path].tolist()
+        steps = [float(logits(k, tokens[: k + 1]).detach().log_softmax(-1)[t]) for k, t in enumerate(tokens[1:])]
+        assert float(proposal.scores[0, node]) == pytest.approx(sum(steps), abs=1e-9)
+
+
 def test_a_row_of_dflash2_chooses_among_its_candidates_by_the_token_before() -> None:
     """In every node of a tree, as in a chain; no tree has more children than there are candidates."""
     head, batch = make_head("dflash2"), make_batch([[20]])
     assert isinstance(head, DFlash2)
     proposal = head.propose(seen(head, batch, "tree:3x6x30", [9]), greedy)
     states = plain_block(head, batch, 0, 9, 4)[1:]
-    for node in range(1, proposal.tokens.shape[1]):
-        path, total = [node], 0.0
-        while path[0]:
-            path.insert(0, int(proposal.parents[0, path[0]]))
-        tokens = proposal.tokens[0, path].tolist()
-        for k in range(1, len(tokens)):
-            choice = plain_choice(head, lm_head(batch) @ states[k - 1], states[k - 1], tokens[k - 1])
-            total += float(choice.log_softmax(-1)[tokens[k]].detach())
-        assert float(proposal.scores[0, node]) == pytest.approx(total, abs=1e-9)
+    scores_are_of_paths(
+        proposal, lambda k, before: plain_choice(head, lm_head(batch) @ states[k], states[k], before[-1])
+    )
     with pytest.raises(UserError, match="7 children of a node, the head drafts 6 tokens"):
         new_state(head, batch, "tree:2x7x8")
 
@@ -539,18 +544,12 @@ def test_a_row_of_dspark_is_conditioned_on_the_tokens_drafted_before_it(changes:
     """In every node of a tree: its score is the sum of the conditioned log q along its path."""
     head, batch = make_head("dspark", **changes), make_batch([[20]])
     assert isinstance(head, DSpark)
+    states = plain_block(head, batch, 0, 9, 3)
     for shape in ("tree:3x3x13", "static:3.2.1"):
         proposal = head.propose(seen(head, batch, shape, [9]), greedy)
-        states = plain_block(head, batch, 0, 9, 3)
-        for node in range(1, proposal.tokens.shape[1]):
-            path, total = [node], 0.0
-            while path[0]:
-                path.insert(0, int(proposal.parents[0, path[0]]))
-            tokens = proposal.tokens[0, path].tolist()
-            for k in range(1, len(tokens)):
-                logits = lm_head(batch) @ states[k - 1] + plain_markov(head, states[:k], tokens[:k])
-                total += float(logits.log_softmax(-1)[tokens[k]].detach())
-            assert float(proposal.scores[0, node]) == pytest.approx(total, abs=1e-9)
+        scores_are_of_paths(
+            proposal, lambda k, before: lm_head(batch) @ states[k] + plain_markov(head, states[: k + 1], before)
+        )
 
 
 def test_observing_in_pieces_equals_observing_at_once() -> None:
