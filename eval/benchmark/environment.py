@@ -98,7 +98,7 @@ def decoder_facts(target: FrozenTarget) -> str:
         return f"its Hugging Face model ({why_not_native(target)})"
     if backend.name == "triton" and target.dtype in DTYPES:
         return "Triton kernels"
-    if isinstance(native, CompiledDecoder) and native.stack is not None:
+    if isinstance(native, CompiledDecoder):
         return "C kernels"
     return "torch (no C compiler)" if backend.on_host and find_compiler() is None else "torch"
 

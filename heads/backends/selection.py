@@ -11,7 +11,8 @@ from heads.backends.cpu import draws
 from heads.backends.cpu.block import CpuBlock
 from heads.backends.cpu.commit import CpuCommit
 from heads.backends.cpu.compiling import find_compiler
-from heads.backends.cpu.decoder import CpuDecoder, compiled_decoder, draft_product
+from heads.backends.cpu.decoder import CpuDecoder, compiled_decoder
+from heads.backends.cpu.kernels import draft_product
 from heads.backends.cpu.library import load
 from heads.backends.cpu.recurrent import CpuRecurrent
 from heads.backends.huggingface import HFDecoder

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads.backends.base import BlockSpec, BlockSteps
-from heads.backends.cpu.decoder import CompiledNorm, draft_product, in_c
+from heads.backends.cpu.kernels import CompiledNorm, draft_product, in_c
 from heads.backends.cpu.stack import CpuStack, signed
 from heads.backends.slot_mapping import Observed
 from heads.backends.torch.attention import GroupedAttention, rotate_

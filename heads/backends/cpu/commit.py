@@ -4,7 +4,7 @@ import ctypes
 
 from torch import Tensor
 
-from heads.backends.cpu.library import StateStruct, loaded
+from heads.backends.cpu.library import STRUCTS, loaded
 from heads.backends.torch.commit import Commit, CommitResult, RoundState
 
 
@@ -20,7 +20,7 @@ class CpuCommit(Commit):
             *(result.tokens, result.start, result.count),
         )
         assert all(tensor.is_contiguous() for tensor in self.held)
-        self.struct = StateStruct(
+        self.struct = STRUCTS["State"](
             *(tensor.data_ptr() for tensor in self.held),
             *(len(state.done), depth + 1, len(eos)),
             *(state.output.shape[1], state.accepted.shape[1], state.report.shape[1]),

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.library import ChainStruct, SamplingStruct, loaded
+from heads.backends.cpu.library import STRUCTS, loaded
 from heads.backends.torch.sampling import SHARPNESS, RowSampling
 from heads.tree import Proposal
 
@@ -54,7 +54,7 @@ class CompiledPick:
 
     def __init__(self, library: ctypes.CDLL, temperature: Tensor, seeds: Tensor) -> None:
         self.library, self.held = library, (temperature, seeds)
-        self.struct = SamplingStruct(temperature.data_ptr(), seeds.data_ptr(), SHARPNESS)
+        self.struct = STRUCTS["Sampling"](temperature.data_ptr(), seeds.data_ptr(), SHARPNESS)
         self.reference = ctypes.byref(self.struct)
 
     def __call__(
@@ -84,7 +84,7 @@ class Chain:
         self.tokens, self.scores = root.new_empty(B, depth + 1), torch.empty(B, depth + 1)
         room, ids = torch.empty(B * (vocab_size + 1)), root.new_empty(4, B)
         self.held = pick, root, length, kept, room, ids
-        self.struct = ChainStruct(
+        self.struct = STRUCTS["Chain"](
             *(pick.struct, None if kept is None else kept.data_ptr()),
             *(root.data_ptr(), length.data_ptr(), room.data_ptr(), room[B * vocab_size :].data_ptr()),
             *(ids[0].data_ptr(), ids[1].data_ptr(), ids[2].data_ptr()),

@@ -1,8 +1,10 @@
 """The one library of C: its sources, the structs of `kernels.h` and every function that Python calls."""
 
 import ctypes
+import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from heads.backends.cpu.compiling import compiled
 
@@ -10,8 +12,9 @@ SOURCES = (
     *("layers.c", "products.c", "chains.c", "modules.c", "models.c", "slots.c", "draws.c", "commit.c"),
     *("kernels.h", "tiles.h"),
 )
-POINTER, FLOAT, INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
-TYPES = {"p": POINTER, "f": FLOAT, "n": INT, "i": ctypes.c_int, "-": None}
+POINTER = ctypes.c_void_p
+NUMBERS = {"float": ctypes.c_float, "double": ctypes.c_double, "int64_t": ctypes.c_int64}
+TYPES = {"p": POINTER, "f": ctypes.c_float, "n": ctypes.c_int64, "i": ctypes.c_int, "-": None}
 FUNCTIONS = {
     # the result, then the arguments: p a pointer, n a whole number, f a float, - nothing
     "block_size": "i",
@@ -35,85 +38,22 @@ FUNCTIONS = {
 }
 
 
-class ProductStruct(ctypes.Structure):
-    """`Product`."""
-
-    _fields_ = (("weight", POINTER), ("bias", POINTER), ("K", INT), ("O", INT), ("half", INT))
-
-
-class ConvolutionStruct(ctypes.Structure):
-    """`Convolution`."""
-
-    _fields_ = (("project", ProductStruct), ("base", POINTER), ("taps", INT), ("groups", INT))
-
-
-class LayerStruct(ctypes.Structure):
-    """`Layer`."""
-
-    _fields_ = (
-        *((name, ProductStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ConvolutionStruct) for name in ("attention_conv", "feedforward_conv")),
-        *((name, POINTER) for name in ("attention_norm", "feedforward_norm", "head_norm")),
-        *((name, FLOAT) for name in ("attention_eps", "feedforward_eps", "head_eps", "scale")),
-        *((name, INT) for name in ("H", "Hkv", "d", "window")),
-    )
+def structs_of(header: str) -> dict[str, Any]:
+    """Return the structs that a header defines, by their names, for ctypes."""
+    found: dict[str, Any] = {}
+    code = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    for body, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", code, re.DOTALL):
+        fields = []
+        for declaration in body.split(";")[:-1]:
+            kind, names = declaration.replace("const ", "").strip().split(maxsplit=1)
+            for field in names.split(","):
+                held = POINTER if "*" in field else NUMBERS.get(kind) or found[kind]
+                fields.append((field.strip("* "), held))
+        found[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return found
 
 
-class PassStruct(ctypes.Structure):
-    """`Pass`."""
-
-    _fields_ = (
-        *((name, POINTER) for name in ("x", "input", "cosines", "sines", "positions", "slots")),
-        *((name, POINTER) for name in ("mask", "near_mask", "scratch")),
-        *((name, INT) for name in ("B", "first_row", "N", "D", "E", "S", "threads")),
-    )
-
-
-class ModuleStruct(ctypes.Structure):
-    """`Module`."""
-
-    _fields_ = (
-        *(("layer", LayerStruct), ("project", ProductStruct), ("output", ProductStruct)),
-        *((name, POINTER) for name in ("token_norm", "state_norm", "leave_norm", "read_norm")),
-        *((name, FLOAT) for name in ("token_eps", "state_eps", "leave_eps", "read_eps")),
-        *((name, INT) for name in ("state_first", "zero_first", "normed_residual")),
-    )
-
-
-class ModelStruct(ctypes.Structure):
-    """`Model`."""
-
-    _fields_ = (
-        *((name, POINTER) for name in ("layers", "table", "norm")),
-        *(("output", ProductStruct), ("count", INT), ("eps", FLOAT)),
-    )
-
-
-class SamplingStruct(ctypes.Structure):
-    """`Sampling`."""
-
-    _fields_ = (("temperatures", POINTER), ("seeds", POINTER), ("sharpness", ctypes.c_double))
-
-
-class ChainStruct(ctypes.Structure):
-    """`Chain`."""
-
-    _fields_ = (
-        ("sampling", SamplingStruct),
-        *((name, POINTER) for name in ("kept", "root", "length", "logits", "logp")),
-        *((name, POINTER) for name in ("ids", "positions", "slots", "tokens", "scores")),
-        *((name, INT) for name in ("depth", "V")),
-    )
-
-
-class StateStruct(ctypes.Structure):
-    """`State`."""
-
-    _fields_ = (
-        *((name, POINTER) for name in ("length", "root", "limit", "output", "output_length", "rounds", "accepted")),
-        *((name, POINTER) for name in ("reached", "report", "done", "stops_at_eos", "eos", "tokens", "start", "count")),
-        *((name, INT) for name in ("B", "M", "num_eos", "output_width", "record_width", "report_width")),
-    )
+STRUCTS = structs_of(Path(__file__).with_name("kernels.h").read_text(encoding="utf-8"))
 
 
 @cache

@@ -9,16 +9,15 @@ of them shown, d head dimension.
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heads.backends.base import RecurrentSpec, RecurrentSteps
-from heads.backends.cpu.decoder import draft_product, in_c
 from heads.backends.cpu.draws import Chain, CompiledPick
-from heads.backends.cpu.kernels import pack
-from heads.backends.cpu.library import ModuleStruct, PassStruct, ProductStruct, loaded
+from heads.backends.cpu.kernels import CompiledProduct, draft_product, in_c
+from heads.backends.cpu.library import STRUCTS, loaded
 from heads.backends.cpu.stack import CpuStack, signed
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.backends.slot_mapping import Drafted, Observed
@@ -31,68 +30,8 @@ from heads.target.families import additive
 from heads.tree import Pick, Proposal
 
 
-@dataclass(frozen=True)
-class KernelModule:
-    """One module of a head as the kernels take it, and the tensors it points into."""
-
-    struct: ModuleStruct
-    stack: CpuStack
-    held: tuple[object, ...]
-
-
-@dataclass(frozen=True)
-class CpuDraft:
-    """A whole head, from its weights as they were when this was made."""
-
-    parts: HeadParts
-    modules: Sequence[KernelModule]
-    fuse: Product | None
-    vocab_size: int
-    """Vd"""
-
-
-def compiled_draft(parts: HeadParts, lm_head_weight: Tensor) -> CpuDraft | None:
-    """The head with its output head (Vd, D) for the kernels; None where they are not for its weights' dtype."""
-    if parts.weight.dtype != torch.float32:
-        return None
-    modules = [kernel_module(module, lm_head_weight) for module in parts.modules]
-    known = [module for module in modules if module is not None]
-    if len(known) < len(modules):
-        return None
-    fuse = None if parts.fuse is None else draft_product(parts.fuse)
-    return CpuDraft(parts, known, fuse, len(lm_head_weight))
-
-
-def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
-    """One module, and the output head (Vd, D) that it may be read with; None where the kernels cannot."""
-    norms = [
-        None if norm is None else Norm(norm)
-        for norm in (parts.token_norm, parts.state_norm, parts.leave_norm, parts.read_norm)
-    ]
-    entering = None if parts.input_norm is None else Norm(parts.input_norm)
-    kind = FULL if parts.window is None else SLIDING
-    attention = in_c(GroupedAttention(parts.attention, kind, draft=True), draft=True)
-    mlp = in_c(GatedMLP(parts.mlp, draft=True), draft=True)
-    stack = CpuStack.of([(entering, attention, Norm(parts.norm), mlp)], parts.window)
-    projection = None if parts.project is None else pack(parts.project.weight, half=True)
-    reading = pack(output, half=True)
-    if stack is None or reading is None:
-        return None
-    struct = ModuleStruct(
-        stack.structs[0],
-        ProductStruct() if projection is None else projection.struct,
-        reading.struct,
-        *(None if n is None else n.weight.data_ptr() for n in norms),
-        *(0.0 if n is None else n.eps for n in norms),
-        parts.state_first,
-        parts.zero_first,
-        parts.normed_residual,
-    )
-    return KernelModule(struct, stack, (norms, projection, reading))
-
-
 class CpuRecurrent(RecurrentSteps):
-    """State of a batch of the modules, and a step over it."""
+    """State of a batch of the modules, and a step over it, by the weights as they were when this was made."""
 
     weight_bytes = 2
     padding_slot = -1
@@ -101,24 +40,48 @@ class CpuRecurrent(RecurrentSteps):
     @classmethod
     def of(cls, spec: RecurrentSpec) -> "CpuRecurrent | None":
         """Return the steps of a head, or None where the kernels do not know it."""
-        draft = None if spec.parts is None else compiled_draft(spec.parts, spec.lm_head_weight)
-        return None if draft is None else cls(draft, spec)
+        if spec.parts is None or spec.parts.weight.dtype != torch.float32:
+            return None
+        stacks = [stack_of(module) for module in spec.parts.modules]
+        known = [stack for stack in stacks if stack is not None]
+        return cls(spec.parts, known, spec) if len(known) == len(stacks) else None
 
-    def __init__(self, draft: CpuDraft, spec: RecurrentSpec) -> None:
+    def __init__(self, parts: HeadParts, stacks: Sequence[CpuStack], spec: RecurrentSpec) -> None:
         embed, batch_size = spec.embed, spec.batch_size
-        cos, sin = (table[0, 0] for table in spec.cos_sin_table)  # (S, d) each
-        self.library, self.draft, self.embed = loaded(), draft, embed
+        self.library, self.parts, self.embed = loaded(), parts, embed
+        self.fuse = None if parts.fuse is None else draft_product(parts.fuse)
+        self.output: CompiledProduct = in_c(Product(spec.lm_head_weight), draft=True)
         plain = type(embed) is nn.Embedding and embed.weight.dtype == torch.float32
         self.table: Tensor | None = embed.weight.detach() if plain else None  # type: ignore[attr-defined]
+        cos, sin = (table[0, 0] for table in spec.cos_sin_table)  # (S, d) each
         self.cos_sin_table = signed((cos, sin))
         self.where = [table.data_ptr() for table in self.cos_sin_table]
-        self.references = [ctypes.byref(module.struct) for module in draft.modules]
-        self.caches = [m.stack.new_cache(batch_size=batch_size, capacity=len(cos)) for m in draft.modules]
+        self.stacks, self.held = stacks, list[object]()
+        self.structs = [self._struct(*module) for module in zip(parts.modules, stacks, strict=True)]
+        self.references = [ctypes.byref(struct) for struct in self.structs]
+        self.caches = [stack.new_cache(batch_size=batch_size, capacity=len(cos)) for stack in stacks]
         self.rooms: dict[tuple[int, ...], Tensor] = {}
+
+    def _struct(self, parts: ModuleParts, stack: CpuStack) -> Any:
+        """A module as the kernels take it; what it points into is held."""
+        norms = [
+            None if norm is None else Norm(norm)
+            for norm in (parts.token_norm, parts.state_norm, parts.leave_norm, parts.read_norm)
+        ]
+        project = None if parts.project is None else draft_product(parts.project)
+        self.held += [norms, project]
+        return STRUCTS["Module"](
+            stack.structs[0],
+            project.struct if isinstance(project, CompiledProduct) else STRUCTS["Product"](),
+            self.output.struct,
+            *(None if n is None else n.weight.data_ptr() for n in norms),
+            *(0.0 if n is None else n.eps for n in norms),
+            *(parts.state_first, parts.zero_first, parts.normed_residual),
+        )
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """(B, W, L * D), (B, W, D) -> (B, W, D)."""
-        made = self.draft.parts.start(aux_hidden_states.flatten(0, 1), hidden.flatten(0, 1), self.draft.fuse)
+        made = self.parts.start(aux_hidden_states.flatten(0, 1), hidden.flatten(0, 1), self.fuse)
         return made.view(hidden.shape)
 
     def normed(self, recycled: Tensor) -> Tensor:
@@ -129,7 +92,7 @@ class CpuRecurrent(RecurrentSteps):
         """(B, W, D) -> (B, W, Vd)."""
         B, W, D = recycled.shape
         states = recycled.contiguous()
-        room, logits = torch.empty_like(states), states.new_empty(B, W, self.draft.vocab_size)
+        room, logits = torch.empty_like(states), states.new_empty(B, W, len(self.output.weight))
         self.library.read_out(
             *(self.references[0], states.data_ptr(), room.data_ptr(), logits.data_ptr()),
             *(B * W, D, torch.get_num_threads()),
@@ -143,7 +106,7 @@ class CpuRecurrent(RecurrentSteps):
         D = states.shape[2]
         if rows is not None:
             states = states.gather(1, rows[..., None].expand(-1, -1, D))
-        visible, window = mapping.visible(module, extent), self.draft.parts.modules[module].window
+        visible, window = mapping.visible(module, extent), self.parts.modules[module].window
         if visible is not None and window is not None:  # drafted tokens, in slots of their own, are nearer
             visible = visible & (mapping.positions[..., None] - torch.arange(extent) < window)
         reference, cache = self.references[module], self.caches[module]
@@ -205,13 +168,22 @@ class CpuRecurrent(RecurrentSteps):
         positions: int | None = None,
         slots: int | None = None,
         mask: int | None = None,
-    ) -> PassStruct:
+    ) -> Any:
         """A pass through a module, of shape (B, W, D, E); the addresses of where its tokens stand, and of its mask."""
         B, W, D, extent = shape
         room = self.rooms.get(shape)
         if room is None:
             room = self.rooms[shape] = torch.empty(self.library.module_room(self.references[module], *shape))
-        return PassStruct(
+        return STRUCTS["Pass"](
             *(None, None, *self.where, positions, slots, mask, mask, room.data_ptr()),
             *(B, 0, W, D, extent, self.caches[module].capacity, torch.get_num_threads()),
         )
+
+
+def stack_of(parts: ModuleParts) -> CpuStack | None:
+    """A module's layer for the kernels; None where they cannot."""
+    entering = None if parts.input_norm is None else Norm(parts.input_norm)
+    kind = FULL if parts.window is None else SLIDING
+    attention = in_c(GroupedAttention(parts.attention, kind, draft=True), draft=True)
+    mlp = in_c(GatedMLP(parts.mlp, draft=True), draft=True)
+    return CpuStack.of([(entering, attention, Norm(parts.norm), mlp)], parts.window)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.library import ConvolutionStruct, LayerStruct, PassStruct, ProductStruct, loaded
+from heads.backends.cpu.kernels import CompiledProduct
+from heads.backends.cpu.library import STRUCTS, loaded
 from heads.backends.torch.attention import GroupedAttention
 from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm
@@ -81,7 +82,7 @@ class CpuStack:
         self.num_layers = len(blocks)
         around = convolutions or [()] * len(blocks)
         made = (_struct(block, window, pair) for block, pair in zip(blocks, around, strict=True))
-        self.structs = (LayerStruct * len(blocks))(*made)
+        self.structs = (STRUCTS["Layer"] * len(blocks))(*made)
         attention = blocks[0][1]
         self.key_shape = attention.num_key_heads, attention.d
         self.sizes: dict[tuple[int, ...], int] = {}
@@ -96,7 +97,7 @@ class CpuStack:
             return None
         shapes = {(a.num_heads, a.num_key_heads, a.d, a.qkv.weight.shape, m.down.weight.shape) for _, a, _, m in blocks}
         plain = all(mlp.activation is torch.nn.functional.silu for *_, mlp in blocks)
-        packed = all(hasattr(p, "packed") for _, a, _, m in blocks for p in (a.qkv, a.out, m.gate_up, m.down))
+        packed = all(isinstance(p, CompiledProduct) for _, a, _, m in blocks for p in (a.qkv, a.out, m.gate_up, m.down))
         if len(shapes) > 1 or not plain or not packed:
             return None
         return cls(blocks, window or 0, convolutions)
@@ -135,7 +136,7 @@ class CpuStack:
         held = [t if t is None else t.contiguous() for t in (positions, cache.slots, mask, near_mask)]
         where = [t if t is None else t.data_ptr() for t in held]
         aux = x.new_empty(R, len(aux_layer_ids) * D)
-        step = PassStruct(
+        step = STRUCTS["Pass"](
             *(x.data_ptr(), None, cos_sin_table[0].data_ptr(), cos_sin_table[1].data_ptr(), *where),
             *(cache.room(size).data_ptr(), B, cache.first_row, N, D, E, cache.capacity, torch.get_num_threads()),
         )
@@ -146,12 +147,12 @@ class CpuStack:
         return aux
 
 
-def _struct(block: Block, window: int, convolutions: Convolutions) -> LayerStruct:
+def _struct(block: Block, window: int, convolutions: Convolutions) -> Any:
     attention_norm, attention, norm, mlp = block
-    products = [product.packed for product in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
-    return LayerStruct(
-        *(product.struct for product in products if product is not None),
-        *(_convolution(*pair) for pair in convolutions or ((None, None), (None, None))),
+    none = STRUCTS["Convolution"](STRUCTS["Product"](), None, 0, 0)
+    return STRUCTS["Layer"](
+        *(product.struct for product in (attention.qkv, attention.out, mlp.gate_up, mlp.down)),
+        *([_convolution(*pair) for pair in convolutions] or [none, none]),
         None if attention_norm is None else attention_norm.weight.data_ptr(),
         norm.weight.data_ptr(),
         None if attention.head_norm is None else attention.head_norm.data_ptr(),
@@ -162,8 +163,6 @@ def _struct(block: Block, window: int, convolutions: Convolutions) -> LayerStruc
     )
 
 
-def _convolution(project: Any, base: Tensor | None) -> ConvolutionStruct:
-    if base is None:
-        return ConvolutionStruct(ProductStruct(), None, 0, 0)
-    _, taps, _ = base.shape
-    return ConvolutionStruct(project.packed.struct, base.data_ptr(), taps, project.packed.O // (2 * taps))
+def _convolution(project: Any, base: Tensor) -> Any:
+    taps = base.shape[1]
+    return STRUCTS["Convolution"](project.struct, base.data_ptr(), taps, len(project.weight) // (2 * taps))

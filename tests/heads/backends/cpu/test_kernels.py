@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.backends.cpu import compiling, kernels, library
-from heads.backends.cpu.decoder import compiled_decoder
+from heads.backends.cpu import compiling, library
+from heads.backends.cpu.decoder import CompiledDecoder, compiled_decoder
+from heads.backends.cpu.kernels import CompiledProduct
 from heads.backends.torch.decoder import NativeDecoder
+from heads.backends.torch.linear import Product
 from heads.target.frozen import FrozenTarget
 
 compiled = pytest.mark.skipif(library.load() is None, reason="no C compiler")
@@ -56,8 +57,8 @@ def decoders(variant: str) -> tuple[NativeDecoder, NativeDecoder]:
             if "bias" in name or "norm" in name:
                 parameter.data += 0.3 * torch.randn_like(parameter)
     decoder = compiled_decoder(FrozenTarget(model, variant))
-    assert decoder is not None and decoder.stack is not None
-    return decoder, replace(decoder, stack=None)
+    assert isinstance(decoder, CompiledDecoder)
+    return decoder, NativeDecoder(**{name: part for name, part in vars(decoder).items() if name != "stack"})
 
 
 def decode(decoder: NativeDecoder, tokens: Tensor, spans: list[slice], *, rows: int = 1, masked: bool = True) -> Tensor:
@@ -100,8 +101,7 @@ def test_products_are_torchs(R: int, threads: int) -> None:
             torch.randn(outputs),
             torch.randn(R, outputs),
         )
-        packed, plain = kernels.pack(weight, bias), kernels.pack(weight)
-        assert packed is not None and plain is not None
+        packed, plain = (CompiledProduct(Product(weight, added)) for added in (bias, None))
         torch.testing.assert_close(packed(x, residual), x @ weight.T + bias + residual, atol=1e-3, rtol=1e-4)
         torch.testing.assert_close(plain(x), x @ weight.T, atol=1e-3, rtol=1e-4)
         assert torch.equal(plain(x)[-1:], plain(x[-1:])), "a row depends on its neighbours"

@@ -10,8 +10,8 @@ from eval.runtime.sampling import Sampling
 from heads.backends.base import Backend
 from heads.backends.cpu import library
 from heads.backends.cpu.draws import CompiledPick, CpuSampling
-from heads.backends.cpu.recurrent import compiled_draft
 from heads.backends.selection import CPU, TORCH
+from heads.backends.torch.recurrent import TorchRecurrent
 from heads.base import Observation, Pick, SharedLayers
 from heads.tree import Proposal, parse_shape
 from tests.drafting import HEADS, SMALL, agree, head_rounds, some_head
@@ -96,5 +96,8 @@ def test_weights_that_change_are_read_by_the_next_state_and_stay_where_they_are(
 
 def test_other_types_and_places_take_torch() -> None:
     head = make_head("eagle3").double()
-    parts = head.parts()
-    assert parts is not None and compiled_draft(parts, torch.zeros(40, D)) is None
+    state = head.new_state(
+        SharedLayers(torch.nn.Embedding(V, D), lambda hidden: hidden),
+        batch_size=1, capacity=40, shape=parse_shape("chain:2"), backend=CPU,
+    )  # fmt: skip
+    assert isinstance(state.steps, TorchRecurrent)
