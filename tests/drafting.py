@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heads.backends.base import Backend
 from heads.backends.selection import TORCH, TRITON
-from heads.backends.triton.cached_decoder import TritonDecoder
+from heads.backends.triton.decoder import TritonDecoder
 from heads.base import Observation, Pick, SharedLayers
 from heads.draft_model import Draft, DraftState
 from heads.eagle3 import Eagle3, Eagle3Config

@@ -7,7 +7,7 @@ from torch.nn.functional import silu
 from heads.backends.slot_mapping import Drafted, Observed, ancestors
 from heads.backends.torch.linear import Norm
 from heads.backends.torch.noise import gumbel
-from heads.backends.triton.inputs import Entry, Stand
+from heads.backends.triton.inputs import Stand
 
 
 def pack_bits(above: Tensor) -> Tensor:
@@ -165,11 +165,11 @@ def enter_twin(
     behind: int,
     state_first: bool = False,
     zero_first: bool = False,
-) -> Entry:
+) -> tuple[Tensor, Tensor, Stand]:
     table = embedded[tokens] if embedded.dim() == 2 else embedded
     if zero_first:
         table = table.masked_fill((mapping.positions == 0)[..., None], 0.0)
     above = states if rows is None else states.gather(1, rows[..., None].expand(-1, -1, states.shape[2]))
     halves = [token_norm(table.to(states.dtype).flatten(0, 1)), state_norm(above.flatten(0, 1))]
     x = torch.cat(halves[::-1] if state_first else halves, dim=1)
-    return Entry(x, above.flatten(0, 1).clone(), stand_twin(mapping, behind=behind))
+    return x, above.flatten(0, 1).clone(), stand_twin(mapping, behind=behind)

@@ -28,9 +28,8 @@ from heads.backends.torch.sampling import RowSampling
 from heads.backends.torch.select import Select
 from heads.backends.triton import accept, inputs, select
 from heads.backends.triton.availability import runs_kernels, why_not
-from heads.backends.triton.cached_decoder import TritonDecoder
 from heads.backends.triton.commit import TritonCommit
-from heads.backends.triton.decoder import DTYPES
+from heads.backends.triton.decoder import DTYPES, TritonDecoder
 from heads.backends.triton.pick import TritonSampling
 from heads.backends.triton.recurrent import TritonRecurrent
 from heads.errors import UserError, warn_once

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eval.runtime.engine import Engine, EngineOptions
-from heads.backends.triton.cached_decoder import TritonDecoder
+from heads.backends.triton.decoder import TritonDecoder
 from heads.tree import parse_shape
 from tests.drafting import drafts_are_those_of_torch, model_drafts_are_those_of_torch
 from tests.small_targets import FAMILIES, make_head, make_target, some_requests, texts

@@ -80,17 +80,9 @@ def take_path(aux_hidden_states: Tensor, hidden: Tensor, path: Tensor) -> tuple[
     block = min(2048, next_power_of_2(max(D, X)))
     aux_blocks = -(-X // block)
     _take_path[(B * M, aux_blocks + -(-D // block))](
-        aux_hidden_states.contiguous(),
-        hidden.contiguous(),
-        path.contiguous(),
-        *taken,
-        N,
-        M,
-        X,
-        D,
-        aux_blocks,
+        aux_hidden_states.contiguous(), hidden.contiguous(), path.contiguous(), *taken, N, M, X, D, aux_blocks,
         BLOCK=block,
-    )
+    )  # fmt: skip
     return taken
 
 

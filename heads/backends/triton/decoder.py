@@ -1,4 +1,5 @@
-"""A native decoder's pass by kernels, on a GPU: eight of them a layer, and no mask is ever written.
+"""A native decoder by kernels, on a GPU, with the cache of one batch: prompts, trees under test, levels of a draft's
+trees. A layer is eight kernels, and no mask is ever written.
 
 Attention takes ancestors as bits, so that the slots shown cost nothing where no token stands. The weights are the
 decoder's own. What no kernel does (how a router ranks experts, how latent attention turns) are torch's operations, row
@@ -6,31 +7,36 @@ by row, as in `heads.backends.torch`. Whatever sums over a row's own numbers doe
 changes.
 
 Letters: B rows, N tokens of a step, R = B * N, S slots a row, P tokens that have slots behind the length, D hidden, H
-query heads, Hkv key heads, d head dimension, C latent width.
+query heads, Hkv key heads, d head dimension, C latent width, V vocabulary.
 """
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import silu
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu
 from transformers.activations import ACT2FN
 
+from heads.backends.base import CachedDecoder
+from heads.backends.slot_mapping import CacheSpec, Drafted, SlotMapping, Verified
+from heads.backends.torch.architectures import native_decoder
 from heads.backends.torch.attention import GroupedAttention, LatentAttention, rotate_
 from heads.backends.torch.cache import KVCache
 from heads.backends.torch.decoder import NativeDecoder
 from heads.backends.torch.feedforward import Experts, GatedMLP
 from heads.backends.torch.linear import Product
-from heads.backends.triton.attention import new_counters, splits_of, tree_attention
+from heads.backends.triton import choose, gemm
+from heads.backends.triton.attention import ancestor_words, new_counters, splits_of, tree_attention
 from heads.backends.triton.compaction import compact
 from heads.backends.triton.experts import MOST_ROWS, expert_mm, weigh_visits
 from heads.backends.triton.gemm import add_parts
+from heads.backends.triton.inputs import stand
 from heads.backends.triton.layers import add_norm, rope_write, silu_mul
 from heads.backends.triton.per_head import per_head_mm
 from heads.backends.triton.products import Products, choose_products
-from heads.target.frozen import Features
+from heads.target.families import OutputHead
+from heads.target.frozen import Features, LanguageModel
 
 SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
 MOST_BYTES = 1 << 29
@@ -118,86 +124,121 @@ def activated(fused: Tensor, block: GatedMLP | Experts) -> Tensor:
     return block.activation(gate) * up
 
 
-class DecoderPass:
-    """Passes of one batch over one cache."""
+class TritonDecoder(CachedDecoder):
+    """The passes of one batch over one cache; no mask is ever made."""
 
-    def __init__(
-        self,
-        decoder: NativeDecoder,
-        *,
-        batch_size: int,
-        capacity: int,
-        positions: int,
-        rows: Collection[int],
-        others: Sequence[Tensor] = (),
-    ) -> None:
-        """`positions` 0 .. may be asked for; `rows`: how many tokens the passes have, in all, whose products are worth
-        being measured; `others`: weights beside those of the layers."""
-        self.decoder = decoder
-        table = decoder.embedding
-        self.cache = KVCache(
-            num_layers=len(decoder.layers),
-            batch_size=batch_size,
-            capacity=capacity,
-            width=decoder.layers[0].attention.slot_width,
-            dtype=table.dtype,
-            device=table.device,
-        )
-        cos, sin = decoder.cos_sin_table(positions)
+    native: NativeDecoder
+    reads_masks = False
+
+    @classmethod
+    def of(cls, model: LanguageModel, spec: CacheSpec) -> "TritonDecoder | None":
+        """Return the decoder of a model, or None where the kernels have none for its architecture or its numbers."""
+        native = native_decoder(model, draft=spec.draft)
+        return None if native is None or model.dtype not in DTYPES else cls(model, spec, native)
+
+    def __init__(self, model: LanguageModel, spec: CacheSpec, native: NativeDecoder) -> None:
+        super().__init__(model, spec)
+        self.native = native
+        output, lm_head = native.output, model.lm_head
+        plain = isinstance(lm_head, OutputHead) and lm_head.scale == 1 and lm_head.soft_cap is None
+        self.is_product = plain and type(model.head) is nn.Linear and (spec.draft or model.head.bias is None)
+        """True if the output head is a product, so that the target's choice comes from its tiles."""
+        self.nodes = max(spec.widths, default=0)
+        """Of a verify step, to which smaller trees are padded."""
+        self.rows = spec.batch_size * self.nodes
+        self.cache: KVCache = native.new_cache(batch_size=spec.batch_size, capacity=spec.capacity)
+        cos, sin = native.cos_sin_table(spec.capacity + spec.depth)
         half = cos.shape[2] // 2
         self.cos, self.sin = cos[:, 0, :half].contiguous(), sin[:, 0, half:].contiguous()  # (positions, d / 2)
-        self.slot = torch.arange(capacity, device=table.device)
-        heads = decoder.layers[0].attention.num_heads
-        self.counters = new_counters(max(rows, default=1), heads, capacity, table.device)
+        self.window = int(getattr(native.config, "sliding_window", None) or 0)
+        rows = sorted({spec.batch_size * width for width in spec.widths})
+        rows = [M for M in rows if M <= gemm.MOST_ROWS] if spec.draft else rows
+        heads = native.layers[0].attention.num_heads
+        self.counters = new_counters(max(rows, default=1), heads, spec.capacity, model.device)
+        others = [output.weight[: spec.vocab_size]] if spec.draft and output is not None else []
         self.products = choose_products([*self.weights(), *others], rows)
-        self.window = int(getattr(decoder.config, "sliding_window", None) or 0)
 
     def weights(self) -> list[Tensor]:
         """The weights of all products of a step but the output head's, those of experts and those of each head."""
-        found = []
-        for layer in self.decoder.layers:
-            parts: list[Any] = [layer.attention, layer.feedforward]
-            if isinstance(layer.feedforward, Experts):
-                parts.append(layer.feedforward.shared)
-                found.append(layer.feedforward.router.weight)
-            for part in parts:
-                found += [p.weight for p in vars(part).values() if isinstance(p, Product)] if part is not None else []
-        return found
+        products = [product.weight for kind in self.native.products().values() for product in kind]
+        mixtures = [layer.feedforward for layer in self.native.layers if isinstance(layer.feedforward, Experts)]
+        return products + [mixture.router.weight for mixture in mixtures]
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions (R,), (R, d / 2) each."""
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
-    def features(
-        self, tokens: Tensor, tree: Tree, aux_layer_ids: Sequence[int] = (), row: int | None = None
+    def forward(
+        self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
+        given = tokens.shape[1]
+        if isinstance(mapping, Verified) and given < self.nodes:
+            tokens, mapping = self.padded(tokens, mapping)
+        made = self.features(tokens, self.tree(mapping, row), row)
+        if tokens.shape[1] == given:
+            return made
+        return Features(made.aux_hidden_states[:, :given], made.hidden[:, :given])
+
+    def padded(self, tokens: Tensor, mapping: Verified) -> tuple[Tensor, Verified]:
+        """Trees (B, N) with as many nodes as the largest, more of them at the root's position, which no other sees.
+
+        Products and tiles of other numbers of rows round differently. The passes over smaller trees therefore have as
+        many rows as those over the largest: what an adaptive draft decodes cannot depend on which candidate the clock
+        prefers.
+        """
+        missing = (0, self.nodes - tokens.shape[1])
+        parents, depths = pad(mapping.parents, missing), pad(mapping.depths, missing)
+        return pad(tokens, missing), replace(mapping, parents=parents, depths=depths, above=None)
+
+    def tree(self, mapping: SlotMapping, row: int | None) -> Tree:
+        """Return the slots that each token sees, and its own."""
+        if isinstance(mapping, Verified):
+            words, strict = ancestor_words(mapping.parents, mapping.depths, mapping.levels)
+            slots = (mapping.slots() + self.cache.row_starts).flatten()
+            cos_sin = self.cos_sin((mapping.length[:, None] + mapping.depths).flatten())
+            N = mapping.parents.shape[1]
+            return Tree(
+                mapping.length, N, words, mapping.depths,
+                paths=strict if self.spec.strict else None, slots=slots, cos_sin=cos_sin, counters=self.counters,
+            )  # fmt: skip
+        if row is not None:  # a target's prompt
+            positions, C = mapping.positions[0], mapping.positions.shape[1]
+            levels = torch.arange(C, device=positions.device)[None]
+            words, _ = ancestor_words((levels - 1).clamp_min(0), levels, C - 1)
+            slots, cos_sin = positions + row * self.spec.capacity, self.cos_sin(positions)
+            return Tree(positions[:1], C, words, levels, None, slots, cos_sin, self.counters)
+        at = stand(mapping, behind=self.spec.scratch)
+        depths: Tensor | None = None
+        paths: Tensor | None = None
+        if isinstance(mapping, Drafted):
+            length, behind = mapping.length, self.spec.scratch
+            if self.window:  # which is asked of positions, and slots say them of a node's own path only
+                paths, behind = mapping.paths.contiguous(), mapping.paths.shape[2]
+                depths = torch.full_like(paths[..., 0], behind - 1)
+        else:
+            length, behind = mapping.start, mapping.number
+            if self.window:
+                depths = self.slot[: mapping.number].repeat(len(mapping.start), 1)
+        return Tree(length, behind, at.words, depths, paths, at.slots, self.cos_sin(at.positions), self.counters)
+
+    def features(self, tokens: Tensor, tree: Tree, row: int | None) -> Features:
         """One pass over tokens (B, N); `row`: the one that they are of, None for all."""
-        B, N = tokens.shape
+        (B, N), native, aux_layer_ids = tokens.shape, self.native, self.spec.aux_layer_ids
         rows = slice(0, B) if row is None else slice(row, row + 1)
-        x = self.decoder.embedding.index_select(0, tokens.flatten())  # (R, D), the residual stream
+        x = native.embedding.index_select(0, tokens.flatten())  # (R, D), the residual stream
         streams: dict[int, Tensor] = {}
         added: Tensor | None = None
-        for i, layer in enumerate(self.decoder.layers):
+        for i, layer in enumerate(native.layers):
             normed = add_norm(x, added, layer.attention_norm.weight, layer.attention_norm.eps)
             if i in aux_layer_ids:
                 streams[i] = x.clone()
             added = self.attention(layer.attention, normed, tree, i, rows)
             normed = add_norm(x, added, layer.feedforward_norm.weight, layer.feedforward_norm.eps)
             added = self.feed(layer.feedforward, normed)
-        hidden = add_norm(x, added, self.decoder.norm.weight, self.decoder.norm.eps)
-        streams[len(self.decoder.layers)] = x
+        hidden = add_norm(x, added, native.norm.weight, native.norm.eps)
+        streams[len(native.layers)] = x
         aux = torch.cat([streams[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else x[:, :0]
         return Features(aux.view(B, N, -1), hidden.view(B, N, -1))
-
-    def compact(self, length: Tensor, path: Tensor, accepted: Tensor) -> None:
-        """Move the slots `path` (B, K + 1) behind the length (B,) to the first slots there, in order, as far as
-        accepted (B,)."""
-        L, _, width = self.cache.store.shape
-        compact(self.cache.store.view(L, self.cache.batch_size, self.cache.capacity, width), length, path, accepted)
-
-    def multiply(self, x: Tensor, product: Product) -> Tensor:
-        """(R, K) -> (R, O)."""
-        return self.products(x, product.weight, product.bias)
 
     def attention(
         self, attention: GroupedAttention | LatentAttention, x: Tensor, tree: Tree, layer: int, rows: slice
@@ -256,3 +297,32 @@ class DecoderPass:
         """(R, A, D): what each of at most `MOST_ROWS` tokens gets of its experts (R, A)."""
         fused = expert_mm(x, ids, block.gate_up, tile)  # (R, A, 2 I)
         return expert_mm(activated(fused.flatten(0, 1), block).view(*ids.shape, -1), ids, block.down, tile)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        output, rows = self.native.output, hidden.flatten(0, -2)
+        if self.spec.draft and output is not None:
+            bias = None if output.bias is None else output.bias[: self.spec.vocab_size]
+            made = self.products(rows, output.weight[: self.spec.vocab_size], bias)
+        elif not self.spec.draft and self.is_product:
+            made = choose.logits(rows, self.model.head.weight, self.rows)
+        else:
+            return super().logits(hidden)
+        return made.view(*hidden.shape[:-1], -1)
+
+    def choose(
+        self, hidden: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor, *, random: bool
+    ) -> Tensor | None:
+        if not self.is_product:
+            return None
+        chosen: Tensor = choose.choose(
+            hidden.flatten(0, 1), self.model.head.weight, temperature, seed, positions.flatten(), noisy=random,
+            tile=self.rows,
+        )  # fmt: skip
+        return chosen.view(positions.shape)
+
+    def multiply(self, x: Tensor, product: Product) -> Tensor:
+        return self.products(x, product.weight, product.bias)
+
+    def compact(self, start: Tensor, path: Tensor, accepted: Tensor) -> None:
+        L, _, width = self.cache.store.shape
+        compact(self.cache.store.view(L, self.cache.batch_size, self.cache.capacity, width), start, path, accepted)

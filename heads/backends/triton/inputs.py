@@ -29,15 +29,6 @@ class Stand:
     words: Tensor  # (B, W, P / 64, rounded up; of observed tokens W / 64) int64, as `attention.ancestor_words`
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Result of `enter`."""
-
-    x: Tensor  # (R, 2 D)
-    stream: Tensor  # (R, D)
-    at: Stand
-
-
 def stand(mapping: Observed | Drafted, *, behind: int) -> Stand:
     """behind: P; what is not true goes to the last slot of its row, and sees none behind the length."""
     made, given, options = _rows(mapping, behind)
@@ -82,10 +73,10 @@ def enter(
     behind: int,
     state_first: bool = False,
     zero_first: bool = False,
-) -> Entry:
+) -> tuple[Tensor, Tensor, Stand]:
     """tokens (B, W) int64; embedded: a table (V, D), or each token's own row (B, W, D); states (B, A, D); rows (B, W)
     int64: which of its row's states each token stands beside, its own if None; behind: P; zero_first: read the token at
-    position 0 as zeros."""
+    position 0 as zeros. -> both halves, normed, (R, 2 D); the states (R, D); where the tokens stand."""
     (B, W), (A, D) = tokens.shape, states.shape[1:]
     x, stream = states.new_empty(B * W, 2 * D), states.new_empty(B * W, D)
     at, given, options = _rows(mapping, behind)
@@ -96,7 +87,7 @@ def enter(
         *given, **options, D=D, PAD=next_power_of_2(D), TABLE=embedded.dim() == 2, PARENTS=rows is not None,
         STATE_FIRST=state_first, ZERO_FIRST=zero_first, num_warps=8 if D > 2048 else 4,
     )  # fmt: skip
-    return Entry(x, stream, at)
+    return x, stream, at
 
 
 STEPS = ("W", "S", "level", "path_b", "path_w")

@@ -22,16 +22,9 @@ def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> 
     M, D = residual.shape
     out = torch.empty_like(residual)
     _add_norm[(M,)](
-        residual,
-        residual if x is None else x,
-        weight,
-        out,
-        eps,
-        D=D,
-        PAD=next_power_of_2(D),
-        PARTS=0 if x is None else parts_in(x),
-        num_warps=8 if D > 2048 else 4,
-    )
+        residual, residual if x is None else x, weight, out, eps,
+        D=D, PAD=next_power_of_2(D), PARTS=0 if x is None else parts_in(x), num_warps=8 if D > 2048 else 4,
+    )  # fmt: skip
     return out
 
 

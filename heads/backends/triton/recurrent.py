@@ -53,11 +53,7 @@ class TritonRecurrent(RecurrentSteps):
         self.mlp = GatedMLP(module.mlp, draft=True)
         self.fuse = None if parts.fuse is None else Product.of(parts.fuse, draft=True)
         self.project = None if module.project is None else Product.of(module.project, draft=True)
-        self.token_norm, self.state_norm, self.norm = (
-            Norm(module.token_norm),
-            Norm(module.state_norm),
-            Norm(module.norm),
-        )
+        self.token_norm, self.state_norm, self.norm = map(Norm, (module.token_norm, module.state_norm, module.norm))
         self.input_norm, self.leave_norm, self.read_norm = (
             None if norm is None else Norm(norm) for norm in (module.input_norm, module.leave_norm, module.read_norm)
         )
@@ -97,28 +93,18 @@ class TritonRecurrent(RecurrentSteps):
         """Whatever the extent, what is read is where tokens stand."""
         B, W = tokens.shape
         embedded = self.embed(tokens) if self.table is None else self.table
-        entry = enter(
+        x, stream, at = enter(
             tokens, embedded, states, rows, mapping, self.token_norm, self.state_norm,
             behind=self.behind, state_first=self.state_first, zero_first=self.zero_first,
         )  # fmt: skip
-        x, stream = entry.x, entry.stream
         if self.normed_residual:
             stream = x.chunk(2, 1)[0 if self.state_first else 1].contiguous()
         if self.project is not None and self.input_norm is not None:
             stream = self.products(x, self.project.weight, self.project.bias)
             x = add_norm(stream, None, self.input_norm.weight, self.input_norm.eps)
         length, behind = (mapping.length, self.behind) if isinstance(mapping, Drafted) else (mapping.start, W)
-        tree = Tree(
-            length,
-            behind,
-            entry.at.words,
-            depths=entry.at.positions.view(B, W) - length[:, None] if self.window else None,
-            paths=None,
-            slots=entry.at.slots,
-            cos_sin=(self.cos, self.sin),
-            counters=self.counters,
-            positions=entry.at.positions,
-        )
+        depths = at.positions.view(B, W) - length[:, None] if self.window else None
+        tree = Tree(length, behind, at.words, depths, None, at.slots, (self.cos, self.sin), self.counters, at.positions)
         added = grouped(self.attention, x, tree, self.store, slice(0, B), self.products, self.window)
         x = add_norm(stream, added, self.norm.weight, self.norm.eps)
         added = gated(self.mlp, x, self.products)

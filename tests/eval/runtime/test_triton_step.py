@@ -20,7 +20,7 @@ from heads.backends.slot_mapping import CacheSpec, ancestors
 from heads.backends.triton import decoder
 from heads.backends.triton.attention import tree_attention
 from heads.backends.triton.availability import why_not
-from heads.backends.triton.cached_decoder import TritonDecoder
+from heads.backends.triton.decoder import TritonDecoder
 from heads.backends.triton.gemm import TILES
 from heads.backends.triton.products import (
     MAKERS,
@@ -83,9 +83,8 @@ def test_a_tree_gets_the_same_features_and_choices(
         step = TargetStep(target, (TRITON if on else TORCH).decoder(target, spec))
         assert isinstance(step.decoder, TritonDecoder) == on
         if isinstance(step.decoder, TritonDecoder):  # every product by the kernel
-            passes = step.decoder.passes
-            weights = passes.weights()
-            passes.products = Products({12: {shape_of(w): str(TILES[0]) for w in weights}})
+            weights = step.decoder.weights()
+            step.decoder.products = Products({12: {shape_of(w): str(TILES[0]) for w in weights}})
             assert len(weights) >= 4 + ("experts" in str(target.model))
         for row, n in enumerate(length.tolist()):
             step.prefill(row, torch.arange(3, 3 + n)[None], 0)
@@ -155,9 +154,8 @@ def test_a_chain_is_bit_for_bit_what_pinned_plain_decoding_gives(
         spec = CacheSpec(batch_size=1, capacity=64, widths=(4,), strict=strict)
         step = TargetStep(target, TRITON.decoder(target, spec))
         assert isinstance(step.decoder, TritonDecoder)
-        passes = step.decoder.passes
-        weights = passes.weights()
-        passes.products = Products({4: {shape_of(w): str(TILES[0]) for w in weights}})
+        weights = step.decoder.weights()
+        step.decoder.products = Products({4: {shape_of(w): str(TILES[0]) for w in weights}})
         step.prefill(0, torch.arange(3, 20)[None], 0)
         chain = Proposal(tokens, (depths - 1).clamp_min(0), depths, torch.zeros(1, 4))
         if name == "chain":
@@ -318,7 +316,7 @@ def test_what_an_adaptive_draft_decodes_does_not_hang_on_the_clock(
         engine = Engine(target, head, EngineOptions(max_length=64, **options))
         by_kernels = engine.decoder.step.decoder
         assert isinstance(by_kernels, TritonDecoder)
-        by_kernels.passes.products = RoundedByRows({})
+        by_kernels.products = RoundedByRows({})
         if head is not None and order is not None:
             head.check_features = lambda *arguments: None
             assert engine.candidates is not None

@@ -58,7 +58,7 @@ def test_a_round_is_few_launches(tree: str, beside: int, large_target: FrozenTar
     head = None if tree == "none" else large_head("eagle3", SHAPES["llama-3.1-8b"], torch.device("meta"))[0]
     options = EngineOptions(shape=parse_shape(tree), max_length=4096, backend="triton")
     engine: Any = Engine(large_target, head, options)
-    engine.decoder.step.decoder.passes.products = ByKernel()
+    engine.decoder.step.decoder.products = ByKernel()
     if head is not None:
         state = engine.decoder.head_state
         state.steps.products = ByKernel()

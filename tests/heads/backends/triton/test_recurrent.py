@@ -13,7 +13,7 @@ from heads.backends.selection import BACKENDS, TORCH, TRITON
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.linear import Norm
 from heads.backends.torch.recurrent import TorchRecurrent
-from heads.backends.triton.cached_decoder import TritonDecoder
+from heads.backends.triton.decoder import TritonDecoder
 from heads.backends.triton.inputs import enter, stand, take_newest
 from heads.backends.triton.recurrent import TritonRecurrent
 from heads.base import SharedLayers
@@ -133,17 +133,17 @@ def test_inputs(observed: bool, state_first: bool, zero_first: bool) -> None:
     options: dict[str, Any] = dict(behind=70, state_first=state_first, zero_first=zero_first)
     for embedded, parents in ((table, rows), (table[tokens], None)):
         given = states if parents is not None else states[:, :W]
-        ours = enter(tokens, embedded, given, parents, mapping, *norms, **options)
-        theirs = enter_twin(tokens, embedded, given, parents, mapping, *norms, **options)
-        torch.testing.assert_close((ours.x, ours.stream), (theirs.x, theirs.stream))
-        read = ours.x[:, D:] if state_first else ours.x[:, :D]
-        assert torch.equal(read.eq(0).all(1), (theirs.at.positions == 0) & zero_first)
-        for at in (ours.at, stand(mapping, behind=70)):
+        *ours, entered = enter(tokens, embedded, given, parents, mapping, *norms, **options)
+        *theirs, expected = enter_twin(tokens, embedded, given, parents, mapping, *norms, **options)
+        torch.testing.assert_close(ours, theirs)
+        read = ours[0][:, D:] if state_first else ours[0][:, :D]
+        assert torch.equal(read.eq(0).all(1), (expected.positions == 0) & zero_first)
+        for at in (entered, stand(mapping, behind=70)):
             for field in ("positions", "slots", "words"):
-                assert torch.equal(getattr(at, field), getattr(theirs.at, field)), field
-        assert ours.at.words.shape == (B, W, 1 if observed else 2)
+                assert torch.equal(getattr(at, field), getattr(expected, field)), field
+        assert entered.words.shape == (B, W, 1 if observed else 2)
     if not observed:
-        for bits, path in zip(ours.at.words.flatten(0, 1).tolist(), paths.flatten(0, 1).tolist(), strict=True):
+        for bits, path in zip(entered.words.flatten(0, 1).tolist(), paths.flatten(0, 1).tolist(), strict=True):
             assert {j for j in range(70) if bits[j // 64] >> (j % 64) & 1} == set(path)
 
 
