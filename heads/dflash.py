@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heads.block.draft import DraftBlockHead
 from heads.block.settings import DraftBlockConfig, DraftBlockSettings
-from heads.errors import UserError
+from heads.errors import expect_one_of
 from heads.labels import LABELS
 from heads.losses import LOSSES
 
@@ -35,9 +35,7 @@ class DFlashConfig(DraftBlockConfig, DFlashSettings):
     """Everything that the head's function and its training loss depend on."""
 
     def __post_init__(self) -> None:
-        known = [LABELS, *LOSSES]
-        if self.loss not in known:
-            raise UserError(f"head.loss: expected one of {', '.join(known)}, got {self.loss!r}")
+        expect_one_of([LABELS, *LOSSES], "head.loss", self.loss)
 
 
 class DFlash(DraftBlockHead):

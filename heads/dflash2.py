@@ -26,7 +26,7 @@ from heads.block.convolution import BlockConvolution, ConvolvedLayer
 from heads.block.draft import DraftBlockState
 from heads.block.loss import Candidates
 from heads.dflash import DFlash, DFlashConfig, DFlashSettings
-from heads.errors import UserError
+from heads.errors import UserError, expect
 from heads.initial.weights import TargetProbe
 from heads.layers import MOST, Attend, Attention, CosSin, DecoderLayer
 from heads.tree import TreeShape, check_width
@@ -56,24 +56,14 @@ class DFlash2Config(DFlashConfig, DFlash2Settings):
         super().__post_init__()
         for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value < MOST:
-                raise UserError(f"head.{name}: expected a whole number from 1 to below 2^53, got {value!r}")
-        if self.conv_kernel_size > self.block_size:
-            raise UserError(
-                f"head.conv_kernel_size: {self.conv_kernel_size} rows are more than a block's {self.block_size}"
-            )
-        if self.hidden_size % self.conv_group_size:
-            raise UserError(
-                f"head.conv_group_size: expected a divisor of the target's width, {self.hidden_size}, got "
-                f"{self.conv_group_size}"
-            )
-        if self.selector_top_k > self.vocab_size:
-            raise UserError(
-                f"head.selector_top_k: expected at most the target's {self.vocab_size} tokens, got "
-                f"{self.selector_top_k}"
-            )
-        if not self.selector_weight >= 0:
-            raise UserError(f"head.selector_weight: expected 0 or more, got {self.selector_weight}")
+            counts = type(value) is int and 1 <= value < MOST
+            expect(counts, f"head.{name}", "a whole number from 1 to below 2^53", value)
+        rows, group, D = self.conv_kernel_size, self.conv_group_size, self.hidden_size
+        expect(rows <= self.block_size, "head.conv_kernel_size", f"at most a block's {self.block_size} rows", rows)
+        expect(D % group == 0, "head.conv_group_size", f"a divisor of the target's width, {D}", group)
+        most, known = self.vocab_size, self.selector_top_k
+        expect(known <= most, "head.selector_top_k", f"at most the target's {most} tokens", known)
+        expect(self.selector_weight >= 0, "head.selector_weight", "0 or more", self.selector_weight)
         if self.draft_vocab_size is not None:
             raise UserError("head.draft_vocab_size: a DFlash2 head drafts all tokens of its target")
 

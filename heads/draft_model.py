@@ -37,7 +37,7 @@ from heads.base import (
     from_plain,
     given,
 )
-from heads.errors import UserError
+from heads.errors import UserError, expect, expect_one_of
 from heads.formats.base import check_tensors
 from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
@@ -99,12 +99,10 @@ class DraftSettings:
     """Adapters to train. Null: all weights are trained."""
 
     def __post_init__(self) -> None:
-        if self.loss not in (*LOSSES, LABELS):
-            raise UserError(f"head.loss: expected one of {', '.join([*LOSSES, LABELS])}, got {self.loss!r}")
+        expect_one_of([*LOSSES, LABELS], "head.loss", self.loss)
         if self.beta is not None and self.loss != "jsd":
             raise UserError(f"head.beta: has no effect with loss {self.loss}; leave it out, or set head.loss=jsd")
-        if self.beta is not None and not 0 < self.beta < 1:
-            raise UserError(f"head.beta: expected a number between 0 and 1, got {self.beta}")
+        expect(self.beta is None or 0 < self.beta < 1, "head.beta", "a number between 0 and 1", self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from heads.base import RoundReads
 from heads.block.draft import DraftBlockHead, DraftBlockState
 from heads.block.settings import DraftBlockConfig, DraftBlockSettings
-from heads.errors import UserError
+from heads.errors import UserError, expect, expect_one_of
 from heads.initial.bigrams import bigrams
 from heads.initial.weights import TargetProbe
 from heads.labels import LABELS
@@ -63,15 +63,10 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
     """Everything that the head's function and its training loss depend on."""
 
     def __post_init__(self) -> None:
-        if self.markov_rank < 1:
-            raise UserError(f"head.markov_rank: expected 1 or more, got {self.markov_rank}; without it take dflash")
-        if self.markov_head_type not in MARKOV_HEAD_TYPES:
-            raise UserError(
-                f"head.markov_head_type: expected one of {', '.join(MARKOV_HEAD_TYPES)}, got {self.markov_head_type!r}"
-            )
+        expect(self.markov_rank >= 1, "head.markov_rank", "1 or more (without it take dflash)", self.markov_rank)
+        expect_one_of(MARKOV_HEAD_TYPES, "head.markov_head_type", self.markov_head_type)
         for name in ("ce_weight", "kl_weight", "l1_weight", "confidence_weight"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"head.{name}: expected 0 or more, got {getattr(self, name)}")
+            expect(getattr(self, name) >= 0, f"head.{name}", "0 or more", getattr(self, name))
         if self.ce_weight + self.kl_weight + self.l1_weight == 0:
             raise UserError("head.ce_weight, head.kl_weight, head.l1_weight: one of them must be above 0")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
-from heads.errors import UserError
+from heads.errors import UserError, expect
 from heads.formats.base import check_tensors
 from heads.initial.copying import AttentionProbe, directions
 from heads.initial.weights import TargetProbe, begin
@@ -76,18 +76,15 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
-        if not all(isinstance(aux, int) for aux in self.aux_layer_ids):
-            raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")
+        are_ids = all(isinstance(aux, int) for aux in self.aux_layer_ids)
+        expect(are_ids, "head.aux_layer_ids", "numbers of layers", self.aux_layer_ids)
         if self.fc_norm and self.norm_before_fc:
             raise UserError("head.fc_norm, head.norm_before_fc: expected one of them at most")
         self.check_block()
         self.check_start()
-        window = self.sliding_window
-        if window is not None and not (isinstance(window, int) and self.depth < window < MOST):
-            raise UserError(
-                f"head.sliding_window: expected a whole number above head.depth ({self.depth}) and below 2^53, "
-                f"got {window!r}"
-            )
+        window, what = self.sliding_window, f"a whole number above head.depth ({self.depth}) and below 2^53"
+        fits = window is None or (isinstance(window, int) and self.depth < window < MOST)
+        expect(fits, "head.sliding_window", what, window)
 
 
 class Eagle3Layer(nn.Module):

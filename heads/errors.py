@@ -1,6 +1,7 @@
 """UserError, the one error that users cause and can fix."""
 
 import logging
+from collections.abc import Collection
 from functools import cache
 
 
@@ -18,6 +19,17 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, without its trailing period."""
     text = str(error).strip()
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
+def expect(holds: bool, name: str, what: object, got: object) -> None:
+    """Raise UserError unless `holds`: for the setting of this name, `what` it has to be, and what it is."""
+    if not holds:
+        raise UserError(f"{name}: expected {what}, got {got!r}")
+
+
+def expect_one_of(known: Collection[str], name: str, got: object) -> None:
+    """Raise UserError for a setting that is none of the known names."""
+    expect(got in known, name, f"one of {', '.join(known)}", got)
 
 
 logger = logging.getLogger("draftsmith")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from heads.errors import UserError
+from heads.errors import UserError, expect, expect_one_of
 
 MOST = 2**53
 """Largest value of a setting: larger whole numbers are not exact as floating-point numbers."""
@@ -57,10 +57,7 @@ class StartSettings:
 
     def check_start(self) -> None:
         """UserError for a name that is none of them."""
-        if self.initial_weights not in INITIAL_WEIGHTS:
-            raise UserError(
-                f"head.initial_weights: expected one of {', '.join(INITIAL_WEIGHTS)}, got {self.initial_weights!r}"
-            )
+        expect_one_of(INITIAL_WEIGHTS, "head.initial_weights", self.initial_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +83,15 @@ class BlockConfig(BlockSettings):
         """Raise UserError for a block of invalid settings: of a wrong type, or of no size."""
         for part in fields(BlockConfig):
             value, whole = getattr(self, part.name), part.type is int
-            if not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not 0 < value < MOST:
-                what = "whole number" if whole else "number"
-                raise UserError(f"head.{part.name}: expected a {what} above 0 and below 2^53, got {value!r}")
+            is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            what = f"a {'whole ' * whole}number above 0 and below 2^53"
+            expect(is_number and 0 < value < MOST, f"head.{part.name}", what, value)
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"head.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"head.num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.head_dim % 2:
-            raise UserError(f"head.head_dim: rotary positions need an even number, got {self.head_dim}")
+        expect(self.head_dim % 2 == 0, "head.head_dim", "an even number, for rotary positions", self.head_dim)
 
 
 class RMSNorm(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.linalg import vecdot
 
-from heads.errors import UserError
+from heads.errors import expect, expect_one_of
 from heads.tree import MOST_NODES
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
@@ -154,13 +154,9 @@ LOSSES: dict[str, Divergence] = {
 
 def check_loss_settings(config: Any, also: str | None = None) -> None:
     """UserError where the `depth`, `depth_decay` or `loss` of a head's config cannot be; `also` is one loss more."""
-    known = [*LOSSES] if also is None else [also, *LOSSES]
-    if not 1 <= config.depth <= MOST_NODES:
-        raise UserError(f"head.depth: expected 1 to {MOST_NODES}, got {config.depth}")
-    if not 0 < config.depth_decay <= 1:
-        raise UserError(f"head.depth_decay: expected a number in (0, 1], got {config.depth_decay}")
-    if config.loss not in known:
-        raise UserError(f"head.loss: expected one of {', '.join(known)}, got {config.loss!r}")
+    expect(1 <= config.depth <= MOST_NODES, "head.depth", f"1 to {MOST_NODES}", config.depth)
+    expect(0 < config.depth_decay <= 1, "head.depth_decay", "a number in (0, 1]", config.depth_decay)
+    expect_one_of([*LOSSES] if also is None else [also, *LOSSES], "head.loss", config.loss)
 
 
 def draft_loss(

@@ -36,7 +36,7 @@ from heads.base import (
     from_plain,
     given,
 )
-from heads.errors import UserError
+from heads.errors import UserError, expect
 from heads.formats.base import check_tensors
 from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
@@ -110,12 +110,11 @@ class MedusaConfig(MedusaSettings):
 
     def __post_init__(self) -> None:
         check_loss_settings(self, also=LABELS)
-        if not 1 <= self.num_layers <= MOST_LAYERS:
-            raise UserError(f"head.num_layers: expected 1 to {MOST_LAYERS}, got {self.num_layers}")
-        if self.tree is not None and not all(isinstance(rank, int) for path in self.tree for rank in path):
-            raise UserError(f"head.tree: expected paths of ranks, got {self.tree}")
-        if self.tree_nodes != 0 and not 2 <= self.tree_nodes <= MOST_NODES:
-            raise UserError(f"head.tree_nodes: expected 2 to {MOST_NODES}, or 0 for no tree, got {self.tree_nodes}")
+        expect(1 <= self.num_layers <= MOST_LAYERS, "head.num_layers", f"1 to {MOST_LAYERS}", self.num_layers)
+        are_ranks = all(isinstance(rank, int) for path in self.tree or () for rank in path)
+        expect(are_ranks, "head.tree", "paths of ranks", self.tree)
+        is_size = self.tree_nodes == 0 or 2 <= self.tree_nodes <= MOST_NODES
+        expect(is_size, "head.tree_nodes", f"2 to {MOST_NODES}, or 0 for no tree", self.tree_nodes)
 
 
 @dataclass

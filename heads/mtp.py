@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
-from heads.errors import UserError, first_line
+from heads.errors import UserError, expect, expect_one_of, first_line
 from heads.formats.base import FLOATS, check_tensors
 from heads.formats.mtp import LAYOUTS, Layout, from_field, native_config, read_native, shared_layers, to_field
 from heads.formats.source import Source, tensor_files
@@ -78,13 +78,9 @@ class MtpConfig(BlockConfig, MtpSettings):
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
-        if not 1 <= self.num_modules <= self.depth:
-            raise UserError(
-                f"head.num_modules: expected 1 to head.depth ({self.depth}), each step trains one; "
-                f"got {self.num_modules}"
-            )
-        if self.layout not in LAYOUTS:
-            raise UserError(f"head.layout: expected one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+        what = f"1 to head.depth ({self.depth}), as each step trains one"
+        expect(1 <= self.num_modules <= self.depth, "head.num_modules", what, self.num_modules)
+        expect_one_of(LAYOUTS, "head.layout", self.layout)
         if self.layout == "qwen" and self.num_modules > 1:
             raise UserError(f"head.num_modules: the layout qwen names one module, got {self.num_modules}")
         if self.native != (self.decoder is not None):

@@ -12,15 +12,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from heads.errors import UserError
+from heads.errors import UserError, expect
 
 
 def build_vocab(counts: Tensor, size: int) -> Tensor:
     """Return the `size` most frequent ids by `counts` (V,), ascending; ties go to the lowest id. Ids with a count of 0
     fill it up."""
     V = len(counts)
-    if not 0 < size <= V:
-        raise UserError(f"head.draft_vocab_size: expected 1 to {V} (the target's vocabulary), got {size}")
+    expect(0 < size <= V, "head.draft_vocab_size", f"1 to {V} (the target's vocabulary)", size)
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from heads.block.attention import Reach
-from heads.errors import UserError
+from heads.errors import UserError, expect, expect_one_of
 from heads.layers import COPYING, FULL, LAYER_TYPES, MOST, SLIDING, BlockConfig, BlockSettings, StartSettings
 from heads.target.rotary import RotarySettings
 from heads.tree import MOST_NODES
@@ -77,40 +77,24 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
         """UserError for a config that cannot be."""
         self.check_block()
         self.check_start()
-        if not fewest_rows <= self.block_size <= MOST_NODES:
-            raise UserError(f"head.block_size: expected {fewest_rows} to {MOST_NODES}, got {self.block_size}")
-        if self.block_size > self.max_position_embeddings:
-            raise UserError(
-                f"head.block_size: a block of {self.block_size} is longer than the target's context of "
-                f"{self.max_position_embeddings}"
-            )
-        if not 1 <= self.num_layers <= MOST_LAYERS:
-            raise UserError(f"head.num_layers: expected 1 to {MOST_LAYERS}, got {self.num_layers}")
-        types = self.layer_types
-        if types is not None and (len(types) != self.num_layers or any(kind not in LAYER_TYPES for kind in types)):
-            raise UserError(
-                f"head.layer_types: expected {' or '.join(LAYER_TYPES)} for each of {self.num_layers} layers, got "
-                f"{list(types)}"
-            )
-        window = self.sliding_window
-        if window is not None and not (isinstance(window, int) and self.block_size <= window < MOST):
-            raise UserError(
-                f"head.sliding_window: expected a whole number from head.block_size ({self.block_size}) to below 2^53, "
-                f"got {window!r}"
-            )
+        rows, most, types, window = self.block_size, self.max_position_embeddings, self.layer_types, self.sliding_window
+        expect(fewest_rows <= rows <= MOST_NODES, "head.block_size", f"{fewest_rows} to {MOST_NODES}", rows)
+        expect(rows <= most, "head.block_size", f"no more than the target's context of {most}", rows)
+        expect(1 <= self.num_layers <= MOST_LAYERS, "head.num_layers", f"1 to {MOST_LAYERS}", self.num_layers)
+        fits = types is None or (len(types) == self.num_layers and set(types) <= {*LAYER_TYPES})
+        what = f"{' or '.join(LAYER_TYPES)} for each of {self.num_layers} layers"
+        expect(fits, "head.layer_types", what, types)
+        fits = window is None or (isinstance(window, int) and rows <= window < MOST)
+        what = f"a whole number from head.block_size ({rows}) to below 2^53"
+        expect(fits, "head.sliding_window", what, window)
         if (window is not None) is not (SLIDING in self.kinds):
             has = "a window, and no layer slides" if window else "layers that slide, and no window"
             raise UserError(f"head.sliding_window, head.layer_types: expected both or none, got {has}")
-        if not self.num_anchors >= 1:
-            raise UserError(f"head.num_anchors: expected 1 or more, got {self.num_anchors}")
-        if not 0 < self.gamma < math.inf:
-            raise UserError(f"head.gamma: expected a number above 0, got {self.gamma}")
-        if self.weights not in (EXPONENTIAL, D_PACE):
-            raise UserError(f"head.weights: expected {EXPONENTIAL} or {D_PACE}, got {self.weights!r}")
-        if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
-            raise UserError(
-                f"head.mask_token_id: expected an id below the target's {self.vocab_size} tokens, got "
-                f"{self.mask_token_id!r}"
-            )
-        if not all(isinstance(aux, int) for aux in self.aux_layer_ids):
-            raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")
+        expect(self.num_anchors >= 1, "head.num_anchors", "1 or more", self.num_anchors)
+        expect(0 < self.gamma < math.inf, "head.gamma", "a number above 0", self.gamma)
+        expect_one_of((EXPONENTIAL, D_PACE), "head.weights", self.weights)
+        is_id = type(self.mask_token_id) is int and 0 <= self.mask_token_id < self.vocab_size
+        what = f"an id below the target's {self.vocab_size} tokens"
+        expect(is_id, "head.mask_token_id", what, self.mask_token_id)
+        are_ids = all(isinstance(aux, int) for aux in self.aux_layer_ids)
+        expect(are_ids, "head.aux_layer_ids", "numbers of layers", self.aux_layer_ids)

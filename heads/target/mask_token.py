@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from heads.errors import UserError
+from heads.errors import UserError, expect
 from heads.target.frozen import FrozenTarget, load_tokenizer
 
 RESERVED = re.compile(r"<\|?(reserved|unused|extra_id|mask)[\w ]*\|?>|\[(MASK|unused\d+)\]", re.IGNORECASE)
@@ -41,9 +41,6 @@ def mask_token(target: FrozenTarget, given: int | None) -> int:
                 f"head.mask_token_id: {target.name} has a use for each of its {target.vocab_size} tokens; name one "
                 "that your data does not have"
             )
-    if not 0 <= given < target.vocab_size:
-        raise UserError(
-            f"head.mask_token_id: expected an id below {target.vocab_size}, the rows of the target's embedding, "
-            f"got {given}"
-        )
+    what = f"an id below {target.vocab_size}, the rows of the target's embedding"
+    expect(0 <= given < target.vocab_size, "head.mask_token_id", what, given)
     return given

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from heads.errors import UserError, first_line
+from heads.errors import UserError, expect, first_line
 from heads.layers import CosSin
 from heads.target.families import FIXED_ROTATIONS
 
@@ -28,8 +28,8 @@ def scaled_rotary(config: Any) -> tuple[nn.Module, ...]:
     scaling = config.rope_scaling
     if scaling is None:
         return ()
-    if not isinstance(scaling, dict) or scaling.get("rope_type") not in FIXED_ROTATIONS:
-        raise UserError(f"head.rope_scaling: expected a rope_type of {', '.join(FIXED_ROTATIONS)}, got {scaling!r}")
+    is_known = isinstance(scaling, dict) and scaling.get("rope_type") in FIXED_ROTATIONS
+    expect(is_known, "head.rope_scaling", f"a rope_type of {', '.join(FIXED_ROTATIONS)}", scaling)
     try:
         llama = LlamaConfig(
             hidden_size=config.hidden_size,
@@ -42,8 +42,8 @@ def scaled_rotary(config: Any) -> tuple[nn.Module, ...]:
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # each kind has settings of its own
         raise UserError(f"head.rope_scaling: {first_line(error)}") from error
     frequencies: Any = made.inv_freq
-    if not (frequencies.isfinite() & (frequencies > 0)).all():
-        raise UserError(f"head.rope_scaling: expected factors above 0, got {scaling}")
+    are_positive = bool((frequencies.isfinite() & (frequencies > 0)).all())
+    expect(are_positive, "head.rope_scaling", "factors above 0", scaling)
     return (made,)
 
 

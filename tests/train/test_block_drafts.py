@@ -77,7 +77,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     [
         ({"mask_token_id": 71}, "head.mask_token_id: the data has the token 71, 'b'"),
         ({"mask_token_id": 128}, "head.mask_token_id: expected an id below 128"),
-        ({"block_size": 600}, "head.block_size: a block of 600 is longer than the target's context of 512"),
+        ({"block_size": 600}, "head.block_size: expected no more than the target's context of 512, got 600"),
         ({"block_size": 60}, "data.context_length: 48 tokens cannot hold a root and a draft of 59"),
     ],
 )

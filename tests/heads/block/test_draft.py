@@ -598,7 +598,7 @@ def test_default_layers_are_those_of_the_published_heads(layers: int, count: int
     ("kind", "change", "word"),
     [
         ("dflash", {"block_size": 1}, "block_size"),
-        ("dflash", {"block_size": 65}, "block_size: a block of 65 is longer than the target's context of 64"),
+        ("dflash", {"block_size": 65}, "block_size: expected no more than the target's context of 64, got 65"),
         ("dflash", {"loss": "mse"}, "loss"),
         ("dflash", {"weights": "none"}, "weights"),
         ("dflash", {"gamma": 0.0}, "gamma"),
@@ -610,7 +610,7 @@ def test_default_layers_are_those_of_the_published_heads(layers: int, count: int
         ("dspark", {"layer_types": ("full_attention", "chunked_attention")}, "layer_types"),
         ("dspark", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
         ("dflash", {"num_anchors": 0}, "num_anchors"),
-        ("dflash2", {"conv_kernel_size": 5}, "conv_kernel_size: 5 rows are more than a block's 4"),
+        ("dflash2", {"conv_kernel_size": 5}, "conv_kernel_size: expected at most a block's 4 rows, got 5"),
         ("dflash2", {"conv_group_size": 3}, "conv_group_size: expected a divisor of the target's width, 16"),
         ("dflash2", {"selector_top_k": 41}, "selector_top_k"),
         ("dflash2", {"selector_rank": 0}, "selector_rank"),
