@@ -82,17 +82,6 @@ class Observation:
     """True for rounds that drafted nothing, read later; False for a prompt."""
 
 
-class DraftState(Protocol):
-    """The static tensors one batch of sequences drafts with; made by the head, opaque to the runtime but for `shape`.
-
-    A dataclass whose tensors change in place only: `dataclasses.replace(state, shape=shorter)` drafts a shorter chain
-    from the same tensors, and extending either extends both.
-    """
-
-    shape: TreeShape
-    length: Tensor  # (B,) int64, the root's position
-
-
 @dataclass(frozen=True)
 class RoundReads:
     """The least that a round reads of a drafter's weights, and what it chooses from."""
@@ -147,7 +136,11 @@ class Drafter(Protocol):
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any) -> Any:
         """Caches for `batch_size` sequences of at most `capacity` positions, drafting trees of `shape` by a
-        `heads.backends.base.Backend`. UserError as `check_draft` gives it."""
+        `heads.backends.base.Backend`. UserError as `check_draft` gives it.
+
+        A dataclass, opaque to the runtime but for its `shape`, and `length` (B,), the roots' positions. Its tensors
+        change in place only: `dataclasses.replace(state, shape=shorter)` drafts a shorter chain from the same tensors,
+        and extending either extends both."""
 
     def reset_rows(self, state: Any, rows: Tensor) -> None:
         """Forget sequences: `rows` (B,) bool, True where a new sequence begins."""

@@ -30,7 +30,7 @@ from heads.recurrent.draft import Recurrent
 from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
-from heads.target.rotary import RotarySettings, scaled_rotary
+from heads.target.rotary import RotarySettings, rotary_of
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 
@@ -130,7 +130,7 @@ class Eagle3(Recurrent):
         self.embed_tokens: nn.Embedding | None = None
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, D).requires_grad_(False)
-        self.rotary = scaled_rotary(config)
+        self.cos_sin = rotary_of(config)
         self.register_buffer("kept", kept, persistent=False)
 
     @classmethod

@@ -202,7 +202,7 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
-def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> CosSin:
+def rotation(positions: Tensor, dtype: torch.dtype, *, head_dim: int, theta: float) -> CosSin:
     """Return cosines and sines (B, 1, T, d) of rotary positions (B, T) (arXiv 2104.09864), with angles in float32 or
     wider."""
     wide = torch.promote_types(dtype, torch.float32)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from heads.backends.base import Backend
+from heads.backends.base import Backend, take_newest
+from heads.backends.torch.block import with_products
 from heads.backends.torch.select import Select
 from heads.base import (
     Batch,
@@ -126,8 +127,8 @@ class MedusaState:
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position
     hidden: Tensor  # (B, D), the target's state before the root
-    levels: "list[Level]"
-    """By depth."""
+    levels: list[Any]
+    """By depth, the heads with the backend's products: (B, D) -> logits (B, Vd)."""
 
 
 class ResidualBlock(nn.Module):
@@ -140,19 +141,6 @@ class ResidualBlock(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         update = silu(self.linear(z))
         return z.to(update.dtype) + update  # the dtype of autocast, where there is one
-
-
-class Level:
-    """One head as it drafts, from its weights as they are now."""
-
-    def __init__(self, head: Any, backend: Backend) -> None:
-        self.layers, self.out = [backend.product(block.linear) for block in head[:-1]], backend.product(head[-1])
-
-    def __call__(self, z: Tensor) -> Tensor:
-        """(B, D) -> logits (B, 1, Vd)."""
-        for layer in self.layers:
-            z = z + silu(layer(z))
-        return self.out(z)[:, None]
 
 
 class Medusa(nn.Module, DraftHead):
@@ -274,31 +262,26 @@ class Medusa(nn.Module, DraftHead):
         config, weight = self.config, self.heads[0][-1].weight
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.kept.device)
         hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)
-        levels = [Level(head, backend) for head in self.heads[: shape.depth]]
+        levels = [with_products(head, backend.product) for head in self.heads[: shape.depth]]
         return MedusaState(shape, backend.select, ids[0], ids[1], hidden, levels)
 
     @torch.no_grad()
     def extend(self, state: MedusaState, observation: Observation) -> None:
         count, tokens = observation.count, observation.tokens
-        live, last = count > 0, (count - 1).clamp_min(0)
-        D = observation.hidden.shape[2]
-        newest = observation.hidden.gather(1, last[:, None, None].expand(-1, 1, D))[:, 0]
-        state.hidden.copy_(torch.where(live[:, None], newest, state.hidden))
-        state.root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], state.root))
-        state.length.copy_(torch.where(live, observation.start + count, state.length))
+        known = state.root, state.length
+        take_newest(tokens, observation.start, count, *known, recycled=state.hidden, made=observation.hidden)
 
     @torch.no_grad()
     def propose(self, state: MedusaState, pick: Pick) -> Proposal:
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            return state.levels[level](state.hidden).expand(-1, tokens.shape[1], -1)
+            return state.levels[level](state.hidden)[:, None].expand(-1, tokens.shape[1], -1)  # type: ignore[no-any-return]
 
         ids = self.kept if len(self.kept) < self.config.vocab_size else None
-        return grow(
-            state.shape, state.root, state.length, state.levels[0](state.hidden), pick, expand, ids, state.select
-        )
+        first = state.levels[0](state.hidden)[:, None]
+        return grow(state.shape, state.root, state.length, first, pick, expand, ids, state.select)
 
     def bytes_per_round(self, state: MedusaState) -> RoundReads:
-        width = state.levels[0].out.weight_bytes
+        width = state.levels[0][-1].product.weight_bytes
         return RoundReads(width * sum(p.numel() for p in self.parameters()), 0, len(self.kept))
 
     @torch.no_grad()

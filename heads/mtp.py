@@ -15,6 +15,7 @@ Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from heads.recurrent.draft import Recurrent
 from heads.target.block import BlockMaker
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
+from heads.target.rotary import rotary_of, rotation_by
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 OF_THE_CHECKPOINT = {part.name for part in fields(BlockSettings)} | {"num_modules", "layout"}
@@ -126,10 +128,11 @@ class Mtp(Recurrent):
             blocks: Iterable[nn.Module] = (
                 DecoderLayer(config, Attention(config, D)) for _ in range(config.num_modules)
             )
-            norm: Callable[[], nn.Module] = lambda: RMSNorm(D, config.rms_norm_eps)  # noqa: E731
+            norm: Callable[[], nn.Module] = partial(RMSNorm, D, config.rms_norm_eps)
+            self.cos_sin = rotary_of(config)
         else:
             maker = BlockMaker(config.decoder)
-            self.rotary, blocks, norm = (maker.rotary,), maker.layers, maker.norm
+            blocks, norm, self.cos_sin = maker.layers, maker.norm, partial(rotation_by, maker.rotary)
         self.mtp_layers = nn.ModuleList(MtpModule(D, norm, block, hidden_first=hidden_first) for block in blocks)
         self.stored: dict[str, torch.dtype] = {}
         """Tensors of the checkpoint that native modules are of, in whose names and dtypes they are saved."""

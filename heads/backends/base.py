@@ -148,16 +148,12 @@ class RecurrentSteps(ABC):
         """Take in true features, and renew what is drafted from: by module recycled (B, D), root (B,), length (B,)."""
         tokens, start, count = observation.tokens, observation.start, observation.count
         mapping = Observed(start, count, slot, observation.hidden.shape[1])
-        live, last = count > 0, (count - 1).clamp_min(0)
         above = self.start(observation.aux_hidden_states, observation.hidden)
         for module, newest in enumerate(recycled):
             made, _ = self.step(module, tokens[:, 1:], above, None, mapping, extent)
             if module + 1 < len(recycled):
                 above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # what it made of the token before
-            final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
-            newest.copy_(torch.where(live[:, None], final, newest))
-        root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], root))
-        length.copy_(torch.where(live, start + count, length))
+            take_newest(tokens, start, count, root, length, recycled=newest, made=made)
 
     def draft_chain(
         self, pick: Pick, kept: Tensor, recycled: Tensor, root: Tensor, length: Tensor, depth: int, extent: int
@@ -212,6 +208,30 @@ class BlockSteps(ABC):
         -> (B, R, D) after the final norm."""
 
 
+def take_newest(
+    tokens: Tensor,
+    start: Tensor,
+    count: Tensor,
+    root: Tensor,
+    length: Tensor,
+    *,
+    previous: Tensor | None = None,
+    recycled: Tensor | None = None,
+    made: Tensor | None = None,
+) -> None:
+    """Renew, in rows with new tokens, root and length (B,); previous (B,), the token before the root; and recycled
+    (B, D), taken from made (B, M, D), the states of the tokens but the first. Of tokens (B, M + 1), from position start
+    (B,) on, count (B,) and the next are true."""
+    live, last = count > 0, (count - 1).clamp_min(0)
+    if previous is not None:
+        previous.copy_(torch.where(live, tokens.gather(1, last[:, None])[:, 0], previous))
+    if recycled is not None and made is not None:
+        final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
+        recycled.copy_(torch.where(live[:, None], final, recycled))
+    root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], root))
+    length.copy_(torch.where(live, start + count, length))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """The forms that one backend has."""
@@ -231,7 +251,7 @@ class Backend:
     select: "Select"
     """Of a tree's nodes."""
     take_newest: Callable[..., None]
-    """As `heads.backends.triton.inputs.take_newest`."""
+    """As the function of this name."""
     sampling: "type[RowSampling]"
     """Noise, choices and a draft's picks."""
     match: Callable[[Proposal, Tensor, Tensor | None, int], Acceptance]

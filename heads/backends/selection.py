@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from heads.backends.base import Backend
+from heads.backends.base import Backend, take_newest
 from heads.backends.cpu import draws
 from heads.backends.cpu.block import CpuBlock
 from heads.backends.cpu.commit import CpuCommit
@@ -21,7 +21,7 @@ from heads.backends.torch import select as torch_select
 from heads.backends.torch.architectures import native_decoder, why_not_native
 from heads.backends.torch.block import TorchBlock
 from heads.backends.torch.cached_decoder import TorchDecoder
-from heads.backends.torch.commit import Commit, take_newest
+from heads.backends.torch.commit import Commit
 from heads.backends.torch.linear import Product
 from heads.backends.torch.recurrent import TorchRecurrent
 from heads.backends.torch.sampling import RowSampling

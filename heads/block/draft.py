@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.backends.base import Backend, BlockSpec, BlockSteps, StepsState
+from heads.backends.base import Backend, BlockSpec, BlockSteps, StepsState, take_newest
 from heads.backends.slot_mapping import Observed, round_up
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers, from_plain, given
 from heads.block.anchors import Blocks, all_blocks, draw_blocks
@@ -37,12 +37,12 @@ from heads.formats.base import check_tensors
 from heads.growth import grow
 from heads.initial.copying import AttentionProbe
 from heads.initial.weights import TargetProbe, begin
-from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm, rotation
+from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm
 from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
 from heads.target.mask_token import mask_token
-from heads.target.rotary import rotation_by, scaled_rotary
+from heads.target.rotary import rotary_of
 from heads.tree import Proposal, TreeShape, check_width, is_chain
 from heads.vocab import read_vocab, vocab_tables
 
@@ -82,7 +82,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.layers = nn.ModuleList(self.make_layer(NormedAttention(config)) for _ in range(config.num_layers))
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.reaches = config.reaches(self.causal)
-        self.rotary = scaled_rotary(config)
+        self.cos_sin = rotary_of(config)
         self.kept: Tensor | None
         self.register_buffer("kept", kept, persistent=False)
 
@@ -131,12 +131,6 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe] | None:
         return copy_by_root(self, probe) if len(self.layers) > 1 else None
-
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
-        """Cosines and sines of rotary positions (B, T)."""
-        if self.rotary:
-            return rotation_by(self.rotary[0], positions, dtype)
-        return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """(..., L * D) auxiliary hidden states -> (..., D), the context."""
@@ -301,9 +295,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         count, tokens = observation.count, observation.tokens
         mapping = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
         state.steps.extend(observation.aux_hidden_states, mapping)
-        live = count > 0
-        state.root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], state.root))
-        state.length.copy_(torch.where(live, observation.start + count, state.length))
+        take_newest(tokens, observation.start, count, state.root, state.length)
 
     def draft_states(self, state: DraftBlockState) -> Tensor:
         """(B, K, D): the rows of one block behind each root that predict the draft tokens, after the final norm."""

@@ -32,10 +32,10 @@ from heads.base import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick
 from heads.errors import UserError
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
-from heads.layers import Attend, CosSin, rotation
+from heads.layers import Attend, CosSin
 from heads.losses import draft_loss
 from heads.recurrent.attention import causal_attention
-from heads.target.rotary import rotation_by
+from heads.target.rotary import Rotary
 from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
 
 AHEAD = 2
@@ -70,9 +70,7 @@ class Recurrent(nn.Module, DraftHead):
     num_modules: int = 1
     sliding_window: int | None = None
     """Positions that attention sees, the token's own included. None: all."""
-    rotary: tuple[nn.Module, ...] = ()
-    """The module of transformers that makes rotary positions which no base alone describes. In a tuple: no module of
-    ours, whose frequencies `to` would round."""
+    cos_sin: Rotary
 
     def shared_layers(self, shared: SharedLayers) -> SharedLayers:
         """The target's shared layers, or the head's own in their place."""
@@ -106,12 +104,6 @@ class Recurrent(nn.Module, DraftHead):
     def logits(self, normed: Tensor, lm_head_weight: Tensor) -> Tensor:
         """(..., D) -> (..., Vd)."""
         return nn.functional.linear(normed, lm_head_weight)
-
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
-        """Cosines and sines of rotary positions (B, T)."""
-        if not self.rotary:
-            return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
-        return rotation_by(self.rotary[0], positions, dtype)
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)

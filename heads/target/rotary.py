@@ -1,6 +1,8 @@
-"""Scaled rotary positions, as transformers makes them (YaRN, Llama 3's, linear)."""
+"""Rotary positions of heads: plain ones, or scaled as transformers makes them (YaRN, Llama 3's, linear)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +11,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.errors import UserError, expect, first_line
-from heads.layers import CosSin
+from heads.layers import CosSin, rotation
 from heads.target.families import FIXED_ROTATIONS
+
+Rotary = Callable[[Tensor, torch.dtype], CosSin]
+"""Cosines and sines (B, 1, T, d) of rotary positions (B, T)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +27,12 @@ class RotarySettings:
     factor: 4.0, original_max_position_embeddings: 8192}`. Kinds: `yarn`, `llama3`, `linear`. Null: plain positions."""
 
 
-def scaled_rotary(config: Any) -> tuple[nn.Module, ...]:
-    """The rotary positions of a Llama with this config's scaling; none for plain positions. UserError for a scaling
-    that there is not. In a tuple: no module of a head, whose frequencies `to` would round."""
-    scaling = config.rope_scaling
+def rotary_of(config: Any) -> Rotary:
+    """The rotary positions of a Llama with this head's base and, if it has one, its scaling. UserError for a scaling
+    that there is not."""
+    scaling = getattr(config, "rope_scaling", None)
     if scaling is None:
-        return ()
+        return partial(rotation, head_dim=config.head_dim, theta=config.rope_theta)
     is_known = isinstance(scaling, dict) and scaling.get("rope_type") in FIXED_ROTATIONS
     expect(is_known, "head.rope_scaling", f"a rope_type of {', '.join(FIXED_ROTATIONS)}", scaling)
     try:
@@ -44,7 +49,7 @@ def scaled_rotary(config: Any) -> tuple[nn.Module, ...]:
     frequencies: Any = made.inv_freq
     are_positive = bool((frequencies.isfinite() & (frequencies > 0)).all())
     expect(are_positive, "head.rope_scaling", "factors above 0", scaling)
-    return (made,)
+    return partial(rotation_by, made)
 
 
 def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> CosSin:

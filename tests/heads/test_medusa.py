@@ -148,10 +148,10 @@ def test_on_the_kernels_it_drafts_by_its_own_logits() -> None:
             parameter.copy_(parameter.bfloat16())  # as the kernels hold them
     shared = SharedLayers(embed_tokens=lambda ids: ids, lm_head=lambda hidden: hidden)
     state = head.new_state(shared, batch_size=2, capacity=40, shape=parse_shape("chain:3"), backend=BACKEND)
-    assert all(hasattr(level.out, "packed") for level in state.levels) and len(state.levels) == 3
+    assert all(hasattr(level[-1].product, "packed") for level in state.levels) and len(state.levels) == 3
     state.hidden.copy_(torch.randn(2, 8, generator=torch.Generator().manual_seed(3)))
     for k, level in enumerate(state.levels):
-        torch.testing.assert_close(level(state.hidden), head.logits(state.hidden, k)[:, None], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(level(state.hidden), head.logits(state.hidden, k), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", ["static:3.2.2", "tree:3x3x10"])

@@ -108,7 +108,7 @@ def chain_nodes(batch_size: int, depth: int) -> tuple[Tensor, Tensor]:
 def take_newest(
     tokens: Tensor, start: Tensor, count: Tensor, root: Tensor, length: Tensor, *, previous: Tensor
 ) -> None:
-    """`heads.backends.triton.inputs.take_newest` for a draft model."""
+    """`heads.backends.base.take_newest` for a draft model."""
     known = [x.contiguous() for x in (tokens, start, count)]
     where = (x.data_ptr() for x in (*known, previous, root, length))
     loaded().advance(*where, len(root), tokens.shape[1] - 1)

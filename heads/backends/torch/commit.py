@@ -130,25 +130,3 @@ class Commit:
         place = (state.output_length[:, None] - len(self.shown) + self.shown).clamp_min(0)
         facts = [state.done.long()[:, None], state.output_length[:, None], state.length[:, None]]
         state.report.copy_(torch.cat([*facts, state.output.gather(1, place)], dim=1))
-
-
-def take_newest(
-    tokens: Tensor,
-    start: Tensor,
-    count: Tensor,
-    root: Tensor,
-    length: Tensor,
-    *,
-    previous: Tensor | None = None,
-    recycled: Tensor | None = None,
-    made: Tensor | None = None,
-) -> None:
-    """`heads.backends.triton.inputs.take_newest` in torch operations."""
-    live, last = count > 0, (count - 1).clamp_min(0)
-    if previous is not None:
-        previous.copy_(torch.where(live, tokens.gather(1, last[:, None])[:, 0], previous))
-    if recycled is not None and made is not None:
-        final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
-        recycled.copy_(torch.where(live[:, None], final, recycled))
-    root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], root))
-    length.copy_(torch.where(live, start + count, length))

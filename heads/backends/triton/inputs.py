@@ -177,9 +177,7 @@ def take_newest(
     recycled: Tensor | None = None,
     made: Tensor | None = None,
 ) -> None:
-    """Renew, in rows with new tokens, root and length (B,); previous (B,), the token before the root; and recycled
-    (B, D), taken from made (B, M, D), the states of the tokens but the first. Of tokens (B, M + 1), from position start
-    (B,) on, count (B,) and the next are true."""
+    """`heads.backends.base.take_newest` by one kernel."""
     (B, D), M = (len(root), 1) if recycled is None else recycled.shape, tokens.shape[1] - 1
     _take_newest[(B,)](
         tokens, start.contiguous(), count.contiguous(), root, length, root if previous is None else previous,

@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.sampling import Sampling
+from heads.backends.base import take_newest
 from heads.backends.cpu import library
 from heads.backends.cpu.decoder import CpuDecoder
 from heads.backends.cpu.draws import CompiledPick, CpuSampling
 from heads.backends.selection import CPU
-from heads.backends.torch.commit import take_newest
 from heads.base import Observation
 from heads.draft_model import DraftState
 from heads.registry import build_head
