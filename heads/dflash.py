@@ -48,7 +48,3 @@ class DFlash(DraftBlockHead):
     def __init__(self, config: DFlashConfig, kept: Tensor | None = None) -> None:
         super().__init__(config, kept)
         self.terms = ((1.0, config.loss),)
-
-    @property
-    def causal(self) -> bool:
-        return bool(self.config.causal)

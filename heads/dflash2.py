@@ -28,7 +28,7 @@ from heads.block.loss import Candidates
 from heads.dflash import DFlash, DFlashConfig, DFlashSettings
 from heads.errors import UserError, expect
 from heads.initial.weights import TargetProbe
-from heads.layers import MOST, Attend, Attention, CosSin, DecoderLayer
+from heads.layers import MOST, Attention, DecoderLayer
 from heads.tree import TreeShape, check_width
 
 
@@ -96,9 +96,6 @@ class DFlash2(DFlash):
 
     def make_layer(self, attention: Attention) -> DecoderLayer:
         return ConvolvedLayer(self.config, attention)
-
-    def through(self, layer: Any, x: Tensor, cos_sin: CosSin, attend: Attend, rows: int) -> Tensor:
-        return layer(x, cos_sin, attend, rows)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:

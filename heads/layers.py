@@ -197,7 +197,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: int | None = None) -> Tensor:
+        """x (B, T, D), which may be blocks of `rows` rows: layers with convolutions ask for it."""
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ from eval.runtime.sampling import Sampling
 from heads.checkpoint import find_head
 from heads.errors import UserError
 from heads.files import check_file, is_full_disk
-from heads.untrained.lookup import LookupConfig
+from heads.untrained.lookup import Lookup
 from tests.faults import small_files
 from train.recipe import load_recipe
 
@@ -78,7 +78,7 @@ def test_numbers_without_bounds(tiny_target_dir: Path) -> None:
     with pytest.raises(UserError, match="top_k"):
         Sampling(1.0, top_k=10**20)
     with pytest.raises(UserError, match="lookup: expected a longest match of 1 to"):
-        LookupConfig(10**8)
+        Lookup(10**8)
     with pytest.raises(UserError, match="expected at most 10000 prompts"):
         held_out_prompts(AutoTokenizer.from_pretrained(tiny_target_dir), 10**8, 64, 0)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from heads.backends.recurrent_parts import HeadParts
 from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, SlotMapping, round_up
-from heads.base import Observation, SharedLayers
+from heads.base import Observation
 from heads.target.frozen import Features, LanguageModel
 from heads.tree import Acceptance, Pick, Proposal, TreeShape
 
@@ -260,20 +260,3 @@ class Backend:
     """As `heads.backends.torch.accept.take_path`."""
     commit: "type[Commit]"
     """A round's outcome taken into the state of all rows."""
-
-    def open_recurrent(
-        self, head: Any, shared: SharedLayers, *, batch_size: int, slots: int, shape: TreeShape
-    ) -> RecurrentSteps:
-        """The steps of a `heads.recurrent.draft.Recurrent` over a cache of `slots` slots a row, for trees of `shape` or
-        shorter chains."""
-        weight, parts = next(head.parameters()), head.parts()
-        spec = RecurrentSpec(
-            head=head,
-            parts=parts if parts is not None and parts.plain else None,
-            embed=shared.embed_tokens,
-            lm_head_weight=head.lm_head_weight(shared).to(weight.dtype),
-            cos_sin_table=head.cos_sin(torch.arange(slots, device=weight.device)[None], weight.dtype),
-            batch_size=batch_size,
-            shape=shape,
-        )
-        return self.recurrent(spec)

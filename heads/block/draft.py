@@ -81,6 +81,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
         self.layers = nn.ModuleList(self.make_layer(NormedAttention(config)) for _ in range(config.num_layers))
         self.norm = RMSNorm(D, config.rms_norm_eps)
+        self.causal = bool(getattr(config, "causal", False))
+        """True if a row of a block sees none of the rows behind it."""
         self.reaches = config.reaches(self.causal)
         self.cos_sin = rotary_of(config)
         self.kept: Tensor | None
@@ -140,12 +142,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         """The layers, in training and in drafting: blocks of `rows` rows (B, N * R, D) -> (B, N * R, D), after the
         final norm."""
         for layer, attend in zip(self.layers, attends, strict=True):
-            x = self.through(layer, x, cos_sin, attend, rows)
+            x = layer(x, cos_sin, attend, rows)
         return self.norm(x)  # type: ignore[no-any-return]
-
-    def through(self, layer: Any, x: Tensor, cos_sin: CosSin, attend: Attend, rows: int) -> Tensor:
-        """One layer."""
-        return layer(x, cos_sin, attend)  # type: ignore[no-any-return]
 
     def behind(self, roots: Tensor, rows: int, embed_tokens: Callable[[Tensor], Tensor]) -> Tensor:
         """(..., rows, D): blocks as the layers read them, of roots (..., D) and masks behind them."""
@@ -193,11 +191,6 @@ class DraftBlockHead(nn.Module, DraftHead):
         """Attention over the context (B, T, D), whose keys this layer makes."""
         keys, values = layer.self_attn.keys(context, cos_sin)
         return lambda q, k, v: block_attention(q, k, v, keys, values, sight)
-
-    @property
-    def causal(self) -> bool:
-        """True if a row of a block sees none of the rows behind it."""
-        return False
 
     def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
         """More arguments of `block_loss`, from states (M, K, D) and the true tokens before each label (M, K)."""

@@ -123,14 +123,14 @@ def vllm(method: str) -> Command:
     return run
 
 
-def sglang(algorithm: str) -> Command:
-    """Return the command of SGLang: chains, as vLLM drafts them."""
+def sglang(algorithm: str, *, block: bool = False) -> Command:
+    """Return the command of SGLang: chains, as vLLM drafts them. `block`: it asks for the tokens of a whole block."""
 
     def run(target: str, head: str, steps: int) -> str:
+        chain = "" if block else f"--speculative-num-steps {steps} --speculative-eagle-topk 1 "
         return (
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
-            f"--speculative-draft-model-path {shlex.quote(head)} --speculative-num-steps {steps} "
-            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
+            f"--speculative-draft-model-path {shlex.quote(head)} {chain}--speculative-num-draft-tokens {steps + 1}"
         )
 
     return run

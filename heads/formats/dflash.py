@@ -9,7 +9,6 @@ other projects.
 Letters: D hidden, V vocabulary, L auxiliary layers, r rank of what is added by the token before.
 """
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,6 @@ from heads.formats.base import (
     DECODER_SIZES,
     SGLANG,
     VLLM,
-    Command,
     Folder,
     Format,
     Shapes,
@@ -27,6 +25,7 @@ from heads.formats.base import (
     decoder_config,
     fields,
     gated_mlp,
+    sglang,
     sizes,
     tensors,
     vllm,
@@ -244,33 +243,21 @@ class BlockForm:
         return lacks, faults + tensors(self.tensors(config, own, ids), folder.shapes)
 
 
-def sglang_block(algorithm: str) -> Command:
-    """Return the command of SGLang, which asks for the tokens of a whole block."""
-
-    def run(target: str, head: str, steps: int) -> str:
-        return (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
-            f"--speculative-draft-model-path {shlex.quote(head)} --speculative-num-draft-tokens {steps + 1}"
-        )
-
-    return run
-
-
 DFLASH = Format(
     read=partial(read_block, DFLASH_KIND),
     engine_config=dflash_engine_config,
-    readers={VLLM: vllm("dflash"), SGLANG: sglang_block("DFLASH")},
+    readers={VLLM: vllm("dflash"), SGLANG: sglang("DFLASH", block=True)},
     check=BlockForm("DFlashDraftModel", nested=True).check,
 )
 DFLASH2 = Format(
     read=partial(read_block, DFLASH2_KIND),
     engine_config=dflash2_engine_config,
-    readers={VLLM: vllm("dflash"), SGLANG: sglang_block("DFLASH")},
+    readers={VLLM: vllm("dflash"), SGLANG: sglang("DFLASH", block=True)},
     check=BlockForm("DFlash2DraftModel", nested=True, sizes=("block_size", *SELECTOR_FIELDS), selector=True).check,
 )
 DSPARK = Format(
     read=partial(read_block, DSPARK_KIND),
     engine_config=dspark_engine_config,
-    readers={VLLM: vllm("dspark"), SGLANG: sglang_block("DSPARK")},
+    readers={VLLM: vllm("dspark"), SGLANG: sglang("DSPARK", block=True)},
     check=BlockForm("Qwen3DSparkModel", nested=False, sizes=("markov_rank", "num_anchors"), markov=True).check,
 )

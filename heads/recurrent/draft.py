@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from heads.backends.base import Backend, RecurrentSteps, StepsState
+from heads.backends.base import Backend, RecurrentSpec, RecurrentSteps, StepsState
 from heads.backends.recurrent_parts import HeadParts
 from heads.backends.slot_mapping import Drafted, round_up
 from heads.base import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
@@ -203,19 +203,27 @@ class Recurrent(nn.Module, DraftHead):
         self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
     ) -> RecurrentState:
         self.check_draft(shape, capacity)
-        config, weight = self.config, next(self.parameters())
+        own, weight, parts = self.shared_layers(shared), next(self.parameters()), self.parts()
         slots = round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
+        slot = torch.arange(slots, device=weight.device)
+        spec = RecurrentSpec(
+            head=self,
+            parts=parts if parts is not None and parts.plain else None,
+            embed=own.embed_tokens,
+            lm_head_weight=self.lm_head_weight(own).to(weight.dtype),
+            cos_sin_table=self.cos_sin(slot[None], weight.dtype),
+            batch_size=batch_size,
+            shape=shape,
+        )
         return RecurrentState(
             shape=shape,
             backend=backend,
-            steps=backend.open_recurrent(
-                self, self.shared_layers(shared), batch_size=batch_size, slots=slots, shape=shape
-            ),
-            slot=torch.arange(slots, device=weight.device),
+            steps=backend.recurrent(spec),
+            slot=slot,
             root=ids[0],
             length=ids[1],
-            recycled=[weight.new_zeros(batch_size, config.hidden_size) for _ in range(self.num_modules)],
+            recycled=[weight.new_zeros(batch_size, self.config.hidden_size) for _ in range(self.num_modules)],
         )
 
     @torch.no_grad()

@@ -8,7 +8,6 @@ Their keys are the draft's own: it reads ahead of the target.
 """
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,14 +18,6 @@ from heads.draft_model import Draft, DraftConfig, DraftState
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape
-
-
-@dataclass(frozen=True)
-class EarlyExitConfig:
-    """Settings of an early exit."""
-
-    layers: int
-    """Number of layers before the exit."""
 
 
 class FirstLayers(nn.Module):
@@ -57,8 +48,8 @@ class FirstLayers(nn.Module):
 class EarlyExit(Drafter):
     """A draft model made of the target's own layers."""
 
-    def __init__(self, config: EarlyExitConfig, draft: Draft) -> None:
-        self.config, self.draft = config, draft
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
 
     @classmethod
     def for_target(cls, number: int, target: FrozenTarget) -> "EarlyExit":
@@ -70,7 +61,7 @@ class EarlyExit(Drafter):
         V = target.vocab_size
         config = DraftConfig(layers=tuple(range(number)), model={}, vocab_size=V, common_size=V)
         model: Any = FirstLayers(target, number)
-        return cls(EarlyExitConfig(number), Draft(config, model))
+        return cls(Draft(config, model))
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         self.draft.check_draft(shape, capacity)

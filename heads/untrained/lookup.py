@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heads.backends.base import Backend
 from heads.base import Drafter, Observation, Pick, SharedLayers
-from heads.errors import UserError
+from heads.errors import UserError, expect
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape, is_chain
 
@@ -23,18 +23,6 @@ NOTHING = -1
 """Id in place of a missing token; equal to no token."""
 LONGEST = 100
 """Maximum length of a match; every length up to it is searched."""
-
-
-@dataclass(frozen=True)
-class LookupConfig:
-    """Settings of prompt lookup."""
-
-    ngram: int = 3
-    """Length of the longest match. Longer matches add nothing."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.ngram <= LONGEST:
-            raise UserError(f"lookup: expected a longest match of 1 to {LONGEST} tokens, got {self.ngram}")
 
 
 @dataclass
@@ -49,13 +37,15 @@ class LookupState:
 class Lookup(Drafter):
     """Drafter of chains by n-gram matches in the text so far."""
 
-    def __init__(self, config: LookupConfig, device: torch.device | str = "cpu") -> None:
-        self.config, self.device = config, device
+    def __init__(self, ngram: int, device: torch.device | str = "cpu") -> None:
+        """`ngram`: length of the longest match; longer matches add nothing."""
+        expect(1 <= ngram <= LONGEST, "lookup", f"a longest match of 1 to {LONGEST} tokens", ngram)
+        self.ngram, self.device = ngram, device
 
     @classmethod
     def for_target(cls, number: int, target: FrozenTarget) -> "Lookup":
         """Make a drafter whose longest match has `number` tokens. Any target will do."""
-        return cls(LookupConfig(number), target.device)
+        return cls(number, target.device)
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         if not is_chain(shape):
@@ -79,7 +69,7 @@ class Lookup(Drafter):
         state.length.copy_(torch.where(count > 0, observation.start + count, state.length))
 
     def propose(self, state: LookupState, pick: Pick) -> Proposal:
-        drafted = look_up(state.tokens[:, :-1], state.length, state.shape.depth, self.config.ngram)
+        drafted = look_up(state.tokens[:, :-1], state.length, state.shape.depth, self.ngram)
         root = state.tokens.gather(1, state.length[:, None])  # a row without a request has none
         tokens = torch.cat([root, drafted], dim=1).clamp_min(0)
         depths = torch.arange(state.shape.nodes, device=tokens.device).expand_as(tokens)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.backends.torch.attention import GroupedAttention, LatentAttention, Step
-from heads.backends.torch.cache import KVCache
+from heads.backends.torch.attention import GroupedAttention, KVCache, LatentAttention, Step
 from heads.backends.torch.feedforward import Experts, GatedMLP
 from heads.backends.torch.linear import Norm, Product
 from heads.target.families import attention_masks

@@ -21,8 +21,7 @@ from transformers.activations import ACT2FN
 from heads.backends.base import CachedDecoder
 from heads.backends.slot_mapping import CacheSpec, Drafted, SlotMapping, Verified
 from heads.backends.torch.architectures import native_decoder
-from heads.backends.torch.attention import GroupedAttention, LatentAttention, rotate_
-from heads.backends.torch.cache import KVCache
+from heads.backends.torch.attention import GroupedAttention, KVCache, LatentAttention, rotate_
 from heads.backends.torch.decoder import NativeDecoder
 from heads.backends.torch.feedforward import Experts, GatedMLP
 from heads.backends.torch.linear import Product

@@ -28,7 +28,7 @@ from heads.errors import UserError
 from heads.growth import grow
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
-from heads.untrained.lookup import Lookup, LookupConfig
+from heads.untrained.lookup import Lookup
 
 PLAIN, STEP, NODE, FIXED = 10.0, 1.0, 0.25, 0.5
 """Made-up costs: a plain step, a draft step, a node's verification, what every round costs beside them."""
@@ -116,7 +116,7 @@ def test_a_failed_audit_or_a_winner_off_the_curve_ends_the_search() -> None:
 
 
 def test_only_what_a_head_drafts_is_probed(tiny_target: FrozenTarget, pair_head: Any, small_head: Any) -> None:
-    texts = [str(shape) for shape in calibration_shapes(Lookup(LookupConfig()), tiny_target)]
+    texts = [str(shape) for shape in calibration_shapes(Lookup(3), tiny_target)]
     assert texts == ["chain:10", "chain:5", "chain:1"]
     texts = [str(shape) for shape in calibration_shapes(pair_head, tiny_target)]
     assert texts[3:] == ["tree:8x2x31", "tree:2x2x7", "tree:8x4x64", "tree:2x4x8", "tree:8x8x64", "tree:2x8x8"]
