@@ -4,7 +4,7 @@ Letters: B batch, D hidden, S cache slots.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -16,10 +16,11 @@ from heads.backends.cpu.draws import Chain, CompiledPick
 from heads.backends.cpu.kernels import CompiledProduct, in_c
 from heads.backends.cpu.library import STRUCTS
 from heads.backends.cpu.stack import CpuStack
-from heads.backends.slot_mapping import CacheSpec
+from heads.backends.slot_mapping import CacheSpec, SlotMapping
 from heads.backends.torch.architectures import native_decoder
 from heads.backends.torch.cached_decoder import TorchDecoder
 from heads.backends.torch.decoder import Layer, NativeDecoder
+from heads.layers import FULL, SLIDING
 from heads.target.frozen import LanguageModel
 from heads.tree import Pick, Proposal
 
@@ -34,32 +35,6 @@ class CompiledDecoder(NativeDecoder):
 
     def new_cache(self, *, batch_size: int, capacity: int) -> Any:
         return self.stack.new_cache(batch_size=batch_size, capacity=capacity)
-
-    def masks(
-        self, positions: Tensor, visible: Tensor | None, key_positions: Tensor | None, extent: int
-    ) -> dict[str, Tensor]:
-        return {} if visible is None else super().masks(positions, visible, key_positions, extent)
-
-    def run(
-        self,
-        x: Tensor,
-        cache: Any,
-        positions: Tensor,
-        masks: dict[str, Tensor],
-        cos_sin_table: tuple[Tensor, Tensor],
-        aux_layer_ids: Sequence[int],
-    ) -> tuple[Tensor, Tensor]:
-        near = masks.get("sliding_attention")
-        aux = self.stack.run(
-            x,
-            cache,
-            positions=positions,
-            cos_sin_table=cos_sin_table,
-            mask=masks.get("full_attention", near),
-            near_mask=near,
-            aux_layer_ids=aux_layer_ids,
-        )
-        return x, aux
 
 
 def compiled_decoder(model: LanguageModel, *, draft: bool = False) -> NativeDecoder | None:
@@ -87,18 +62,37 @@ class CpuDecoder(TorchDecoder):
 
     def __init__(self, model: LanguageModel, spec: CacheSpec, native: NativeDecoder) -> None:
         super().__init__(model, spec, native)
+        self.stack = native.stack if isinstance(native, CompiledDecoder) else None
         self.struct: Any = None
-        if spec.draft and isinstance(native, CompiledDecoder) and isinstance(native.output, CompiledProduct):
+        if spec.draft and self.stack is not None and isinstance(native.output, CompiledProduct):
             output = STRUCTS["Product"].from_buffer_copy(native.output.struct)
             output.O = spec.vocab_size or output.O  # those behind stay unread
-            self.stack, self.table = native.stack, native.embedding.contiguous()
+            self.table = native.embedding.contiguous()
             self.struct = STRUCTS["Model"](
-                *(ctypes.addressof(native.stack.structs), self.table.data_ptr(), native.norm.weight.data_ptr()),
-                *(output, native.stack.num_layers, native.norm.eps),
+                *(ctypes.addressof(self.stack.structs), self.table.data_ptr(), native.norm.weight.data_ptr()),
+                *(output, self.stack.num_layers, native.norm.eps),
             )
 
+    def masks(self, mapping: SlotMapping, visible: Tensor | None, extent: int) -> dict[str, Tensor]:
+        return {} if visible is None and self.stack is not None else super().masks(mapping, visible, extent)
+
+    def run(self, x: Tensor, positions: Tensor, masks: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        if self.stack is None:
+            return super().run(x, positions, masks)
+        near = masks.get(SLIDING)
+        aux = self.stack.run(
+            x,
+            self.cache,
+            positions=positions,
+            cos_sin_table=self.cos_sin_table,
+            mask=masks.get(FULL, near),
+            near_mask=near,
+            aux_layer_ids=self.spec.aux_layer_ids,
+        )
+        return x, aux
+
     def draft_chain(self, pick: Pick, previous: Tensor, root: Tensor, length: Tensor, depth: int) -> Proposal | None:
-        if self.struct is None or not isinstance(pick, CompiledPick):
+        if self.struct is None or self.stack is None or not isinstance(pick, CompiledPick):
             return None
         B, D, S = len(root), self.table.shape[1], self.spec.capacity
         chain, room = Chain(pick, root, length, depth, self.struct.output.O), torch.empty(3, B, D)

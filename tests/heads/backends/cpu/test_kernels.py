@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.backends.cpu import compiling, library
-from heads.backends.cpu.decoder import CompiledDecoder, compiled_decoder
+from heads.backends.cpu.decoder import CpuDecoder
 from heads.backends.cpu.kernels import CompiledProduct
+from heads.backends.slot_mapping import CacheSpec, Observed, SlotMapping, Verified
+from heads.backends.torch.cached_decoder import TorchDecoder
 from heads.backends.torch.decoder import NativeDecoder
 from heads.backends.torch.linear import Product
 from heads.target.frozen import FrozenTarget
@@ -47,8 +49,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def decoders(variant: str) -> tuple[NativeDecoder, NativeDecoder]:
-    """A random decoder in float32: through the kernels, and without them."""
+def decoders(variant: str, batch_size: int) -> tuple[TorchDecoder, TorchDecoder]:
+    """A random decoder in float32 and its caches: through the kernels, and without them."""
     config = AutoConfig.for_model(variant.split()[0], **{**BASE, **VARIANTS[variant]})
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -56,37 +58,28 @@ def decoders(variant: str) -> tuple[NativeDecoder, NativeDecoder]:
         for name, parameter in model.named_parameters():
             if "bias" in name or "norm" in name:
                 parameter.data += 0.3 * torch.randn_like(parameter)
-    decoder = compiled_decoder(FrozenTarget(model, variant))
-    assert isinstance(decoder, CompiledDecoder)
-    return decoder, NativeDecoder(**{name: part for name, part in vars(decoder).items() if name != "stack"})
+    target, spec = FrozenTarget(model, variant), CacheSpec(batch_size=batch_size, capacity=192, aux_layer_ids=(1, 3))
+    decoder = CpuDecoder.of(target, spec)
+    assert decoder is not None and decoder.stack is not None
+    plain = NativeDecoder(**{name: part for name, part in vars(decoder.native).items() if name != "stack"})
+    return decoder, TorchDecoder(target, spec, plain)
 
 
-def decode(decoder: NativeDecoder, tokens: Tensor, spans: list[slice], *, rows: int = 1, masked: bool = True) -> Tensor:
+def decode(decoder: TorchDecoder, tokens: Tensor, spans: list[slice], *, rows: int = 1, masked: bool = True) -> Tensor:
     """(B, T, 3 D): two auxiliary hidden states and the last hidden state of tokens (B, T), read span by span, `rows`
     rows at a time; what is seen is given by masks or follows from the positions."""
     B, T = tokens.shape
-    cache, cos_sin_table, key = (
-        decoder.new_cache(batch_size=B, capacity=192),
-        decoder.cos_sin_table(192),
-        torch.arange(192),
-    )
-    out = torch.zeros(B, T, 3 * decoder.embedding.shape[1])
+    out = torch.zeros(B, T, 3 * decoder.native.embedding.shape[1])
     for span in spans:
         for row in range(B) if rows == 1 else [None]:
             which = slice(None) if row is None else slice(row, row + 1)
             chosen = tokens[which, span]
-            positions = key[span].expand(len(chosen), -1)
-            cache.aim(positions, extent=-(-span.stop // 64) * 64, row=row)
-            shown = key[: cache.extent].expand(len(chosen), -1)
-            features = decoder.features(
-                chosen,
-                positions=positions,
-                visible=shown[:, None] <= positions[..., None] if masked else None,
-                key_positions=shown if masked else None,
-                cache=cache,
-                cos_sin_table=cos_sin_table,
-                aux_layer_ids=(1, 3),
-            )
+            start, depths = torch.full((len(chosen),), span.start), torch.arange(chosen.shape[1]).expand_as(chosen)
+            mapping: SlotMapping = Observed(start, None, decoder.slot, chosen.shape[1])
+            if masked:
+                above = (depths[:, None] <= depths[..., None]).contiguous()
+                mapping = Verified(start, (depths - 1).clamp_min(0), depths, above, T, decoder.slot)
+            features = decoder.forward(chosen, mapping, extent=-(-span.stop // 64) * 64, row=row)
             out[which, span] = torch.cat([features.aux_hidden_states, features.hidden], dim=-1)
     return out
 
@@ -111,7 +104,7 @@ def test_products_are_torchs(R: int, threads: int) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_decoders_through_the_kernels_are_those_without(variant: str, threads: int) -> None:
-    ours, plain = decoders(variant)
+    ours, plain = decoders(variant, 3)
     tokens = torch.randint(61, (3, 150), generator=torch.Generator().manual_seed(0))
     spans = [slice(0, 100), slice(100, 101), slice(101, 107), slice(107, 150)]
     expected = decode(plain, tokens, [slice(0, 150)])
@@ -124,7 +117,7 @@ def test_decoders_through_the_kernels_are_those_without(variant: str, threads: i
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_a_chain_verified_is_a_chain_decoded_to_the_bit(variant: str, threads: int) -> None:
-    decoder, _ = decoders(variant)
+    decoder, _ = decoders(variant, 2)
     tokens = torch.randint(61, (2, 80), generator=torch.Generator().manual_seed(0))
     torch.set_num_threads(1)
     one_by_one = decode(decoder, tokens, [slice(t, t + 1) for t in range(80)])
@@ -139,8 +132,7 @@ def test_a_chain_verified_is_a_chain_decoded_to_the_bit(variant: str, threads: i
 @compiled
 @torch.no_grad()
 def test_slots_move_all_at_once() -> None:
-    decoder, _ = decoders("llama one key head")
-    cache = decoder.new_cache(batch_size=2, capacity=192)
+    cache = decoders("llama one key head", 2)[0].cache
     for store in (cache.keys, cache.values):
         store.copy_(torch.randn_like(store))
     keys = cache.keys.transpose(-1, -2).flatten(3, 4).clone()  # (L, B, Hkv, S, d)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.backends.slot_mapping import ancestors
+from heads.backends.slot_mapping import CacheSpec, Observed, Verified, ancestors
 from heads.backends.torch.architectures import native_decoder, why_not_native
-from heads.backends.torch.decoder import NativeDecoder
+from heads.backends.torch.cached_decoder import TorchDecoder
 from heads.backends.torch.feedforward import Experts
 from heads.target.frozen import Features, FrozenTarget
 
@@ -104,39 +104,19 @@ def make_target(variant: str, dtype: torch.dtype = torch.float64, **settings: An
     return FrozenTarget(model, variant)
 
 
-def run(decoder: NativeDecoder, prompts: list[Tensor], tokens: Tensor, parents: Tensor) -> Features:
+def run(target: FrozenTarget, prompts: list[Tensor], tokens: Tensor, parents: Tensor) -> Features:
     """Each prompt in two chunks into its own row, then a tree (B, N) behind each."""
-    B, N = tokens.shape
-    cache, cos_sin_table = decoder.new_cache(batch_size=B, capacity=64), decoder.cos_sin_table(64)
-    key = torch.arange(64)[None]
+    spec = CacheSpec(batch_size=len(tokens), capacity=64, aux_layer_ids=(0, 1, 3))
+    decoder = TorchDecoder.of(target, spec)
+    assert decoder is not None
     for row, prompt in enumerate(prompts):
         for span in (slice(0, 3), slice(3, len(prompt))):
-            positions = key[:, span]
-            cache.aim(positions, extent=64, row=row)
-            visible = key[:, None] <= positions[..., None]
-            decoder.features(
-                prompt[None, span],
-                positions=positions,
-                visible=visible,
-                key_positions=key,
-                cache=cache,
-                cos_sin_table=cos_sin_table,
-            )
-    length = torch.tensor([[len(prompt)] for prompt in prompts])
-    above = ancestors(parents, 4)
-    slots, positions = length + key[:, :N], length + above.sum(-1) - 1
-    cache.aim(slots, extent=64)
-    visible = (key < length)[:, None].repeat(1, N, 1).scatter_(2, slots[:, None].expand(B, N, N), above)
-    key_positions = key.repeat(B, 1).scatter_(1, slots, positions)
-    return decoder.features(
-        tokens,
-        positions=positions,
-        visible=visible,
-        key_positions=key_positions,
-        cache=cache,
-        cos_sin_table=cos_sin_table,
-        aux_layer_ids=(0, 1, 3),
-    )
+            chunk = prompt[None, span]
+            known = Observed(torch.tensor([span.start]), None, decoder.slot, chunk.shape[1])
+            decoder.forward(chunk, known, extent=64, row=row)
+    length, above = torch.tensor([len(prompt) for prompt in prompts]), ancestors(parents, 4)
+    tree = Verified(length, parents, above.sum(-1) - 1, above, 4, decoder.slot)
+    return decoder.forward(tokens, tree, extent=64)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -151,9 +131,7 @@ def test_every_node_of_a_tree_has_the_logits_and_streams_of_the_model(variant: s
     above = ancestors(parents, 4)
     whole = [[torch.cat([prompt, tokens[b, above[b, j]]])[None] for j in range(6)] for b, prompt in enumerate(prompts)]
     expected = [[target.model(path, output_hidden_states=True) for path in paths] for paths in whole]
-    decoder = native_decoder(target)  # which puts the weights in other places
-    assert decoder is not None
-    features = run(decoder, prompts, tokens, parents)
+    features = run(target, prompts, tokens, parents)  # which puts the weights in other places
     logits = target.shared.lm_head(features.hidden)
     for b in range(2):
         for j in range(6):
