@@ -78,9 +78,6 @@ typedef struct { /* a chain drafted behind each root, token by token */
     int64_t depth, V;
 } Chain;
 
-void begin_chain(const Chain *c, int64_t B);
-void draw(const Chain *c, int64_t B, int64_t level);
-
 typedef struct { /* a step of a head that recycles its state */
     Layer layer;
     Product project, output; /* project: K = 0 where the layer reads the two halves themselves beside the state */

@@ -8,10 +8,7 @@ from typing import Any
 
 from heads.backends.cpu.compiling import compiled
 
-SOURCES = (
-    *("layers.c", "products.c", "chains.c", "modules.c", "models.c", "slots.c", "draws.c", "commit.c"),
-    *("kernels.h", "tiles.h"),
-)
+SOURCES = ("layers.c", "products.c", "drafts.c", "draws.c", "commit.c", "kernels.h", "tiles.h")
 POINTER = ctypes.c_void_p
 NUMBERS = {"float": ctypes.c_float, "double": ctypes.c_double, "int64_t": ctypes.c_int64}
 TYPES = {"p": POINTER, "f": ctypes.c_float, "n": ctypes.c_int64, "i": ctypes.c_int, "-": None}

@@ -1,8 +1,28 @@
-/* Heads that recycle their state: what a module makes of a token and a state, and what is read of that. */
+/* Drafts: chains, of which each token is picked by the distribution that the ones before it gave; heads that recycle
+ * their state, what a module makes of a token and a state, and what is read of that; and draft models, a few decoder
+ * layers of their own, an embedding before them and an output head behind. */
 
 #include <string.h>
 
 #include "kernels.h"
+
+static void begin_chain(const Chain *c, int64_t B)
+{
+    for (int64_t b = 0; b < B; b++)
+        c->tokens[b * (c->depth + 1)] = c->root[b], c->scores[b * (c->depth + 1)] = 0;
+}
+
+/* The tokens of one level, counted from 1, by the logits. */
+static void draw(const Chain *c, int64_t B, int64_t level)
+{
+    for (int64_t b = 0; b < B; b++)
+        c->positions[b] = c->length[b] + level;
+    pick(&c->sampling, c->logits, c->positions, c->kept, c->ids, c->logp, B, 1, c->V, 1);
+    for (int64_t b = 0; b < B; b++) {
+        const int64_t at = b * (c->depth + 1) + level;
+        c->tokens[at] = c->ids[b], c->scores[at] = c->scores[at - 1] + c->logp[b];
+    }
+}
 
 int64_t module_room(const Module *m, int64_t B, int64_t N, int64_t D, int64_t E)
 {
@@ -92,5 +112,48 @@ void extend(const Module *m, const Pass *given, const int64_t *tokens, const int
             memcpy(recycled + b * D, made + (b * N + count[b] - 1) * D, D * sizeof(float));
             root[b] = tokens[b * (N + 1) + count[b]];
             length[b] = start[b] + count[b];
+        }
+}
+
+/* A chain behind each root and `previous` (B), the token before it, which may not have been read; the pass is of two
+ * tokens; room of 3 B D floats. */
+void model_chain(const Model *m, const Pass *given, const Chain *c, const int64_t *previous, float *keys,
+                 int64_t key_stride, float *values, int64_t value_stride, float *room)
+{
+    Pass p = *given;
+    const int64_t B = p.B, D = p.D;
+    float *x = room, *normed = x + 2 * B * D;
+    p.x = x, p.positions = p.slots = c->slots;
+    begin_chain(c, B);
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t n = 0; n < 2; n++) {
+            const int64_t place = c->length[b] + n - 1;
+            c->slots[2 * b + n] = place > 0 ? place : 0; /* a row without a prompt stands at 0 */
+            memcpy(x + (2 * b + n) * D, m->table + (n ? c->root : previous)[b] * D, D * sizeof *x);
+        }
+    for (int64_t level = 1; level <= c->depth; level++) {
+        if (level > 1) {
+            p.N = 1;
+            for (int64_t b = 0; b < B; b++) {
+                c->slots[b] = c->positions[b];
+                memcpy(x + b * D, m->table + c->ids[b] * D, D * sizeof *x);
+            }
+        }
+        decoder_layers(m->layers, m->count, &p, keys, key_stride, values, value_stride, NULL, 0, NULL);
+        normalise_rows(x + (p.N - 1) * D, p.N * D, m->norm, m->eps, normed, D, B, D);
+        multiply(&m->output, normed, D, NULL, c->logits, B, p.threads);
+        draw(c, B, level);
+    }
+}
+
+/* Go on behind the accepted tokens: rows (B, M + 1) from `start` on, of which count[b] came into the cache and the next
+ * is the root. */
+void advance(const int64_t *rows, const int64_t *start, const int64_t *count, int64_t *previous, int64_t *root,
+             int64_t *length, int64_t B, int64_t M)
+{
+    for (int64_t b = 0; b < B; b++)
+        if (count[b] > 0) {
+            const int64_t *newest = rows + b * (M + 1) + count[b];
+            previous[b] = newest[-1], root[b] = newest[0], length[b] = start[b] + count[b];
         }
 }
