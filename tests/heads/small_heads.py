@@ -14,7 +14,7 @@ from heads.eagle3 import Eagle3, Eagle3Config
 from heads.initial.weights import TargetProbe
 from heads.mtp import Mtp, MtpConfig
 from heads.recurrent.draft import Recurrent
-from heads.tree import parse_shape
+from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
 
 Head = TypeVar("Head", bound=Recurrent)
@@ -150,3 +150,19 @@ def kept_log_probabilities(head: Recurrent, batch: Batch, state: Tensor) -> dict
     """Target id -> log q of a normed state (D,), for each token that the head drafts."""
     logq = head.logits(state, head.lm_head_weight(batch.shared)).log_softmax(-1)
     return dict(zip(head.kept.tolist(), logq.tolist(), strict=True))
+
+
+def token_paths(proposal: Proposal, b: int = 0) -> list[tuple[int, ...]]:
+    """The tokens on the path to each node of row b, from the root's child on."""
+    paths: list[tuple[int, ...]] = [()]
+    for j in range(1, proposal.tokens.shape[1]):
+        paths.append((*paths[int(proposal.parents[b, j])], int(proposal.tokens[b, j])))
+    return paths
+
+
+def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x (.., T, d) at positions (.., T), by complex numbers."""
+    half = x.shape[-1] // 2
+    angle = positions[..., None] * theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag], -1)

@@ -20,7 +20,7 @@ from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.tree import parse_shape
-from tests.heads.small_heads import greedy, loss_agrees
+from tests.heads.small_heads import greedy, loss_agrees, token_paths
 
 BACKEND = BACKENDS["torch" if library.load() is None else "cpu"]
 V = 40
@@ -135,15 +135,10 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(family: str, shape: str) -
     texts = texts_of([9, 12])
     proposal = head.propose(opened(head, texts, shape), greedy)
     for row, text in enumerate(texts):
-        for node in range(1, proposal.tokens.shape[1]):
-            path, at = [], node
-            while at:
-                path.append(int(proposal.tokens[row, at]))
-                at = int(proposal.parents[row, at])
-            path.reverse()
-            logp = plain_logits(head, text + path).log_softmax(-1)
+        for path, score in zip(token_paths(proposal, row), proposal.scores[row].tolist(), strict=True):
+            logp = plain_logits(head, [*text, *path]).log_softmax(-1)
             total = sum(float(logp[len(text) - 1 + i, token]) for i, token in enumerate(path))
-            assert float(proposal.scores[row, node]) == pytest.approx(total, abs=1e-6)
+            assert score == pytest.approx(total, abs=1e-6)
 
 
 @pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x13", "static:3.2.1", "tree:5x1x4", "tree:1x4x5"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from heads.base import Batch
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
-from tests.heads.small_heads import eagle3_head, loss_agrees, probe_of, random_batch, seen
+from tests.heads.small_heads import eagle3_head, loss_agrees, probe_of, random_batch, rope, seen
 
 
 def by_head(x: Tensor, d: int) -> Tensor:
@@ -29,20 +29,10 @@ def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
     same = batch.documents[:, :, None] == batch.documents[:, None, :]
     for i in range(config.depth):
         x = torch.cat([layer.input_layernorm(batch.embeddings.roll(-1 - i, 1)), layer.hidden_norm(state)], -1)
-        angle = (batch.positions + i)[:, None, :, None] * config.rope_theta ** -(
-            torch.arange(0, d, 2, dtype=torch.float64) / d
-        )
-        cos_sin = torch.polar(torch.ones_like(angle), angle)
-
-        def rope(y: Tensor, cos_sin: Tensor = cos_sin) -> Tensor:
-            z = torch.complex(y[..., : d // 2], y[..., d // 2 :]) * cos_sin
-            return torch.cat([z.real, z.imag], -1)
-
-        q, k, v = (
-            rope(by_head(layer.self_attn.q_proj(x), d)),
-            rope(by_head(layer.self_attn.k_proj(x), d)),
-            by_head(layer.self_attn.v_proj(x), d),
-        )
+        at = (batch.positions + i)[:, None]
+        q = rope(by_head(layer.self_attn.q_proj(x), d), at, config.rope_theta)
+        k = rope(by_head(layer.self_attn.k_proj(x), d), at, config.rope_theta)
+        v = by_head(layer.self_attn.v_proj(x), d)
         all_keys.append(k.repeat_interleave(G, 1))
         all_values.append(v.repeat_interleave(G, 1))
         causal = torch.ones(T, T).tril().bool() & same

@@ -1,9 +1,9 @@
 """The parts of a head's block that have another form on a GPU."""
 
 import torch
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-from heads.layers import RMSNorm, attention_of_groups
+from heads.layers import attention_of_groups
 
 
 def test_query_heads_as_queries_of_their_key_head() -> None:
@@ -13,11 +13,3 @@ def test_query_heads_as_queries_of_their_key_head() -> None:
     visible[..., 0] = True
     expected = scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
     torch.testing.assert_close(attention_of_groups(q, k, v, visible), expected)
-
-
-def test_the_norm_is_torchs() -> None:
-    torch.manual_seed(0)
-    norm = RMSNorm(16, 1e-5)
-    torch.nn.init.normal_(norm.weight)
-    x = torch.randn(3, 16)
-    torch.testing.assert_close(norm(x), rms_norm(x, (16,), norm.weight, 1e-5))

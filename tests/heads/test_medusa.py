@@ -14,8 +14,8 @@ from heads.backends.selection import BACKENDS
 from heads.base import Batch, SharedLayers, most_nodes, shape_for
 from heads.errors import UserError
 from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree
-from heads.tree import Proposal, parse_shape, static_shape
-from tests.heads.small_heads import greedy, loss_agrees, observe, random_batch
+from heads.tree import parse_shape, static_shape
+from tests.heads.small_heads import greedy, loss_agrees, observe, random_batch, token_paths
 
 BACKEND = BACKENDS["torch" if library.load() is None else "cpu"]
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
@@ -132,14 +132,6 @@ def test_drafting_is_what_training_foresees() -> None:
         assert foreseen[:, 0, n - 1].tolist() == [k != wrong for k in range(3)]
 
 
-def node_scores(proposal: Proposal) -> dict[tuple[int, ...], float]:
-    """The score of each node by the tokens on its path."""
-    paths: list[tuple[int, ...]] = [()]
-    for j in range(1, proposal.tokens.shape[1]):
-        paths.append((*paths[int(proposal.parents[0, j])], int(proposal.tokens[0, j])))
-    return dict(zip(paths, proposal.scores[0].tolist(), strict=True))
-
-
 @pytest.mark.skipif(library.load() is None, reason="no C compiler")
 def test_on_the_kernels_it_drafts_by_its_own_logits() -> None:
     head = make_head().float()
@@ -159,7 +151,7 @@ def test_a_trees_scores_are_sums_of_each_heads_log_distribution(shape: str) -> N
     head, batch, n = make_head(), make_batch([[20]]), 9
     proposal = head.propose(observed(head, batch, shape, [n]), greedy)
     distributions = [released(head.to_checkpoint(), batch.hidden[0, n - 1], k, 2).log_softmax(-1) for k in range(3)]
-    scores = node_scores(proposal)
+    scores = dict(zip(token_paths(proposal), proposal.scores[0].tolist(), strict=True))
     for path, score in scores.items():
         expected = sum(float(distributions[k][KEPT.tolist().index(token)]) for k, token in enumerate(path))
         assert score == pytest.approx(expected, abs=1e-9)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heads.base import Batch
 from heads.mtp import Mtp
-from tests.heads.small_heads import mtp_head, probe_of, random_batch
+from tests.heads.small_heads import mtp_head, probe_of, random_batch, rope
 
 FORMS = [
     {"num_modules": 1},
@@ -36,11 +36,6 @@ def plain_states(head: Mtp, batch: Batch) -> list[Tensor]:
     first: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     later: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
 
-    def rope(x: Tensor, position: int) -> Tensor:
-        angle = position * config.rope_theta ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
-        a, b = x[..., : d // 2], x[..., d // 2 :]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
     for k in range(1, config.depth + 1):
         i = min(k, config.num_modules) - 1
         w = {n.removeprefix(f"mtp_layers.{i}."): v for n, v in weights.items() if n.startswith(f"mtp_layers.{i}.")}
@@ -51,8 +46,10 @@ def plain_states(head: Mtp, batch: Batch) -> list[Tensor]:
             for t in range(T):
                 if t + k >= T or batch.documents[b, t + k] != batch.documents[b, t]:
                     continue
-                position = int(batch.positions[b, t]) + k - 1
-                zeroed = position == 0 and config.layout != "qwen"  # as the engines' classes of the other families do
+                position, theta = batch.positions[b, t : t + 1] + k - 1, config.rope_theta
+                zeroed = (
+                    int(position) == 0 and config.layout != "qwen"
+                )  # as the engines' classes of the other families do
                 embedding = torch.zeros_like(batch.embeddings[b, t]) if zeroed else batch.embeddings[b, t + k]
                 parts = [
                     rms(embedding, w["token_layernorm.weight"]),
@@ -60,8 +57,8 @@ def plain_states(head: Mtp, batch: Batch) -> list[Tensor]:
                 ]
                 x = w["input_proj.weight"] @ torch.cat(parts[::-1] if config.layout == "mimo" else parts)
                 y = rms(x, w["block.input_layernorm.weight"])
-                q = rope((w["block.self_attn.q_proj.weight"] @ y).view(heads, d), position)
-                key = rope((w["block.self_attn.k_proj.weight"] @ y).view(groups, d), position)
+                q = rope((w["block.self_attn.q_proj.weight"] @ y).view(heads, d), position, theta)
+                key = rope((w["block.self_attn.k_proj.weight"] @ y).view(groups, d), position, theta)
                 value = (w["block.self_attn.v_proj.weight"] @ y).view(groups, d)
                 if k <= config.num_modules:
                     first[b, t] = (key, value)

@@ -13,6 +13,7 @@ from heads.backends.torch.select import TORCH, Select
 from heads.errors import UserError
 from heads.growth import grow
 from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape, scratch_slots, static_shape
+from tests.heads.small_heads import token_paths
 
 VOCAB = 11
 Path = tuple[int, ...]
@@ -132,14 +133,6 @@ def naive_dynamic(distribution: Distribution, b: int) -> dict[Path, float]:
     return dict(sorted(candidates.items(), key=lambda item: -item[1])[: distribution.shape.nodes - 1])
 
 
-def paths(proposal: Proposal, b: int) -> list[Path]:
-    """The path of each node, from its parents."""
-    out: list[Path] = [()]
-    for j in range(1, proposal.tokens.shape[1]):
-        out.append((*out[int(proposal.parents[b, j])], int(proposal.tokens[b, j])))
-    return out
-
-
 def check_form(proposal: Proposal, shape: TreeShape, batch: int) -> None:
     """The order of nodes on which verification relies."""
     B, N = batch, shape.nodes
@@ -160,7 +153,7 @@ def test_dynamic_trees_are_eagle_2s(text: str, select: Select) -> None:
     check_form(proposal, distribution.shape, 3)
     for b in range(3):
         wanted = naive_dynamic(distribution, b)
-        found = dict(zip(paths(proposal, b)[1:], proposal.scores[b, 1:].tolist(), strict=True))
+        found = dict(zip(token_paths(proposal, b)[1:], proposal.scores[b, 1:].tolist(), strict=True))
         assert found.keys() == wanted.keys()
         for path, score in wanted.items():
             assert math.isclose(found[path], score, abs_tol=1e-4)
@@ -174,7 +167,7 @@ def test_trees_are_closed_where_scores_tie(kind: str, text: str, select: Select)
     proposal = distribution.grow()
     check_form(proposal, distribution.shape, 2)
     for b in range(2):
-        nodes = paths(proposal, b)
+        nodes = token_paths(proposal, b)
         assert len(set(nodes)) == len(nodes)
         for path, score in zip(nodes, proposal.scores[b].tolist(), strict=True):
             steps = [distribution.logits(b, path[:i]).log_softmax(-1)[path[i]].item() for i in range(len(path))]
@@ -202,7 +195,7 @@ def test_static_trees_take_the_children_by_rank(shape: TreeShape, select: Select
             for rank in ranks:
                 tokens = (*tokens, int(distribution.logits(b, tokens).argsort(descending=True)[rank]))
             wanted.append(tokens)
-        assert sorted(paths(proposal, b)) == sorted(wanted)
+        assert sorted(token_paths(proposal, b)) == sorted(wanted)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from heads.registry import build_head
 from heads.target.cache import cache_name
 from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
-from tests.heads.small_heads import greedy, kept_log_probabilities, seen, with_tokens
+from tests.heads.small_heads import greedy, kept_log_probabilities, rope, seen, with_tokens
 from tests.native_mtp import V, change_config, change_weights, write_native
 from train.data.packing import Rows
 from train.features.batch import make_batch
@@ -197,13 +197,8 @@ def test_mimos_states_are_its_formula(name: str, targets: Targets) -> None:
             (y @ w[f"self_attn.{n}_proj.weight"].T + w[f"self_attn.{n}_proj.bias"]).view(2, T, -1, 8).transpose(1, 2)
             for n in "qkv"
         )
-        angle = torch.arange(T)[:, None] * 1e4 ** -(torch.arange(0, 8, 2) / 8).float()
-        cos, sin = (torch.cat([part, part], -1).double() for part in (angle.cos(), angle.sin()))
-
-        def rotated(z: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
-            return z * cos + torch.cat([-z[..., 4:], z[..., :4]], -1) * sin
-
-        scores = rotated(q) @ rotated(key).repeat_interleave(2, 1).mT / 8**0.5
+        at = torch.arange(T)
+        scores = rope(q, at, 1e4) @ rope(key, at, 1e4).repeat_interleave(2, 1).mT / 8**0.5
         scores = scores.masked_fill(~torch.ones(T, T).tril().bool(), -torch.inf)
         heard = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2)
         x = x + heard @ w["self_attn.o_proj.weight"].T

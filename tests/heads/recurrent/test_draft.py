@@ -19,6 +19,7 @@ from tests.heads.small_heads import (
     observe,
     random_batch,
     seen,
+    token_paths,
     with_tokens,
 )
 
@@ -97,12 +98,9 @@ def test_every_nodes_score_is_the_sum_of_log_q_along_its_path(shape: str, make: 
     head, batch, n = make(), random_batch([[20]]), 9
     proposal = head.propose(seen(head, batch, shape, [n]), greedy)
     assert int(proposal.depths.max()) == 4
-    for node in range(1, proposal.tokens.shape[1]):
-        path: list[int] = []
-        at = node
-        while at:
-            path.insert(0, int(proposal.tokens[0, at]))
-            at = int(proposal.parents[0, at])
+    for node, path in enumerate(token_paths(proposal)):
+        if node == 0:
+            continue
         tokens = batch.tokens.clone()
         tokens[0, n + 1 : n + 1 + len(path)] = torch.tensor(path)
         states = head.unroll(with_tokens(batch, tokens), len(path))
@@ -111,7 +109,7 @@ def test_every_nodes_score_is_the_sum_of_log_q_along_its_path(shape: str, make: 
         assert proposal.depths[0, node] == len(path)
         assert float(proposal.scores[0, node]) == pytest.approx(total, abs=1e-9)
         if shape == "chain:4":
-            assert path == [max(step, key=lambda token: step[token]) for step in logq]
+            assert [*path] == [max(step, key=lambda token: step[token]) for step in logq]
 
 
 @each_form
