@@ -123,7 +123,7 @@ class Mtp(Recurrent):
         self.config, self.num_modules = config, config.num_modules
         powers = [config.depth_decay**k for k in range(config.depth)]
         self.depth_weights = tuple(power / sum(powers) for power in powers)
-        D, hidden_first = config.hidden_size, self.layout.hidden_first
+        D, hidden_first, self.zero_first = config.hidden_size, self.layout.hidden_first, self.layout.zero_first
         if config.decoder is None:
             blocks: Iterable[nn.Module] = (
                 DecoderLayer(config, Attention(config, D)) for _ in range(config.num_modules)
@@ -186,10 +186,6 @@ class Mtp(Recurrent):
     @property
     def layout(self) -> Layout:
         return LAYOUTS[self.config.layout]
-
-    @property
-    def zero_first(self) -> bool:
-        return self.layout.zero_first
 
     def modules_by_field(self) -> dict[str, Tensor]:
         """The modules' tensors under the family's names; native ones as the checkpoint stores them."""

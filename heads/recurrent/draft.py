@@ -71,6 +71,8 @@ class Recurrent(nn.Module, DraftHead):
     sliding_window: int | None = None
     """Positions that attention sees, the token's own included. None: all."""
     cos_sin: Rotary
+    zero_first: bool = False
+    """True if a step reads zeros in place of the token at position 0."""
 
     def shared_layers(self, shared: SharedLayers) -> SharedLayers:
         """The target's shared layers, or the head's own in their place."""
@@ -83,11 +85,6 @@ class Recurrent(nn.Module, DraftHead):
     def step(self, module: int, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         """One step, the same in training and in drafting: (B, T, D) embeddings and states -> the state to recycle."""
         raise NotImplementedError
-
-    @property
-    def zero_first(self) -> bool:
-        """True if a step reads zeros in place of the token at position 0."""
-        return False
 
     def masked(self, embedding: Tensor, positions: Tensor) -> Tensor:
         """Embeddings (B, T, D) of the tokens that stand at rotary positions (B, T), as a step reads them."""

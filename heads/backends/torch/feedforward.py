@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers.activations import ACT2FN
 
@@ -33,7 +33,7 @@ class Router(Protocol):
 def activation(module: Any) -> Activation:
     """The module's own, SiLU where it names none; SiLU, which the kernels know, by one name."""
     own = getattr(module, "act_fn", silu)
-    return silu if isinstance(own, type(ACT2FN["silu"])) else own
+    return silu if isinstance(own, (nn.SiLU, type(ACT2FN["silu"]))) else own
 
 
 class GatedMLP:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
-from transformers.activations import ACT2FN
 
 from heads.backends.base import CachedDecoder
 from heads.backends.slot_mapping import CacheSpec, Drafted, SlotMapping, Verified
@@ -37,7 +36,6 @@ from heads.backends.triton.products import Products, choose_products
 from heads.target.families import OutputHead
 from heads.target.frozen import Features, LanguageModel
 
-SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
 MOST_BYTES = 1 << 29
 """Maximum number of bytes of the parts of one attention."""
 DTYPES = {torch.bfloat16, torch.float16, torch.float32}
@@ -103,21 +101,16 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tree, scale: float, wi
 
 def gated(block: GatedMLP, x: Tensor, products: Products) -> Tensor:
     """(R, D) normed states -> (R, D) to be added to the stream, or parts of it (P, R, D)."""
-    if has_silu(block):
+    if block.activation is silu:
         mixed = products.gated(x, block.gate_up.weight, block.gate_up.bias)
     else:
         mixed = activated(products(x, block.gate_up.weight, block.gate_up.bias), block)
     return products.parts(mixed, block.down.weight, block.down.bias)
 
 
-def has_silu(block: GatedMLP | Experts) -> bool:
-    """Return True if the activation is one that kernels know."""
-    return block.activation is silu or isinstance(block.activation, SILU)
-
-
 def activated(fused: Tensor, block: GatedMLP | Experts) -> Tensor:
     """Gate and up side by side -> the gated product."""
-    if has_silu(block):
+    if block.activation is silu:
         return silu_mul(fused)
     gate, up = fused.chunk(2, dim=-1)
     return block.activation(gate) * up
