@@ -6,6 +6,7 @@ layer's output before the final norm). Hooks read the auxiliary layers only. The
 may see, and sliding windows follow from positions, so that draft trees need no code of their own.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,12 +32,15 @@ from heads.target.families import (
     register_mimo,
     unused_weights,
 )
-from heads.target.fingerprint import fingerprint
 from heads.target.forward import decode, decode_packed
 from heads.target.hub import MODEL, is_here, repo_and_revision
+from heads.target.mapped_files import MappedFiles
 from heads.target.quantization import quantize_layers
 from heads.target.recurrent_layers import find_mixers, step_by_step
 from heads.tree import TreeShape, is_chain
+
+FINGERPRINT_SAMPLES = 512
+"""Number of weights read of each parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +277,22 @@ class FrozenTarget(LanguageModel):
                 f"{self.name}: expected a causal language model whose attention takes a 4-D mask, "
                 f"got {type(self.model).__name__} from a {made} ({reason}); use another target"
             )
+
+
+@torch.no_grad()
+def fingerprint(model: PreTrainedModel) -> str:
+    """Return a short hash of the architecture and of a sample of every parameter, the same in every dtype wider than
+    bfloat16."""
+    digest, files = hashlib.sha256(type(model).__name__.encode()), MappedFiles()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        if parameter.is_meta:
+            continue
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, len(flat) // FINGERPRINT_SAMPLES)][:FINGERPRINT_SAMPLES]
+        digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+        files.forget(parameter)  # the pages around each sample
+    return digest.hexdigest()[:16]
 
 
 Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]
