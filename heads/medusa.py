@@ -274,7 +274,8 @@ class Medusa(nn.Module, DraftHead):
     @torch.no_grad()
     def propose(self, state: MedusaState, pick: Pick) -> Proposal:
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            return state.levels[level](state.hidden)[:, None].expand(-1, tokens.shape[1], -1)  # type: ignore[no-any-return]
+            logits: Tensor = state.levels[level](state.hidden)
+            return logits[:, None].expand(-1, tokens.shape[1], -1)
 
         ids = self.kept if len(self.kept) < self.config.vocab_size else None
         first = state.levels[0](state.hidden)[:, None]
