@@ -1,4 +1,4 @@
-"""The one library of C: its sources, the structs of `kernels.h` and every function that Python calls."""
+"""The one library of C: its sources, and the structs and functions that they define."""
 
 import ctypes
 import re
@@ -10,35 +10,19 @@ from heads.backends.cpu.compiling import compiled
 
 SOURCES = ("layers.c", "products.c", "drafts.c", "draws.c", "commit.c", "kernels.h", "tiles.h")
 POINTER = ctypes.c_void_p
-NUMBERS = {"float": ctypes.c_float, "double": ctypes.c_double, "int64_t": ctypes.c_int64}
-TYPES = {"p": POINTER, "f": ctypes.c_float, "n": ctypes.c_int64, "i": ctypes.c_int, "-": None}
-FUNCTIONS = {
-    # the result, then the arguments: p a pointer, n a whole number, f a float, - nothing
-    "block_size": "i",
-    "lanes": "i",
-    "multiply": "-ppnppnn",
-    "normalise_rows": "-pnpfpnnn",
-    "scratch_size": "npnnnn",
-    "decoder_layers": "-pnppnpnpnp",
-    "move_slots": "-pppppnnnnnn",
-    "module_room": "npnnnn",
-    "recycle": "-pppppppp",
-    "read_out": "-ppppnnn",
-    "draft_chain": "-pppppppp",
-    "extend": "-pppppppppppppp",
-    "model_chain": "-pppppnpnp",
-    "advance": "-ppppppnn",
-    "gumbel": "-ppppnnn",
-    "choose": "-pppppnnnn",
-    "pick": "-ppppppnnnn",
-    "commit": "-ppppn",
-}
+NUMBERS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
+TYPES: dict[str, Any] = {"void": None, **NUMBERS}
 
 
-def structs_of(header: str) -> dict[str, Any]:
+def code_of(name: str) -> str:
+    """Return a file's code without its comments."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+
+
+def structs_of(code: str) -> dict[str, Any]:
     """Return the structs that a header defines, by their names, for ctypes."""
     found: dict[str, Any] = {}
-    code = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     for body, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", code, re.DOTALL):
         fields = []
         for declaration in body.split(";")[:-1]:
@@ -50,7 +34,15 @@ def structs_of(header: str) -> dict[str, Any]:
     return found
 
 
-STRUCTS = structs_of(Path(__file__).with_name("kernels.h").read_text(encoding="utf-8"))
+def declare_functions(library: ctypes.CDLL, code: str) -> None:
+    """Give the functions that a file defines, but for its static ones, their types."""
+    for result, name, arguments in re.findall(r"^(void|int|int64_t) (\w+)\(([^)]*)\)\s*\{", code, re.MULTILINE):
+        function, given = getattr(library, name), [] if arguments == "void" else arguments.split(",")
+        function.restype = TYPES[result]
+        function.argtypes = [POINTER if "*" in argument else TYPES[argument.split()[0]] for argument in given]
+
+
+STRUCTS = structs_of(code_of("kernels.h"))
 
 
 @cache
@@ -58,9 +50,8 @@ def load() -> ctypes.CDLL | None:
     """The compiled library; None where there is no compiler."""
     library = compiled(*(Path(__file__).with_name(name) for name in SOURCES))
     if library is not None:
-        for name, kinds in FUNCTIONS.items():
-            function = getattr(library, name)
-            function.restype, *function.argtypes = [TYPES[kind] for kind in kinds]
+        for name in SOURCES:
+            declare_functions(library, code_of(name))
     return library
 
 
