@@ -2,25 +2,19 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from heads.errors import UserError
-from train.data.corpus import (
-    Corpus,
-    Document,
-    Tally,
-    cache_root,
-    entry_name,
-    find_fault,
-    open_entry,
-    write_once,
-)
+from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, is_sound, open_entry, write_once
 from train.data.sources import AnySource, Rendering, Say
 from train.data.templates import tokenizer_key
 from train.interrupts import Interrupted
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,8 +50,7 @@ class Reader:
 
     def has(self, name: str) -> bool:
         """True if every node has the entry, sound. Called by every process."""
-        faults = on_each_node(self.accelerator, lambda: find_fault(cache_root() / name) or "")
-        return not any(faults)
+        return all(on_each_node(self.accelerator, lambda: is_sound(cache_root() / name)))
 
     def write(self, name: str, documents: Callable[[Tally], Iterable[Document]]) -> Corpus:
         """An entry, written on each node unless it is there. Called by every process."""
@@ -90,10 +83,10 @@ def _unlabelled(ids: list[int]) -> Document:
     return Document.of(ids, np.zeros(len(ids)))
 
 
-def on_each_node(accelerator: Accelerator, action: Callable[[], str]) -> list[str]:
+def on_each_node(accelerator: Accelerator, action: Callable[[], T]) -> list[T]:
     """Do something on the first process of each node; all get the results, or the first UserError or interruption, so
     that none is left waiting."""
-    results: list[str] = []
+    results: list[T] = []
     faults: list[UserError | Interrupted] = []
     if accelerator.is_local_main_process:
         try:
