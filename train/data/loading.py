@@ -17,7 +17,8 @@ from train.data.dialogues import Dialogue
 from train.data.on_policy import OnPolicy, Samples
 from train.data.packing import Mixture, Pool, shares
 from train.data.reader import Reader
-from train.data.sources import AnySource, ChatSource, Rendering, describe_skipped
+from train.data.sources import AnySource, ChatSource, describe_skipped
+from train.data.templates import ChatTemplate
 from train.strict_yaml import Settings
 
 
@@ -63,7 +64,7 @@ def check_data(data: Data, target: FrozenTarget) -> None:
             )
 
 
-def has_date(data: Data, rendering: Rendering) -> bool:
+def has_date(data: Data, rendering: ChatTemplate) -> bool:
     """True if a chat template of the data writes the date."""
     return any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource))
 

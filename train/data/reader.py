@@ -10,8 +10,8 @@ from accelerate.utils import gather_object
 
 from heads.errors import UserError
 from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, is_sound, open_entry, write_once
-from train.data.sources import AnySource, Rendering, Say
-from train.data.templates import tokenizer_key
+from train.data.sources import AnySource, Say
+from train.data.templates import ChatTemplate, tokenizer_key
 from train.interrupts import Interrupted
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Reader:
     """The reading of all sources of a run."""
 
-    rendering: Rendering
+    rendering: ChatTemplate
     accelerator: Accelerator
     say: Say
 

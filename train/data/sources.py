@@ -1,16 +1,14 @@
 """The recipe's sources: what each kind reads, as documents and as prompts for the target to answer."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from datetime import date
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
-from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.python_source import read_split
 from eval.benchmark.records import (
@@ -46,17 +44,6 @@ BATCH_CHARACTERS = 2**20
 """Characters of texts, from which on they are tokenised though they are fewer."""
 
 
-@dataclass(frozen=True)
-class Rendering:
-    """The recipe's way from records to tokens, the same for all sources."""
-
-    tokenizer: PreTrainedTokenizerBase
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template."""
-    day: date = field(default_factory=date.today)
-    """The date that the chat template sees."""
-
-
 class Texts:
     """The part that sources of plain text have in common."""
 
@@ -64,13 +51,13 @@ class Texts:
         """Each text, in order."""
         raise NotImplementedError
 
-    def documents(self, rendering: Rendering, tally: Tally) -> Iterator[Document]:
+    def documents(self, rendering: ChatTemplate, tally: Tally) -> Iterator[Document]:
         """Every text as a document."""
         for texts in _together(self.texts(), len):
             tally.records += len(texts)
             yield from encode_text(rendering.tokenizer, texts)
 
-    def prompts(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[list[int]]:
+    def prompts(self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[list[int]]:
         """Openings at line starts in the first three quarters of texts, `most` / 4 to `most` tokens long."""
         tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
         for text in islice(self._over_and_over(wanted), wanted):
@@ -85,7 +72,7 @@ class Texts:
                 ids = ids[:-1]
             yield ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length]
 
-    def dialogues(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[Dialogue]:
+    def dialogues(self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[Dialogue]:
         """Each of the prompts by itself."""
         return (Dialogue(lone(prompt)) for prompt in self.prompts(rendering, tally, most, wanted, seed))
 
@@ -120,7 +107,7 @@ class PythonSource(Texts, Settings):
     def texts(self) -> Iterator[str]:
         return (text for _, text in islice(read_split(held_out=False), self.limit))
 
-    def key(self, rendering: Rendering) -> dict[str, Any]:
+    def key(self, rendering: ChatTemplate) -> dict[str, Any]:
         """Plain values on which the documents depend, beside the tokenizer."""
         content = hashlib.sha256()
         for text in self.texts():
@@ -163,7 +150,7 @@ class TextSource(Texts, RecordSource):
     def texts(self) -> Iterator[str]:
         return (read_text(record) for record in read_records(self.path, split=self.split, limit=self.limit))
 
-    def key(self, rendering: Rendering) -> dict[str, Any]:
+    def key(self, rendering: ChatTemplate) -> dict[str, Any]:
         """Plain values on which the documents depend, beside the tokenizer."""
         return {"kind": self.kind, **self.content()}
 
@@ -184,21 +171,21 @@ class ChatSource(RecordSource):
     """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the
     chat template. Above it, training does not begin."""
 
-    def template(self, rendering: Rendering) -> ChatTemplate:
+    def template(self, rendering: ChatTemplate) -> ChatTemplate:
         """The chat template of the conversations. UserError where there is none, or one that does not read its
         arguments."""
         given = self.chat_template
         text = None if given is None else read_given(Path(given), "a Jinja chat template")
-        template = ChatTemplate(rendering.tokenizer, text, rendering.arguments, rendering.day)
+        template = replace(rendering, text=text)
         template.check(self.path)
         return template
 
-    def key(self, rendering: Rendering) -> dict[str, Any]:
+    def key(self, rendering: ChatTemplate) -> dict[str, Any]:
         """Plain values on which the documents depend, beside the tokenizer."""
         template = self.template(rendering)
         return {"kind": self.kind, "answers": self.answers, **self.content(), **template.key()}
 
-    def documents(self, rendering: Rendering, tally: Tally) -> Iterator[Document]:
+    def documents(self, rendering: ChatTemplate, tally: Tally) -> Iterator[Document]:
         """Every conversation with an answer, as the documents that the chat template makes of it."""
         template = self.template(rendering)
 
@@ -218,7 +205,7 @@ class ChatSource(RecordSource):
                 tally.last_tokens += len(labelled[-1].ids)
                 yield from labelled
 
-    def prompts(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[list[int]]:
+    def prompts(self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[list[int]]:
         """The first conversations up to their last answers that are no longer than `most` tokens."""
         template = self.template(rendering)
 
@@ -228,7 +215,7 @@ class ChatSource(RecordSource):
         short = (prompt for prompt in self._read(read, tally) if prompt and len(prompt) <= most)
         return islice(short, wanted)
 
-    def dialogues(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[Dialogue]:
+    def dialogues(self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[Dialogue]:
         """The first conversations whose first prompts are no longer than `most` tokens."""
         template, last_only = self.template(rendering), self.answers == "last"
 
