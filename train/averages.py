@@ -1,8 +1,6 @@
 """Training figures between two log lines: summed on the device, averaged over rows when the line is written."""
 
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -126,34 +124,3 @@ class Interval:
 
     def tokens_per_second(self) -> float:
         return self.tokens / (time.perf_counter() - self.started)
-
-
-class Pace:
-    """The seconds that the steps to come will take, by the latest log lines.
-
-    The first step of a process is left out, in which libraries warm up, and so are measurements, which are timed apart.
-    """
-
-    def __init__(self, step: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`step` steps are made when the process begins with its own."""
-        self.clock = clock
-        self.began = (step, clock())
-        self.marks: deque[tuple[int, float]] = deque(maxlen=6)
-        self.measurement = self.measurements = 0.0
-        """Seconds of the latest measurement, and of all."""
-
-    def mark(self, step: int) -> None:
-        """Note that `step` steps are made."""
-        self.marks.append((step, self.clock() - self.measurements))
-
-    def measured(self, seconds: float) -> None:
-        """Leave out a measurement of `seconds`."""
-        self.measurement = seconds
-        self.measurements += seconds
-
-    def seconds_left(self, steps: int, measurements: int) -> float:
-        """The time of `steps` steps and of the measurements."""
-        (first, begin), (last, end) = self.marks[0], self.marks[-1]
-        if first == last:  # the first step is all that there is
-            first, begin = self.began
-        return steps * (end - begin) / (last - first) + measurements * self.measurement
