@@ -167,13 +167,11 @@ class Answering:
         with AnswerStore(self.folder, self.reader.say) as store:
             store.read()
             for dialogue in self.dialogues():
-                while dialogue.prompt is not None:
-                    answer = store.get(dialogue.prompt)
-                    if answer is None:
-                        raise UserError(
-                            f"{store.folder}: an answer is gone that was there before; the same command makes it again"
-                        )
-                    dialogue.answer(answer)
+                dialogue.take(store.get)
+                if dialogue.prompt is not None:
+                    raise UserError(
+                        f"{store.folder}: an answer is gone that was there before; the same command makes it again"
+                    )
                 yield dialogue
 
     def _answer_by_engine(
@@ -187,8 +185,7 @@ class Answering:
         while held := [*begun, *islice(dialogues, max(0, BATCHES * settings.batch_size - len(begun)))]:
             begun = []
             for dialogue in held:
-                while dialogue.prompt is not None and (kept := store.get(dialogue.prompt)) is not None:
-                    dialogue.answer(kept)
+                dialogue.take(store.get)
                 if dialogue.prompt is None:
                     finished(dialogue)
                 else:

@@ -96,8 +96,9 @@ def _joined(tokens: NDArray[np.int32], labels: NDArray[np.bool_], lengths: Seque
     for start in range(0, len(tokens), CHUNK):
         some, chosen = tokens[start : start + CHUNK], labels[start : start + CHUNK]
         counts += [np.bincount(ids, minlength=counts.shape[1]) for ids in (some, some[chosen])]
-    parts = {"tokens": tokens, "labels": labels, "ends": np.cumsum(lengths, dtype=np.int64), "counts": counts}
-    return Corpus(**parts, files={name: hashlib.sha256(part.data).hexdigest() for name, part in parts.items()})
+    parts: dict[str, NDArray[Any]] = {"tokens": tokens, "labels": labels, "ends": np.cumsum(lengths, dtype=np.int64), "counts": counts}
+    files = {name: hashlib.sha256(part.data).hexdigest() for name, part in parts.items()}
+    return Corpus(tokens, labels, parts["ends"], counts, files)
 
 
 def corpus_of(documents: Iterable[Document]) -> Corpus:

@@ -1,6 +1,6 @@
 """Training rows by a recipe's `data`: its sources, the target's answers, and the draft's own text."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -69,12 +69,6 @@ def has_date(data: Data, rendering: ChatTemplate) -> bool:
     return any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource))
 
 
-def read_prompts(data: Data, seed: int, settings: Answers, name: str, reader: Reader) -> list[list[int]]:
-    """The prompts of `settings`, called `name` in the recipe, in a fixed order."""
-    entries = [entry for _, _, entry in _find_prompts(data, seed, settings, name, reader, reader.prompts, quiet=True)]
-    return [document.ids.tolist() for entry in entries for document in open_entry(entry)]
-
-
 def read_answering(
     data: Data, seed: int, target: FrozenTarget, reader: Reader, progress: Progress, *, quiet: bool = False
 ) -> Answering:
@@ -82,7 +76,7 @@ def read_answering(
     out."""
     settings = data.regenerate
     assert settings is not None
-    found = _find_prompts(data, seed, settings, "data.regenerate", reader, reader.first_prompts, quiet=quiet)
+    found = _find_prompts(data, seed, settings, "data.regenerate", reader, quiet=quiet)
 
     def dialogues() -> Iterator[Dialogue]:
         for source, count, _ in found:
@@ -92,10 +86,10 @@ def read_answering(
 
 
 def _find_prompts(
-    data: Data, seed: int, settings: Answers, name: str, reader: Reader, read: Callable[..., str], *, quiet: bool
+    data: Data, seed: int, settings: Answers, name: str, reader: Reader, *, recorded: bool = False, quiet: bool
 ) -> list[tuple[AnySource, int, str]]:
-    """The sources, each with the number of its prompts, by weight, and the entry that `read` keeps them in. UserError
-    where they are too few, or too long to train on."""
+    """The sources, each with the number of its prompts, by weight, and the entry that holds them. `settings` are called
+    `name` in the recipe. UserError where the prompts are too few, or too long to train on."""
     if settings.prompts < len(data.sources):
         raise UserError(
             f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
@@ -103,7 +97,7 @@ def _find_prompts(
     found = []
     wanted = shares([source.weight or 1.0 for source in data.sources], settings.prompts)
     for source, count in zip(data.sources, wanted, strict=True):
-        entry = read(source, settings.prompt_tokens, count, seed)
+        entry = reader.prompts(source, settings.prompt_tokens, count, seed, recorded=recorded)
         prompts = open_entry(entry)
         if len(prompts) < count:  # the whole source is read
             source.check(prompts.tally)
@@ -197,7 +191,8 @@ def load_data(
     check_supervision(head, mixture)
     if data.on_policy is None:
         return mixture, None
-    prompts = read_prompts(data, seed, data.on_policy, "data.on_policy", reader)
+    found = _find_prompts(data, seed, data.on_policy, "data.on_policy", reader, recorded=True, quiet=True)
+    prompts = [document.ids.tolist() for _, _, entry in found for document in open_entry(entry)]
     return mixture, Samples(mixture, prompts, data.on_policy, folder / "on_policy")
 
 

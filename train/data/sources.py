@@ -24,7 +24,6 @@ from heads.files import is_file, read_given
 from train.data.chats import (
     Conversation,
     encode_conversations,
-    encode_prompt,
     encode_text,
     read_conversation,
 )
@@ -57,8 +56,11 @@ class Texts:
             tally.records += len(texts)
             yield from encode_text(rendering.tokenizer, texts)
 
-    def prompts(self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[list[int]]:
-        """Openings at line starts in the first three quarters of texts, `most` / 4 to `most` tokens long."""
+    def dialogues(
+        self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int, *, recorded: bool = False
+    ) -> Iterator[Dialogue]:
+        """Openings at line starts in the first three quarters of texts, `most` / 4 to `most` tokens long, each by
+        itself."""
         tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
         for text in islice(self._over_and_over(wanted), wanted):
             length = int(random.integers(max(1, most // 4), most + 1))
@@ -70,11 +72,7 @@ class Texts:
             ids = tokenizer(window, return_attention_mask=False, verbose=False)["input_ids"]
             if ids[-1:] == [tokenizer.eos_token_id]:
                 ids = ids[:-1]
-            yield ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length]
-
-    def dialogues(self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[Dialogue]:
-        """Each of the prompts by itself."""
-        return (Dialogue(lone(prompt)) for prompt in self.prompts(rendering, tally, most, wanted, seed))
+            yield Dialogue(lone(ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length]))
 
     def _over_and_over(self, most: int) -> Iterator[str]:
         """The first `most` texts that are long enough for prompts, without end."""
@@ -205,24 +203,16 @@ class ChatSource(RecordSource):
                 tally.last_tokens += len(labelled[-1].ids)
                 yield from labelled
 
-    def prompts(self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[list[int]]:
-        """The first conversations up to their last answers that are no longer than `most` tokens."""
-        template = self.template(rendering)
-
-        def read(place: str, messages: Any, tools: Any) -> list[int] | None:
-            return encode_prompt(template, messages, place=place, tools=tools)
-
-        short = (prompt for prompt in self._read(read, tally) if prompt and len(prompt) <= most)
-        return islice(short, wanted)
-
-    def dialogues(self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[Dialogue]:
-        """The first conversations whose first prompts are no longer than `most` tokens."""
+    def dialogues(
+        self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int, *, recorded: bool = False
+    ) -> Iterator[Dialogue]:
+        """The first conversations whose first prompts are no longer than `most` tokens. `recorded`: only the last turn
+        of the assistant is asked for, whatever it is."""
         template, last_only = self.template(rendering), self.answers == "last"
 
         def read(place: str, messages: Any, tools: Any) -> Dialogue:
-            return Dialogue(
-                answer_by_answer(template, messages, place=place, tools=tools, most=most, last_only=last_only)
-            )
+            how: dict[str, Any] = {"most": most, "last_only": last_only or recorded, "calls": recorded}
+            return Dialogue(answer_by_answer(template, messages, place=place, tools=tools, **how))
 
         return islice((dialogue for dialogue in self._read(read, tally) if dialogue.prompt is not None), wanted)
 

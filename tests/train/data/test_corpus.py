@@ -26,10 +26,6 @@ def some(lengths: list[int]) -> list[Document]:
     return [Document(rng.integers(0, 99, length).astype(np.int32), rng.random(length) < 0.5) for length in lengths]
 
 
-def refused(tally: Tally) -> Iterator[Document]:
-    raise AssertionError("read again")
-
-
 def test_what_is_mapped_is_what_was_written() -> None:
     documents = some([3, 300_000, 1, 40])
 
@@ -45,13 +41,6 @@ def test_what_is_mapped_is_what_was_written() -> None:
     for number, ids in enumerate((held.tokens, held.tokens[held.labels])):
         assert mapped.counts[number].tolist() == np.bincount(ids, minlength=99).tolist() == held.counts[number].tolist()
     assert mapped.tally == Tally(5, {"odd": 1}, ":1: odd")
-
-
-def test_the_second_start_reads_nothing(own_cache: Path) -> None:
-    write_once("entry", lambda tally: some([5]))
-    before = {path: path.stat().st_mtime_ns for path in (own_cache / "entry").iterdir()}
-    write_once("entry", refused)
-    assert before == {path: path.stat().st_mtime_ns for path in (own_cache / "entry").iterdir()}
 
 
 @pytest.mark.parametrize("name", ["tokens", "labels", "ends", "counts", "manifest.json"])
