@@ -36,8 +36,7 @@ class Interval:
     """Sums over the steps since the last log line; a step need not wait for the device to have them."""
 
     counts: Tensor | None = None  # (K,) float64, over all processes
-    sums: Tensor | None = None  # (K,), this process's
-    metrics: dict[str, Tensor] = field(default_factory=dict)  # name -> (K,), this process's
+    sums: dict[str, Tensor] = field(default_factory=dict)  # LOSS, and each other metric -> (K,), this process's
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
     unchecked: list[Tensor] = field(default_factory=list)
@@ -45,16 +44,14 @@ class Interval:
 
     def add_micro(self, sums: Tensor, metrics: dict[str, Tensor]) -> None:
         """One micro-batch of this process."""
-        self.sums = sums if self.sums is None else self.sums + sums
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+        for name, value in {LOSS: sums, **metrics}.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def add_step(self, counts: Tensor, tokens: int, norm: Tensor) -> None:
         """One step of all processes: supervised rows by depth, tokens, and the gradients' norm ()."""
-        assert self.sums is not None
         self.counts = counts if self.counts is None else self.counts + counts
         self.tokens += tokens
-        self.unchecked.append(self.sums.sum() + norm)
+        self.unchecked.append(self.sums[LOSS].sum() + norm)
 
     def check(self, accelerator: Accelerator, step: int) -> None:
         """Refuse to go on where the loss or the gradients of one of the first `step` steps were not finite. Called by
@@ -99,7 +96,7 @@ class Interval:
         sums = {name: share * torch.tensor(value, device=device) for name, value in before.sums.items()}
         counts = torch.tensor(before.counts, dtype=torch.float64, device=device)
         started = time.perf_counter() - before.seconds
-        return cls(counts, sums.pop(LOSS), sums, before.tokens, started)
+        return cls(counts, sums, before.tokens, started)
 
     def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
         """`loss`, and by depth `loss_by_depth`, `accuracy` and the head's other metrics; None where no row was."""
@@ -116,11 +113,10 @@ class Interval:
 
     def _sums(self, accelerator: Accelerator) -> tuple[list[str], Tensor]:
         """Names, and a row of sums (K,) float64 over all processes for each."""
-        assert self.sums is not None
-        sums = torch.stack([self.sums.double(), *(value.double() for value in self.metrics.values())])
+        sums = torch.stack([value.double() for value in self.sums.values()])
         if accelerator.num_processes > 1:
             sums = accelerator.reduce(sums, reduction="sum")
-        return [LOSS, *self.metrics], sums
+        return list(self.sums), sums
 
     def tokens_per_second(self) -> float:
         return self.tokens / (time.perf_counter() - self.started)

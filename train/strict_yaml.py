@@ -3,9 +3,10 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +16,7 @@ from heads.errors import UserError, shown
 from heads.files import read_given
 
 Key = tuple[str | int, ...]
+M = TypeVar("M", bound=BaseModel)
 
 
 def _check_name(name: str) -> str:
@@ -44,13 +46,12 @@ class Settings(BaseModel):
     )
 
 
+@dataclass
 class Source:
     """A tree of plain values, and where each of its keys was written."""
 
-    def __init__(self, name: str, tree: Any, places: dict[Key, str]):
-        self.name = name
-        self.tree = tree
-        self.places = places
+    tree: Any
+    places: dict[Key, str]
 
     def place(self, key: Key) -> str:
         """`file:line` of a key, or of the nearest section around it that was written down."""
@@ -77,14 +78,14 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
         got = "an empty file" if tree is None else f"a {type(tree).__name__}"
         raise UserError(f"{path}:1: expected settings, each as `name: value`, got {got}")
     places = {key: f"{path}:{line}" for key, line in _lines(root)}
-    source = Source(str(path), tree, {**places, (): str(path)})
+    source = Source(tree, {**places, (): str(path)})
     errors = [fault for override in overrides if (fault := _override(source, override))]
     if errors:
         raise UserError("\n".join(errors))
     return source
 
 
-def check(source: Source, model: type[BaseModel]) -> tuple[BaseModel | None, list[str]]:
+def check(source: Source, model: type[M]) -> tuple[M | None, list[str]]:
     """The typed settings, or None with one line for each fault."""
     try:
         return model.model_validate(source.tree), []

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -207,34 +205,3 @@ def test_a_signal_ends_the_asking_at_once(stub: Stub, tmp_path: Path) -> None:
         ask(stub, prompts(100), tmp_path, in_flight=1)
     ended.set()
     assert kept(tmp_path) == 19  # beside the trial
-
-
-CHILD = """
-import json, sys
-from pathlib import Path
-from tests.train.data.test_answer_server import Stub, ask, made_up, prompts
-ask(Stub(made_up, url=sys.argv[1]), prompts(int(sys.argv[3])), Path(sys.argv[2]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", [65, 150, 300])
-def test_kill_loses_only_the_answers_in_flight(moment: int, stub: Stub, tmp_path: Path) -> None:
-    stub.hold = lambda: time.sleep(0.02)
-    command = [sys.executable, "-c", CHILD, stub.url, str(tmp_path), "400"]
-    child = subprocess.Popen(command, cwd=Path(__file__).parents[3])
-    while stub.answered < moment:
-        assert child.poll() is None
-        time.sleep(0.001)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    while stub.in_flight:
-        time.sleep(0.01)
-    asked, before = len(stub.asked) - 1, kept(tmp_path)
-    assert asked - before <= 64 and before >= moment - 64
-    stub.asked.clear()
-    ask(stub, prompts(400), tmp_path)
-    assert len(stub.asked) == 1 + 400 - before and kept(tmp_path) == 400
-    stub.asked.clear()
-    ask(stub, prompts(400), tmp_path)
-    assert not stub.asked
