@@ -83,7 +83,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
 
     # Data
     reader = open_reader(recipe.data, tokenizer, run)
-    mixture, samples = load_data(recipe.data, seed, unfilled, target, reader, run.folder.path, tracker.answering)
+    mixture, samples = load_data(recipe.data, seed, unfilled, target, reader, run.folder.path)
     features.check(mixture, unfilled.aux_layer_ids)
     del unfilled  # the run has no room for a second head
 

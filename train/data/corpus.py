@@ -96,9 +96,10 @@ def _joined(tokens: NDArray[np.int32], labels: NDArray[np.bool_], lengths: Seque
     for start in range(0, len(tokens), CHUNK):
         some, chosen = tokens[start : start + CHUNK], labels[start : start + CHUNK]
         counts += [np.bincount(ids, minlength=counts.shape[1]) for ids in (some, some[chosen])]
-    parts: dict[str, NDArray[Any]] = {"tokens": tokens, "labels": labels, "ends": np.cumsum(lengths, dtype=np.int64), "counts": counts}
-    files = {name: hashlib.sha256(part.data).hexdigest() for name, part in parts.items()}
-    return Corpus(tokens, labels, parts["ends"], counts, files)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    parts: list[NDArray[Any]] = [tokens, labels, ends, counts]
+    files = {name: hashlib.sha256(part.data).hexdigest() for name, part in zip(TYPES, parts, strict=True)}
+    return Corpus(tokens, labels, ends, counts, files)
 
 
 def corpus_of(documents: Iterable[Document]) -> Corpus:
@@ -129,7 +130,7 @@ def write_once(name: str, documents: Callable[[Tally], Iterable[Document]]) -> N
     root = cache_root()
     with unwritable(root):
         root.mkdir(parents=True, exist_ok=True)
-        with _lock(root / f".{name}.lock"):
+        with held_file(root / f".{name}.lock"):
             if is_sound(root / name):
                 return
             with whole_folder(root / name) as temporary:
@@ -186,7 +187,7 @@ def _map(path: Path, kind: type[np.generic]) -> NDArray[Any]:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def held_file(path: Path) -> Iterator[None]:
     """Hold a file, until the end of the process if need be; wait for another process that does."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

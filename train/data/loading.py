@@ -11,7 +11,7 @@ from heads.backends.huggingface import positions_of
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from train.data.answers import Answering, Answers, Progress, Regenerate
+from train.data.answers import Answering, Answers, Regenerate
 from train.data.corpus import Corpus, Tally, open_entry
 from train.data.dialogues import Dialogue
 from train.data.on_policy import OnPolicy, Samples
@@ -69,9 +69,7 @@ def has_date(data: Data, rendering: ChatTemplate) -> bool:
     return any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource))
 
 
-def read_answering(
-    data: Data, seed: int, target: FrozenTarget, reader: Reader, progress: Progress, *, quiet: bool = False
-) -> Answering:
+def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, *, quiet: bool = False) -> Answering:
     """The answers that `data.regenerate` asks for, of which none is asked for yet. quiet: say nothing of records left
     out."""
     settings = data.regenerate
@@ -82,7 +80,7 @@ def read_answering(
         for source, count, _ in found:
             yield from source.dialogues(reader.rendering, Tally(), settings.prompt_tokens, count, seed)
 
-    return Answering(settings, dialogues, [entry for _, _, entry in found], target, reader, progress)
+    return Answering(settings, dialogues, [entry for _, _, entry in found], target, reader)
 
 
 def _find_prompts(
@@ -149,7 +147,6 @@ def load_data(
     target: FrozenTarget,
     reader: Reader,
     folder: Path,
-    progress: Progress,
 ) -> tuple[Mixture, Samples | None]:
     """The packed rows of the sources, of the target's answers to prompts from them, or of both; and the source of the
     draft's own text, where the recipe asks for it. `head`: of the shape that will be trained."""
@@ -182,7 +179,7 @@ def load_data(
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
         # Of sources that are rows too, the records left out are said already.
-        corpus = read_answering(data, seed, target, reader, progress, quiet=bool(pools)).corpus()
+        corpus = read_answering(data, seed, target, reader, quiet=bool(pools)).corpus()
         if corpus.tally.skipped:
             reader.say(describe_cut(corpus.tally))
         add(corpus, regenerate.share, "data.regenerate")
