@@ -239,7 +239,8 @@ class Training:
             self._checkpoint()  # the steps made so far are kept
             raise
         if found is None:
-            found = self._estimate()
+            behind = self.settings.max_steps * self.stepper.rows  # the rows behind those of the last step
+            found = self.evaluation.estimate(self.measured, self.stepper.mixture, behind, self.accelerator)
         if state.best_tau is None or found.tau > state.best_tau:
             state.best_tau, state.best_step = found.tau, state.step
             on_main(self.accelerator, self._keep_head)
@@ -259,11 +260,6 @@ class Training:
                 "seconds": seconds,
             }
         )
-
-    def _estimate(self) -> Measured:
-        """tau by the training step, on the rows behind those of the last step."""
-        rows = self.settings.max_steps * self.stepper.rows
-        return self.evaluation.estimate(self.measured, self.stepper.mixture, rows, self.accelerator)
 
     def _renew_samples(self) -> None:
         """Let the draft write the text that the coming steps learn from, where that is due."""

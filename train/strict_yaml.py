@@ -109,16 +109,14 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
-            problem = f"aliases (*{event.anchor}) are not supported; write the value out"
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+            raise _refusal(f"aliases (*{event.anchor}) are not supported; write the value out", event)
         return super().compose_node(parent, index)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (ValueError, AttributeError) as error:  # the thirteenth month, a number of thousands of digits
-            problem = f"a value that cannot be read ({error})"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+            raise _refusal(f"a value that cannot be read ({error})", node) from None
 
 
 _Loader.add_implicit_resolver(
@@ -126,18 +124,20 @@ _Loader.add_implicit_resolver(
 )
 
 
+def _refusal(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    """The error for a node or an event that no recipe has."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     seen = set()
     for key_node, _ in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(None, None, "expected a plain word as the key", key_node.start_mark)
+            raise _refusal("expected a plain word as the key", key_node)
         if key_node.tag == "tag:yaml.org,2002:merge":
-            raise yaml.constructor.ConstructorError(
-                None, None, "merge keys (<<) are not supported", key_node.start_mark
-            )
+            raise _refusal("merge keys (<<) are not supported", key_node)
         if key_node.value in seen:
-            problem = f"key '{key_node.value}' is given twice"
-            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            raise _refusal(f"key '{key_node.value}' is given twice", key_node)
         seen.add(key_node.value)
     return {key.value: loader.construct_object(value, deep=True) for key, value in node.value}
 

@@ -113,8 +113,8 @@ def begin_folder(folder: Path, about: dict[str, Any]) -> set[bytes] | None:
     check_folder(folder, "features.folder")
     manifest, begun = read_manifest(folder), folder / "filling.json"
     if manifest is not None:
-        check_same(folder, manifest["about"], about)
-        if all((folder / name).is_file() for name in manifest["shards"]):
+        check_same(folder, manifest.about, about)
+        if all((folder / name).is_file() for name in manifest.shards):
             return None
         (folder / "manifest.json").unlink()
     if begun.is_file():
