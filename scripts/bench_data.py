@@ -33,8 +33,9 @@ from heads.target.frozen import load_tokenizer
 from train.data.loading import read_source
 from train.data.packing import Mixture, Pool
 from train.data.reader import Reader
-from train.data.sources import ChatSource, Rendering
+from train.data.sources import ChatSource
 from train.data.target_text import CHAT_TEMPLATE
+from train.data.templates import ChatTemplate
 
 def own():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -49,7 +50,7 @@ def watch():
 
 tokenizer = load_tokenizer("recipes/quickstart/target")
 tokenizer.chat_template = CHAT_TEMPLATE
-reader = Reader(Rendering(tokenizer), Accelerator(cpu=True), lambda _: None)
+reader = Reader(ChatTemplate(tokenizer), Accelerator(cpu=True), lambda _: None)
 before, seconds, cpu = own(), time.perf_counter(), time.process_time()
 threading.Thread(target=watch, daemon=True).start()
 corpus = read_source(ChatSource(kind="chat", path=sys.argv[1]), "source", reader)

@@ -11,7 +11,6 @@ from train.data.chats import encode_conversations, read_conversation
 from train.data.corpus import Document
 from train.data.preview import CLOSE, OPEN, marked
 from train.data.reader import Reader
-from train.data.sources import Rendering
 from train.data.templates import ChatTemplate
 
 
@@ -37,7 +36,7 @@ def encode_chat(
 def reader_of(tokenizer: PreTrainedTokenizerBase, said: list[str] | None = None, **arguments: Any) -> Reader:
     """The reader of a run of one process; `said` gathers its lines."""
     lines = [] if said is None else said
-    return Reader(Rendering(tokenizer, arguments), Accelerator(cpu=True), lines.append)
+    return Reader(ChatTemplate(tokenizer, arguments=arguments), Accelerator(cpu=True), lines.append)
 
 
 def bracketed(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[str]:

@@ -1,8 +1,6 @@
 """Training figures between two log lines: summed on the device, averaged over rows when the line is written."""
 
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -38,8 +36,7 @@ class Interval:
     """Sums over the steps since the last log line; a step need not wait for the device to have them."""
 
     counts: Tensor | None = None  # (K,) float64, over all processes
-    sums: Tensor | None = None  # (K,), this process's
-    metrics: dict[str, Tensor] = field(default_factory=dict)  # name -> (K,), this process's
+    sums: dict[str, Tensor] = field(default_factory=dict)  # LOSS, and each other metric -> (K,), this process's
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
     unchecked: list[Tensor] = field(default_factory=list)
@@ -47,16 +44,14 @@ class Interval:
 
     def add_micro(self, sums: Tensor, metrics: dict[str, Tensor]) -> None:
         """One micro-batch of this process."""
-        self.sums = sums if self.sums is None else self.sums + sums
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+        for name, value in {LOSS: sums, **metrics}.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def add_step(self, counts: Tensor, tokens: int, norm: Tensor) -> None:
         """One step of all processes: supervised rows by depth, tokens, and the gradients' norm ()."""
-        assert self.sums is not None
         self.counts = counts if self.counts is None else self.counts + counts
         self.tokens += tokens
-        self.unchecked.append(self.sums.sum() + norm)
+        self.unchecked.append(self.sums[LOSS].sum() + norm)
 
     def check(self, accelerator: Accelerator, step: int) -> None:
         """Refuse to go on where the loss or the gradients of one of the first `step` steps were not finite. Called by
@@ -101,7 +96,7 @@ class Interval:
         sums = {name: share * torch.tensor(value, device=device) for name, value in before.sums.items()}
         counts = torch.tensor(before.counts, dtype=torch.float64, device=device)
         started = time.perf_counter() - before.seconds
-        return cls(counts, sums.pop(LOSS), sums, before.tokens, started)
+        return cls(counts, sums, before.tokens, started)
 
     def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
         """`loss`, and by depth `loss_by_depth`, `accuracy` and the head's other metrics; None where no row was."""
@@ -118,42 +113,10 @@ class Interval:
 
     def _sums(self, accelerator: Accelerator) -> tuple[list[str], Tensor]:
         """Names, and a row of sums (K,) float64 over all processes for each."""
-        assert self.sums is not None
-        sums = torch.stack([self.sums.double(), *(value.double() for value in self.metrics.values())])
+        sums = torch.stack([value.double() for value in self.sums.values()])
         if accelerator.num_processes > 1:
             sums = accelerator.reduce(sums, reduction="sum")
-        return [LOSS, *self.metrics], sums
+        return list(self.sums), sums
 
     def tokens_per_second(self) -> float:
         return self.tokens / (time.perf_counter() - self.started)
-
-
-class Pace:
-    """The seconds that the steps to come will take, by the latest log lines.
-
-    The first step of a process is left out, in which libraries warm up, and so are measurements, which are timed apart.
-    """
-
-    def __init__(self, step: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`step` steps are made when the process begins with its own."""
-        self.clock = clock
-        self.began = (step, clock())
-        self.marks: deque[tuple[int, float]] = deque(maxlen=6)
-        self.measurement = self.measurements = 0.0
-        """Seconds of the latest measurement, and of all."""
-
-    def mark(self, step: int) -> None:
-        """Note that `step` steps are made."""
-        self.marks.append((step, self.clock() - self.measurements))
-
-    def measured(self, seconds: float) -> None:
-        """Leave out a measurement of `seconds`."""
-        self.measurement = seconds
-        self.measurements += seconds
-
-    def seconds_left(self, steps: int, measurements: int) -> float:
-        """The time of `steps` steps and of the measurements."""
-        (first, begin), (last, end) = self.marks[0], self.marks[-1]
-        if first == last:  # the first step is all that there is
-            first, begin = self.began
-        return steps * (end - begin) / (last - first) + measurements * self.measurement

@@ -155,10 +155,8 @@ def begun_in(folder: Path) -> str | None:
     except (OSError, ValueError):  # a path that cannot be is refused where the folder is locked
         return None
     for path in reversed(found):
-        with suppress(OSError, ValueError, AttributeError, RecursionError):
-            precision = _read_json(path / "state.json").get("precision")
-            if precision in ("bf16", "no"):
-                return str(precision)
+        with suppress(OSError, ValueError):
+            return read_state(path).precision
     return None
 
 

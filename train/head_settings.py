@@ -8,6 +8,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
+from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from heads.published import start_from
@@ -87,14 +88,5 @@ def make_head(section: Any, target: FrozenTarget, token_counts: Tensor) -> Any:
 def resolved_head(head: Any, config: Any) -> BaseModel:
     """The section with every setting that it may give, as a head of this `config` has them."""
     values = {name: getattr(config, name) for name in type(head).model_fields if name not in OURS}
-    resolved: BaseModel = type(head).model_validate(head.model_dump(include=OURS) | _plain(values))
+    resolved: BaseModel = type(head).model_validate(head.model_dump(include=OURS) | to_jsonable_python(values))
     return resolved
-
-
-def _plain(value: Any) -> Any:
-    """Lists for tuples and mappings for dataclasses, as YAML would give them."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -7,7 +7,6 @@ here, so that the loop need not know.
 """
 
 import ctypes
-import fcntl
 import os
 import signal
 import sys
@@ -34,6 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmark.loading import load_pair
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget, Place
+from train.data.corpus import held_file
 from train.fast_dtype import fastest_dtype
 from train.interrupts import Interrupted
 from train.recipe import Target, Tracking, Train
@@ -186,7 +186,8 @@ def load_recipe_target(
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """The frozen target on this process's device, or where `place` puts it, and its tokenizer."""
     with _unpartitioned(accelerator), ExitStack() as turn:
-        turn.enter_context(_turn())
+        # One process of this user on this machine at a time: weights that are converted on the way are in memory once.
+        turn.enter_context(held_file(Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading"))
 
         def put(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> None:
             assert place is not None
@@ -195,15 +196,6 @@ def load_recipe_target(
 
         how = settings.model_dump(exclude={"adapter"})
         return load_pair(device=accelerator.device, place=None if place is None else put, **how)
-
-
-@contextmanager
-def _turn() -> Iterator[None]:
-    """Wait until no other process of this user on this machine loads a target: weights that are converted on the way
-    are in memory once, not once for each process."""
-    with (Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

@@ -16,9 +16,8 @@ from eval.command import print_line
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
 from train.adapter import Joint, add_adapters, check_adapter
-from train.averages import Interval, Pace
+from train.averages import Interval
 from train.checkpointing import (
     RunState,
     check_continues,
@@ -48,11 +47,6 @@ class Outcome(NamedTuple):
     recipe: Recipe
     features: FeatureSource
     tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def target(self) -> FrozenTarget:
-        """The target that the features are of."""
-        return self.features.target
 
 
 def fit(recipe: Recipe, run: Run) -> Outcome:
@@ -89,7 +83,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
 
     # Data
     reader = open_reader(recipe.data, tokenizer, run)
-    mixture, samples = load_data(recipe.data, seed, unfilled, target, reader, run.folder.path, tracker.answering)
+    mixture, samples = load_data(recipe.data, seed, unfilled, target, reader, run.folder.path)
     features.check(mixture, unfilled.aux_layer_ids)
     del unfilled  # the run has no room for a second head
 
@@ -174,7 +168,6 @@ class Training:
     def run(self) -> None:
         """Make the steps, measurements and checkpoints up to `max_steps`."""
         self.interval = Interval.resumed(self.state.interval, self.accelerator)
-        self.pace, self.started_step = Pace(self.state.step), self.state.step
         with self.interrupts.held():
             try:
                 self._between_steps()
@@ -208,8 +201,6 @@ class Training:
         state.tokens += self.stepper.step(state.step, self.interval, stop=self.interrupts.asked)
         state.step += 1
         self.tracker.advance()
-        if state.step == self.started_step + 1:
-            self.pace.mark(state.step)
         if state.step % train.log_every == 0 or state.step == train.max_steps:
             self._log()
         state.seconds += time.perf_counter() - started
@@ -227,11 +218,8 @@ class Training:
             "tokens": state.tokens,
             "tokens_per_second": self.interval.tokens_per_second(),
         }
-        self.pace.mark(state.step)
-        steps = train.max_steps - state.step
-        measurements = 1 if train.eval_every is None else -(-train.max_steps // train.eval_every)
-        measurements -= state.step // train.eval_every if train.eval_every else 0
-        self.tracker.log_train(record, seconds_left=self.pace.seconds_left(steps, measurements))
+        tokens_left = state.tokens / state.step * (train.max_steps - state.step)
+        self.tracker.log_train(record, seconds_left=tokens_left / record["tokens_per_second"])
         self.interval = Interval()
 
     def _measure(self) -> None:
@@ -251,7 +239,8 @@ class Training:
             self._checkpoint()  # the steps made so far are kept
             raise
         if found is None:
-            found = self._estimate()
+            behind = self.settings.max_steps * self.stepper.rows  # the rows behind those of the last step
+            found = self.evaluation.estimate(self.measured, self.stepper.mixture, behind, self.accelerator)
         if state.best_tau is None or found.tau > state.best_tau:
             state.best_tau, state.best_step = found.tau, state.step
             on_main(self.accelerator, self._keep_head)
@@ -259,7 +248,6 @@ class Training:
         seconds = time.perf_counter() - started
         state.seconds += seconds
         self.interval.leave_out(seconds)
-        self.pace.measured(seconds)
         self.tracker.log_eval(
             {
                 "step": state.step,
@@ -272,11 +260,6 @@ class Training:
                 "seconds": seconds,
             }
         )
-
-    def _estimate(self) -> Measured:
-        """tau by the training step, on the rows behind those of the last step."""
-        rows = self.settings.max_steps * self.stepper.rows
-        return self.evaluation.estimate(self.measured, self.stepper.mixture, rows, self.accelerator)
 
     def _renew_samples(self) -> None:
         """Let the draft write the text that the coming steps learn from, where that is due."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from train.checkpointing import begun_in
 from train.data.loading import Data, has_date
 from train.data.reader import Reader
-from train.data.sources import Rendering
+from train.data.templates import ChatTemplate
 from train.interrupts import Interrupts
 from train.launch import die_with_launcher, make_accelerator, on_main
 from train.recipe import Recipe
@@ -48,7 +48,7 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
 
 def open_reader(data: Data, tokenizer: PreTrainedTokenizerBase, run: Run) -> Reader:
     """The reader of a run's sources. A chat template that writes the date sees the day on which the run began."""
-    rendering = Rendering(tokenizer, data.template)
+    rendering = ChatTemplate(tokenizer, arguments=data.template)
     if has_date(data, rendering):
         rendering = replace(rendering, day=on_main(run.accelerator, run.folder.first_day))
     return Reader(rendering, run.accelerator, run.tracker.say)

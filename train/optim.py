@@ -71,9 +71,6 @@ class Muon(torch.optim.AdamW):
         self.apply: Apply = on_whole
         """Makes a change of whole matrices, where processes hold parts of them."""
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's looks for a number of steps in every state
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None

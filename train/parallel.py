@@ -99,7 +99,8 @@ class Replicas:
 
     def moments(self) -> Tensors:
         """The optimizer's state, named by the parameter's number and the tensor's name."""
-        return split_optimizer(self.optimizer.state_dict())
+        states = enumerate(self.optimizer.state[parameter] for parameter in _numbered(self.optimizer))
+        return {f"{number}.{name}": value for number, state in states for name, value in state.items()}
 
     def _hand_over(self, tensors: Tensors, name: str, whole: Tensor) -> None:
         """Give a whole tensor to the main process: no other has room for all of them."""
@@ -112,7 +113,9 @@ class Replicas:
         numbered = _numbered(self.optimizer)
         tensors = {name: _moment_like(name, numbered) for name in moments}
         read(tensors)
-        self.optimizer.load_state_dict(join_optimizer(tensors, self.optimizer.state_dict()["param_groups"]))
+        for name, tensor in tensors.items():
+            number, entry = name.split(".", 1)
+            self.optimizer.state[numbered[int(number)]][entry] = tensor
 
 
 class FullySharded(Replicas):
@@ -229,16 +232,19 @@ class Zero(Replicas):
                 tensor.copy_(weights[name])
             tensors = {name: _moment_like(name, self.numbered, torch.float32) for name in moments}
         read(tensors)
-        states = join_optimizer(tensors, [])["state"]
+        flats = {}
         for flat, parameters in self._partitions():
-            state = self.optimizer.state[flat]
             for parameter in parameters:
                 self._keep(weights[self.names[id(parameter)]], flat.data, parameter)
-                for name, whole in states.get(self.numbers[id(parameter)], {}).items():
-                    if whole.dim() == 0:
-                        state[name] = whole
-                    else:
-                        self._keep(whole, state.setdefault(name, torch.zeros_like(flat)), parameter)
+                flats[id(parameter)] = flat
+        for name, whole in tensors.items():
+            number, entry = name.split(".", 1)
+            owner = self.numbered[int(number)]
+            flat = flats[id(owner)]
+            if whole.dim() == 0:
+                self.optimizer.state[flat][entry] = whole
+            else:
+                self._keep(whole, self.optimizer.state[flat].setdefault(entry, torch.zeros_like(flat)), owner)
 
     def _gathered(self, modifier_rank: int | None = None) -> AbstractContextManager[None]:
         """Whole parameters; those of process `modifier_rank` are kept. Without effect before stage 3."""
@@ -317,17 +323,3 @@ def _moment_like(name: str, numbered: list[Tensor], dtype: torch.dtype | None = 
     """A tensor for one entry of the optimizer's state: a number of steps, or values like a parameter's."""
     number, entry = name.split(".", 1)
     return torch.zeros(()) if entry == "step" else torch.zeros_like(numbered[int(number)], dtype=dtype)
-
-
-def split_optimizer(state: dict[str, Any]) -> Tensors:
-    """The tensors of an optimizer's state_dict, by the parameter's number and the tensor's name."""
-    return {f"{index}.{name}": value for index, entries in state["state"].items() for name, value in entries.items()}
-
-
-def join_optimizer(tensors: Tensors, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state_dict of an optimizer with those groups, as `split_optimizer` took it apart."""
-    state: dict[int, Tensors] = {}
-    for key, value in tensors.items():
-        index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value
-    return {"state": state, "param_groups": param_groups}

@@ -218,11 +218,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and check a recipe. UserError lists everything that is wrong, a line each."""
     source = read_settings(Path(path), overrides)
     recipe, errors = check(source, Recipe)
-    if isinstance(recipe, Recipe):
+    if recipe is not None:
         errors += [source.line(key, what) for key, what in (*_given_in_vain(recipe), *_contradictions(recipe))]
-    if errors:
+    if recipe is None or errors:
         raise UserError("\n".join(errors))
-    assert isinstance(recipe, Recipe)
     return recipe
 
 

@@ -102,17 +102,12 @@ def is_measured(folder: RunFolder, settings: Eval) -> bool:
 def report_settings(settings: Eval) -> BenchSettings:
     """The bench of `eval` and `eval.report`."""
     report = settings.report
+    alike = {"prompts", "max_prompt_tokens", "skip_long", "rule", "top_k", "top_p", "min_p"}
     return BenchSettings(
-        prompts=settings.prompts,
+        **settings.model_dump(include=alike),
         num_prompts=report.num_prompts or settings.num_prompts,
-        max_prompt_tokens=settings.max_prompt_tokens,
-        skip_long=settings.skip_long,
         trees=tuple(report.trees or [settings.tree]),
-        rule=settings.rule,
         temperatures=tuple(report.temperatures or [settings.temperature]),
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
         max_new_tokens=report.max_new_tokens or settings.max_new_tokens,
         batch_size=report.batch_size,
         repeats=report.repeats,

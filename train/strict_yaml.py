@@ -3,9 +3,10 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +16,7 @@ from heads.errors import UserError, shown
 from heads.files import read_given
 
 Key = tuple[str | int, ...]
+M = TypeVar("M", bound=BaseModel)
 
 
 def _check_name(name: str) -> str:
@@ -44,13 +46,12 @@ class Settings(BaseModel):
     )
 
 
+@dataclass
 class Source:
     """A tree of plain values, and where each of its keys was written."""
 
-    def __init__(self, name: str, tree: Any, places: dict[Key, str]):
-        self.name = name
-        self.tree = tree
-        self.places = places
+    tree: Any
+    places: dict[Key, str]
 
     def place(self, key: Key) -> str:
         """`file:line` of a key, or of the nearest section around it that was written down."""
@@ -77,14 +78,14 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
         got = "an empty file" if tree is None else f"a {type(tree).__name__}"
         raise UserError(f"{path}:1: expected settings, each as `name: value`, got {got}")
     places = {key: f"{path}:{line}" for key, line in _lines(root)}
-    source = Source(str(path), tree, {**places, (): str(path)})
+    source = Source(tree, {**places, (): str(path)})
     errors = [fault for override in overrides if (fault := _override(source, override))]
     if errors:
         raise UserError("\n".join(errors))
     return source
 
 
-def check(source: Source, model: type[BaseModel]) -> tuple[BaseModel | None, list[str]]:
+def check(source: Source, model: type[M]) -> tuple[M | None, list[str]]:
     """The typed settings, or None with one line for each fault."""
     try:
         return model.model_validate(source.tree), []
@@ -108,16 +109,14 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
-            problem = f"aliases (*{event.anchor}) are not supported; write the value out"
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+            raise _refusal(f"aliases (*{event.anchor}) are not supported; write the value out", event)
         return super().compose_node(parent, index)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (ValueError, AttributeError) as error:  # the thirteenth month, a number of thousands of digits
-            problem = f"a value that cannot be read ({error})"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+            raise _refusal(f"a value that cannot be read ({error})", node) from None
 
 
 _Loader.add_implicit_resolver(
@@ -125,18 +124,20 @@ _Loader.add_implicit_resolver(
 )
 
 
+def _refusal(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    """The error for a node or an event that no recipe has."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     seen = set()
     for key_node, _ in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(None, None, "expected a plain word as the key", key_node.start_mark)
+            raise _refusal("expected a plain word as the key", key_node)
         if key_node.tag == "tag:yaml.org,2002:merge":
-            raise yaml.constructor.ConstructorError(
-                None, None, "merge keys (<<) are not supported", key_node.start_mark
-            )
+            raise _refusal("merge keys (<<) are not supported", key_node)
         if key_node.value in seen:
-            problem = f"key '{key_node.value}' is given twice"
-            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            raise _refusal(f"key '{key_node.value}' is given twice", key_node)
         seen.add(key_node.value)
     return {key.value: loader.construct_object(value, deep=True) for key, value in node.value}
 

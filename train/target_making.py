@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from heads.target.frozen import load_target
 from train.checkpointing import list_checkpoints
 from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens
 from train.launch import make_accelerator, on_main
-from train.parallel import join_optimizer, split_optimizer
 from train.recipe import Train
 from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
 from train.unlikelihood import continuations, unlikelihood
@@ -88,58 +86,21 @@ def build_model(recipe: TargetRecipe, eos_token_id: int, device: torch.device) -
     return model
 
 
-def make_optimizer(model: nn.Module, settings: TargetTraining) -> torch.optim.Optimizer:
+def make_optimizers(model: nn.Module, settings: TargetTraining) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for everything else; each group says its peak rate."""
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
     muon = torch.optim.Muon(matrices, settings.muon_lr, settings.muon_weight_decay, momentum=0.95, nesterov=True)
-    optimizer = Paired(muon, torch.optim.AdamW(others, settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0))
-    for group in optimizer.param_groups:
-        group["peak_lr"] = group["lr"]
-    return optimizer
+    adamw = torch.optim.AdamW(others, settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for optimizer in (muon, adamw):
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return [muon, adamw]
 
 
-class Paired(torch.optim.Optimizer):
-    """Two optimizers over different parameters, as the one that checkpoints and Accelerate expect."""
-
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        groups = [group for part in parts for group in part.param_groups]
-        super().__init__(groups, {})
-        self.param_groups = groups  # the parts' own, so that a rate set here is set there
-        self.parts = parts
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for part in self.parts:
-            part.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return both states under one numbering: the first part's parameters, then the second's."""
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        for part in self.parts:
-            own, offset = part.state_dict(), _num_parameters(groups)
-            state |= {offset + index: value for index, value in own["state"].items()}
-            groups += [
-                {**group, "params": [offset + index for index in group["params"]]} for group in own["param_groups"]
-            ]
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        at = offset = 0
-        for part in self.parts:
-            groups = state_dict["param_groups"][at : at + len(part.param_groups)]
-            count = _num_parameters(groups)
-            own = {index - offset: value for index, value in state_dict["state"].items() if 0 <= index - offset < count}
-            local = [{**group, "params": [index - offset for index in group["params"]]} for group in groups]
-            part.load_state_dict({"state": own, "param_groups": local})
-            at, offset = at + len(groups), offset + count
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-
-
-def _num_parameters(groups: list[dict[str, Any]]) -> int:
-    return sum(len(group["params"]) for group in groups)
+def states(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Tensor]]:
+    """The state of each parameter, in one order over all optimizers."""
+    return [made.state[p] for made in optimizers for group in made.param_groups for p in group["params"]]
 
 
 def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_token_id: int) -> LlamaForCausalLM:
@@ -148,14 +109,14 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
     world, rank = accelerator.num_processes, accelerator.process_index
     text = np.load(folder / "train.npy", mmap_mode="r")
     model = build_model(recipe, eos_token_id, accelerator.device)
-    optimizer = make_optimizer(model, settings)
-    start = resume(folder, model, optimizer)
+    optimizers = make_optimizers(model, settings)
+    start = resume(folder, model, optimizers)
     wrapped = accelerator.prepare(LanguageLoss(model, compiled=settings.compile))
     total = sum(stage.steps for stage in settings.stages)
     begun, running = time.perf_counter(), torch.zeros((), device=accelerator.device)
     for step in range(start, total):
         factor = min(1.0, (step + 1) / settings.warmup_steps, (total - step) / settings.decay_steps)
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["peak_lr"] * factor
         stage, stage_step = settings.stage_at(step)
         for number in range(passes):
@@ -167,8 +128,9 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
                 accelerator.backward(loss)
             running += loss.detach() / passes
         accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         done = step + 1
         if done % SHOWN_EVERY == 0:
             mean = float(running) / SHOWN_EVERY  # waits for the device, so that the speed is true
@@ -179,7 +141,7 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
             )
             running.zero_()
         if done % settings.checkpoint_every == 0 or done == total:
-            on_main(accelerator, partial(save, folder, done, model, optimizer))
+            on_main(accelerator, partial(save, folder, done, model, optimizers))
     return model
 
 
@@ -227,17 +189,20 @@ def read_rows(text: np.ndarray, recipe: TargetRecipe, stage: int, step: int, par
     return torch.from_numpy(np.stack([text[i * T : i * T + T + 1] for i in chosen]).astype(np.int64))
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save(folder: Path, step: int, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """checkpoints/step-N, whole or absent; the one before it goes."""
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    moments = {
+        f"{number}.{name}": value for number, state in enumerate(states(optimizers)) for name, value in state.items()
+    }
     with whole_folder(folder / "checkpoints" / f"step-{step}") as path:
         save_file(weights, path / "model.safetensors")
-        save_file(split_optimizer(optimizer.state_dict()), path / "optimizer.safetensors")
+        save_file(moments, path / "optimizer.safetensors")
     for old in list_checkpoints(folder / "checkpoints")[:-1]:
         shutil.rmtree(old)
 
 
-def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def resume(folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Take up the newest checkpoint; returns the steps made."""
     found = list_checkpoints(folder / "checkpoints")
     if not found:
@@ -246,8 +211,10 @@ def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict(join_optimizer(load_file(found[-1] / "optimizer.safetensors"), groups))
+    device, numbered = next(model.parameters()).device, states(optimizers)
+    for key, value in load_file(found[-1] / "optimizer.safetensors").items():
+        number, name = key.split(".")
+        numbered[int(number)][name] = value if name == "step" else value.to(device)
     return int(found[-1].name.removeprefix("step-"))
 
 

@@ -98,9 +98,8 @@ class TargetRecipe(Settings):
 def load_target_recipe(path: str | Path, overrides: Sequence[str] = ()) -> TargetRecipe:
     """Read, override and check a target's recipe. UserError lists everything that is wrong, a line each."""
     recipe, errors = check(read_settings(Path(path), overrides), TargetRecipe)
-    if errors:
+    if recipe is None:
         raise UserError("\n".join(errors))
-    assert isinstance(recipe, TargetRecipe)
     heads, groups = recipe.model.num_attention_heads, recipe.model.num_key_value_heads
     if heads % groups:
         raise UserError(

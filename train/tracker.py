@@ -47,18 +47,6 @@ class Tracker:
             else:
                 print(text, file=self.stream, flush=True)
 
-    def answering(self, done: int, total: int, tokens: int) -> None:
-        """The progress of the target's answers: a line that overwrites itself on a terminal; elsewhere only its last
-        form is printed."""
-        if not self.main:
-            return
-        whose = " by the first process" if self.accelerator.num_processes > 1 else ""
-        text, last = f"data.regenerate: {done}/{total} dialogues answered{whose}, {tokens} tokens", done == total
-        if self.stream.isatty():
-            print(f"\r\033[K{text}", end="\n" if last else "", file=self.stream, flush=True)
-        elif last:
-            print(text, file=self.stream, flush=True)
-
     def start(self, step: int) -> None:
         """Begin recording after `step`, forgetting what an interrupted run recorded beyond it."""
         if not self.main:

@@ -105,16 +105,6 @@ def test_the_joint_loss_is_the_heads_and_the_divergence_of_the_distributions(tar
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in joint.parameters() if p.requires_grad)
 
 
-def test_the_first_stage_leaves_the_adapter_alone(target: FrozenTarget) -> None:
-    joint = make_joint(target)
-    joint.begin_step(0)
-    rows = rows_of()
-    assert joint.counts(rows.loss_mask, rows.documents)[-1] == 0
-    joint.loss(features(joint), torch.ones(3)).loss.backward()
-    assert all(parameter.grad is None for parameter in joint.adapter.matrices.values())
-    assert all(parameter.grad is not None for parameter in joint.head.parameters())
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_heads_learn_at_a_multiple_and_the_adapter_warms_up_on_its_own(optimizer: Any, target: FrozenTarget) -> None:
     joint = make_joint(target, first_step=10, head_lr_multiple=5.0)

@@ -165,7 +165,7 @@ def test_samples_are_the_drafts_own_and_are_learnt_from(
     data, tokenizer = load_recipe(recipe).data, load_tokenizer(target.name)
     head: Any = build_head("draft", {"layers": [0, 7]}, target, torch.ones(128))
     head.load_state_dict(weights(folder, 4))
-    _, written = load_data(data, 0, head, target, reader_of(tokenizer), folder, print)
+    _, written = load_data(data, 0, head, target, reader_of(tokenizer), folder)
     assert written is not None
     pool = written.mixture(4).pools[0]
     rows = [pool.row(n).tokens[0] for n in range(len(pool))]

@@ -73,7 +73,7 @@ def test_a_head_learns_and_its_output_is_the_targets_own(
 ) -> None:
     settings = t5_settings | {"head": head | ({"path": str(tmp_path / "small")} if "path" in head else {})}
     outcome = train(write_recipe(settings))
-    recipe, target, tokenizer = outcome.recipe, outcome.target, outcome.tokenizer
+    recipe, target, tokenizer = outcome.recipe, outcome.features.target, outcome.tokenizer
     folder = Path(recipe.output_dir)
     losses = [line["loss"] for line in lines(folder, "train")]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses

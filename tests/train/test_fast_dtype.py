@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from train.fast_dtype import GAIN, bfloat16_gain, fastest_dtype
 
 ROOT = Path(__file__).resolve().parents[2]
 ONLY_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
@@ -25,10 +22,3 @@ def test_without_bfloat16_instructions_products_are_in_float32() -> None:
         check=True,
     )
     assert run.stdout.strip() == "torch.float32"
-
-
-def test_the_choice_follows_the_measurement_and_leaves_the_threads() -> None:
-    threads = torch.get_num_threads()
-    chosen = fastest_dtype(torch.device("cpu"))
-    assert (chosen == torch.bfloat16) == (bfloat16_gain() >= GAIN)
-    assert torch.get_num_threads() == threads

@@ -154,7 +154,7 @@ def test_a_head_trains_on_a_quantised_target(
 def train_and_audit(settings: Settings, write_recipe: WriteRecipe) -> Path:
     """The folder of a run whose head learnt and whose drafts changed nothing."""
     outcome = train(write_recipe(settings))
-    recipe, target = outcome.recipe, outcome.target
+    recipe, target = outcome.recipe, outcome.features.target
     folder = Path(recipe.output_dir)
     losses = [line["loss"] for line in lines(folder, "train")]
     assert losses[-1] < losses[0], losses

@@ -55,11 +55,11 @@ def test_bf16_keeps_float32_weights(settings: Settings, write_recipe: WriteRecip
     assert {tensor.dtype for tensor in weights(folder, 2).values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "optimizer"), [(signal.SIGTERM, "adamw"), (signal.SIGINT, "muon")])
 def test_an_interrupted_run_goes_on_bit_for_bit(
-    number: signal.Signals, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path
+    number: signal.Signals, optimizer: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
-    settings["train"] |= {"eval_every": 2, "warmup_steps": 2, "schedule": "wsd"}
+    settings["train"] |= {"eval_every": 2, "warmup_steps": 2, "schedule": "wsd", "optimizer": optimizer}
     unbroken = run(settings, write_recipe)
     settings["output_dir"] = str(tmp_path / "broken")
     with signal_at(3, number), pytest.raises(Interrupted):

@@ -1,14 +1,11 @@
 """Learning rates by step, and which parameters decay."""
 
-import copy
-from collections import OrderedDict
-
 import pytest
 import torch
 from torch import nn
 
 from heads.block.convolution import BlockConvolution
-from train.optim import Muon, lr_factor, make_optimizer, orthogonal, set_lr
+from train.optim import Muon, lr_factor, make_optimizer, orthogonal
 from train.recipe import Train
 from train.trained import Part
 
@@ -59,35 +56,3 @@ def test_updates_in_float32_are_orthogonal_too() -> None:
     assert all(0.6 < value < 1.3 for value in torch.linalg.svdvals(wide))
     assert float((left.T @ wide @ right.T).diagonal().min()) > 0.6, "the singular vectors are the matrix's own"
     assert float((wide - narrow).norm() / wide.norm()) < 0.1
-
-
-def test_muon_and_adamw_resume_as_one() -> None:
-    """Muon for the matrix, AdamW for the rest: a saved state goes on bit for bit, under one learning rate."""
-    settings = Train(max_steps=4, optimizer="muon", lr=0.1, weight_decay=0.1, schedule="wsd", decay_fraction=0.5)
-
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        layers = {"fc": nn.Linear(6, 4), "act": nn.Tanh(), "lm_head": nn.Linear(4, 5, bias=False)}
-        module = nn.Sequential(OrderedDict(layers))
-        return module, make_optimizer([Part(module)], settings)
-
-    def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        torch.manual_seed(seed)
-        set_lr(optimizer, seed, settings)
-        module(torch.randn(3, 6)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    whole, optimizer = build()
-    before = [parameter.detach().clone() for parameter in whole.parameters()]
-    step(whole, optimizer, 1)
-    assert all(not torch.equal(a, b) for a, b in zip(before, whole.parameters(), strict=True))
-    half, again = build()
-    half.load_state_dict(whole.state_dict())
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for seed in (2, 3):
-        step(whole, optimizer, seed)
-        step(half, again, seed)
-    for a, b in zip(whole.parameters(), half.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert {group["lr"] for group in again.param_groups} == {0.1 * lr_factor(3, settings)}

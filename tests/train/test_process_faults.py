@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import time
@@ -137,15 +136,3 @@ def test_a_full_disk_of_one_process_loses_nothing(small: Settings, write_recipe:
     assert len(ours) == 1 and "no space left" in ours[0] and "step-2 is intact" in ours[0], said
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-2"]
     assert "resumed from" in finish(start(recipe, launcher=form_launcher("fsdp")))
-
-
-def test_data_that_changed_are_refused(small: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    small["train"]["max_steps"] = 4
-    recipe, run = write_recipe(small), Path(small["output_dir"])
-    finish(start(recipe, launcher=form_launcher("fsdp")))
-    shutil.rmtree(run / "checkpoints/step-4")
-    data = tmp_path / "data.jsonl"
-    data.write_text(data.read_text().replace("sea", "sun"))
-    said = finish(start(recipe, launcher=form_launcher("fsdp")), 1)
-    ours = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert len(ours) == 1 and "other data" in ours[0], said

@@ -124,12 +124,6 @@ def test_every_rule_of_the_runtime_can_be_named_in_a_recipe() -> None:
     assert get_args(Eval.model_fields["rule"].annotation) == RULES
 
 
-def test_a_chat_setting_has_no_effect_on_text(tmp_path: Path) -> None:
-    text = GOOD.replace("{kind: python, limit: 10}", "{kind: text, path: a.jsonl, chat_template: b}")
-    (line,) = faults(tmp_path, text)
-    assert line == ("r.yaml:6: data.sources.0.chat_template: has no effect here: it belongs to kind chat; leave it out")
-
-
 def test_a_split_has_no_effect_on_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     file, hub = (

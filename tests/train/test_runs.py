@@ -53,15 +53,6 @@ def test_kills_at_random_moments_change_nothing(small: Settings, write_recipe: W
     assert not list((broken / "checkpoints").glob(".*"))
 
 
-def test_sigterm_writes_a_checkpoint_and_exits_130(small: Settings, write_recipe: WriteRecipe) -> None:
-    small["train"] |= {"max_steps": 100_000, "eval_every": 100_000, "checkpoint_every": 100_000}
-    process = start(write_recipe(small))
-    wait_for(Path(small["output_dir"]), 2, process)
-    process.send_signal(signal.SIGTERM)
-    assert "the same command goes on from there" in finish(process, 130)
-    assert len(list(Path(small["output_dir"]).glob("checkpoints/step-*/manifest.json"))) == 1
-
-
 def test_a_killed_launcher_leaves_no_orphan(small: Settings, write_recipe: WriteRecipe) -> None:
     small["train"] |= {"max_steps": 100_000, "eval_every": 100_000, "checkpoint_every": 100_000}
     run = Path(small["output_dir"])

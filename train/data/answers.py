@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
+from tqdm import tqdm
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
@@ -21,8 +22,6 @@ from train.data.reader import Reader
 from train.http_client import HTTPClient
 from train.strict_yaml import Count, Seed, Settings, Share, Temperature
 
-Progress = Callable[[int, int, int], None]
-"""(dialogues answered so far, dialogues to answer, tokens so far), of this process."""
 Exchange = tuple[Sequence[int], Sequence[int]]
 """A prompt and its answer."""
 
@@ -86,7 +85,6 @@ class Answering:
     """Entries of the token cache that hold the first prompts of all dialogues, in order."""
     target: FrozenTarget
     reader: Reader
-    progress: Progress = lambda done, total, tokens: None
     open_engine: Callable[..., Engine] = Engine
 
     @property
@@ -144,36 +142,38 @@ class Answering:
             return prompt is not None and int.from_bytes(prompt_key(prompt)[4:8]) % num_processes == process
 
         firsts = (document.ids.tolist() for entry in self.first_prompts for document in open_entry(entry))
-        total, done, tokens = sum(map(is_own, firsts)), 0, 0
+        total, tokens = sum(map(is_own, firsts)), 0
 
         def finished(dialogue: Dialogue) -> None:
-            nonlocal done, tokens
-            done, tokens = done + 1, tokens + sum(len(answer) for _, answer in dialogue.exchanges)
-            self.progress(done, total, tokens)
+            nonlocal tokens
+            tokens += sum(len(answer) for _, answer in dialogue.exchanges)
+            bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+            bar.update()
 
         own = (dialogue for dialogue in self.dialogues() if is_own(dialogue.prompt))
-        server = self.settings.server
-        if server is None:
-            self._answer_by_engine(own, store, finished)
-            return
-        target = self.target
-        http = HTTPClient(server.url, self.reader.say)
-        client = Client(http, self._model, target.vocab_size, target.eos_token_ids, self._fault_of)
-        in_flight = max(1, server.in_flight // num_processes)
-        answer_by_server(own, store, self.settings.sampled, client, in_flight, finished)
+        server, target = self.settings.server, self.target
+        unseen = None if self.reader.accelerator.is_main_process else True  # None: unseen but on a terminal
+        with tqdm(total=total, desc="data.regenerate", unit=" dialogues", dynamic_ncols=True, disable=unseen) as bar:
+            if server is None:
+                self._answer_by_engine(own, store, finished)
+            else:
+                http = HTTPClient(server.url, self.reader.say)
+                client = Client(http, self._model, target.vocab_size, target.eos_token_ids, self._fault_of)
+                in_flight = max(1, server.in_flight // num_processes)
+                answer_by_server(own, store, self.settings.sampled, client, in_flight, finished)
+        whose = " by the first process" if num_processes > 1 else ""
+        self.reader.say(f"data.regenerate: {total} dialogues answered{whose}, {tokens} tokens")
 
     def answered(self) -> Iterator[Dialogue]:
         """All dialogues with their answers, which are kept."""
         with AnswerStore(self.folder, self.reader.say) as store:
             store.read()
             for dialogue in self.dialogues():
-                while dialogue.prompt is not None:
-                    answer = store.get(dialogue.prompt)
-                    if answer is None:
-                        raise UserError(
-                            f"{store.folder}: an answer is gone that was there before; the same command makes it again"
-                        )
-                    dialogue.answer(answer)
+                dialogue.take(store.get)
+                if dialogue.prompt is not None:
+                    raise UserError(
+                        f"{store.folder}: an answer is gone that was there before; the same command makes it again"
+                    )
                 yield dialogue
 
     def _answer_by_engine(
@@ -187,8 +187,7 @@ class Answering:
         while held := [*begun, *islice(dialogues, max(0, BATCHES * settings.batch_size - len(begun)))]:
             begun = []
             for dialogue in held:
-                while dialogue.prompt is not None and (kept := store.get(dialogue.prompt)) is not None:
-                    dialogue.answer(kept)
+                dialogue.take(store.get)
                 if dialogue.prompt is None:
                     finished(dialogue)
                 else:

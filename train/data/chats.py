@@ -134,18 +134,6 @@ def encode_turn_by_turn(template: ChatTemplate, conversation: Conversation) -> l
     return [*documents, Document.of(ids, labels)] if ids else documents
 
 
-def encode_prompt(
-    template: ChatTemplate, messages: Sequence[Message], *, place: str, tools: Any = None
-) -> list[int] | None:
-    """The conversation up to its last answer, ready to be answered anew; None if it holds no answer."""
-    messages = template.prepared(messages, place=place, tools=tools)
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
-        return None
-    text = template.render(messages[: turns[-1]], place=place, tools=tools, answer_next=True)
-    return token_ids(template.tokenizer, text)
-
-
 def _reasoning(message: Message) -> Iterator[str]:
     """The reasoning that a turn of a record holds."""
     yield from (message[key].strip() for key in REASONING if isinstance(message.get(key), str))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,7 +27,7 @@ FORMAT = 1
 TYPES: dict[str, type[np.generic]] = {"tokens": np.int32, "labels": np.bool_, "ends": np.int64, "counts": np.int64}
 MANIFEST = "manifest.json"
 CHUNK = 2**18
-"""Tokens that are held before they are written."""
+"""Tokens that are counted at a time, widened to int64."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Corpus:
     labels: NDArray[np.bool_]  # (N,)
     ends: NDArray[np.int64]  # for each document, the place behind its last token
     counts: NDArray[np.int64]  # (2, V): how often each token occurs, and how often as a label
-    digest: str
-    """A hash of every token, label and end."""
+    files: dict[str, str]
+    """The hash of each of the above, as a file holds it."""
     tally: Tally = field(default_factory=Tally)
 
     def __len__(self) -> int:
@@ -81,59 +81,33 @@ class Corpus:
             start = end
 
     @property
+    def digest(self) -> str:
+        """A hash of every token, label and end."""
+        return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()
+
+    @property
     def num_labels(self) -> int:
         return int(self.counts[1].sum())
 
 
-class _Chunk(NamedTuple):
-    """Whole documents behind one another."""
-
-    tokens: NDArray[np.int32]
-    labels: NDArray[np.bool_]
-    lengths: list[int]
-
-
-class _Sums:
-    """Counts, ends and hashes of chunks that pass."""
-
-    def __init__(self) -> None:
-        self.counts = np.zeros((2, 1), dtype=np.int64)
-        self.lengths = array("q")
-        self.hashes = {name: hashlib.sha256() for name in ("tokens", "labels")}
-
-    def add(self, chunk: _Chunk) -> None:
-        for name, part in (("tokens", chunk.tokens), ("labels", chunk.labels)):
-            self.hashes[name].update(part.data)
-        self.lengths.extend(chunk.lengths)
-        size = max(self.counts.shape[1], int(chunk.tokens.max(initial=0)) + 1)
-        seen = [np.bincount(tokens, minlength=size) for tokens in (chunk.tokens, chunk.tokens[chunk.labels])]
-        self.counts = np.pad(self.counts, ((0, 0), (0, size - self.counts.shape[1]))) + seen
-
-    @property
-    def ends(self) -> NDArray[np.int64]:
-        return np.cumsum(np.array(self.lengths, dtype=np.int64))
-
-    def files(self) -> dict[str, str]:
-        """The hash of each file that holds the chunks."""
-        rest = {"ends": self.ends, "counts": self.counts}
-        whole = {name: hashlib.sha256(part.data) for name, part in rest.items()}
-        return {name: made.hexdigest() for name, made in (self.hashes | whole).items()}
-
-
-def _digest(files: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+def _joined(tokens: NDArray[np.int32], labels: NDArray[np.bool_], lengths: Sequence[int]) -> Corpus:
+    """A corpus of documents of these lengths, which lie behind one another."""
+    counts = np.zeros((2, int(tokens.max(initial=0)) + 1), dtype=np.int64)
+    for start in range(0, len(tokens), CHUNK):
+        some, chosen = tokens[start : start + CHUNK], labels[start : start + CHUNK]
+        counts += [np.bincount(ids, minlength=counts.shape[1]) for ids in (some, some[chosen])]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    parts: list[NDArray[Any]] = [tokens, labels, ends, counts]
+    files = {name: hashlib.sha256(part.data).hexdigest() for name, part in zip(TYPES, parts, strict=True)}
+    return Corpus(tokens, labels, ends, counts, files)
 
 
 def corpus_of(documents: Iterable[Document]) -> Corpus:
     """Documents in memory as a corpus."""
-    sums, chunks = _Sums(), list(_chunks(documents))
-    for chunk in chunks:
-        sums.add(chunk)
-    tokens, labels = (
-        np.concatenate([np.zeros(0, kind), *parts])
-        for kind, parts in ((np.int32, [c.tokens for c in chunks]), (np.bool_, [c.labels for c in chunks]))
-    )
-    return Corpus(tokens, labels, sums.ends, sums.counts, _digest(sums.files()))
+    held = list(documents)
+    tokens = np.concatenate([np.zeros(0, np.int32), *(document.ids for document in held)])
+    labels = np.concatenate([np.zeros(0, np.bool_), *(document.labels for document in held)])
+    return _joined(tokens, labels, [len(document.ids) for document in held])
 
 
 def cache_root() -> Path:
@@ -156,8 +130,8 @@ def write_once(name: str, documents: Callable[[Tally], Iterable[Document]]) -> N
     root = cache_root()
     with unwritable(root):
         root.mkdir(parents=True, exist_ok=True)
-        with _lock(root / f".{name}.lock"):
-            if find_fault(root / name) is None:
+        with held_file(root / f".{name}.lock"):
+            if is_sound(root / name):
                 return
             with whole_folder(root / name) as temporary:
                 tally = Tally()
@@ -181,50 +155,30 @@ def open_entry(name: str) -> Corpus:
     folder = cache_root() / name
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     tokens, labels, ends, counts = (_map(folder / part, kind) for part, kind in TYPES.items())
-    return Corpus(tokens, labels, ends, counts.reshape(2, -1), _digest(manifest["files"]), Tally(**manifest["tally"]))
+    return Corpus(tokens, labels, ends, counts.reshape(2, -1), manifest["files"], Tally(**manifest["tally"]))
 
 
-def find_fault(folder: Path) -> str | None:
-    """The fault of a folder of documents, by its manifest; None for a sound one."""
+def is_sound(folder: Path) -> bool:
+    """True if a folder of documents is what its manifest says."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         Tally(**manifest["tally"])
-        for name in TYPES:
-            if file_hash(folder / name) != manifest["files"][name]:
-                return f"{name} was changed after it was written"
+        return all(file_hash(folder / name) == manifest["files"][name] for name in TYPES)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "a file of it is missing or unreadable"
-    return None
+        return False
 
 
 def _write(folder: Path, documents: Iterable[Document], tally: Tally) -> None:
-    sums = _Sums()
+    lengths = array("q")
     with (folder / "tokens").open("wb") as tokens, (folder / "labels").open("wb") as labels:
-        for chunk in _chunks(documents):
-            tokens.write(chunk.tokens.data)
-            labels.write(chunk.labels.data)
-            sums.add(chunk)
-    for name, part in (("ends", sums.ends), ("counts", sums.counts)):
-        (folder / name).write_bytes(part.tobytes())
-    write_json(folder / MANIFEST, {"files": sums.files(), "tally": asdict(tally)})
-
-
-def _chunks(documents: Iterable[Document]) -> Iterator[_Chunk]:
-    held: list[Document] = []
-    size = 0
-
-    def taken() -> _Chunk:
-        ids, labels = ([getattr(document, part) for document in held] for part in ("ids", "labels"))
-        return _Chunk(np.concatenate(ids), np.concatenate(labels), [len(part) for part in ids])
-
-    for document in documents:
-        held.append(document)
-        size += len(document.ids)
-        if size >= CHUNK:
-            yield taken()
-            held, size = [], 0
-    if held:
-        yield taken()
+        for document in documents:
+            tokens.write(document.ids.data)
+            labels.write(document.labels.data)
+            lengths.append(len(document.ids))
+    corpus = _joined(_map(folder / "tokens", np.int32), _map(folder / "labels", np.bool_), lengths)
+    for name in ("ends", "counts"):
+        (folder / name).write_bytes(getattr(corpus, name).tobytes())
+    write_json(folder / MANIFEST, {"files": corpus.files, "tally": asdict(tally)})
 
 
 def _map(path: Path, kind: type[np.generic]) -> NDArray[Any]:
@@ -233,7 +187,7 @@ def _map(path: Path, kind: type[np.generic]) -> NDArray[Any]:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def held_file(path: Path) -> Iterator[None]:
     """Hold a file, until the end of the process if need be; wait for another process that does."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,6 +1,6 @@
 """Records as dialogues: prompts that are put to the target one after the other, each on its own answers before."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +32,11 @@ class Dialogue:
         self.exchanges.append((self.prompt, ids))
         self._next(ids)
 
+    def take(self, kept: Callable[[list[int]], list[int] | None]) -> None:
+        """Take the answers that are `kept`, up to the first prompt without one."""
+        while self.prompt is not None and (ids := kept(self.prompt)) is not None:
+            self.answer(ids)
+
     def _next(self, answer: Any) -> None:
         try:
             self.prompt = self._prompts.send(answer)
@@ -53,16 +58,19 @@ def answer_by_answer(
     tools: Any = None,
     most: int,
     last_only: bool = False,
+    calls: bool = False,
 ) -> Prompts:
     """The prompts of a conversation, in which the target's answers stand in place of the assistant's; turns that call
     tools stay, since the next turns answer their calls. It ends before a prompt of more than `most` tokens.
 
-    last_only: only the last answer is the target's. RecordError for a conversation that has no first prompt.
+    last_only: only the last answer is the target's. calls: a turn that calls tools is an answer, too. RecordError for a
+    conversation that has no first prompt.
     """
     messages = list(template.prepared(messages, place=place, tools=tools))
     tokenizer = template.tokenizer
     special = special_ids(tokenizer)
-    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and "tool_calls" not in message]
+    answers = (n for n, message in enumerate(messages) if message["role"] == "assistant")
+    turns = [n for n in answers if calls or "tool_calls" not in messages[n]]
     if not turns:
         raise RecordError(f"{place}: expected an answer of the assistant, got none", "without an answer")
     for turn in turns[-1:] if last_only else turns:

@@ -1,6 +1,6 @@
 """Training rows by a recipe's `data`: its sources, the target's answers, and the draft's own text."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +11,14 @@ from heads.backends.huggingface import positions_of
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from train.data.answers import Answering, Answers, Progress, Regenerate
+from train.data.answers import Answering, Answers, Regenerate
 from train.data.corpus import Corpus, Tally, open_entry
 from train.data.dialogues import Dialogue
 from train.data.on_policy import OnPolicy, Samples
 from train.data.packing import Mixture, Pool, shares
 from train.data.reader import Reader
-from train.data.sources import AnySource, ChatSource, Rendering, describe_skipped
+from train.data.sources import AnySource, ChatSource, describe_skipped
+from train.data.templates import ChatTemplate
 from train.strict_yaml import Settings
 
 
@@ -63,38 +64,30 @@ def check_data(data: Data, target: FrozenTarget) -> None:
             )
 
 
-def has_date(data: Data, rendering: Rendering) -> bool:
+def has_date(data: Data, rendering: ChatTemplate) -> bool:
     """True if a chat template of the data writes the date."""
     return any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource))
 
 
-def read_prompts(data: Data, seed: int, settings: Answers, name: str, reader: Reader) -> list[list[int]]:
-    """The prompts of `settings`, called `name` in the recipe, in a fixed order."""
-    entries = [entry for _, _, entry in _find_prompts(data, seed, settings, name, reader, reader.prompts, quiet=True)]
-    return [document.ids.tolist() for entry in entries for document in open_entry(entry)]
-
-
-def read_answering(
-    data: Data, seed: int, target: FrozenTarget, reader: Reader, progress: Progress, *, quiet: bool = False
-) -> Answering:
+def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, *, quiet: bool = False) -> Answering:
     """The answers that `data.regenerate` asks for, of which none is asked for yet. quiet: say nothing of records left
     out."""
     settings = data.regenerate
     assert settings is not None
-    found = _find_prompts(data, seed, settings, "data.regenerate", reader, reader.first_prompts, quiet=quiet)
+    found = _find_prompts(data, seed, settings, "data.regenerate", reader, quiet=quiet)
 
     def dialogues() -> Iterator[Dialogue]:
         for source, count, _ in found:
             yield from source.dialogues(reader.rendering, Tally(), settings.prompt_tokens, count, seed)
 
-    return Answering(settings, dialogues, [entry for _, _, entry in found], target, reader, progress)
+    return Answering(settings, dialogues, [entry for _, _, entry in found], target, reader)
 
 
 def _find_prompts(
-    data: Data, seed: int, settings: Answers, name: str, reader: Reader, read: Callable[..., str], *, quiet: bool
+    data: Data, seed: int, settings: Answers, name: str, reader: Reader, *, recorded: bool = False, quiet: bool
 ) -> list[tuple[AnySource, int, str]]:
-    """The sources, each with the number of its prompts, by weight, and the entry that `read` keeps them in. UserError
-    where they are too few, or too long to train on."""
+    """The sources, each with the number of its prompts, by weight, and the entry that holds them. `settings` are called
+    `name` in the recipe. UserError where the prompts are too few, or too long to train on."""
     if settings.prompts < len(data.sources):
         raise UserError(
             f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
@@ -102,7 +95,7 @@ def _find_prompts(
     found = []
     wanted = shares([source.weight or 1.0 for source in data.sources], settings.prompts)
     for source, count in zip(data.sources, wanted, strict=True):
-        entry = read(source, settings.prompt_tokens, count, seed)
+        entry = reader.prompts(source, settings.prompt_tokens, count, seed, recorded=recorded)
         prompts = open_entry(entry)
         if len(prompts) < count:  # the whole source is read
             source.check(prompts.tally)
@@ -154,7 +147,6 @@ def load_data(
     target: FrozenTarget,
     reader: Reader,
     folder: Path,
-    progress: Progress,
 ) -> tuple[Mixture, Samples | None]:
     """The packed rows of the sources, of the target's answers to prompts from them, or of both; and the source of the
     draft's own text, where the recipe asks for it. `head`: of the shape that will be trained."""
@@ -187,7 +179,7 @@ def load_data(
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
         # Of sources that are rows too, the records left out are said already.
-        corpus = read_answering(data, seed, target, reader, progress, quiet=bool(pools)).corpus()
+        corpus = read_answering(data, seed, target, reader, quiet=bool(pools)).corpus()
         if corpus.tally.skipped:
             reader.say(describe_cut(corpus.tally))
         add(corpus, regenerate.share, "data.regenerate")
@@ -196,7 +188,8 @@ def load_data(
     check_supervision(head, mixture)
     if data.on_policy is None:
         return mixture, None
-    prompts = read_prompts(data, seed, data.on_policy, "data.on_policy", reader)
+    found = _find_prompts(data, seed, data.on_policy, "data.on_policy", reader, recorded=True, quiet=True)
+    prompts = [document.ids.tolist() for _, _, entry in found for document in open_entry(entry)]
     return mixture, Samples(mixture, prompts, data.on_policy, folder / "on_policy")
 
 

@@ -37,13 +37,13 @@ def preview(arguments: Sequence[str]) -> int:
     from train.data.loading import read_source
     from train.data.packing import Pool
     from train.data.reader import Reader
-    from train.data.sources import Rendering
+    from train.data.templates import ChatTemplate
     from train.recipe import load_recipe
 
     recipe = load_recipe(arguments[0], arguments[1:])
     data = recipe.data
     tokenizer = load_tokenizer(recipe.target.path, trust_remote_code=recipe.target.trust_remote_code)
-    reader = Reader(Rendering(tokenizer, data.template), Accelerator(cpu=True), print)
+    reader = Reader(ChatTemplate(tokenizer, arguments=data.template), Accelerator(cpu=True), print)
     for number, source in enumerate(data.sources):
         name = f"data.sources.{number}"
         corpus = read_source(source, name, reader)

@@ -2,32 +2,26 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from heads.errors import UserError
-from train.data.corpus import (
-    Corpus,
-    Document,
-    Tally,
-    cache_root,
-    entry_name,
-    find_fault,
-    open_entry,
-    write_once,
-)
-from train.data.sources import AnySource, Rendering, Say
-from train.data.templates import tokenizer_key
+from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, is_sound, open_entry, write_once
+from train.data.sources import AnySource, Say
+from train.data.templates import ChatTemplate, tokenizer_key
 from train.interrupts import Interrupted
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Reader:
     """The reading of all sources of a run."""
 
-    rendering: Rendering
+    rendering: ChatTemplate
     accelerator: Accelerator
     say: Say
 
@@ -35,38 +29,25 @@ class Reader:
         """The documents of a source. Called by every process."""
         return open_entry(self._write(source, {}, lambda tally: source.documents(self.rendering, tally)))
 
-    def prompts(self, source: AnySource, most: int, wanted: int, seed: int) -> str:
-        """The entry of at most `wanted` prompts of at most `most` tokens, as documents without labels. Called by every
-        process."""
+    def prompts(self, source: AnySource, most: int, wanted: int, seed: int, *, recorded: bool = False) -> str:
+        """The entry of the prompts that open at most `wanted` dialogues of a source, of at most `most` tokens each, as
+        documents without labels. Called by every process."""
 
         def read(tally: Tally) -> Iterable[Document]:
-            return map(_unlabelled, source.prompts(self.rendering, tally, most, wanted, seed))
-
-        return self._write(source, {"prompts": [most, wanted, seed]}, read)
-
-    def first_prompts(self, source: AnySource, most: int, wanted: int, seed: int) -> str:
-        """The entry of the prompts that open the dialogues of a source, as `prompts`."""
-
-        def read(tally: Tally) -> Iterable[Document]:
-            for dialogue in source.dialogues(self.rendering, tally, most, wanted, seed):
+            for dialogue in source.dialogues(self.rendering, tally, most, wanted, seed, recorded=recorded):
                 assert dialogue.prompt is not None
-                yield _unlabelled(dialogue.prompt)
+                yield Document.of(dialogue.prompt, np.zeros(len(dialogue.prompt)))
 
-        return self._write(source, {"first prompts": [most, wanted, seed]}, read)
+        return self._write(source, {"prompts" if recorded else "first prompts": [most, wanted, seed]}, read)
 
     def has(self, name: str) -> bool:
         """True if every node has the entry, sound. Called by every process."""
-        faults = on_each_node(self.accelerator, lambda: find_fault(cache_root() / name) or "")
-        return not any(faults)
+        return all(on_each_node(self.accelerator, lambda: is_sound(cache_root() / name)))
 
     def write(self, name: str, documents: Callable[[Tally], Iterable[Document]]) -> Corpus:
         """An entry, written on each node unless it is there. Called by every process."""
-
-        def act() -> str:
-            write_once(name, documents)
-            return name
-
-        return open_entry(on_each_node(self.accelerator, act)[0])
+        on_each_node(self.accelerator, lambda: write_once(name, documents))
+        return open_entry(name)
 
     def _write(self, source: AnySource, form: dict[str, list[int]], read: Callable[[Tally], Iterable[Document]]) -> str:
         def write() -> str:
@@ -86,14 +67,10 @@ class Reader:
         return names[0]
 
 
-def _unlabelled(ids: list[int]) -> Document:
-    return Document.of(ids, np.zeros(len(ids)))
-
-
-def on_each_node(accelerator: Accelerator, action: Callable[[], str]) -> list[str]:
+def on_each_node(accelerator: Accelerator, action: Callable[[], T]) -> list[T]:
     """Do something on the first process of each node; all get the results, or the first UserError or interruption, so
     that none is left waiting."""
-    results: list[str] = []
+    results: list[T] = []
     faults: list[UserError | Interrupted] = []
     if accelerator.is_local_main_process:
         try:

@@ -20,7 +20,7 @@ def regenerate(arguments: Sequence[str]) -> int:
         target, tokenizer = load_recipe_target(recipe.target, run.accelerator)
         check_data(recipe.data, target)
         reader = open_reader(recipe.data, tokenizer, run)
-        answering = read_answering(recipe.data, recipe.train.seed, target, reader, run.tracker.answering)
+        answering = read_answering(recipe.data, recipe.train.seed, target, reader)
         answering.ask()
         path = run.folder.path / "answers.jsonl"
 

@@ -1,16 +1,14 @@
 """The recipe's sources: what each kind reads, as documents and as prompts for the target to answer."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from datetime import date
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
-from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.python_source import read_split
 from eval.benchmark.records import (
@@ -26,7 +24,6 @@ from heads.files import is_file, read_given
 from train.data.chats import (
     Conversation,
     encode_conversations,
-    encode_prompt,
     encode_text,
     read_conversation,
 )
@@ -46,17 +43,6 @@ BATCH_CHARACTERS = 2**20
 """Characters of texts, from which on they are tokenised though they are fewer."""
 
 
-@dataclass(frozen=True)
-class Rendering:
-    """The recipe's way from records to tokens, the same for all sources."""
-
-    tokenizer: PreTrainedTokenizerBase
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template."""
-    day: date = field(default_factory=date.today)
-    """The date that the chat template sees."""
-
-
 class Texts:
     """The part that sources of plain text have in common."""
 
@@ -64,14 +50,17 @@ class Texts:
         """Each text, in order."""
         raise NotImplementedError
 
-    def documents(self, rendering: Rendering, tally: Tally) -> Iterator[Document]:
+    def documents(self, rendering: ChatTemplate, tally: Tally) -> Iterator[Document]:
         """Every text as a document."""
         for texts in _together(self.texts(), len):
             tally.records += len(texts)
             yield from encode_text(rendering.tokenizer, texts)
 
-    def prompts(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[list[int]]:
-        """Openings at line starts in the first three quarters of texts, `most` / 4 to `most` tokens long."""
+    def dialogues(
+        self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int, *, recorded: bool = False
+    ) -> Iterator[Dialogue]:
+        """Openings at line starts in the first three quarters of texts, `most` / 4 to `most` tokens long, each by
+        itself."""
         tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
         for text in islice(self._over_and_over(wanted), wanted):
             length = int(random.integers(max(1, most // 4), most + 1))
@@ -83,11 +72,7 @@ class Texts:
             ids = tokenizer(window, return_attention_mask=False, verbose=False)["input_ids"]
             if ids[-1:] == [tokenizer.eos_token_id]:
                 ids = ids[:-1]
-            yield ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length]
-
-    def dialogues(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[Dialogue]:
-        """Each of the prompts by itself."""
-        return (Dialogue(lone(prompt)) for prompt in self.prompts(rendering, tally, most, wanted, seed))
+            yield Dialogue(lone(ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length]))
 
     def _over_and_over(self, most: int) -> Iterator[str]:
         """The first `most` texts that are long enough for prompts, without end."""
@@ -120,7 +105,7 @@ class PythonSource(Texts, Settings):
     def texts(self) -> Iterator[str]:
         return (text for _, text in islice(read_split(held_out=False), self.limit))
 
-    def key(self, rendering: Rendering) -> dict[str, Any]:
+    def key(self, rendering: ChatTemplate) -> dict[str, Any]:
         """Plain values on which the documents depend, beside the tokenizer."""
         content = hashlib.sha256()
         for text in self.texts():
@@ -163,7 +148,7 @@ class TextSource(Texts, RecordSource):
     def texts(self) -> Iterator[str]:
         return (read_text(record) for record in read_records(self.path, split=self.split, limit=self.limit))
 
-    def key(self, rendering: Rendering) -> dict[str, Any]:
+    def key(self, rendering: ChatTemplate) -> dict[str, Any]:
         """Plain values on which the documents depend, beside the tokenizer."""
         return {"kind": self.kind, **self.content()}
 
@@ -184,21 +169,21 @@ class ChatSource(RecordSource):
     """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the
     chat template. Above it, training does not begin."""
 
-    def template(self, rendering: Rendering) -> ChatTemplate:
+    def template(self, rendering: ChatTemplate) -> ChatTemplate:
         """The chat template of the conversations. UserError where there is none, or one that does not read its
         arguments."""
         given = self.chat_template
         text = None if given is None else read_given(Path(given), "a Jinja chat template")
-        template = ChatTemplate(rendering.tokenizer, text, rendering.arguments, rendering.day)
+        template = replace(rendering, text=text)
         template.check(self.path)
         return template
 
-    def key(self, rendering: Rendering) -> dict[str, Any]:
+    def key(self, rendering: ChatTemplate) -> dict[str, Any]:
         """Plain values on which the documents depend, beside the tokenizer."""
         template = self.template(rendering)
         return {"kind": self.kind, "answers": self.answers, **self.content(), **template.key()}
 
-    def documents(self, rendering: Rendering, tally: Tally) -> Iterator[Document]:
+    def documents(self, rendering: ChatTemplate, tally: Tally) -> Iterator[Document]:
         """Every conversation with an answer, as the documents that the chat template makes of it."""
         template = self.template(rendering)
 
@@ -218,24 +203,16 @@ class ChatSource(RecordSource):
                 tally.last_tokens += len(labelled[-1].ids)
                 yield from labelled
 
-    def prompts(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[list[int]]:
-        """The first conversations up to their last answers that are no longer than `most` tokens."""
-        template = self.template(rendering)
-
-        def read(place: str, messages: Any, tools: Any) -> list[int] | None:
-            return encode_prompt(template, messages, place=place, tools=tools)
-
-        short = (prompt for prompt in self._read(read, tally) if prompt and len(prompt) <= most)
-        return islice(short, wanted)
-
-    def dialogues(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[Dialogue]:
-        """The first conversations whose first prompts are no longer than `most` tokens."""
+    def dialogues(
+        self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int, *, recorded: bool = False
+    ) -> Iterator[Dialogue]:
+        """The first conversations whose first prompts are no longer than `most` tokens. `recorded`: only the last turn
+        of the assistant is asked for, whatever it is."""
         template, last_only = self.template(rendering), self.answers == "last"
 
         def read(place: str, messages: Any, tools: Any) -> Dialogue:
-            return Dialogue(
-                answer_by_answer(template, messages, place=place, tools=tools, most=most, last_only=last_only)
-            )
+            how: dict[str, Any] = {"most": most, "last_only": last_only or recorded, "calls": recorded}
+            return Dialogue(answer_by_answer(template, messages, place=place, tools=tools, **how))
 
         return islice((dialogue for dialogue in self._read(read, tally) if dialogue.prompt is not None), wanted)
 

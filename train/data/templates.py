@@ -25,7 +25,8 @@ DATE_CODE = re.compile(r"%-?[A-Za-z]")
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template, or one given in its place, with its arguments."""
+    """The way from conversations to text and to tokens: a tokenizer with its chat template, or with one given in its
+    place, and the template's arguments."""
 
     tokenizer: PreTrainedTokenizerBase
     text: str | None = None

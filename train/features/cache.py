@@ -8,14 +8,13 @@ Letters: N tokens, S streams (the auxiliary layers and the last hidden state), D
 """
 
 import hashlib
-import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -81,16 +80,6 @@ def checksum(values: Tensor, scales: Tensor | None) -> int:
     return found if scales is None else zlib.crc32(scales.contiguous().numpy().data, found)
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a row."""
-
-    shard: "Shard"
-    begin: int
-    end: int
-    checksum: int
-
-
 class Shard:
     """One file of rows."""
 
@@ -105,20 +94,22 @@ class Shard:
             raise self.fault(first_line(error)) from error
         self.has_scales = "scales" in self.file.keys()  # noqa: SIM118 - it is no mapping
         begins = [0, *ends.tolist()]
-        self.rows = {
-            bytes(digest.numpy().tobytes()): Place(self, begin, end, total)
+        self.rows: dict[bytes, tuple[int, int, int]] = {
+            digest.numpy().tobytes(): (begin, end, total)
             for digest, begin, end, total in zip(digests, begins, ends.tolist(), sums.tolist(), strict=False)
         }
+        """The key of each row -> its first token, the one behind its last, and its checksum."""
 
-    def read(self, place: Place) -> tuple[Tensor, Tensor | None]:
+    def read(self, key: bytes) -> tuple[Tensor, Tensor | None]:
         """The stored tensors of a row. UserError if they are not what was written."""
+        begin, end, total = self.rows[key]
         names = ("values", "scales") if self.has_scales else ("values",)
         try:
-            found = [self.file.get_slice(name)[place.begin : place.end] for name in names]
+            found = [self.file.get_slice(name)[begin:end] for name in names]
         except SafetensorError as error:
             raise self.fault(first_line(error)) from error
         values, scales = found[0], found[1] if self.has_scales else None
-        if checksum(values, scales) != place.checksum:
+        if checksum(values, scales) != total:
             raise self.fault("a row is not what was written")
         return values, scales
 
@@ -130,18 +121,22 @@ class Shard:
         )
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+class Manifest(BaseModel):
+    """The record of a sealed folder."""
+
+    about: dict[str, Any]
+    shards: dict[str, int]
+
+
+def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a sealed folder; None where there is none. UserError if it cannot be read."""
     path = folder / "manifest.json"
     if not path.is_file():
         return None
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-        if not isinstance(manifest["about"], dict) or not isinstance(manifest["shards"], dict):
-            raise ValueError("is no manifest")
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        return Manifest.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({first_line(error)}); {REMEDY}") from None
-    return manifest
 
 
 def seal(folder: Path, about: dict[str, Any]) -> None:
@@ -163,14 +158,15 @@ class CachedFeatures(FeatureSource):
                 f"features.folder {self.folder}: holds no manifest.json, so it is not filled; run "
                 "python scripts/cache_features.py RECIPE first"
             )
-        self.about = manifest["about"]
+        self.about = manifest.about
         check_same(self.folder, self.about, {"target": target.fingerprint, "dtype": self.dtype, "precision": precision})
-        self.rows: dict[bytes, Place] = {}
-        for name, size in manifest["shards"].items():
+        self.shards: dict[bytes, Shard] = {}
+        """The key of each row -> the shard that holds it."""
+        for name, size in manifest.shards.items():
             shard = Shard(self.folder / name)
             if shard.path.stat().st_size != size:
                 raise shard.fault(f"expected {size} bytes")
-            self.rows |= shard.rows
+            self.shards |= dict.fromkeys(shard.rows, shard)
         target.remote = self.fetch
 
     def check(self, mixture: Mixture, aux_layer_ids: Sequence[int]) -> None:
@@ -185,9 +181,9 @@ class CachedFeatures(FeatureSource):
         dtype = target.dtype if self.dtype == "fp8" else DTYPES[self.dtype]
         out = torch.zeros(*tokens.shape, streams, target.hidden_size, dtype=dtype)
         for row, parts in enumerate(zip(tokens.cpu(), positions.cpu(), documents.cpu(), strict=True)):
-            place = self.rows.get(row_key(*parts))
-            if place is None:
+            key = row_key(*parts)
+            if key not in self.shards:
                 raise UserError(f"features.folder {self.folder}: lacks a row that is asked for; {REMEDY}")
-            out[row, parts[2] >= 0] = decode(*place.shard.read(place)).to(dtype)
+            out[row, parts[2] >= 0] = decode(*self.shards[key].read(key)).to(dtype)
         moved = out.to(target.device, non_blocking=True)
         return Features(moved[:, :, :-1].flatten(2), moved[:, :, -1])

@@ -41,8 +41,7 @@ def fill(arguments: Sequence[str]) -> int:
         source, tokenizer = open_source(settings.filled_by, recipe, run.accelerator, run.tracker.say)
         head = make_head(recipe.head, source.target, torch.zeros(source.target.vocab_size, dtype=torch.int64))
         reader = open_reader(recipe.data, tokenizer, run)
-        folder, answering = run.folder.path, run.tracker.answering
-        mixture, _ = load_data(recipe.data, recipe.train.seed, head, source.target, reader, folder, answering)
+        mixture, _ = load_data(recipe.data, recipe.train.seed, head, source.target, reader, run.folder.path)
         source.check(mixture, head.aux_layer_ids)
         try:
             fill_folder(settings, source, mixture, head.aux_layer_ids, recipe.train.batch_size, run)
@@ -114,8 +113,8 @@ def begin_folder(folder: Path, about: dict[str, Any]) -> set[bytes] | None:
     check_folder(folder, "features.folder")
     manifest, begun = read_manifest(folder), folder / "filling.json"
     if manifest is not None:
-        check_same(folder, manifest["about"], about)
-        if all((folder / name).is_file() for name in manifest["shards"]):
+        check_same(folder, manifest.about, about)
+        if all((folder / name).is_file() for name in manifest.shards):
             return None
         (folder / "manifest.json").unlink()
     if begun.is_file():

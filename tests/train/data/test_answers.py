@@ -21,7 +21,7 @@ from tests.chats import reader_of
 from train.data.answer_store import AnswerStore
 from train.data.answers import Answering
 from train.data.corpus import open_entry
-from train.data.loading import Data, describe_cut, read_answering, read_source
+from train.data.loading import Data, describe_cut, read_answering
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -84,7 +84,7 @@ def make(target: FrozenTarget, tmp_path: Path) -> Make:
         regenerate = {"prompts": 20, "prompt_tokens": 64, "new_tokens": 6, "batch_size": 3, **settings}
         data = Data.model_validate({"sources": [{"kind": "chat", "path": str(path)}], "regenerate": regenerate})
         reader = reader_of(load_tokenizer(target.name), said)
-        found = read_answering(data, 0, target, reader, lambda *_: None)
+        found = read_answering(data, 0, target, reader)
         return replace(found, open_engine=Noting)
 
     return make
@@ -203,7 +203,7 @@ def test_prompts_come_from_every_source_by_weight(
     def read(count: int) -> list[list[int]]:
         regenerate = {"prompts": count, "prompt_tokens": 12, "new_tokens": 16}
         data = Data.model_validate({"sources": sources, "regenerate": regenerate})
-        answering = read_answering(data, 0, target, reader_of(tokenizer), lambda *_: None)
+        answering = read_answering(data, 0, target, reader_of(tokenizer))
         firsts = [ids for entry in answering.first_prompts for ids in open_entry(entry)]
         assert [dialogue.prompt for dialogue in answering.dialogues()] == [first.ids.tolist() for first in firsts]
         return [first.ids.tolist() for first in firsts]
@@ -213,11 +213,3 @@ def test_prompts_come_from_every_source_by_weight(
     assert sum(str(tokenizer.decode(prompt)).startswith("<s><|user|>say") for prompt in prompts) == 12
     with pytest.raises(UserError, match=r"chats.jsonl gives 20 prompts of at most 12 tokens, expected 30"):
         read(40)
-
-
-def test_a_file_whose_every_label_is_masked_is_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 3)
-    data = Data.model_validate({"sources": [{"kind": "chat", "path": str(chats)}]})
-    with pytest.raises(UserError, match=r"chats.jsonl: 3 of 3 records are left out: 3 without an answer"):
-        read_source(data.sources[0], "data.sources.0", reader_of(load_tokenizer(str(tiny_target_dir))))

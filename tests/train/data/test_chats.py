@@ -16,7 +16,8 @@ from eval.benchmark.records import RecordError, read_messages, read_tools
 from eval.benchmark.templates import with_arguments
 from heads.errors import UserError
 from tests.chats import bracketed, encode_chat
-from train.data.chats import encode_conversations, encode_prompt, encode_text, encode_turn_by_turn, read_conversation
+from train.data.chats import encode_conversations, encode_text, encode_turn_by_turn, read_conversation
+from train.data.dialogues import Dialogue, answer_by_answer
 from train.data.templates import ChatTemplate
 
 CHATML = (
@@ -57,6 +58,11 @@ def marked(
 ) -> list[str]:
     """Each document's text with its labels in brackets."""
     return bracketed(tokenizer, encode_chat(tokenizer, messages, chat_template=template))
+
+
+def first_prompt(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any = None) -> list[int] | None:
+    """The tokens that are put to the target first."""
+    return Dialogue(answer_by_answer(template, messages, place="f:1", tools=tools, most=100)).prompt
 
 
 def test_all_answers_of_a_conversation_are_labels(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -149,7 +155,7 @@ def test_the_last_answer_alone(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def test_arguments_reach_the_template_and_others_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     template = CHATML.replace("<|assistant|>\n", "<|assistant|>\n{% if calm is defined and calm %}so {% endif %}")
-    prompt = encode_prompt(ChatTemplate(tokenizer, template, {"calm": True}), TALK[1:3], place="f:1")
+    prompt = first_prompt(ChatTemplate(tokenizer, template, {"calm": True}), TALK[1:3])
     assert prompt is not None and str(tokenizer.decode(prompt)).endswith("<|assistant|>\nso ")
     near = r"^data\.template\.clam: the chat template reads no .* did you mean 'calm'"
     for own in (template, "{% generation %}" + template + "{% endgeneration %}"):
@@ -243,7 +249,7 @@ def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase
     for given in ([{"name": "look"}], '[{"name": "look"}]'):
         found = read_tools(("f:1", {"tools": given}))
         template = ChatTemplate(tokenizer, CALLING.replace("CALLS", ""))
-        prompt = encode_prompt(template, TALK[1:3], place="f:1", tools=found)
+        prompt = first_prompt(template, TALK[1:3], found)
         assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
     for given in ([], None, "", "null"):
         assert read_tools(("f:1", {"tools": given})) is None
@@ -257,19 +263,11 @@ def test_an_answer_to_nothing_is_refused(turns: list[dict[str, Any]], tokenizer:
     with pytest.raises(RecordError, match="f:1: begins with an answer"):
         encode_chat(tokenizer, turns, place="f:1")
     with pytest.raises(RecordError, match="f:1: begins with an answer"):
-        encode_prompt(ChatTemplate(tokenizer), turns, place="f:1")
+        first_prompt(ChatTemplate(tokenizer), turns)
 
 
 def test_a_conversation_without_answer_has_no_document(tokenizer: PreTrainedTokenizerBase) -> None:
     assert encode_chat(tokenizer, TALK[:2]) == []
-    assert encode_prompt(ChatTemplate(tokenizer), TALK[:2], place="f:1") is None
-
-
-def test_the_prompt_is_what_stands_before_the_last_answer(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompt = encode_prompt(ChatTemplate(tokenizer), TALK, place="f:1")
-    assert prompt is not None and tokenizer.decode(prompt) == (
-        "<s><|system|>be kind<|user|>hi<|assistant|>the sea</s><|user|>and<|assistant|>"
-    )
 
 
 def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -115,6 +115,8 @@ def test_calls_of_tools_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> 
     chat = [CHAT[0], CALL, {"role": "tool", "content": "3"}, CHAT[1]]
     prompts, _ = converse(tokenizer, ["so</s>"], chat, template)
     assert prompts == ["<|user|>one<|assistant|>f</s><|tool|>3<|assistant|>"]
+    prompts, _ = converse(tokenizer, ["so</s>"], chat[:3], template, last_only=True, calls=True)
+    assert prompts == ["<|user|>one<|assistant|>"]
 
 
 def test_a_record_without_an_answer_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:

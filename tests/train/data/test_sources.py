@@ -102,9 +102,9 @@ def test_prompts_are_read_past_odd_records(
     data = Data.model_validate({"sources": sources, "context_length": 64, "regenerate": regenerate})
     target, said = load_target(str(tiny_target_dir)), list[str]()
     path.write_text(json.dumps([ODD["no turns"], *[GOOD] * 30]))
-    answering = read_answering(data, 0, target, reader_of(tokenizer, said), lambda *_: None)
+    answering = read_answering(data, 0, target, reader_of(tokenizer, said))
     assert len(list(answering.dialogues())) == 4
     assert len(said) == 2 and "1 of 5 records are left out" in said[1]
     path.write_text(json.dumps([ODD["no turns"], GOOD]))
     with pytest.raises(UserError, match=r"1 of 2 records are left out"):
-        read_answering(data, 0, target, reader_of(tokenizer), lambda *_: None)
+        read_answering(data, 0, target, reader_of(tokenizer))
