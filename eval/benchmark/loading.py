@@ -173,7 +173,7 @@ def choose_prompts(
     prompts = []
     for suite in split_prompts(settings.prompts):
         if not suite:
-            raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, commas between")
+            raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, separated by commas")
         prompts += load_prompts(
             suite,
             tokenizer,
