@@ -212,8 +212,10 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
     try:
         try:
             status = act()
-        except SystemExit as ended:  # argparse's, behind --help
-            status = int(ended.code or 0)
+        except SystemExit as ended:
+            if isinstance(ended.__context__, BrokenPipeError):  # rich's, which has put /dev/null in the output's place
+                return UNREAD
+            status = int(ended.code or 0)  # argparse's, behind --help
         print(end="", flush=True)  # at its own end the interpreter would only complain
         return status
     except UserError as error:
