@@ -26,11 +26,13 @@ TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = Parser("Measure draft heads: tau, speed, and whether every token is the target's.")
+    parser = Parser("Measure draft heads: tau and speed, and compare every token with plain decoding.")
     add_head_options(parser, several=True)
-    parser.add_argument("--head", metavar="HEAD", help="the head, as a sweep's agent names it")
+    parser.add_argument("--head", metavar="HEAD", help="the head, as wandb's sweep agent passes it")
     add_measure_options(parser)
-    parser.add_argument("--roofline", action="store_true", help="time every part of a round beside its floor")
+    parser.add_argument(
+        "--roofline", action="store_true", help="compare the time of every part of a round with its lower bound"
+    )
     options = parser.parse_args([hyphenated(word) for word in (sys.argv[1:] if arguments is None else arguments)])
     if bool(options.heads) == bool(options.head):
         parser.error("expected a head, or several")

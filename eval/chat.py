@@ -17,14 +17,18 @@ from eval.command import Parser, add_head_options, count, draft_tree, exit_statu
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = Parser("Write with a draft head: answers are streamed, accepted draft tokens in colour.")
+    parser = Parser("Generate with a draft head. Answers are streamed, with accepted draft tokens in colour.")
     add_head_options(parser)
     add = parser.add_argument
-    add("--prompt", help="answer this and end; without it, prompts are read line by line")
-    add("--tree", type=draft_tree, help="the draft: chain:5, tree:5x8x24, static:3.2.1, head; chain:5 by default, or 3")
+    add("--prompt", help="answer this prompt and exit; without it, each line of the input is a prompt")
+    add(
+        "--tree",
+        type=draft_tree,
+        help="draft: chain:5, tree:5x8x24, static:3.2.1 or head; default: chain:5, or chain:3",
+    )
     add("--temperature", type=temperature, default="0", help="0 is greedy")
-    add("--seed", type=seed, default=0, help="of the sampling; each further answer takes the next one")
-    add("--max-new-tokens", type=count, default=256, help="of each answer")
+    add("--seed", type=seed, default=0, help="seed of the sampling; each further answer adds 1")
+    add("--max-new-tokens", type=count, default=256, help="most new tokens of each answer")
     return parser.parse_args(arguments)
 
 

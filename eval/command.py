@@ -81,7 +81,7 @@ def temperatures(text: str) -> tuple[float, ...]:
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers with commas between, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, got {text!r}") from None
     with _shown():
         return tuple(Sampling(temperature).temperature for temperature in found)
 
@@ -119,7 +119,7 @@ def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[Tree
 
 
 def template_arguments(text: str) -> dict[str, bool | int | float | str]:
-    """Parse NAME=VALUE, commas between. Values are JSON's true, false and numbers; everything else is text."""
+    """Parse NAME=VALUE, separated by commas. Values are JSON's true, false and numbers; everything else is text."""
     arguments = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
@@ -145,20 +145,20 @@ def _shown() -> Iterator[None]:
 def add_target_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for loading a target."""
     parser.add_argument(
-        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="to compute in"
+        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="number type to compute in"
     )
-    parser.add_argument("--device", help="cuda where there is one, else cpu")
-    parser.add_argument("--backend", default=AUTO, choices=[AUTO, *BACKENDS], help="the code that decodes")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    parser.add_argument("--device", help="such as cuda or cpu; default: cuda if there is a GPU, else cpu")
+    parser.add_argument("--backend", default=AUTO, choices=[AUTO, *BACKENDS], help="implementation of the decoding")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
     parser.add_argument(
-        "--quantize", choices=["none", "int8"], help="the target's layers; by default as the head was trained"
+        "--quantize", choices=["none", "int8"], help="quantise the target's layers; default: as in the head's training"
     )
     parser.add_argument(
         "--template",
         type=template_arguments,
         metavar="NAME=VALUE",
-        help="arguments of the target's chat template, commas between, such as enable_thinking=false; by default those "
-        "that the head was trained with, '' for none",
+        help="arguments of the target's chat template, separated by commas, such as enable_thinking=false; '' for "
+        "none; default: those that the head was trained with",
     )
 
 
@@ -171,7 +171,7 @@ def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) 
         parser.add_argument("heads", nargs="*", metavar="head", help=HEAD_HELP)
     else:
         parser.add_argument("head", help=HEAD_HELP)
-    parser.add_argument("--target", help="the target's path; by default the one the (first) head was trained for")
+    parser.add_argument("--target", help="folder or hub id of the target; default: that of the (first) head")
     add_target_options(parser)
 
 
@@ -212,8 +212,10 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
     try:
         try:
             status = act()
-        except SystemExit as ended:  # argparse's, behind --help
-            status = int(ended.code or 0)
+        except SystemExit as ended:
+            if isinstance(ended.__context__, BrokenPipeError):  # rich's, which has put /dev/null in the output's place
+                return UNREAD
+            status = int(ended.code or 0)  # argparse's, behind --help
         print(end="", flush=True)  # at its own end the interpreter would only complain
         return status
     except UserError as error:

@@ -14,11 +14,11 @@ from eval.command import Parser, exit_status
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = Parser("Render a results.json anew: report.html, plots/ and README.md.")
+    parser = Parser("Render report.html, plots/ and README.md from a results.json again.")
     parser.add_argument(
         "results",
         type=Path,
-        help="a results.json; or a run directory or a folder of measurements, of which the newest is rendered",
+        help="a results.json, or a run directory or folder of measurements, whose newest results are rendered",
     )
     return parser.parse_args(arguments)
 

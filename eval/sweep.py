@@ -21,13 +21,20 @@ from eval.command import Parser, count, exit_status, seed
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = Parser("Measure a head in many settings: a wandb sweep file over eval/bench.py, without a server too.")
+    parser = Parser(
+        "Measure a head in many settings: run a wandb sweep file for eval/bench.py, with or without a wandb server."
+    )
     add = parser.add_argument
     add("sweep", type=Path, help="a sweep file, such as recipes/sweeps/quickstart-drafts.yaml")
-    add("--out", type=Path, help="where the results go; runs/sweep-NAME by default")
-    add("--count", type=count, help="settings at most; run_cap of the file by default")
-    add("--seed", type=seed, default=0, help="by which method random draws settings")
-    add("--wandb", choices=["off", "offline", "online"], default="off", help="online: the server chooses the settings")
+    add("--out", type=Path, help="folder for the results; default: runs/sweep-NAME")
+    add("--count", type=count, help="most settings to measure; default: run_cap of the file")
+    add("--seed", type=seed, default=0, help="seed with which method random draws settings")
+    add(
+        "--wandb",
+        choices=["off", "offline", "online"],
+        default="off",
+        help="online: a wandb server chooses the settings",
+    )
     return parser.parse_args(arguments)
 
 

@@ -27,7 +27,7 @@ class DFlashSettings(DraftBlockSettings):
     """`labels`: cross-entropy on the text. Or a divergence between the distributions of target and draft: `kl`,
     `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
     causal: bool = False
-    """A row sees none of the rows behind it (JetSpec)."""
+    """Rows see no later rows of their block (JetSpec)."""
 
 
 @dataclass(frozen=True, kw_only=True)

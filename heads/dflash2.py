@@ -39,9 +39,9 @@ class DFlash2Settings(DFlashSettings):
     conv_kernel_size: int = 2
     """Rows that a convolution looks at: a row's own and those before it in its block."""
     conv_group_size: int = 16
-    """Channels whose coefficients follow the state alike; a divisor of the target's width."""
+    """Channels that share a coefficient, which depends on the state; a divisor of the target's width."""
     selector_rank: int = 256
-    """Rank of what the token before adds to the logits of the candidates."""
+    """Rank of the matrix from the token before to what it adds to the candidates' logits."""
     selector_top_k: int = 16
     """Candidates of each row; no node of a tree has more children."""
     selector_weight: float = 1.0

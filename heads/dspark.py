@@ -40,13 +40,13 @@ class DSparkSettings(DraftBlockSettings):
     """Settings of the head in a recipe."""
 
     block_size: int = 7
-    """Rows of a block, the root's with them, and tokens that are drafted. It is best drafted with as many as it was
-    trained with."""
+    """Rows of a block, the root's included, and tokens that are drafted. Draft with as many as in training for the best
+    tau."""
     markov_rank: int = 256
     """Rank of the matrix from the token before to the logits of the next."""
     markov_head_type: str = VANILLA
-    """Things beside the token before that the Markov head reads: `vanilla`, none; `gated`, the row's state; `rnn`, the
-    states and tokens of all rows before, too. Engines read `vanilla` alone."""
+    """Inputs of the Markov head beside the token before: `vanilla`, none; `gated`, the row's state; `rnn`, also the
+    states and tokens of all rows before. Engines read only `vanilla`."""
     ce_weight: float = 0.1
     """Factor of the cross-entropy of labels in the loss."""
     kl_weight: float = 0.0

@@ -51,9 +51,9 @@ class StartSettings:
     """The setting of heads whose first weights may be made from the target's features."""
 
     initial_weights: str = COPYING
-    """Weights before training. `target`: the head hands on the target's highest auxiliary hidden state and reads it
-    out as the target would. `copying`: besides, its first attention finds what followed the same token before.
-    `random`: PyTorch's, as other trainers begin."""
+    """Weights before training. `target`: the head passes on the target's highest auxiliary hidden state and decodes it
+    as the target would. `copying`: also, its first attention finds the token that followed earlier occurrences of the
+    newest one. `random`: PyTorch's, as in other trainers."""
 
     def check_start(self) -> None:
         """UserError for a name that is none of them."""

@@ -49,8 +49,8 @@ class MtpSettings(StartSettings, BlockSettings):
     """Settings of the head in a recipe. Native modules begin as they are, whatever `initial_weights` says."""
 
     draft_vocab_size: int | None = None
-    """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. Null:
-    the target's whole vocabulary; engines read no part of it."""
+    """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. Null: the
+    target's whole vocabulary, the only one that engines read."""
     native: bool = False
     """Start from the modules that the target's checkpoint holds. They bring their own shape with them."""
     layout: str | None = None

@@ -78,7 +78,7 @@ def stitch(head: str, target: str, out: Path, *, trust_remote_code: bool = False
     model = load_target(target, trust_remote_code=trust_remote_code)
     found = open_any(head, model)
     if not isinstance(found, Mtp):
-        raise UserError(f"{head}: only modules of multi-token prediction are part of a checkpoint; export it otherwise")
+        raise UserError(f"{head}: only modules of multi-token prediction are part of a checkpoint; name an mtp head")
     modules = fitting_modules(found, head, checkpoint, model.config)
     del model
     return write_stitched(checkpoint, modules, out)

@@ -19,9 +19,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = Parser("Compare every token with plain decoding's.")
     add_head_options(parser)
     add = parser.add_argument
-    add("--tree", dest="trees", type=trees, default="chain:5,tree:5x8x32", help="drafts, commas between")
-    add("--temperature", dest="temperatures", type=temperatures, default="0,1", help="commas between")
-    add("--batch-size", dest="batch_sizes", type=counts, default="1,8", help="commas between")
+    add("--tree", dest="trees", type=trees, default="chain:5,tree:5x8x32", help="drafts, separated by commas")
+    add("--temperature", dest="temperatures", type=temperatures, default="0,1", help="separated by commas")
+    add("--batch-size", dest="batch_sizes", type=counts, default="1,8", help="separated by commas")
     add_prompt_options(parser, num_prompts=100, max_prompt_tokens=512, max_new_tokens=128)
     return parser.parse_args(arguments)
 

@@ -18,7 +18,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = Parser("Plain decoding here against transformers generate.")
     parser.add_argument("target", help="a folder or a hub id")
     add_target_options(parser)
-    parser.add_argument("--repeats", type=count, default=3, help="how often each decodes each prompt")
+    parser.add_argument("--repeats", type=count, default=3, help="times that each decodes each prompt")
     add_prompt_options(parser, num_prompts=16, max_prompt_tokens=512, max_new_tokens=128)
     return parser.parse_args(arguments)
 

@@ -20,9 +20,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = Parser("Compare the acceptance rules for a head: tokens emitted a round.")
     add_head_options(parser)
     add = parser.add_argument
-    add("--tree", dest="trees", type=trees, default="chain:5,static:3.2.1,tree:5x4x16", help="drafts, commas between")
+    add(
+        "--tree",
+        dest="trees",
+        type=trees,
+        default="chain:5,static:3.2.1,tree:5x4x16",
+        help="drafts, separated by commas",
+    )
     add("--temperature", type=float, default=1.0)
-    add("--seeds", type=count, default=4, help="texts sampled of each prompt")
+    add("--seeds", type=count, default=4, help="texts sampled from each prompt")
     add("--batch-size", type=count, default=8, help="texts decoded together; tau does not depend on it")
     add_prompt_options(parser, num_prompts=64, max_prompt_tokens=96, max_new_tokens=64)
     return parser.parse_args(arguments)

@@ -23,15 +23,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = Parser("Grow a small target, and its head, into the shape of a big model.")
     add: Any = parser.add_argument
     add("target", help="a folder or hub id of a Llama-architecture model")
-    add("out", type=Path, help="the folder to make")
-    add("--heads", nargs="+", default=[], help="heads of it, to be grown too, each into OUT/NAME: run directories")
-    add("--shape", choices=sorted(SHAPES), help="whose shape; single sizes can be named beside it or without it")
+    add("out", type=Path, help="folder to create")
+    add("--heads", nargs="+", default=[], help="run directories of its heads, each grown into OUT/NAME")
+    add("--shape", choices=sorted(SHAPES), help="shape to grow to; sizes such as --hidden-size override or replace it")
     for field in fields(ModelShape):
         add(f"--{field.name.replace('_', '-')}", type=count, help=argparse.SUPPRESS)
     add("--head-intermediate-size", type=count, help="the head's, by default the grown target's")
     add("--draft-vocab-size", type=count, help="an EAGLE-3 head's, by default its own")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="to store and check it in")
-    add("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="number type to store and check it in")
+    add("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
     return parser.parse_args(arguments)
 
 

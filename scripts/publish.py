@@ -38,15 +38,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = Parser("Publish a run's head with its model card on the Hugging Face Hub.")
     add = parser.add_argument
     add("run", type=Path, help="a run directory, or the head's folder in it")
-    add("repo_id", type=hub_id, help="OWNER/NAME; made if it is not there")
-    add("--results", type=Path, metavar="FOLDER", help="the measurement for the card; the newest of the run by default")
-    add("--private", action="store_true", help="where the repository is made, make it private")
-    add("--revision", metavar="BRANCH", help="commit to a branch, made if it is not there; main by default")
-    add("--license", type=license_name, help="for the card, as the Hub names it: apache-2.0; by default the target's")
-    add("--base-model", type=hub_id, help="the target on the Hub, where the head was trained on a copy in a folder")
+    add("repo_id", type=hub_id, help="OWNER/NAME; created if it does not exist")
+    add("--results", type=Path, metavar="FOLDER", help="measurement for the model card; default: the run's newest")
+    add("--private", action="store_true", help="if the repository is created, create it as private")
+    add("--revision", metavar="BRANCH", help="branch to commit to, created if it does not exist; default: main")
+    add("--license", type=license_name, help="for the model card, such as apache-2.0; default: the target's")
+    add("--base-model", type=hub_id, help="the target's Hub id, if the head was trained on a local copy")
     add("--unmeasured", action="store_true", help="publish a head that was never measured; its card says so")
-    add("--unserved", action="store_true", help="publish a head that no engine serves, or that one misreads")
-    add("--dry-run", action="store_true", help="list the files and print the card; no network")
+    add("--unserved", action="store_true", help="publish a head even if no engine serves it or one misreads it")
+    add("--dry-run", action="store_true", help="list the files and print the model card, without network access")
     return parser.parse_args(arguments)
 
 

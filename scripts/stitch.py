@@ -20,10 +20,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """The command line."""
     parser = Parser("Put the modules of an MTP head into a copy of its target's checkpoint.")
     add = parser.add_argument
-    add("head", help="a run directory, a head's folder or a hub id, of kind mtp")
-    add("target", help="the folder of the checkpoint")
-    add("out", type=Path, help="the folder to make")
-    add("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    add("head", help="run directory, folder or hub id of a head of kind mtp")
+    add("target", help="folder of the target's checkpoint")
+    add("out", type=Path, help="folder to create")
+    add("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
     return parser.parse_args(arguments)
 
 

@@ -168,6 +168,39 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
         assert fault in refused(lambda: measure("run", "--target", "other"))
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "fault"),
+    [
+        ("generation_config.json", b"{", "other/generation_config.json: cannot be read (Expecting property name"),
+        ("generation_config.json", b"\xff", "other/generation_config.json: cannot be read ('utf-8' codec"),
+        (
+            "generation_config.json",
+            b"[]",
+            "other/generation_config.json: expected a JSON object, got list; replace it, or",
+        ),
+        ("tokenizer_config.json", b"{", "replace its tokenizer files"),
+        ("tokenizer.json", b"{", "replace its tokenizer files"),
+    ],
+)
+def test_a_target_s_small_files_are_read_or_refused(
+    name: str, data: bytes, fault: str, here: Path, tiny_target_dir: Path, refused: Any
+) -> None:
+    """Without generation_config.json, which transformers ignores if it is damaged, texts would end elsewhere."""
+    shutil.copytree(tiny_target_dir, here / "other")
+    (here / "other" / name).write_bytes(data)
+    assert fault in refused(lambda: measure("run", "--target", "other"))
+
+
+def test_a_target_that_was_moved_can_be_named(here: Path, tiny_target_dir: Path, refused: Any) -> None:
+    file = here / "run/head/config.json"
+    config = json.loads(file.read_text())
+    config["draftsmith"]["target"]["name"] = "moved/from/here"
+    file.write_text(json.dumps(config))
+    fault = "moved/from/here: no such folder; run/head names it as its target: give another copy with --target"
+    assert fault in refused(lambda: measure("run"))
+    assert measure("run", "--target", str(tiny_target_dir)) == 0
+
+
 def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_dir: Path, refused: Any) -> None:
     """bfloat16 keeps the small weights that float16 cuts off."""
     shutil.copytree(tiny_target_dir, here / "faint")
@@ -189,7 +222,7 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
         (["--seed", "-1"], "--seed: expected at least 0, got -1"),
         (["--tree", "chain"], "--tree: tree 'chain'"),
         (["--tree", "none"], "--tree: expected trees that draft something"),
-        (["--temperature", "warm"], "--temperature: expected numbers with commas between"),
+        (["--temperature", "warm"], "--temperature: expected numbers separated by commas"),
         (["--temperature", "-1"], "--temperature: temperature: expected 0 (greedy) or"),
         (["--temperature", "1", "--top-p", "2"], "top_p: expected a share"),
         (["--top-k", "5"], "--top-k: has no effect at --temperature 0"),
@@ -202,7 +235,7 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
         (["--max-prompt-tokens", "2"], "prompts.jsonl:1: the prompt has"),
         (["--prompts", "no.jsonl"], "no.jsonl: no such file, and no suite of that name"),
         (["--out", "prompts.jsonl/x"], "--out prompts.jsonl/x: expected a folder"),
-        (["--prompts", "prompts.jsonl,"], "--prompts 'prompts.jsonl,': expected suites or files, commas between"),
+        (["--prompts", "prompts.jsonl,"], "--prompts 'prompts.jsonl,': expected suites or files, separated by commas"),
         (["--max-new-tokens", "1"], "prompts: every output ended with its first token"),
         (["--max-new-tokens", "1", "--tree", "auto"], "--tree auto: every output of the 2 prompts tried ended with"),
     ],

@@ -66,6 +66,31 @@ def test_output_that_nobody_reads_ends_a_command_quietly(entry: str, unbuffered:
     assert (done.returncode, done.stderr) == (0 if swallowed else 141, "")
 
 
+TABLE = """
+from rich.console import Console
+from eval.command import exit_status
+
+def show() -> int:
+    for _ in range(9999):
+        Console().print("a row of a table")
+    return 0
+
+raise SystemExit(exit_status(show))
+"""
+
+
+def test_a_table_that_nobody_reads_ends_a_command_quietly() -> None:
+    """`rich` would end it with status 1, which says that an output was not the target's own."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", TABLE], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=write,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.slow
 def test_a_launch_by_the_configuration_that_comes_with_it_says_nothing_itself() -> None:
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file"]

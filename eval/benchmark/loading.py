@@ -23,6 +23,7 @@ from heads.published import is_published, open_any
 from heads.registry import build_untrained, untrained_kind
 from heads.target.encoder_decoder import give_template
 from heads.target.frozen import FrozenTarget, Place, load_target, load_tokenizer
+from heads.target.hub import MODEL, is_here, repo_and_revision
 
 
 class Opened(NamedTuple):
@@ -55,6 +56,8 @@ def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget
     path = options.target or record["name"]
     if not isinstance(path, str):
         raise UserError(f"{folder}: does not say which target it was trained for; give --target")
+    if not options.target and not is_here(path) and not MODEL.fullmatch(repo_and_revision(path)[0]):
+        raise UserError(f"{path}: no such folder; {folder} names it as its target: give another copy with --target")
     target, tokenizer = open_target(path, options, quantize=record.get("quantize"), template=record.get("template"))
     adapt_target(head, target)
     return target, tokenizer
@@ -173,7 +176,7 @@ def choose_prompts(
     prompts = []
     for suite in split_prompts(settings.prompts):
         if not suite:
-            raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, commas between")
+            raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, separated by commas")
         prompts += load_prompts(
             suite,
             tokenizer,

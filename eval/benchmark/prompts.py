@@ -114,7 +114,7 @@ def load_prompts(
 
 
 def split_prompts(text: str) -> list[str]:
-    """The suites and files that a text names, commas between. The name of a file that exists may itself hold commas."""
+    """The suites and files that a text names, separated by commas. An existing file may have commas in its name."""
     parts, found = text.split(","), []
     while parts:
         joined = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]

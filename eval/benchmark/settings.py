@@ -22,7 +22,7 @@ class BenchSettings:
     """Settings of a measurement, all of which go into results.json."""
 
     prompts: str = HELD_OUT_SUITE
-    """Suites or files, commas between."""
+    """Suites or files, separated by commas."""
     num_prompts: int | None = None
     """Number of prompts of each suite; None: the whole suite, or 64 held-out modules."""
     max_prompt_tokens: int | None = None
@@ -91,39 +91,45 @@ def add_measure_options(parser: Parser) -> None:
     known = BenchSettings()
     add = parser.add_argument
     suites = ", ".join([HELD_OUT_SUITE, *HUB_SUITES])
-    add("--prompts", default=known.prompts, help=f"suites or files, commas between: {suites}")
-    add("--num-prompts", type=count, help="of each suite, evenly spread; all by default (64 held-out modules)")
-    add("--max-prompt-tokens", type=count, help="longer prompts are an error; what the context leaves by default")
-    add("--skip-long", action="store_true", help="leave longer prompts out instead")
+    add("--prompts", default=known.prompts, help=f"suites or files, separated by commas: {suites}")
+    add("--num-prompts", type=count, help="prompts of each suite, evenly spread; default: all (64 of python-heldout)")
+    add("--max-prompt-tokens", type=count, help="a longer prompt is an error; default: as the context allows")
+    add("--skip-long", action="store_true", help="skip prompts over --max-prompt-tokens instead")
     add(
         "--tree",
         dest="trees",
         type=trees,
-        help=f"drafts to measure, commas between: chain:5,tree:5x8x24,static:3.2.1; {HEAD_TREE} is the head's own "
-        f"static tree, {AUTO} looks for the fastest; chain:5 by default, of several heads chain:5,chain:3,{HEAD_TREE}",
+        help=f"drafts to measure, separated by commas: chain:5,tree:5x8x24,static:3.2.1; {HEAD_TREE}: the head's own "
+        f"static tree; {AUTO}: search for the fastest; default: chain:5, for several heads chain:5,chain:3,{HEAD_TREE}",
     )
-    add("--temperature", dest="temperatures", type=temperatures, default="0", help="0 is greedy; commas between")
+    add(
+        "--temperature",
+        dest="temperatures",
+        type=temperatures,
+        default="0",
+        help="0 is greedy; separate several with commas",
+    )
     add(
         "--rule",
         default=known.rule,
         choices=RULES,
-        help="by which drafts are accepted; under all but match sampled text is the target's in distribution",
+        help="acceptance rule; ratio and block keep the distribution of sampled text, match every token",
     )
-    add("--adaptive", action="store_true", help="shorten drafts, or leave them out, while that is faster")
-    add("--strict", action="store_true", help="in bfloat16 on a GPU: no near-ties of trees either, by slower attention")
-    add("--top-k", type=int, default=known.top_k, help="0 keeps all")
-    add("--top-p", type=float, default=known.top_p, help="1 keeps all")
-    add("--min-p", type=float, default=known.min_p, help="0 keeps all")
-    add("--max-new-tokens", type=count, default=known.max_new_tokens, help="of each prompt")
+    add("--adaptive", action="store_true", help="shorten or skip drafts while that is faster")
+    add("--strict", action="store_true", help="in 16 bits on a GPU: allow no near-ties of trees; slower attention")
+    add("--top-k", type=int, default=known.top_k, help="sample from this many likeliest tokens; 0: all")
+    add("--top-p", type=float, default=known.top_p, help="sample from the likeliest tokens up to this sum; 1: all")
+    add("--min-p", type=float, default=known.min_p, help="least probability, relative to the likeliest; 0: all")
+    add("--max-new-tokens", type=count, default=known.max_new_tokens, help="most new tokens of each prompt")
     add("--batch-size", type=count, default=known.batch_size, help="prompts decoded together")
-    add("--repeats", type=count, default=known.repeats, help="how often each setting decodes each prompt")
-    add("--seed", type=seed, default=known.seed, help="of the sampling and of the choice of held-out prompts")
+    add("--repeats", type=count, default=known.repeats, help="times that each setting decodes each prompt")
+    add("--seed", type=seed, default=known.seed, help="seed of the sampling and of the held-out prompts")
     add(
         "--out",
         type=Path,
-        help="the folder of the results, whose earlier ones are replaced; by default a new one for every measurement, "
-        "named for the time and the settings, in bench/ of the head's run or below runs/: eval/report.py RUN and "
-        "scripts/publish.py RUN take the newest of a run, the one that ended its training included",
+        help="folder for the results; earlier results in it are replaced; default: a new folder, named after the time "
+        "and the settings, in bench/ of the head's run or under runs/; eval/report.py RUN and scripts/publish.py RUN "
+        "take the newest results of a run, including those from the end of its training",
     )
 
 
@@ -144,8 +150,8 @@ def add_prompt_options(parser: Parser, *, num_prompts: int, max_prompt_tokens: i
     """Add the options of the prompts, their lengths, and the record. The numbers are defaults."""
     add = parser.add_argument
     add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
-    add("--num-prompts", type=count, default=num_prompts, help="evenly spread")
-    add("--max-prompt-tokens", type=count, default=max_prompt_tokens, help="longer prompts are left out")
-    add("--max-new-tokens", type=count, default=max_new_tokens, help="of every prompt")
-    add("--seed", type=seed, default=0, help="of the sampling and of the choice of held-out prompts")
-    add("--out", type=Path, help="a JSON file for the record")
+    add("--num-prompts", type=count, default=num_prompts, help="prompts, evenly spread over the suite")
+    add("--max-prompt-tokens", type=count, default=max_prompt_tokens, help="longer prompts are skipped")
+    add("--max-new-tokens", type=count, default=max_new_tokens, help="most new tokens of each prompt")
+    add("--seed", type=seed, default=0, help="seed of the sampling and of the held-out prompts")
+    add("--out", type=Path, help="JSON file to write the record to")

@@ -1,6 +1,7 @@
 """A conversation with a target that a head drafts for: answers shown while they are decoded."""
 
 import argparse
+import io
 import signal
 import sys
 import time
@@ -141,6 +142,10 @@ class Conversation:
     def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Output:
         """Show the answer to a prompt while it is decoded, and its figures; `is_asked_to_stop`: asked after each round.
         UserError where the target has no room for it."""
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UserError("the prompt: expected UTF-8 text, got bytes of another encoding; convert it") from None
         talks = self.tokenizer.chat_template is not None
         messages = [*self.messages, {"role": "user", "content": prompt}] if talks else [{"content": prompt}]
         _, ids = render(messages, self.tokenizer)
@@ -213,6 +218,8 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 def chat(options: argparse.Namespace) -> int:
     """Load what the command line names, and answer: the exit status."""
+    if options.prompt is None:
+        open_input()
     opened = open_head(options)
     shapes = draft_shapes([options.tree] if options.tree else DEFAULT_TREES, opened.head)
     fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
@@ -235,6 +242,14 @@ def chat(options: argparse.Namespace) -> int:
             print_line(f"error: {error}")
             conversation.messages.clear()
     return 0
+
+
+def open_input() -> None:
+    """Let bytes of standard input that are not UTF-8 pass, to be refused with their line. UserError if it is closed."""
+    if sys.stdin is None:
+        raise UserError("standard input is closed, and prompts are read from it; name one with --prompt")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def read_prompt(name: str) -> str | None:

@@ -18,31 +18,31 @@ class DraftBlockSettings(RotarySettings, StartSettings, BlockSettings):
     """The settings that heads of this form share in a recipe."""
 
     block_size: int = 8
-    """Rows of a block, the root's with them. It is best drafted with as many as it was trained with."""
+    """Rows of a block, the root's included. Draft with as many as in training for the best tau."""
     num_layers: int = 5
     """Decoder layers."""
     sliding_window: int | None = None
-    """Positions that a row of a sliding layer sees, its own included; none of the rows behind it. Null: no layer
-    slides."""
+    """Positions that a row of a sliding layer sees, its own included; it sees no later rows. Null: no layer slides."""
     layer_types: tuple[str, ...] | None = None
-    """Each layer's attention, `full_attention` or `sliding_attention`. Null: with a window all layers slide but the
-    last."""
+    """Each layer's attention, `full_attention` or `sliding_attention`. Null: with a window, all layers but the last
+    slide."""
     aux_layer_ids: tuple[int, ...] | None = None
     """Auxiliary hidden states to read, each named by the layer it enters, ascending. Null: one for each layer of the
     head, spread from layer 2 to layer n - 2 of a target of n layers; n/2 + 1 for a head of one."""
     mask_token_id: int | None = None
-    """Token whose embedding stands for those not drafted yet; the data may not have it. Null: an id that the target's
-    tokenizer does not use."""
+    """Token whose embedding stands for those not drafted yet; the data must not contain it. Null: an id that the
+    target's tokenizer does not use."""
     num_anchors: int = 512
-    """Most blocks of a row of training data; where they begin is drawn anew in each step."""
+    """Most blocks of a row of training data; their positions are drawn again in each step."""
     gamma: float = 4.0
     """The k-th draft token, from 0, has the weight exp(-k / gamma) in the loss: 4 for blocks of 7 or 8, 7 for 16."""
     weights: str = EXPONENTIAL
     """Weights of the rows of a block: `exponential`, by gamma, or `d_pace`, by how many drafts get so far."""
     initial_weights: str = COPYING
     """Weights before training. `target`: the context is the target's highest auxiliary hidden state, and the head's own
-    states are read out as the target's. `copying`: the first draft is what followed the root before, the others are the
-    frequencies of tokens; a head of one layer begins as with `target`. `random`: PyTorch's, as other trainers begin."""
+    states are read out as the target's. `copying`: the first draft token is the one that followed the root before, the
+    others come from token frequencies; a head of one layer begins as with `target`. `random`: PyTorch's, as other
+    trainers begin."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ may see, and sliding windows follow from positions, so that draft trees need no 
 """
 
 import hashlib
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ from heads.tree import TreeShape, is_chain
 
 FINGERPRINT_SAMPLES = 512
 """Number of weights read of each parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
+MEND_GENERATION = "replace it, or delete it to end texts by config.json alone"
 
 
 @dataclass(frozen=True)
@@ -318,6 +321,7 @@ def load_target(
     auxiliary hidden states and replaceable masks.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
+    _check_generation_config(path)
     what = "no causal language model with safetensors weights can be loaded"
     stored = config.get_text_config().dtype
     widens = place is not None and dtype is not None and stored is not None and stored.itemsize < dtype.itemsize
@@ -368,6 +372,20 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
         raise _fault(path, "no model that can be read", error, "mend its config.json, or name another") from error
 
 
+def _check_generation_config(path: str) -> None:
+    """UserError if the folder's generation_config.json is damaged: transformers would ignore it, and the tokens that
+    end a text with it."""
+    file = Path(path) / "generation_config.json"
+    if not is_here(path) or not os.path.lexists(file):
+        return
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({first_line(error)}); {MEND_GENERATION}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: expected a JSON object, got {type(found).__name__}; {MEND_GENERATION}")
+
+
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the target. UserError if there is none."""
     repo, revision = repo_and_revision(path)
@@ -376,7 +394,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
             repo, revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # the tokenizer backends raise bare Exception, TypeError and OSError alike
-        remedy = "put tokenizer.json beside config.json"
+        is_there = is_here(path) and (Path(path) / "tokenizer.json").is_file()
+        remedy = "replace its tokenizer files" if is_there else "put tokenizer.json beside config.json"
         raise _fault(path, "no tokenizer that can be loaded", error, remedy) from error
     return tokenizer
 

@@ -145,15 +145,26 @@ def test_one_prompt_from_the_command_line(tiny_target_dir: Path, capsys: pytest.
 
 
 def test_lines_are_answered_one_by_one_until_the_input_ends(tiny_target_dir: Path) -> None:
-    """One that is too long among them, and an empty one."""
+    """One that is too long among them, an empty one, and one in Latin-1."""
     words = ["eval/chat.py", "lookup:2", "--target", str(tiny_target_dir), "--max-new-tokens", "5"]
     given: dict[str, Any] = {
-        "input": "one\n\n" + "x " * 900 + "\ntwo\n",
+        "input": b"one\n\n" + b"x " * 900 + b"\ncaf\xe9\ntwo\n",
         "env": {**os.environ, "PYTHONPATH": str(ROOT)},
     }
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, **given)
-    _, *said = done.stderr.splitlines()  # the first says what decodes
-    assert done.returncode == 0 and [line.split()[0] for line in said] == ["5", "error:", "5"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, **given)
+    _, *said = done.stderr.decode().splitlines()  # the first says what decodes
+    assert done.returncode == 0 and [line.split()[0] for line in said] == ["5", "error:", "error:", "5"], said
+    assert "expected UTF-8 text" in said[2]
+
+
+def test_closed_input_is_refused(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert call(["lookup:2", "--target", tiny_target_dir]) == 2
+    assert capsys.readouterr().err == (
+        "error: standard input is closed, and prompts are read from it; name one with --prompt\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,15 @@ Check = Callable[[Sequence[int], Sequence[int]], str | None]
 
 
 class Server(Settings):
-    """A server that answers by OpenAI's protocol, with token ids: vLLM or SGLang. A key, if it wants one, is read from
-    the environment, DRAFTSMITH_SERVER_KEY."""
+    """A server that answers by OpenAI's protocol, with token ids: vLLM or SGLang. An API key is read from the
+    environment variable DRAFTSMITH_SERVER_KEY."""
 
     url: Url
     """Its address, such as `http://localhost:8000`."""
     model: Name | None = None
     """Name of the target there. Null: `target.path`."""
     in_flight: Count = 64
-    """Prompts that are with the server at a time, over all processes."""
+    """Prompts sent to the server at a time, over all processes."""
 
 
 def _body(path: str, model: str, request: "Request", eos_token_ids: Sequence[int]) -> dict[str, Any]:

@@ -162,9 +162,9 @@ class ChatSource(RecordSource):
     chat_template: str | None = None
     """File with a Jinja chat template, used in place of the tokenizer's own."""
     answers: Literal["all", "last"] = "all"
-    """`last` trains on the last answer of each conversation alone. It saves tokens under a chat template that rewrites
-    earlier turns, which gives every answer a document of its own. `data.regenerate` then asks for the last alone, on
-    the turns as they are recorded."""
+    """`last` trains only on the last answer of each conversation. This saves tokens under a chat template that rewrites
+    earlier turns, which gives every answer a document of its own. `data.regenerate` then generates only the last
+    answer, after the turns as they are recorded."""
     max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the
     chat template. Above it, training does not begin."""
