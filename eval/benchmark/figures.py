@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark import metrics
-from eval.benchmark.measure import Comparison, Timing, Variant, check_decoded, trace
+from eval.benchmark.measure import Comparison, Timing, Variant, check_decoded
 from eval.benchmark.prompts import spread
 from eval.benchmark.results import Results, finite
 from eval.runtime.engine import PHASES, Output
@@ -195,8 +195,7 @@ def figures(
     if comparison.in_distribution:
         exact = in_distribution_record(len(indices), len(indices), identical, wrong)
     outputs = [variant.outputs[0][i] for i in indices]
-    traces = [trace(output, len(comparison.prompts[i].ids)) for i, output in zip(indices, outputs, strict=True)]
-    depth, tau = variant.shape.depth, metrics.tau(traces)
+    depth, tau = variant.shape.depth, metrics.tau(outputs)
     plain, drafted = ([who.unit_seconds(unit) for unit in units] for who in (comparison.plain, variant))
     tokens, made = ([comparison.tokens(unit, who) for unit in units] for who in (comparison.plain, variant))
     timings = variant.timings_of(units)
@@ -224,10 +223,10 @@ def figures(
         "temperature": comparison.requests[0].sampling.temperature,
         "rule": variant.engine.options.rule,
         "exact": {**exact, **near_ties},
-        "tau": {"mean": tau, "ci95": metrics.tau_interval(traces)},
-        "tau_by_position": metrics.tau_by_position(traces),
-        "alpha": metrics.acceptance_by_depth(traces, depth),
-        "accepted_histogram": metrics.accepted_histogram(traces, depth),
+        "tau": {"mean": tau, "ci95": metrics.tau_interval(outputs)},
+        "tau_by_position": metrics.tau_by_position(outputs),
+        "alpha": metrics.acceptance_by_depth(outputs, depth),
+        "accepted_histogram": metrics.accepted_histogram(outputs, depth),
         "baseline": {
             "tokens_per_second": metrics.tokens_per_second(tokens, plain),
             "ms_per_token": 1e3 * sum(plain) / max(sum(tokens), 1),
@@ -315,7 +314,7 @@ def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedToken
             "prompt": prompt.text,
             "output": tokenizer.decode(output.tokens),
             "rounds": output.rounds,
-            "tau": finite(metrics.tau([trace(output)])),
+            "tau": finite(metrics.tau([output])),
             "pieces": pieces(output, tokenizer),
         }
         for prompt, output in ((comparison.prompts[i], variant.outputs[0][i]) for i in chosen)

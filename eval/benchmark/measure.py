@@ -14,7 +14,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eval.benchmark.metrics import Trace, token_seconds
+from eval.benchmark.metrics import token_seconds
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
 from eval.runtime.engine import PHASES, Engine, EngineOptions, Output, Request
@@ -211,11 +211,6 @@ def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list
         {phase: spent[phase] / max(count, 1) for phase in PHASES} | {"plain": plain}
         for spent, count in zip(seconds[1:], rounds[1:], strict=True)
     ]
-
-
-def trace(output: Output, start: int = 0) -> Trace:
-    """Return the trace of one output for the metrics, after `start` tokens of a prompt."""
-    return Trace(len(output.tokens) - 1, tuple(output.accepted), tuple(output.reached), start)
 
 
 def check_decoded(outputs: Iterable[Output], suite: str) -> None:

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from eval.benchmark.auto import can_draft
 from eval.benchmark.loading import Opened, open_head, prompt_room
-from eval.benchmark.measure import trace
 from eval.benchmark.metrics import tau
 from eval.benchmark.prompts import render
 from eval.benchmark.records import Message
@@ -168,8 +167,8 @@ class Conversation:
         if talks:
             text = str(self.tokenizer.decode(output.tokens, skip_special_tokens=True))
             self.messages = [*messages, {"role": "assistant", "content": text}]
-        speed = trace(output).emitted / max(engine.timings.decode_seconds, 1e-9)
-        figures = f"{figures_line(len(output.tokens), tau([trace(output)]))}, {number(speed, 1)} tokens/s"
+        speed = output.decoded / max(engine.timings.decode_seconds, 1e-9)
+        figures = f"{figures_line(len(output.tokens), tau([output]))}, {number(speed, 1)} tokens/s"
         if self.console is None:
             print_line(figures)
         else:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from eval.benchmark.measure import trace
 from eval.benchmark.metrics import tau
 from eval.benchmark.roofline import copy_bandwidth, fill_batch, roofline, round_seconds
 from eval.commands.generate_run import run_generate
@@ -175,7 +174,7 @@ def compare(engine: Engine, requests: list[Request]) -> Found:
     return {
         "prompts": len(requests),
         "identical": len(requests) - len(differ),
-        "tau": tau([trace(output) for output in ours]),
+        "tau": tau(ours),
         "audited": len(audited),
         "flips": len(flips),
         "flips_beyond_near_ties": sum(not flip.is_near_tie for flip in flips),
@@ -216,7 +215,7 @@ def drafting(bench: Bench, found: Found) -> None:
         for warm in (reference, engine):
             warm.generate(requests[:1])
         seconds, (_, outputs) = decode_seconds((reference, engine), requests)
-        mean, length = tau([trace(output) for output in outputs]), bench.sizes.prompt + bench.sizes.new // 2
+        mean, length = tau(outputs), bench.sizes.prompt + bench.sizes.new // 2
         record = roofline(engine, reference, length=length, tau=mean, bandwidth=bench.bandwidth)
         draft = next(part for part in record["round"] if part["part"] == "draft")
         speedup = seconds[0] / seconds[1]

@@ -30,7 +30,7 @@ from tests.mutations import damage_bytes, mutate
 
 
 def output(tokens: list[int], accepted: list[int]) -> Output:
-    return Output(tokens, "length", len(accepted), accepted, accepted)
+    return Output(tokens, "length", accepted, accepted)
 
 
 def test_pieces_know_their_round_and_who_made_them(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
