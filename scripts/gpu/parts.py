@@ -24,7 +24,6 @@ from heads.backends.triton.products import COLD
 from heads.backends.triton.timing import device_seconds
 from heads.tree import parse_shape
 from scripts.gpu.draft_steps import draft_parts
-from scripts.gpu.idle import measure_idle
 from scripts.gpu.kernels import ROWS, kernel_parts
 from scripts.gpu.models import LARGEST_DRAFT_VOCAB, Models, code_requests, draft_for_assisted, grow_models, small_models
 from scripts.grown.shapes import ModelShape
@@ -197,15 +196,6 @@ def plain(bench: Bench, found: Found) -> None:
         found["verify_over_one"][nodes] = 1e6 * round_seconds(pinned, bench.sizes.context) / record["plain_us"]
 
 
-def idle(bench: Bench, found: Found) -> None:
-    """Measure the time in which the device is idle, inside rounds and between them."""
-    for tree in ("none", *bench.sizes.trees):
-        engine = bench.engine(bench.grown, tree)
-        fill_batch(engine, bench.sizes.prompt)
-        found[tree] = measure_idle(engine, bench.sizes.prompt)
-        bench.note()
-
-
 def drafting(bench: Bench, found: Found) -> None:
     """Rounds at the big shape: where their time goes, and the speedup in whole texts."""
     requests = bench.requests(bench.sizes.timed_prompts, bench.sizes.new)
@@ -308,7 +298,7 @@ def scaling(bench: Bench, found: Found) -> None:
 GROUPS: dict[str, tuple[Part, ...]] = {
     "checks": (checks,),
     "identity": (identity,),
-    "rounds": (plain, drafting, idle, useless_head, scaling),
+    "rounds": (plain, drafting, useless_head, scaling),
     "kernels": (kernels, draft_steps),
     "library": (ours, *map(library, WAYS)),
 }
