@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark import metrics
-from eval.benchmark.measure import Comparison, Timing, Variant, check_decoded
+from eval.benchmark.measure import Comparison, Variant, check_decoded
 from eval.benchmark.prompts import spread
-from eval.benchmark.results import Results, finite
+from eval.benchmark.results import Results
 from eval.runtime.engine import PHASES, Output
 from eval.runtime.identity import Flip, find_flips, pinned_engine
 from eval.runtime.request import Detokenizer
@@ -189,11 +189,9 @@ def figures(
     """Return the figures of one setting over some of the units (all of them, or a suite's)."""
     indices = [i for unit in units for i in comparison.units[unit]]
     chosen = {(comparison.prompts[i].suite, comparison.prompts[i].id) for i in indices}
-    wrong, near_ties = split_near_ties([d for d in divergences if (d["suite"], d["prompt"]) in chosen])
-    identical = len(indices) - len({(d["suite"], d["prompt"]) for d in wrong})
-    exact: Results = {"prompts": len(indices), "identical": identical, "divergences": wrong}
-    if comparison.in_distribution:
-        exact = in_distribution_record(len(indices), len(indices), identical, wrong)
+    own = [d for d in divergences if (d["suite"], d["prompt"]) in chosen]
+    identical = len(indices) - len({(d["suite"], d["prompt"]) for d in own if not d.get("near_tie")})
+    exact = exactness(len(indices), len(indices), identical, own, in_distribution=comparison.in_distribution)
     outputs = [variant.outputs[0][i] for i in indices]
     depth, tau = variant.shape.depth, metrics.tau(outputs)
     plain, drafted = ([who.unit_seconds(unit) for unit in units] for who in (comparison.plain, variant))
@@ -222,7 +220,7 @@ def figures(
         "nodes": variant.shape.nodes,
         "temperature": comparison.requests[0].sampling.temperature,
         "rule": variant.engine.options.rule,
-        "exact": {**exact, **near_ties},
+        "exact": exact,
         "tau": {"mean": tau, "ci95": metrics.tau_interval(outputs)},
         "tau_by_position": metrics.tau_by_position(outputs),
         "alpha": metrics.acceptance_by_depth(outputs, depth),
@@ -230,12 +228,12 @@ def figures(
         "baseline": {
             "tokens_per_second": metrics.tokens_per_second(tokens, plain),
             "ms_per_token": 1e3 * sum(plain) / max(sum(tokens), 1),
-            "token_ms": token_percentiles(comparison.plain.timings_of(units)),
+            "token_ms": metrics.token_percentiles(comparison.token_seconds(units, comparison.plain)),
         },
         "speculative": {
             "tokens_per_second": metrics.tokens_per_second(made, drafted),
             "ms_per_round": 1e3 * sum(drafted) / max(sum(timing.rounds for timing in timings), 1),
-            "token_ms": token_percentiles(timings),
+            "token_ms": metrics.token_percentiles(comparison.token_seconds(units, variant)),
             "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
             "plain_step_ms": 1e3 * phases["plain"],
         },
@@ -247,16 +245,18 @@ def figures(
     }
 
 
-def token_percentiles(timings: Sequence[Timing]) -> dict[str, float]:
-    """The spread of the time between tokens."""
-    return metrics.token_percentiles([seconds for timing in timings for seconds in timing.token_seconds])
-
-
-def split_near_ties(divergences: Sequence[Divergence]) -> tuple[list[Divergence], Results]:
-    """Split divergences into faults, and a record with the near-ties, if there are any, under `near_ties`."""
+def exactness(
+    prompts: int, compared: int, identical: int, divergences: Sequence[Divergence], *, in_distribution: bool
+) -> Results:
+    """The record `exact`: near-ties apart from faults, and where sampled texts are other draws of the target's
+    distribution, under `greedy` the texts of temperature 0, which alone are compared."""
     wrong = [d for d in divergences if not d.get("near_tie")]
     near = [d for d in divergences if d.get("near_tie")]
-    return wrong, {"near_ties": near} if near else {}
+    record: Results = {"prompts": prompts, "identical": identical, "divergences": wrong}
+    if in_distribution:
+        greedy = {"prompts": compared, "identical": identical}
+        record |= {"kind": "distribution", "identical": None, "greedy": greedy}
+    return {**record, "near_ties": near} if near else record
 
 
 def by_suite(comparison: Comparison, variant: Variant, divergences: Sequence[Divergence]) -> dict[str, Results]:
@@ -281,27 +281,18 @@ def headline(measurements: Sequence[Results]) -> int:
 def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[Divergence]) -> Results:
     """The audit over every setting measured; plain decoding must repeat itself too."""
     prompts = sum(m["exact"]["prompts"] for m in measurements)
-    divergences = [*unrepeatable, *(d for m in measurements for d in m["exact"]["divergences"])]
+    found = [d for m in measurements for key in ("divergences", "near_ties") for d in m["exact"].get(key, ())]
     compared = [m["exact"].get("greedy", m["exact"]) for m in measurements]
     identical = sum(exact["identical"] for exact in compared) - len(unrepeatable)
-    record: Results = {"prompts": prompts, "identical": identical, "divergences": divergences}
-    if any("kind" in m["exact"] for m in measurements):
-        record = in_distribution_record(prompts, sum(exact["prompts"] for exact in compared), identical, divergences)
-    near = [d for m in measurements for d in m["exact"].get("near_ties", [])]
-    return {**record, "near_ties": near} if near else record
+    in_distribution = any("kind" in m["exact"] for m in measurements)
+    whole = sum(exact["prompts"] for exact in compared)
+    return exactness(prompts, whole, identical, [*unrepeatable, *found], in_distribution=in_distribution)
 
 
 def withhold_speed(measurements: Sequence[Results]) -> None:
     """Remove every speedup, because the audit failed."""
     for measurement in measurements:
         measurement["speedup"] = None
-
-
-def in_distribution_record(prompts: int, compared: int, identical: int, divergences: list[Divergence]) -> Results:
-    """`exact` where sampled texts are other draws of the target's distribution: no text is compared but those of
-    temperature 0, under `greedy`."""
-    greedy = {"prompts": compared, "identical": identical}
-    return {"kind": "distribution", "prompts": prompts, "identical": None, "greedy": greedy, "divergences": divergences}
 
 
 def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
@@ -314,7 +305,7 @@ def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedToken
             "prompt": prompt.text,
             "output": tokenizer.decode(output.tokens),
             "rounds": output.rounds,
-            "tau": finite(metrics.tau([output])),
+            "tau": metrics.tau([output]),
             "pieces": pieces(output, tokenizer),
         }
         for prompt, output in ((comparison.prompts[i], variant.outputs[0][i]) for i in chosen)

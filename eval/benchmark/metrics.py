@@ -137,10 +137,12 @@ def predicted_speedup(tau: float, *, plain_seconds: float, round_seconds: float)
     return tau * _ratio(plain_seconds, round_seconds)
 
 
-def token_seconds(emitted: Sequence[int], rounds: Sequence[float]) -> list[float]:
+def token_seconds(output: Output, rounds: Sequence[float]) -> list[float]:
     """The time between tokens: of each token after the first, its round's seconds shared among the tokens that the
-    round emitted. Rounds that accept little are the slow tokens that a mean hides."""
-    return [seconds / count for count, seconds in zip(emitted, rounds, strict=True) for _ in range(count)]
+    round emitted. Rounds that accept little are the slow tokens that a mean hides. `rounds`: seconds of each round of
+    the batch."""
+    own = rounds[output.first_round :][: output.rounds]
+    return [seconds / count for count, seconds in zip(output.emitted(), own, strict=True) for _ in range(count)]
 
 
 def token_percentiles(seconds: Sequence[float]) -> dict[str, float]:

@@ -183,8 +183,6 @@ class Controller:
     """Candidates: drafts that differ in depth, the deepest first, plain decoding last."""
     rounds: list[int] = field(default_factory=list)
     """Rounds so far, by candidate."""
-    switches: int = 0
-    """Number of changes of the candidate."""
 
     def __post_init__(self) -> None:
         assert self.shapes[-1].nodes == 1 and all(shape.nodes > 1 for shape in self.shapes[:-1]), self.shapes
@@ -309,7 +307,6 @@ class Controller:
         # The estimate is old, but that of the current one was known a moment ago.
         self.costs[candidate].rounds = WINDOW if candidate == self.current else OLD_ROUNDS
         self.measured = False
-        self.switches += 1
 
     def speed(self, candidate: int) -> float:
         """Return the estimated tokens per second of each row."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.figures import find_divergences, first_difference, near_tie, split_near_ties, top_two_margin
+from eval.benchmark.figures import exactness, find_divergences, first_difference, near_tie, top_two_margin
 from eval.benchmark.measure import Comparison, compare, split_units
 from eval.benchmark.metrics import tau
 from eval.benchmark.prompts import Prompt
@@ -92,6 +92,6 @@ def test_units_hold_one_suite_and_category_each() -> None:
 def test_in_narrow_numbers_near_ties_of_trees_are_no_errors(gap: float, may_tie: bool, tied: bool) -> None:
     """Chains, and trees that are strict, must repeat their reference without exception."""
     found = {"prompt": "2", **near_tie([Flip(3, 5, 6, gap, 0.125)], may_tie=may_tie)}
-    wrong, rest = split_near_ties([found])
-    assert (wrong, rest) == (([], {"near_ties": [found]}) if tied else ([found], {}))
+    exact = exactness(1, 1, int(tied), [found], in_distribution=False)
+    assert (exact["divergences"], exact.get("near_ties")) == (([], [found]) if tied else ([found], None))
     assert not near_tie([], may_tie=True)["near_tie"], "a text that differs without a flip is no near-tie"

@@ -27,8 +27,8 @@ from eval.benchmark.metrics import (
 from eval.runtime.request import Output
 
 
-def made(emitted: int, accepted: Sequence[int], reached: Sequence[int], start: int = 0) -> Output:
-    return Output([0] * (1 + emitted), "length", list(accepted), list(reached), start)
+def made(emitted: int, accepted: Sequence[int], reached: Sequence[int], **rest: int) -> Output:
+    return Output([0] * (1 + emitted), "length", list(accepted), list(reached), **rest)
 
 
 WHOLE = made(emitted=7, accepted=(3, 0, 1), reached=(3, 1, 2))  # 3+1, 0+1, 1+1 tokens
@@ -45,7 +45,7 @@ def test_tau_pools_tokens_and_rounds_and_counts_the_bonus_token() -> None:
 def test_tau_by_position_puts_each_round_where_its_root_stands() -> None:
     near = made(emitted=7, accepted=(3, 0, 1), reached=(3, 1, 2), start=123)  # roots at 123, 127, 128
     far = made(emitted=5, accepted=(2, 2), reached=(3, 2), start=255)  # roots at 255, 258; the last bonus cut off
-    bins = tau_by_position([near, made(0, (), (), 5), far])
+    bins = tau_by_position([near, made(0, (), (), start=5), far])
     assert [(b["from"], b["to"], b["mean"], b["rounds"]) for b in bins] == [
         (0, 128, 5 / 2, 2),
         (128, 256, (2 + 3) / 2, 2),
@@ -133,7 +133,7 @@ def test_what_is_no_loop() -> None:
 
 
 def test_a_rounds_time_is_shared_among_its_tokens() -> None:
-    seconds = token_seconds([3, 1, 2], [0.3, 0.2, 0.1])
+    seconds = token_seconds(made(6, [2, 0, 2], [3, 1, 2], first_round=1), [9.0, 0.3, 0.2, 0.1, 9.0])
     assert seconds == pytest.approx([0.1, 0.1, 0.1, 0.2, 0.05, 0.05])
     assert sum(seconds) == pytest.approx(0.6), "no time is lost or counted twice"
     spread = token_percentiles([0.001 * n for n in range(1, 102)])

@@ -58,7 +58,7 @@ def measurement(tree: str, temperature: float, speed: float | None) -> dict[str,
 
 def test_near_ties_are_given_of_wherever_identity_is() -> None:
     without, tied = measurement("chain:3", 0, 1.2), measurement("tree:3x2x6", 0, 1.3)
-    tied["exact"]["near_ties"] = [{"prompt": "1"}]
+    tied["exact"]["near_ties"] = [{"prompt": "1", "near_tie": True}]
     results = {"exact": pooled_exactness([without, tied], []), "measurements": [without, tied], "target": {}}
     line = "output identical to plain decoding: 4 of 4 prompts (2 prompts x 2 settings), 1 of them but for near-ties"
     assert audit_line(results) == line and is_exact(results)
