@@ -50,43 +50,40 @@ class Judged:
         self.unrepeatable += other.unrepeatable
 
 
-def judge(result: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> Judged:
+def judge(result: Comparison, tokenizer: PreTrainedTokenizerBase) -> Judged:
     """Every variant's figures, audited. UserError where no output is longer than what the prefill gives."""
     suites = ", ".join(sorted({prompt.suite for prompt in result.prompts}))
     check_decoded(result.plain.outputs[0].values(), suites)
-    judged = Judged(unrepeatable=find_divergences(result, result.plain, target, tokenizer))
-    for variant, divergences in zip(result.drafting, audit(result, target, tokenizer), strict=True):
+    judged = Judged(unrepeatable=find_divergences(result, result.plain, tokenizer))
+    for variant, divergences in zip(result.drafting, audit(result, tokenizer), strict=True):
         judged.measurements.append(figures(result, variant, divergences, range(len(result.units))))
         judged.suites.append(by_suite(result, variant, divergences))
         judged.samples.append(samples(result, variant, tokenizer))
     return judged
 
 
-def audit(comparison: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> list[list[Divergence]]:
+def audit(comparison: Comparison, tokenizer: PreTrainedTokenizerBase) -> list[list[Divergence]]:
     """Return for each of `comparison.drafting` the places where it is not exact, by `find_divergences`."""
     if not comparison.in_distribution:
-        return [find_differences(comparison, variant, target, tokenizer) for variant in comparison.drafting]
+        return [find_differences(comparison, variant, tokenizer) for variant in comparison.drafting]
     greedy = at_temperature_zero(comparison)
     return [
-        find_differences(greedy, again, target, tokenizer)
-        + find_divergences(comparison, variant, target, tokenizer, reference=variant)
+        find_differences(greedy, again, tokenizer) + find_divergences(comparison, variant, tokenizer, reference=variant)
         for variant, again in zip(comparison.drafting, greedy.drafting, strict=True)
     ]
 
 
-def find_differences(
-    comparison: Comparison, variant: Variant, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
-) -> list[Divergence]:
+def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Divergence]:
     """Find the places where a variant's tokens are not plain decoding's; in narrow numbers on a GPU, those of plain
     decoding through steps of as many nodes. A text of a tree that differs in near-ties alone is marked `near_tie`
     (`eval.runtime.identity`)."""
-    if not is_narrow(target):
-        return find_divergences(comparison, variant, target, tokenizer)
+    if not is_narrow(variant.engine.target):
+        return find_divergences(comparison, variant, tokenizer)
     pinned = pinned_engine(variant.engine)
     reference = Variant(pinned)
     for unit, indices in enumerate(comparison.units):
         reference.run(unit, indices, comparison.requests, 0)
-    found = find_divergences(comparison, variant, target, tokenizer, reference=reference)
+    found = find_divergences(comparison, variant, tokenizer, reference=reference)
     by_id = {(prompt.suite, prompt.id): i for i, prompt in enumerate(comparison.prompts)}
     for divergence in found:
         i = by_id[divergence["suite"], divergence["prompt"]]
@@ -115,7 +112,6 @@ def at_temperature_zero(comparison: Comparison) -> Comparison:
 def find_divergences(
     comparison: Comparison,
     variant: Variant,
-    target: FrozenTarget,
     tokenizer: PreTrainedTokenizerBase,
     reference: Variant | None = None,
 ) -> list[Divergence]:
@@ -132,6 +128,7 @@ def find_divergences(
                 continue
             pair = [tokens[position] if position < len(tokens) else None for tokens in (expected, outputs[i].tokens)]
             texts = [None if token is None else tokenizer.decode([token]) for token in pair]
+            before = [*prompt.ids, *expected[:position]]
             found.append(
                 {
                     "suite": prompt.suite,
@@ -145,7 +142,7 @@ def find_divergences(
                     "token": pair[1],
                     "plain_text": texts[0],
                     "text": texts[1],
-                    "top_two_margin": top_two_margin(target, [*prompt.ids, *expected[:position]], sampling),
+                    "top_two_margin": top_two_margin(variant.engine.target, before, sampling),
                 }
             )
             break

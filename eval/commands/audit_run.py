@@ -69,7 +69,7 @@ def audit_temperature(
             continue  # the reference itself
         started = time.perf_counter()
         variant = decode(shape, batch_size)
-        divergences = find_divergences(comparison, variant, opened.target, opened.tokenizer)
+        divergences = find_divergences(comparison, variant, opened.tokenizer)
         outputs = list(variant.outputs[0].values())
         row = {
             "tree": "plain" if shape is ROOT_ONLY else str(shape),

@@ -134,7 +134,7 @@ def measure(
                 bar.remove_task(task)
             while pairs := [(n, shape) for n, shapes in enumerate(trees) for shape in shapes]:
                 drafts = [(heads[n], shape) for n, shape in pairs]
-                fresh = judge(compare(target, drafts, prompts, temperature, settings, bar), target, tokenizer)
+                fresh = judge(compare(target, drafts, prompts, temperature, settings, bar), tokenizer)
                 judged.add(fresh)
                 owners += [n for n, _ in pairs]
                 for n, search in enumerate(searches):
