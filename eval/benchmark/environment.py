@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -143,10 +144,8 @@ def versions() -> dict[str, str]:
     """Python, the packages that numbers depend on, and this project's commit where it runs from a clone."""
     found = {"python": sys.version.split()[0]}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found | {"draftsmith": commit()}
 
 
