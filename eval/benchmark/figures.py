@@ -162,18 +162,14 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling) -> float:
     """Return the margin of the token after `ids`: the gap between the two best scores that the choice compares. At
     temperature 0 the scores are log-probabilities, else processed log-probabilities plus the position's noise."""
-    T = len(ids)
-    tokens = torch.tensor([ids], device=target.device)  # (1, T)
-    positions = torch.arange(T, device=target.device)
-    visible = (positions <= positions[:, None])[None]
-    features = target.features(tokens, positions=positions[None], visible=visible, key_positions=positions[None])
-    logits = target.shared.lm_head(features.hidden[:, -1:])  # (1, 1, V)
+    hidden = target.alone(torch.tensor([ids], device=target.device))
+    logits = target.shared.lm_head(hidden[:, -1:])  # (1, 1, V)
     if sampling.temperature == 0:
         scores = logits.log_softmax(dim=-1)
     else:
         rows = RowSampling(1, target.device)
         rows.set_row(0, sampling)
-        position = torch.full((1, 1), T, device=target.device)
+        position = torch.full((1, 1), len(ids), device=target.device)
         token_ids = torch.arange(logits.shape[-1], device=target.device)
         scores = rows.log_distribution(logits) + gumbel(rows.seed, position, token_ids)
     best = scores.flatten().topk(2).values
