@@ -1,7 +1,7 @@
 """The models that a GPU is measured with: the quickstart's target, and the same grown to a big model's shape."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,6 @@ def grow_models(models: Models, shape: ModelShape, device: torch.device, draft_v
     target = FrozenTarget(untyped.to(device), "grown quickstart")
     target.context_length = LONGEST
     return Models(target, large.to(device), models.head_name)
-
-
-def draft_for_assisted(models: Models, grown: FrozenTarget) -> Any:
-    """The small target over the grown one's vocabulary, for the library's assisted generation."""
-    small = shape_of(models.target.config)
-    wider = small.hidden_size + 32 * small.num_attention_heads  # the library wants a multiple of the heads
-    shape: ModelShape = replace(small, hidden_size=wider, vocab_size=grown.vocab_size)
-    drafted: Any = grow_llama(copy.deepcopy(models.target.model), shape)
-    return drafted.to(grown.device)
 
 
 def code_requests(count: int, tokens: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:

@@ -5,7 +5,6 @@ Whatever part fails, the others are still run: see scripts/gpu_suite.py.
 
 import copy
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +16,6 @@ import torch
 
 from eval.benchmark.metrics import tau
 from eval.benchmark.roofline import copy_bandwidth, fill_batch, roofline, round_seconds
-from eval.commands.generate_run import run_generate
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
 from heads.backends.triton.products import COLD
@@ -25,17 +23,10 @@ from heads.backends.triton.timing import device_seconds
 from heads.tree import parse_shape
 from scripts.gpu.draft_steps import draft_parts
 from scripts.gpu.kernels import ROWS, kernel_parts
-from scripts.gpu.models import LARGEST_DRAFT_VOCAB, Models, code_requests, draft_for_assisted, grow_models, small_models
+from scripts.gpu.models import LARGEST_DRAFT_VOCAB, Models, code_requests, grow_models, small_models
 from scripts.grown.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
-WAYS: dict[str, dict[str, Any]] = {
-    "generate, eager": {},
-    "assisted generation": {},
-    "prompt lookup": {"prompt_lookup_num_tokens": 5},
-    "generate, static cache, compiled": {"cache_implementation": "static"},  # compiles for a minute, so it comes last
-}
-"""The library's own ways of decoding, by the arguments of `generate`."""
 Found = dict[str, Any]
 Part = Callable[["Bench", Found], None]
 """Record of a part, written at once, so that a part that breaks leaves what it had."""
@@ -247,35 +238,6 @@ def decode_seconds(engines: Sequence[Engine], requests: list[Request]) -> tuple[
     return seconds, outputs
 
 
-def ours(bench: Bench, found: Found) -> None:
-    """Tokens a second at the big shape, prefill included, as the library's ways are measured."""
-    requests = bench.requests(4, bench.sizes.new)
-    for tree in ("none", *bench.sizes.trees):
-        engine = bench.engine(bench.grown, tree)
-        engine.generate(requests[:1])
-        started = time.perf_counter()
-        engine.generate(requests[1:])
-        found[tree] = bench.sizes.new * (len(requests) - 1) / (time.perf_counter() - started)
-
-
-def library(way: str) -> Part:
-    """One of the library's ways, tokens a second on the same prompts; the first warms up and does not count."""
-
-    def part(bench: Bench, found: Found) -> None:
-        options = dict(WAYS[way])
-        if way == "assisted generation":
-            options["assistant_model"] = draft_for_assisted(bench.small, bench.grown.target)
-        new, requests = bench.sizes.new, bench.requests(4, bench.sizes.new)
-        for i, request in enumerate(requests):
-            if i == 1:
-                started = time.perf_counter()
-            run_generate(bench.grown.target, request.prompt, new, min_new_tokens=new, **options)
-        found["tokens_per_second"] = new * (len(requests) - 1) / (time.perf_counter() - started)
-
-    part.__name__ = way
-    return part
-
-
 def scaling(bench: Bench, found: Found) -> None:
     """Seconds of a plain step and of a round against batch and context: tau times the first over the second is the
     speedup."""
@@ -300,6 +262,5 @@ GROUPS: dict[str, tuple[Part, ...]] = {
     "identity": (identity,),
     "rounds": (plain, drafting, useless_head, scaling),
     "kernels": (kernels, draft_steps),
-    "library": (ours, *map(library, WAYS)),
 }
 """Parts that share a process: a fault of the device ends one group alone. What matters most comes first."""

@@ -74,7 +74,6 @@ def interpreted_bench() -> Iterator[parts.Bench]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_A_CPU)
-@pytest.mark.filterwarnings("ignore")  # the library's, of its own ways
 def test_a_part_runs_through(name: str, small: parts.Bench) -> None:
     found: dict[str, Any] = {}
     suite.run_part(PARTS[name], small, found)
