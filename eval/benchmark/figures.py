@@ -10,6 +10,7 @@ temperature 0, must give plain decoding's tokens, and every repeat the same toke
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -152,10 +153,7 @@ def find_divergences(
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the first position at which two token sequences differ, the shorter one's end included; None if they are
     equal."""
-    for position, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return position
-    return None if len(one) == len(other) else min(len(one), len(other))
+    return next((position for position, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
 @torch.no_grad()

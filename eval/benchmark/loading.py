@@ -42,13 +42,9 @@ def open_head(options: argparse.Namespace) -> Opened:
 def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Load the target of a head: as it was trained for, its adapter taken in, where the command line says no other.
     UserError where neither names it."""
-    if untrained_kind(head):
+    if untrained_kind(head) or is_published(head):
         if not options.target:
-            raise UserError(f"{head}: drafts for any target; give --target")
-        return open_target(options.target, options)
-    if is_published(head):
-        if not options.target:
-            raise UserError(f"{head}: a head of another project's, which does not name its target; give --target")
+            raise UserError(f"{head}: does not name its target; give --target")
         return open_target(options.target, options)
     folder = find_head(head)
     record = read_config(folder)["target"]
