@@ -3,7 +3,6 @@
 Whatever part fails, the others are still run: see scripts/gpu_suite.py.
 """
 
-import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +13,20 @@ from typing import Any
 
 import torch
 
+from eval.benchmark.measure import make_requests
 from eval.benchmark.metrics import tau
+from eval.benchmark.prompts import held_out_prompts
 from eval.benchmark.roofline import copy_bandwidth, fill_batch, roofline, round_seconds
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
+from eval.runtime.sampling import Sampling
 from heads.backends.triton.products import COLD
 from heads.backends.triton.timing import device_seconds
+from heads.target.frozen import load_tokenizer
 from heads.tree import parse_shape
 from scripts.gpu.draft_steps import draft_parts
 from scripts.gpu.kernels import ROWS, kernel_parts
-from scripts.gpu.models import LARGEST_DRAFT_VOCAB, Models, code_requests, grow_models, small_models
+from scripts.gpu.models import LARGEST_DRAFT_VOCAB, TARGET, Models, grow_models, small_models
 from scripts.grown.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +91,9 @@ class Bench:
         return grow_models(self.small, self.shape, self.device, self.sizes.draft_vocab)
 
     def requests(self, count: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
-        return code_requests(count, self.sizes.prompt, new_tokens, temperature)
+        """Requests for what follows held-out code; sampled with a seed each."""
+        prompts = held_out_prompts(load_tokenizer(str(TARGET)), count, self.sizes.prompt, seed=0)
+        return make_requests(prompts, Sampling(temperature), new_tokens, ignore_eos=True)
 
     def engine(self, models: Models, tree: str, batch_size: int = 1, max_length: int = 512, **options: Any) -> Engine:
         """An engine for a tree, or for plain decoding where it is `none`."""
@@ -212,21 +217,6 @@ def drafting(bench: Bench, found: Found) -> None:
         bench.note()
 
 
-@torch.no_grad()
-def useless_head(bench: Bench, found: Found) -> None:
-    """A head of random weights under the controller, over plain decoding."""
-    head = copy.deepcopy(bench.grown.head)
-    for parameter in head.parameters():
-        parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)
-    requests = bench.requests(bench.sizes.timed_prompts, bench.sizes.new)
-    useless = Models(bench.grown.target, head, "random")
-    variants = bench.engine(bench.grown, "none"), bench.engine(useless, bench.sizes.trees[0], adaptive=True)
-    for variant in variants:
-        variant.generate(requests[:2])
-    seconds = decode_seconds(variants, requests)[0]
-    found |= {"over_plain": seconds[0] / seconds[1], "candidates": dict(variants[1].timings.candidates)}
-
-
 def decode_seconds(engines: Sequence[Engine], requests: list[Request]) -> tuple[list[float], list[list[Output]]]:
     """Return the seconds of all requests by each engine, in turns, and what they gave."""
     seconds = [0.0] * len(engines)
@@ -260,7 +250,7 @@ def scaling(bench: Bench, found: Found) -> None:
 GROUPS: dict[str, tuple[Part, ...]] = {
     "checks": (checks,),
     "identity": (identity,),
-    "rounds": (plain, drafting, useless_head, scaling),
+    "rounds": (plain, drafting, scaling),
     "kernels": (kernels, draft_steps),
 }
 """Parts that share a process: a fault of the device ends one group alone. What matters most comes first."""
