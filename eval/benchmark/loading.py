@@ -15,7 +15,6 @@ from eval.benchmark.settings import BenchSettings
 from eval.benchmark.templates import arguments_read, with_arguments
 from eval.command import AUTO, print_line
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.backends.selection import is_narrow
 from heads.base import Drafter
 from heads.checkpoint import adapt_target, find_head, read_config
 from heads.errors import UserError
@@ -148,15 +147,6 @@ def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> i
             f"{target.context_length} positions of {target.name}; ask for fewer new tokens"
         )
     return room
-
-
-def check_target(settings: BenchSettings, target: FrozenTarget) -> None:
-    """Raise UserError for a setting that has no effect on this target."""
-    if settings.strict and not is_narrow(target):
-        raise UserError(
-            "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
-            "decoding's bit for bit anyway; leave it out"
-        )
 
 
 def choose_prompts(
