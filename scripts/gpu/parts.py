@@ -4,7 +4,7 @@ Whatever part fails, the others are still run: see scripts/gpu_suite.py.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -200,32 +200,28 @@ def drafting(bench: Bench, found: Found) -> None:
         engine = bench.engine(bench.grown, tree)
         for warm in (reference, engine):
             warm.generate(requests[:1])
-        seconds, (_, outputs) = decode_seconds((reference, engine), requests)
+        seconds: list[list[float]] = [[], []]
+        outputs: list[Output] = []
+        for request in requests:  # in turns
+            for spent, decoding in zip(seconds, (reference, engine), strict=True):
+                made = decoding.generate([request])
+                spent.append(decoding.timings.decode_seconds)
+            outputs += made
+        plainly, drafted = map(sum, seconds)
         mean, length = tau(outputs), bench.sizes.prompt + bench.sizes.new // 2
         record = roofline(engine, reference, length=length, tau=mean, bandwidth=bench.bandwidth)
         draft = next(part for part in record["round"] if part["part"] == "draft")
-        speedup = seconds[0] / seconds[1]
+        speedup = plainly / drafted
         found[tree] = {
             "tau": mean,
             "speedup": speedup,
             "speedup_over_tau": speedup / mean,
-            "tokens_per_second": len(requests) * (bench.sizes.new - 1) / seconds[1],
+            "tokens_per_second": len(requests) * (bench.sizes.new - 1) / drafted,
             "draft_over_floor": draft["over_floor"],
             "glue_us": record["glue_us"],
             "roofline": record,
         }
         bench.note()
-
-
-def decode_seconds(engines: Sequence[Engine], requests: list[Request]) -> tuple[list[float], list[list[Output]]]:
-    """Return the seconds of all requests by each engine, in turns, and what they gave."""
-    seconds = [0.0] * len(engines)
-    outputs: list[list[Output]] = [[] for _ in engines]
-    for request in requests:
-        for place, engine in enumerate(engines):
-            outputs[place] += engine.generate([request])
-            seconds[place] += engine.timings.decode_seconds
-    return seconds, outputs
 
 
 def scaling(bench: Bench, found: Found) -> None:
