@@ -164,17 +164,14 @@ class Family:
 
 def family_of(shape: TreeShape, device: torch.device | str = "cpu") -> Family:
     """Return the family of a chain or a static tree, whose siblings have consecutive ranks."""
-    if is_chain(shape):
-        children = [[node + 1] for node in range(shape.depth)]
-        parents = list(range(shape.depth))
-    else:
-        assert shape.paths is not None
-        node_of = {(): 0, **{path: 1 + i for i, path in enumerate(shape.paths)}}
-        by_parent: dict[int, list[int]] = {}
-        for path in shape.paths:
-            by_parent.setdefault(node_of[path[:-1]], []).append(node_of[path])
-        parents, children = list(by_parent), list(by_parent.values())
-        assert parents == sorted(parents), parents
+    paths = [(0,) * k for k in range(1, shape.depth + 1)] if is_chain(shape) else shape.paths
+    assert paths is not None
+    node_of = {(): 0, **{path: 1 + i for i, path in enumerate(paths)}}
+    by_parent: dict[int, list[int]] = {}
+    for path in paths:
+        by_parent.setdefault(node_of[path[:-1]], []).append(node_of[path])
+    parents, children = list(by_parent), list(by_parent.values())
+    assert parents == sorted(parents), parents
     R = max(map(len, children))
     place = {child: i * R + r for i, own in enumerate(children) for r, child in enumerate(own)}
     return Family(

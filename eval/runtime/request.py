@@ -6,10 +6,11 @@ it: by that time it has long arrived, and the device never waits.
 Letters: B rows, M tokens a round can emit, T tokens a report shows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -246,7 +247,8 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = False) -> None:
-        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        self.decode: Callable[[list[int]], Any] = partial(tokenizer.decode, **options)
         self.known: list[int] = []
         """Tokens already shown on which the text of the next one may depend."""
         self.waiting: list[int] = []
@@ -272,12 +274,4 @@ class Detokenizer:
             self.known, self.waiting = self.waiting, []
 
     def _rest(self) -> str:
-        before, both = (self._decode(tokens) for tokens in (self.known, self.known + self.waiting))
-        return both[len(before) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(
-            self.tokenizer.decode(
-                tokens, skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        )
+        return str(self.decode(self.known + self.waiting)[len(self.decode(self.known)) :])
