@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -133,11 +134,8 @@ def contention(device: torch.device) -> str | None:
 def cpu_name() -> str:
     """The processor's name as its maker gives it."""
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:(.*)", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

@@ -179,9 +179,7 @@ class Conversation:
         """Return an engine with room for `needed` tokens."""
         if self.engine is None or self.engine.options.max_length < needed:
             self.engine = None  # its caches go first
-            length = LEAST_ROOM
-            while length < needed:
-                length *= 2
+            length = max(LEAST_ROOM, 1 << (needed - 1).bit_length())
             options = EngineOptions(shape=self.shape, max_length=min(length, self.target.context_length))
             self.engine = Engine(self.target, self.head, options)
         return self.engine
