@@ -78,11 +78,10 @@ def acceptance_by_depth(outputs: Sequence[Output], depth: int) -> list[float | N
     reached = np.array([level for output in outputs for level in output.reached], dtype=np.int64)
     assert accepted.shape == reached.shape, f"{accepted.shape} rounds accepted, {reached.shape} reached"
     assert (accepted <= reached).all() and (reached <= depth).all(), (accepted, reached, depth)
-    rates: list[float | None] = []
-    for k in range(1, depth + 1):
-        tested = int((reached >= k).sum())
-        rates.append(int((accepted >= k).sum()) / tested if tested else None)
-    return rates
+    return [
+        int((accepted >= k).sum()) / tested if (tested := int((reached >= k).sum())) else None
+        for k in range(1, depth + 1)
+    ]
 
 
 def accepted_histogram(outputs: Iterable[Output], depth: int) -> list[int]:
