@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 from eval.runtime.sampling import Sampling
@@ -51,17 +52,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
 
 
-def count(text: str) -> int:
-    """Parse a positive integer."""
-    return _at_least(1, text)
-
-
-def seed(text: str) -> int:
-    """Parse a non-negative integer."""
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
+def whole_number(least: int, text: str) -> int:
+    """Parse an integer of at least `least`."""
     try:
         number = int(text)
     except ValueError:
@@ -69,6 +61,9 @@ def _at_least(least: int, text: str) -> int:
     if number < least:
         raise argparse.ArgumentTypeError(f"expected at least {least}, got {number}")
     return number
+
+
+count, seed = partial(whole_number, 1), partial(whole_number, 0)
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
     python scripts/gpu_suite.py checks  --out gpu.json    # tests/gpu, and texts against plain decoding
     python scripts/gpu_suite.py rounds  --out gpu.json    # rounds at a big model's shape
-    python scripts/gpu_suite.py kernels --out gpu.json    # kernels beside their floors, and other ways
+    python scripts/gpu_suite.py kernels --out gpu.json    # kernels beside their floors
 
 Needs torch, triton, transformers and pytest (with pytest-xdist, or the checks take long), and no network. Each group of
 parts runs in a process of its own and writes into the record as it goes; whatever fails is written down beside what did
@@ -23,7 +23,7 @@ from scripts.grown.shapes import SHAPES  # noqa: E402
 COMMANDS = {
     "checks": ("checks", "identity"),
     "rounds": ("compiled", "rounds"),
-    "kernels": ("compiled", "kernels", "library"),
+    "kernels": ("compiled", "kernels"),
 }
 """The groups of each command, in order; `compiled` compiles the kernels ahead, in processes side by side."""
 

@@ -1,12 +1,7 @@
-"""A stand-in for a vLLM server with `extract_hidden_states`: its answers, its files, its locks, and its faults.
-
-python -m tests.hidden_states_server TARGET FOLDER ID [ID ...] serves a target until it is killed, and prints its
-address.
-"""
+"""A stand-in for a vLLM server with `extract_hidden_states`: its answers, its files, its locks, and its faults."""
 
 import fcntl
 import json
-import sys
 import threading
 import time
 import uuid
@@ -18,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget
 from tests.answering import QuietHandler, QuietServer
 
 
@@ -119,10 +114,3 @@ class Handler(QuietHandler):
         if "prompt_logprobs" in body:
             choice["prompt_logprobs"] = server.log_probabilities(hidden, tokens)
         self.answer(200, {"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}})
-
-
-if __name__ == "__main__":
-    path, folder, *numbers = sys.argv[1:]
-    stub = StubServer(load_target(path), Path(folder), [int(number) for number in numbers])
-    print(stub.url, flush=True)
-    stub.serve_forever()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.auto import LARGEST_TREE
-from eval.benchmark.measure import check_decoded, trace
+from eval.benchmark.measure import check_decoded
 from eval.benchmark.metrics import acceptance_by_depth, tau
 from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.command import AUTO
@@ -93,12 +93,11 @@ class Evaluation:
         )
         outputs = engine.generate(requests)
         check_decoded(outputs, f"eval.prompts {settings.prompts}")
-        traces = [trace(output) for output in outputs]
         estimate = None
         if settings.temperature == 0 and is_chain(shape):
             batches = answer_batches(target, drafts, requests, outputs, ESTIMATE_ROWS)
             estimate = known_text_tau(drafts, batches, shape.depth).tau
-        return Measured(tau(traces), acceptance_by_depth(traces, shape.depth), estimate)
+        return Measured(tau(outputs), acceptance_by_depth(outputs, shape.depth), estimate)
 
     @torch.no_grad()
     def estimate(self, head: nn.Module, mixture: Mixture, begin: int, accelerator: Accelerator) -> Measured:

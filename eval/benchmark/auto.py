@@ -16,6 +16,7 @@ Letters: B batch, N nodes, K depth, R rounds.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from eval.benchmark.measure import line_up, profile
-from eval.benchmark.metrics import Trace, acceptance_by_depth, predicted_speedup
+from eval.benchmark.metrics import predicted_speedup
 from eval.benchmark.prompts import Prompt, spread
 from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
@@ -73,9 +74,9 @@ class Calibration:
 
     def alpha(self) -> list[float | None]:
         """Acceptance by depth, of the whole draft."""
-        K = self.shape.depth
-        accepted = (self.ranks[:, :, K - 1] < NEVER).sum(dim=1).tolist()
-        return acceptance_by_depth([Trace(0, tuple(accepted), tuple(min(n + 1, K) for n in accepted))], K)
+        accepted = (self.ranks[:, :, -1] < NEVER).sum(dim=1)  # (R,)
+        at_least = [int((accepted >= k).sum()) for k in range(self.shape.depth + 1)]
+        return [deeper / tested if tested else None for tested, deeper in pairwise(at_least)]
 
 
 @dataclass(frozen=True)

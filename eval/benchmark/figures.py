@@ -10,15 +10,16 @@ temperature 0, must give plain decoding's tokens, and every repeat the same toke
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark import metrics
-from eval.benchmark.measure import Comparison, Timing, Variant, check_decoded, trace
+from eval.benchmark.measure import Comparison, Variant, check_decoded
 from eval.benchmark.prompts import spread
-from eval.benchmark.results import Results, finite
+from eval.benchmark.results import Results
 from eval.runtime.engine import PHASES, Output
 from eval.runtime.identity import Flip, find_flips, pinned_engine
 from eval.runtime.request import Detokenizer
@@ -50,43 +51,40 @@ class Judged:
         self.unrepeatable += other.unrepeatable
 
 
-def judge(result: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> Judged:
+def judge(result: Comparison, tokenizer: PreTrainedTokenizerBase) -> Judged:
     """Every variant's figures, audited. UserError where no output is longer than what the prefill gives."""
     suites = ", ".join(sorted({prompt.suite for prompt in result.prompts}))
     check_decoded(result.plain.outputs[0].values(), suites)
-    judged = Judged(unrepeatable=find_divergences(result, result.plain, target, tokenizer))
-    for variant, divergences in zip(result.drafting, audit(result, target, tokenizer), strict=True):
+    judged = Judged(unrepeatable=find_divergences(result, result.plain, tokenizer))
+    for variant, divergences in zip(result.drafting, audit(result, tokenizer), strict=True):
         judged.measurements.append(figures(result, variant, divergences, range(len(result.units))))
         judged.suites.append(by_suite(result, variant, divergences))
         judged.samples.append(samples(result, variant, tokenizer))
     return judged
 
 
-def audit(comparison: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> list[list[Divergence]]:
+def audit(comparison: Comparison, tokenizer: PreTrainedTokenizerBase) -> list[list[Divergence]]:
     """Return for each of `comparison.drafting` the places where it is not exact, by `find_divergences`."""
     if not comparison.in_distribution:
-        return [find_differences(comparison, variant, target, tokenizer) for variant in comparison.drafting]
+        return [find_differences(comparison, variant, tokenizer) for variant in comparison.drafting]
     greedy = at_temperature_zero(comparison)
     return [
-        find_differences(greedy, again, target, tokenizer)
-        + find_divergences(comparison, variant, target, tokenizer, reference=variant)
+        find_differences(greedy, again, tokenizer) + find_divergences(comparison, variant, tokenizer, reference=variant)
         for variant, again in zip(comparison.drafting, greedy.drafting, strict=True)
     ]
 
 
-def find_differences(
-    comparison: Comparison, variant: Variant, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
-) -> list[Divergence]:
+def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Divergence]:
     """Find the places where a variant's tokens are not plain decoding's; in narrow numbers on a GPU, those of plain
     decoding through steps of as many nodes. A text of a tree that differs in near-ties alone is marked `near_tie`
     (`eval.runtime.identity`)."""
-    if not is_narrow(target):
-        return find_divergences(comparison, variant, target, tokenizer)
+    if not is_narrow(variant.engine.target):
+        return find_divergences(comparison, variant, tokenizer)
     pinned = pinned_engine(variant.engine)
     reference = Variant(pinned)
     for unit, indices in enumerate(comparison.units):
         reference.run(unit, indices, comparison.requests, 0)
-    found = find_divergences(comparison, variant, target, tokenizer, reference=reference)
+    found = find_divergences(comparison, variant, tokenizer, reference=reference)
     by_id = {(prompt.suite, prompt.id): i for i, prompt in enumerate(comparison.prompts)}
     for divergence in found:
         i = by_id[divergence["suite"], divergence["prompt"]]
@@ -115,7 +113,6 @@ def at_temperature_zero(comparison: Comparison) -> Comparison:
 def find_divergences(
     comparison: Comparison,
     variant: Variant,
-    target: FrozenTarget,
     tokenizer: PreTrainedTokenizerBase,
     reference: Variant | None = None,
 ) -> list[Divergence]:
@@ -132,6 +129,7 @@ def find_divergences(
                 continue
             pair = [tokens[position] if position < len(tokens) else None for tokens in (expected, outputs[i].tokens)]
             texts = [None if token is None else tokenizer.decode([token]) for token in pair]
+            before = [*prompt.ids, *expected[:position]]
             found.append(
                 {
                     "suite": prompt.suite,
@@ -145,7 +143,7 @@ def find_divergences(
                     "token": pair[1],
                     "plain_text": texts[0],
                     "text": texts[1],
-                    "top_two_margin": top_two_margin(target, [*prompt.ids, *expected[:position]], sampling),
+                    "top_two_margin": top_two_margin(variant.engine.target, before, sampling),
                 }
             )
             break
@@ -155,28 +153,21 @@ def find_divergences(
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the first position at which two token sequences differ, the shorter one's end included; None if they are
     equal."""
-    for position, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return position
-    return None if len(one) == len(other) else min(len(one), len(other))
+    return next((position for position, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
 @torch.no_grad()
 def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling) -> float:
     """Return the margin of the token after `ids`: the gap between the two best scores that the choice compares. At
     temperature 0 the scores are log-probabilities, else processed log-probabilities plus the position's noise."""
-    T = len(ids)
-    tokens = torch.tensor([ids], device=target.device)  # (1, T)
-    positions = torch.arange(T, device=target.device)
-    visible = (positions <= positions[:, None])[None]
-    features = target.features(tokens, positions=positions[None], visible=visible, key_positions=positions[None])
-    logits = target.shared.lm_head(features.hidden[:, -1:])  # (1, 1, V)
+    hidden = target.alone(torch.tensor([ids], device=target.device))
+    logits = target.shared.lm_head(hidden[:, -1:])  # (1, 1, V)
     if sampling.temperature == 0:
         scores = logits.log_softmax(dim=-1)
     else:
         rows = RowSampling(1, target.device)
         rows.set_row(0, sampling)
-        position = torch.full((1, 1), T, device=target.device)
+        position = torch.full((1, 1), len(ids), device=target.device)
         token_ids = torch.arange(logits.shape[-1], device=target.device)
         scores = rows.log_distribution(logits) + gumbel(rows.seed, position, token_ids)
     best = scores.flatten().topk(2).values
@@ -189,14 +180,11 @@ def figures(
     """Return the figures of one setting over some of the units (all of them, or a suite's)."""
     indices = [i for unit in units for i in comparison.units[unit]]
     chosen = {(comparison.prompts[i].suite, comparison.prompts[i].id) for i in indices}
-    wrong, near_ties = split_near_ties([d for d in divergences if (d["suite"], d["prompt"]) in chosen])
-    identical = len(indices) - len({(d["suite"], d["prompt"]) for d in wrong})
-    exact: Results = {"prompts": len(indices), "identical": identical, "divergences": wrong}
-    if comparison.in_distribution:
-        exact = in_distribution_record(len(indices), len(indices), identical, wrong)
+    own = [d for d in divergences if (d["suite"], d["prompt"]) in chosen]
+    identical = len(indices) - len({(d["suite"], d["prompt"]) for d in own if not d.get("near_tie")})
+    exact = exactness(len(indices), len(indices), identical, own, in_distribution=comparison.in_distribution)
     outputs = [variant.outputs[0][i] for i in indices]
-    traces = [trace(output, len(comparison.prompts[i].ids)) for i, output in zip(indices, outputs, strict=True)]
-    depth, tau = variant.shape.depth, metrics.tau(traces)
+    depth, tau = variant.shape.depth, metrics.tau(outputs)
     plain, drafted = ([who.unit_seconds(unit) for unit in units] for who in (comparison.plain, variant))
     tokens, made = ([comparison.tokens(unit, who) for unit in units] for who in (comparison.plain, variant))
     timings = variant.timings_of(units)
@@ -223,20 +211,20 @@ def figures(
         "nodes": variant.shape.nodes,
         "temperature": comparison.requests[0].sampling.temperature,
         "rule": variant.engine.options.rule,
-        "exact": {**exact, **near_ties},
-        "tau": {"mean": tau, "ci95": metrics.tau_interval(traces)},
-        "tau_by_position": metrics.tau_by_position(traces),
-        "alpha": metrics.acceptance_by_depth(traces, depth),
-        "accepted_histogram": metrics.accepted_histogram(traces, depth),
+        "exact": exact,
+        "tau": {"mean": tau, "ci95": metrics.tau_interval(outputs)},
+        "tau_by_position": metrics.tau_by_position(outputs),
+        "alpha": metrics.acceptance_by_depth(outputs, depth),
+        "accepted_histogram": metrics.accepted_histogram(outputs, depth),
         "baseline": {
             "tokens_per_second": metrics.tokens_per_second(tokens, plain),
             "ms_per_token": 1e3 * sum(plain) / max(sum(tokens), 1),
-            "token_ms": token_percentiles(comparison.plain.timings_of(units)),
+            "token_ms": metrics.token_percentiles(comparison.token_seconds(units, comparison.plain)),
         },
         "speculative": {
             "tokens_per_second": metrics.tokens_per_second(made, drafted),
             "ms_per_round": 1e3 * sum(drafted) / max(sum(timing.rounds for timing in timings), 1),
-            "token_ms": token_percentiles(timings),
+            "token_ms": metrics.token_percentiles(comparison.token_seconds(units, variant)),
             "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
             "plain_step_ms": 1e3 * phases["plain"],
         },
@@ -248,16 +236,18 @@ def figures(
     }
 
 
-def token_percentiles(timings: Sequence[Timing]) -> dict[str, float]:
-    """The spread of the time between tokens."""
-    return metrics.token_percentiles([seconds for timing in timings for seconds in timing.token_seconds])
-
-
-def split_near_ties(divergences: Sequence[Divergence]) -> tuple[list[Divergence], Results]:
-    """Split divergences into faults, and a record with the near-ties, if there are any, under `near_ties`."""
+def exactness(
+    prompts: int, compared: int, identical: int, divergences: Sequence[Divergence], *, in_distribution: bool
+) -> Results:
+    """The record `exact`: near-ties apart from faults, and where sampled texts are other draws of the target's
+    distribution, under `greedy` the texts of temperature 0, which alone are compared."""
     wrong = [d for d in divergences if not d.get("near_tie")]
     near = [d for d in divergences if d.get("near_tie")]
-    return wrong, {"near_ties": near} if near else {}
+    record: Results = {"prompts": prompts, "identical": identical, "divergences": wrong}
+    if in_distribution:
+        greedy = {"prompts": compared, "identical": identical}
+        record |= {"kind": "distribution", "identical": None, "greedy": greedy}
+    return {**record, "near_ties": near} if near else record
 
 
 def by_suite(comparison: Comparison, variant: Variant, divergences: Sequence[Divergence]) -> dict[str, Results]:
@@ -282,27 +272,18 @@ def headline(measurements: Sequence[Results]) -> int:
 def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[Divergence]) -> Results:
     """The audit over every setting measured; plain decoding must repeat itself too."""
     prompts = sum(m["exact"]["prompts"] for m in measurements)
-    divergences = [*unrepeatable, *(d for m in measurements for d in m["exact"]["divergences"])]
+    found = [d for m in measurements for key in ("divergences", "near_ties") for d in m["exact"].get(key, ())]
     compared = [m["exact"].get("greedy", m["exact"]) for m in measurements]
     identical = sum(exact["identical"] for exact in compared) - len(unrepeatable)
-    record: Results = {"prompts": prompts, "identical": identical, "divergences": divergences}
-    if any("kind" in m["exact"] for m in measurements):
-        record = in_distribution_record(prompts, sum(exact["prompts"] for exact in compared), identical, divergences)
-    near = [d for m in measurements for d in m["exact"].get("near_ties", [])]
-    return {**record, "near_ties": near} if near else record
+    in_distribution = any("kind" in m["exact"] for m in measurements)
+    whole = sum(exact["prompts"] for exact in compared)
+    return exactness(prompts, whole, identical, [*unrepeatable, *found], in_distribution=in_distribution)
 
 
 def withhold_speed(measurements: Sequence[Results]) -> None:
     """Remove every speedup, because the audit failed."""
     for measurement in measurements:
         measurement["speedup"] = None
-
-
-def in_distribution_record(prompts: int, compared: int, identical: int, divergences: list[Divergence]) -> Results:
-    """`exact` where sampled texts are other draws of the target's distribution: no text is compared but those of
-    temperature 0, under `greedy`."""
-    greedy = {"prompts": compared, "identical": identical}
-    return {"kind": "distribution", "prompts": prompts, "identical": None, "greedy": greedy, "divergences": divergences}
 
 
 def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
@@ -315,7 +296,7 @@ def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedToken
             "prompt": prompt.text,
             "output": tokenizer.decode(output.tokens),
             "rounds": output.rounds,
-            "tau": finite(metrics.tau([trace(output)])),
+            "tau": metrics.tau([output]),
             "pieces": pieces(output, tokenizer),
         }
         for prompt, output in ((comparison.prompts[i], variant.outputs[0][i]) for i in chosen)

@@ -15,7 +15,6 @@ from eval.benchmark.settings import BenchSettings
 from eval.benchmark.templates import arguments_read, with_arguments
 from eval.command import AUTO, print_line
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.backends.selection import is_narrow
 from heads.base import Drafter
 from heads.checkpoint import adapt_target, find_head, read_config
 from heads.errors import UserError
@@ -43,13 +42,9 @@ def open_head(options: argparse.Namespace) -> Opened:
 def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Load the target of a head: as it was trained for, its adapter taken in, where the command line says no other.
     UserError where neither names it."""
-    if untrained_kind(head):
+    if untrained_kind(head) or is_published(head):
         if not options.target:
-            raise UserError(f"{head}: drafts for any target; give --target")
-        return open_target(options.target, options)
-    if is_published(head):
-        if not options.target:
-            raise UserError(f"{head}: a head of another project's, which does not name its target; give --target")
+            raise UserError(f"{head}: does not name its target; give --target")
         return open_target(options.target, options)
     folder = find_head(head)
     record = read_config(folder)["target"]
@@ -155,15 +150,6 @@ def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> i
             f"{target.context_length} positions of {target.name}; ask for fewer new tokens"
         )
     return room
-
-
-def check_target(settings: BenchSettings, target: FrozenTarget) -> None:
-    """Raise UserError for a setting that has no effect on this target."""
-    if settings.strict and not is_narrow(target):
-        raise UserError(
-            "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
-            "decoding's bit for bit anyway; leave it out"
-        )
 
 
 def choose_prompts(

@@ -6,7 +6,6 @@ is timed apart.
 """
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -14,10 +13,10 @@ from itertools import groupby
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eval.benchmark.metrics import Trace, token_seconds
+from eval.benchmark.metrics import token_seconds
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
-from eval.runtime.engine import PHASES, Engine, EngineOptions, Output, Request
+from eval.runtime.engine import PHASES, Engine, EngineOptions, Output, Request, Timings
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.errors import UserError
@@ -31,20 +30,6 @@ Draft = tuple[Drafter, TreeShape]
 """A head and the tree it drafts: what enters a comparison beside plain decoding."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One unit, decoded once."""
-
-    seconds: float
-    """Seconds without the prefill."""
-    rounds: int
-    """Number of rounds of the whole batch."""
-    token_seconds: list[float]
-    """`metrics.token_seconds` of all its outputs."""
-    candidates: Counter[str]
-    """Rounds by their draft, where it is adaptive."""
-
-
 @dataclass
 class Variant:
     """One way of decoding, and what it gave."""
@@ -52,7 +37,7 @@ class Variant:
     engine: Engine
     outputs: list[dict[int, Output]] = field(default_factory=list)
     """Outputs by repeat and prompt index."""
-    timings: list[dict[int, Timing]] = field(default_factory=list)
+    timings: list[dict[int, Timings]] = field(default_factory=list)
     """Timings by repeat and unit index."""
 
     @property
@@ -67,21 +52,15 @@ class Variant:
             self.timings.append({})
         outputs = self.engine.generate([requests[i] for i in indices])
         self.outputs[repeat].update(zip(indices, outputs, strict=True))
-        timings = self.engine.timings
-        by_token = [
-            seconds
-            for output in outputs
-            for seconds in token_seconds(output.emitted(), timings.round_seconds[output.first_round :][: output.rounds])
-        ]
-        self.timings[repeat][unit] = Timing(timings.decode_seconds, timings.rounds, by_token, timings.candidates)
+        self.timings[repeat][unit] = self.engine.timings
 
-    def timings_of(self, units: Sequence[int]) -> list[Timing]:
+    def timings_of(self, units: Sequence[int]) -> list[Timings]:
         """The timings of some units, all repeats together."""
         return [timings[unit] for unit in units for timings in self.timings]
 
     def unit_seconds(self, unit: int) -> float:
         """Decode seconds of one unit, all repeats together."""
-        return sum(timing.seconds for timing in self.timings_of([unit]))
+        return sum(timings.decode_seconds for timings in self.timings_of([unit]))
 
 
 @dataclass
@@ -105,7 +84,17 @@ class Comparison:
 
     def tokens(self, unit: int, variant: Variant) -> int:
         """Tokens that decoding (not prefill) made in one unit, all repeats together."""
-        return len(variant.outputs) * sum(len(variant.outputs[0][i].tokens) - 1 for i in self.units[unit])
+        return len(variant.outputs) * sum(variant.outputs[0][i].decoded for i in self.units[unit])
+
+    def token_seconds(self, units: Sequence[int], variant: Variant) -> list[float]:
+        """The time between tokens in some units, all repeats together."""
+        return [
+            seconds
+            for unit in units
+            for outputs, timings in zip(variant.outputs, variant.timings, strict=True)
+            for i in self.units[unit]
+            for seconds in token_seconds(outputs[i], timings[unit].round_seconds)
+        ]
 
 
 def compare(
@@ -211,11 +200,6 @@ def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list
         {phase: spent[phase] / max(count, 1) for phase in PHASES} | {"plain": plain}
         for spent, count in zip(seconds[1:], rounds[1:], strict=True)
     ]
-
-
-def trace(output: Output, start: int = 0) -> Trace:
-    """Return the trace of one output for the metrics, after `start` tokens of a prompt."""
-    return Trace(len(output.tokens) - 1, tuple(output.accepted), tuple(output.reached), start)
 
 
 def check_decoded(outputs: Iterable[Output], suite: str) -> None:

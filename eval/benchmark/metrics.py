@@ -10,11 +10,13 @@ are taken of the same drawn units (paired), so that easy and hard prompts do not
 two units gave anything there is no interval: one has no spread.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from eval.runtime.request import Output
 
 Interval = tuple[float, float]
 Rate = tuple[Sequence[float], Sequence[float]]
@@ -29,50 +31,27 @@ LOOP_TAIL = 48
 LOOP_PERIOD = 16
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Acceptance in one generation."""
-
-    emitted: int
-    """Tokens after the prefill's first one."""
-    accepted: tuple[int, ...]
-    """Draft tokens accepted in each round, of those that were emitted."""
-    reached: tuple[int, ...]
-    """The deepest level that each round put to the test: the first one refused, or the last there was."""
-    start: int = 0
-    """Tokens of the prompt: the position of the prefill's token."""
-
-    @property
-    def rounds(self) -> int:
-        return len(self.accepted)
-
-    def rounds_by_position(self) -> list[tuple[int, int]]:
-        """Return each round's root, as a position in the whole text, and the tokens that it emitted."""
-        tokens = np.array(self.accepted, dtype=np.int64) + 1
-        tokens[-1:] -= tokens.sum() - self.emitted  # the end of the text may cut off the last bonus token
-        roots = self.start + tokens.cumsum() - tokens
-        return list(zip(roots.tolist(), tokens.tolist(), strict=True))
-
-
-def tau(traces: Sequence[Trace]) -> float:
+def tau(outputs: Sequence[Output]) -> float:
     """Tokens emitted per target pass, bonus token included: sum of emitted over sum of rounds. Plain decoding has 1."""
-    return _ratio(sum(t.emitted for t in traces), sum(t.rounds for t in traces))
+    return _ratio(sum(o.decoded for o in outputs), sum(o.rounds for o in outputs))
 
 
-def tau_interval(traces: Sequence[Trace]) -> Interval | None:
+def tau_interval(outputs: Sequence[Output]) -> Interval | None:
     """The 95% interval of `tau` over prompts."""
-    return ratio_interval([t.emitted for t in traces], [t.rounds for t in traces])
+    return ratio_interval([o.decoded for o in outputs], [o.rounds for o in outputs])
 
 
-def tau_by_position(traces: Sequence[Trace]) -> list[dict[str, Any]]:
+def tau_by_position(outputs: Sequence[Output]) -> list[dict[str, Any]]:
     """Return `tau` of the rounds whose root lies in each bin of positions, from `from` up to before `to`, with its
     interval over prompts. Bins double in width, the first one is NEAR wide; bins without a round are left out."""
     bins: dict[int, dict[int, list[int]]] = {}  # bin -> prompt -> tokens, rounds
-    for prompt, trace in enumerate(traces):
-        for root, tokens in trace.rounds_by_position():
+    for prompt, output in enumerate(outputs):
+        root = output.start
+        for tokens in output.emitted():
             sums = bins.setdefault((root // NEAR).bit_length(), {}).setdefault(prompt, [0, 0])
             sums[0] += tokens
             sums[1] += 1
+            root += tokens
     found = []
     for number, by_prompt in sorted(bins.items()):
         emitted, rounds = zip(*by_prompt.values(), strict=True)
@@ -88,31 +67,27 @@ def tau_by_position(traces: Sequence[Trace]) -> list[dict[str, Any]]:
     return found
 
 
-def acceptance_by_depth(traces: Sequence[Trace], depth: int) -> list[float | None]:
+def acceptance_by_depth(outputs: Sequence[Output], depth: int) -> list[float | None]:
     """alpha_k for k = 1..depth: how often the k-th draft token was accepted where the k - 1 before it were.
 
     alpha_k = #(rounds with >= k accepted) / #(rounds that put a k-th token to the test). A round that the end of the
     text cuts short says nothing of the depths after the cut, and a tree without a node at depth k nothing of k: neither
     counts there. None where no round came so deep.
     """
-    accepted = np.array([count for trace in traces for count in trace.accepted], dtype=np.int64)
-    reached = np.array([level for trace in traces for level in trace.reached], dtype=np.int64)
+    accepted = np.array([count for output in outputs for count in output.accepted], dtype=np.int64)
+    reached = np.array([level for output in outputs for level in output.reached], dtype=np.int64)
     assert accepted.shape == reached.shape, f"{accepted.shape} rounds accepted, {reached.shape} reached"
     assert (accepted <= reached).all() and (reached <= depth).all(), (accepted, reached, depth)
-    rates: list[float | None] = []
-    for k in range(1, depth + 1):
-        tested = int((reached >= k).sum())
-        rates.append(int((accepted >= k).sum()) / tested if tested else None)
-    return rates
+    return [
+        int((accepted >= k).sum()) / tested if (tested := int((reached >= k).sum())) else None
+        for k in range(1, depth + 1)
+    ]
 
 
-def accepted_histogram(traces: Iterable[Trace], depth: int) -> list[int]:
+def accepted_histogram(outputs: Iterable[Output], depth: int) -> list[int]:
     """Return the number of rounds that accepted 0, 1, .. `depth` draft tokens."""
-    counts = [0] * (depth + 1)
-    for trace in traces:
-        for count in trace.accepted:
-            counts[count] += 1
-    return counts
+    counts = Counter(count for output in outputs for count in output.accepted)
+    return [counts[n] for n in range(depth + 1)]
 
 
 def tokens_per_second(tokens: Sequence[int], seconds: Sequence[float]) -> float:
@@ -161,10 +136,12 @@ def predicted_speedup(tau: float, *, plain_seconds: float, round_seconds: float)
     return tau * _ratio(plain_seconds, round_seconds)
 
 
-def token_seconds(emitted: Sequence[int], rounds: Sequence[float]) -> list[float]:
+def token_seconds(output: Output, rounds: Sequence[float]) -> list[float]:
     """The time between tokens: of each token after the first, its round's seconds shared among the tokens that the
-    round emitted. Rounds that accept little are the slow tokens that a mean hides."""
-    return [seconds / count for count, seconds in zip(emitted, rounds, strict=True) for _ in range(count)]
+    round emitted. Rounds that accept little are the slow tokens that a mean hides. `rounds`: seconds of each round of
+    the batch."""
+    own = rounds[output.first_round :][: output.rounds]
+    return [seconds / count for count, seconds in zip(output.emitted(), own, strict=True) for _ in range(count)]
 
 
 def token_percentiles(seconds: Sequence[float]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -152,21 +153,14 @@ def held_out_prompts(
     """
     if count > MOST_HELD_OUT:
         raise UserError(f"{HELD_OUT_SUITE}: expected at most {MOST_HELD_OUT} prompts, got {count}")
-    modules = read_split(held_out=True, roots=roots)
-    texts: list[tuple[str, str]] = []
+    modules = list(read_split(held_out=True, roots=roots))
     prompts: list[Prompt] = []
     for visit in range(count):
-        before = len(prompts)
-        for name, text in modules if visit == 0 else texts:
-            if visit == 0:
-                texts.append((name, text))
-            rng = np.random.default_rng([seed, visit, zlib.crc32(name.encode())])
-            prompt = cut_prompt(name, text, tokenizer, max_tokens, rng)
-            if prompt is not None:
-                prompts.append(prompt)
-            if len(prompts) == count:
-                return prompts
-        if len(prompts) == before:
+        rngs = [np.random.default_rng([seed, visit, zlib.crc32(name.encode())]) for name, _ in modules]
+        cut = (cut_prompt(*module, tokenizer, max_tokens, rng) for module, rng in zip(modules, rngs, strict=True))
+        fresh = list(islice(filter(None, cut), count - len(prompts)))
+        prompts += fresh
+        if not fresh or len(prompts) == count:
             break
     if not prompts:
         raise UserError(

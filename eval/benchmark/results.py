@@ -224,16 +224,11 @@ def figures_of(results: Results) -> dict[str, float | None]:
     }
 
 
-def finite(value: float) -> float | None:
-    """Return a number if JSON can hold it, else None."""
-    return value if math.isfinite(value) else None
-
-
 def _clean(value: Any) -> Any:
     """Return a value fit for JSON: plain types, without NaN and infinity."""
     match value:
         case float():
-            return finite(value)
+            return value if math.isfinite(value) else None
         case dict():
             return {str(key): _clean(item) for key, item in value.items()}
         case list() | tuple():

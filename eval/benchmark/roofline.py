@@ -196,10 +196,8 @@ def layer_parts(step: TargetStep, rows: int) -> list[Part]:
 
 def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> list[Part]:
     """Time acceptance, compaction and state, and the head's extension, on rows that are done: they do not change."""
-    step, device = decoder.step, decoder.state.root.device
-    consulted = step.choose(features.hidden, positions, decoder.sampling)
-    if decoder.rule.needs_distribution:
-        consulted = decoder.rule.consult(step.logits(features.hidden), positions)
+    device = decoder.state.root.device
+    consulted = decoder.rule.consult(decoder.step, features.hidden, positions)
 
     def run(decoder: Decoder) -> None:
         roots = decoder.pinned > 1

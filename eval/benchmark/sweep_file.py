@@ -136,12 +136,12 @@ def read_metric(path: Path, raw: Any) -> tuple[str | None, bool]:
 
 def ranked(rows: Sequence[dict[str, Any]], sweep: Sweep) -> list[dict[str, Any]]:
     """Rows by the metric, the best first; those without it last, in the order they were walked."""
-    if sweep.metric is None:
-        return list(rows)
-    values = [row["figures"].get(sweep.metric) for row in rows]
-    sign = -1 if sweep.maximize else 1
-    order = sorted(range(len(rows)), key=lambda i: math.inf if values[i] is None else sign * values[i])
-    return [rows[i] for i in order]
+
+    def key(row: dict[str, Any]) -> float:
+        value = row["figures"].get(sweep.metric)
+        return math.inf if value is None else -value if sweep.maximize else value
+
+    return sorted(rows, key=key)
 
 
 def folder_name(text: str, digest: str) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from eval.benchmark.figures import find_divergences
 from eval.benchmark.loading import Opened, chosen_prompts, facts_of, open_head
-from eval.benchmark.measure import Comparison, Variant, make_requests, trace
+from eval.benchmark.measure import Comparison, Variant, make_requests
 from eval.benchmark.metrics import loop_share, tau
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import write_results
@@ -69,15 +69,15 @@ def audit_temperature(
             continue  # the reference itself
         started = time.perf_counter()
         variant = decode(shape, batch_size)
-        divergences = find_divergences(comparison, variant, opened.target, opened.tokenizer)
-        outputs = variant.outputs[0].values()
+        divergences = find_divergences(comparison, variant, opened.tokenizer)
+        outputs = list(variant.outputs[0].values())
         row = {
             "tree": "plain" if shape is ROOT_ONLY else str(shape),
             "temperature": sampling.temperature,
             "batch_size": batch_size,
             "prompts": len(prompts),
             "identical": len(prompts) - len(divergences),
-            "tau": tau([trace(output) for output in outputs]),
+            "tau": tau(outputs),
             "loop_share": loop_share([output.tokens for output in outputs]),
             "seconds": time.perf_counter() - started,
         }

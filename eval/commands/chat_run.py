@@ -16,7 +16,6 @@ from rich.text import Text
 
 from eval.benchmark.auto import can_draft
 from eval.benchmark.loading import Opened, open_head, prompt_room
-from eval.benchmark.measure import trace
 from eval.benchmark.metrics import tau
 from eval.benchmark.prompts import render
 from eval.benchmark.records import Message
@@ -173,8 +172,8 @@ class Conversation:
         if talks:
             text = str(self.tokenizer.decode(output.tokens, skip_special_tokens=True))
             self.messages = [*messages, {"role": "assistant", "content": text}]
-        speed = trace(output).emitted / max(engine.timings.decode_seconds, 1e-9)
-        figures = f"{figures_line(len(output.tokens), tau([trace(output)]))}, {number(speed, 1)} tokens/s"
+        speed = output.decoded / max(engine.timings.decode_seconds, 1e-9)
+        figures = f"{figures_line(len(output.tokens), tau([output]))}, {number(speed, 1)} tokens/s"
         if self.console is None:
             print_line(figures)
         else:
@@ -185,9 +184,7 @@ class Conversation:
         """Return an engine with room for `needed` tokens."""
         if self.engine is None or self.engine.options.max_length < needed:
             self.engine = None  # its caches go first
-            length = LEAST_ROOM
-            while length < needed:
-                length *= 2
+            length = max(LEAST_ROOM, 1 << (needed - 1).bit_length())
             options = EngineOptions(shape=self.shape, max_length=min(length, self.target.context_length))
             self.engine = Engine(self.target, self.head, options)
         return self.engine

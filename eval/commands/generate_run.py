@@ -66,8 +66,8 @@ def compare(options: argparse.Namespace) -> int:
 
 
 @torch.inference_mode()
-def run_generate(target: FrozenTarget, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> list[int]:
-    """Return the tokens of `generate`, as a user would call it; `options`: more arguments of its."""
+def run_generate(target: FrozenTarget, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """Return the tokens of `generate`, as a user would call it."""
     ids = torch.tensor([prompt], device=target.device)
     generate: Any = target.model.generate  # typed by the library as something that cannot be called
     output = generate(
@@ -77,7 +77,6 @@ def run_generate(target: FrozenTarget, prompt: Sequence[int], max_new_tokens: in
         do_sample=False,
         use_cache=True,  # whatever the target's config says: without a cache there is nothing to compare with
         pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
-        **options,
     )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

@@ -11,14 +11,14 @@ from rich.console import Console
 from torch import Tensor
 
 from eval.benchmark.loading import chosen_prompts, facts_of, open_head
-from eval.benchmark.measure import check_decoded, trace
-from eval.benchmark.metrics import Trace, acceptance_by_depth, rate_ratio, rate_ratio_interval, ratio_interval, tau
+from eval.benchmark.measure import check_decoded
+from eval.benchmark.metrics import acceptance_by_depth, rate_ratio, rate_ratio_interval, ratio_interval, tau
 from eval.benchmark.results import write_results
 from eval.command import draft_shapes
 from eval.reporting.format import number, with_interval
 from eval.reporting.report import figure_table
 from eval.runtime.acceptance import Rejection, block, expected_tokens, ratio
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import RULES, Sampling, check_rule
 from heads.errors import UserError
 from heads.files import check_file
@@ -29,28 +29,28 @@ Record = dict[str, Any]
 
 @dataclass
 class Run:
-    """One rule on one tree: its traces, by prompt and seed."""
+    """One rule on one tree: its outputs, by prompt and seed."""
 
     rule: str
     shape: TreeShape
-    traces: list[list[Trace]] = field(default_factory=list)
+    outputs: list[list[Output]] = field(default_factory=list)
 
     @property
     def rate(self) -> tuple[list[float], list[float]]:
         """Tokens emitted and rounds, by prompt."""
-        emitted = [float(sum(t.emitted for t in traces)) for traces in self.traces]
-        return emitted, [float(sum(t.rounds for t in traces)) for traces in self.traces]
+        emitted = [float(sum(o.decoded for o in by_seed)) for by_seed in self.outputs]
+        return emitted, [float(sum(o.rounds for o in by_seed)) for by_seed in self.outputs]
 
     def record(self) -> Record:
         """Return the figures of the run."""
-        traces = [t for by_seed in self.traces for t in by_seed]
+        outputs = [output for by_seed in self.outputs for output in by_seed]
         return {
             "rule": self.rule,
             "tree": str(self.shape),
             "nodes": self.shape.nodes,
-            "tau": {"mean": tau(traces), "ci95": ratio_interval(*self.rate)},
-            "alpha": acceptance_by_depth(traces, self.shape.depth),
-            "rounds": sum(t.rounds for t in traces),
+            "tau": {"mean": tau(outputs), "ci95": ratio_interval(*self.rate)},
+            "alpha": acceptance_by_depth(outputs, self.shape.depth),
+            "rounds": sum(output.rounds for output in outputs),
         }
 
 
@@ -97,7 +97,7 @@ def bench_rules(options: argparse.Namespace) -> int:
     for run in runs:
         check_decoded(done := engine_of(run.rule, run.shape).generate(whole), options.prompts)
         outputs = iter(done)
-        run.traces = [[trace(next(outputs)) for _ in by_seed] for by_seed in requests]
+        run.outputs = [[next(outputs) for _ in by_seed] for by_seed in requests]
         print(f"{run.rule} on {run.shape}: tau {run.record()['tau']['mean']:.3f}", file=sys.stderr, flush=True)
     chains = [shape for shape in shapes if is_chain(shape)]
     record = {

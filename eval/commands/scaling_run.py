@@ -76,9 +76,10 @@ def measure_scaling(
                 chosen, at = prompts[: batch_size * settings.batches], replace(settings, batch_size=batch_size)
                 what = f"batch {batch_size}, context {context}"
                 try:
-                    fresh = judge(compare(target, drafts, chosen, temperature, at, bar, what), target, tokenizer)
+                    fresh = judge(compare(target, drafts, chosen, temperature, at, bar, what), tokenizer)
                 except torch.OutOfMemoryError as error:
-                    fresh = Judged([out_of_memory(str(shape), error) for shape in shapes])
+                    empty = {"exact": None, "speedup": None, "out_of_memory": first_line(error)}
+                    fresh = Judged([{"tree": str(shape), **empty} for shape in shapes])
                 fresh.measurements = [{"batch_size": batch_size, "context": context, **m} for m in fresh.measurements]
                 judged.add(fresh)
     points = judged.measurements
@@ -100,11 +101,6 @@ def measure_scaling(
             draw_scaling(results, out / "scaling")
     print_scaling(results, console or Console())
     return results
-
-
-def out_of_memory(tree: str, error: torch.OutOfMemoryError) -> Results:
-    """Return the point of a draft that the memory is too small for."""
-    return {"tree": tree, "exact": None, "speedup": None, "out_of_memory": first_line(error)}
 
 
 def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> list[Prompt]:

@@ -245,16 +245,6 @@ class Curves:
     """`chain` and `tree` -> (depth, speedup by the cost model), the best tree of each depth."""
     plain_ms: dict[str, float]
 
-    @property
-    def deepest(self) -> int:
-        """Greatest measured depth."""
-        return max(round(dot.at) for dot in self.dots)
-
-    @property
-    def deepest_known(self) -> int:
-        """Greatest depth, measured or modelled."""
-        return max([self.deepest, *(depth for line in self.model.values() for depth, _ in line)])
-
 
 def depth_curves(results: Results) -> Curves | None:
     """Return the curves of a results.json, or None if too little was measured or the audit failed."""
@@ -287,7 +277,7 @@ def draw_depths(axes: Axes, *, curves: Curves) -> None:
         axes.plot([dot.at] * 2, shared(speedup["measured"], speedup["ci95"]), color=colour, lw=2.2)
         axes.plot(dot.at, speedup["measured"], "o", color=colour, ms=6)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    mark_depths(axes, curves, 1, curves.deepest_known)
+    mark_depths(axes, curves.dots, [1, *(depth for line in curves.model.values() for depth, _ in line)])
 
 
 def draw_latency(axes: Axes, *, curves: Curves) -> None:
@@ -301,11 +291,13 @@ def draw_latency(axes: Axes, *, curves: Curves) -> None:
         axes.plot(at, spread["p95"], "_", color=COLOURS[colour], ms=9, mew=2)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} ms")
-    mark_depths(axes, curves, 0, curves.deepest)
+    mark_depths(axes, curves.dots, [0])
 
 
-def mark_depths(axes: Axes, curves: Curves, first: int, last: int) -> None:
-    """Draw the axis of depths, with room beside the first and the last, and the legend of colours."""
+def mark_depths(axes: Axes, dots: Sequence[Dot], others: Sequence[int]) -> None:
+    """Draw the axis of the dots' depths and others, with room beside the first and the last, and the legend of
+    colours."""
+    first, last = min(others), max(*others, *(round(dot.at) for dot in dots))
     every = math.ceil((last - first + 1) / MOST_LABELS)
     ticks = list(range(first, last + 1, every))
     axes.set_xticks(ticks, [str(depth) if depth else "plain" for depth in ticks])
@@ -313,7 +305,7 @@ def mark_depths(axes: Axes, curves: Curves, first: int, last: int) -> None:
     axes.set_xlabel("depth of the draft")
     axes.grid(axis="y", color=COLOURS["line"], lw=0.6)
     axes.set_axisbelow(True)
-    kinds = [kind for kind in KINDS if any(dot.kind == kind for dot in curves.dots)]
+    kinds = [kind for kind in KINDS if any(dot.kind == kind for dot in dots)]
     handles = [Patch(color=COLOURS[KINDS[kind]], label=f"{kind}s") for kind in kinds]
     put_legend(axes, handles, columns=2)
 

@@ -61,7 +61,6 @@ def upload(api: HfApi, publication: Publication, options: argparse.Namespace) ->
     """Create the repository and the branch if there are none, and commit every file at once. Return the commit's
     URL."""
     repo_id, branch = options.repo_id, options.revision
-    check_owner(api.whoami(), repo_id)
     check_place(api, repo_id, branch, private=options.private)
     api.create_repo(repo_id, private=options.private or None, exist_ok=True)
     if branch:
@@ -71,14 +70,6 @@ def upload(api: HfApi, publication: Publication, options: argparse.Namespace) ->
     ]
     message = f"A draft head ({publication.kind}) with its card"
     return str(api.create_commit(repo_id, operations, commit_message=message, revision=branch).commit_url)
-
-
-def check_owner(user: dict[str, Any], repo_id: str) -> None:
-    """Refuse a repository of another owner. UserError names the owner of the token."""
-    owner = repo_id.partition("/")[0]
-    names = [user["name"], *(organization["name"] for organization in user.get("orgs") or [])]
-    if owner.lower() not in {name.lower() for name in names}:
-        raise UserError(f"{repo_id}: another's; the token is of {user['name']}, who publishes as {' or '.join(names)}")
 
 
 def check_place(api: HfApi, repo_id: str, branch: str | None, *, private: bool) -> None:

@@ -38,7 +38,7 @@ vocabulary, Vx columns of a draft's logits.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,9 @@ from heads.backends.torch.sampling import RowSampling
 from heads.errors import UserError
 from heads.tree import MOST_NODES, Acceptance, Pick, Proposal, TreeShape, is_chain
 
+if TYPE_CHECKING:
+    from eval.runtime.round import TargetStep
+
 DRAFTS, TESTS, LAST = 0x3C79AC492BA7B653, 0x1CE4E5B9BF58476D, 0x14D049BB133111EB
 """Numbers of the streams by purpose; any three distinct ones."""
 
@@ -59,13 +62,13 @@ class Rule(Protocol):
     """Interface of an acceptance rule to a round."""
 
     needs_distribution: bool
-    """True if the rule needs the target's whole distribution; else the target's choices are enough for `consult`."""
+    """True if the rule needs the target's whole distribution; else the target's choices are enough."""
 
     def begin(self) -> Pick:
         """Return the function that draws this round's drafts."""
 
-    def consult(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Process the target's output for each node: logits (B, N, V); positions (B, N) of the tokens that follow."""
+    def consult(self, step: "TargetStep", hidden: Tensor, positions: Tensor) -> Tensor:
+        """Return what the target says at each node: hidden (B, N, D); positions (B, N) of the tokens that follow."""
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         """Judge the drafts; above (B, N, N) is `heads.backends.slot_mapping.ancestors`, None for a chain."""
@@ -89,8 +92,8 @@ class Match:
     def begin(self) -> Pick:
         return self.sampling.pick
 
-    def consult(self, logits: Tensor, positions: Tensor) -> Tensor:
-        return self.sampling.choose(logits, positions)  # (B, N)
+    def consult(self, step: "TargetStep", hidden: Tensor, positions: Tensor) -> Tensor:
+        return step.choose(hidden, positions, self.sampling)  # (B, N)
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         if self.shape.nodes == 1:  # a root alone emits the target's choice
@@ -161,17 +164,14 @@ class Family:
 
 def family_of(shape: TreeShape, device: torch.device | str = "cpu") -> Family:
     """Return the family of a chain or a static tree, whose siblings have consecutive ranks."""
-    if is_chain(shape):
-        children = [[node + 1] for node in range(shape.depth)]
-        parents = list(range(shape.depth))
-    else:
-        assert shape.paths is not None
-        node_of = {(): 0, **{path: 1 + i for i, path in enumerate(shape.paths)}}
-        by_parent: dict[int, list[int]] = {}
-        for path in shape.paths:
-            by_parent.setdefault(node_of[path[:-1]], []).append(node_of[path])
-        parents, children = list(by_parent), list(by_parent.values())
-        assert parents == sorted(parents), parents
+    paths = [(0,) * k for k in range(1, shape.depth + 1)] if is_chain(shape) else shape.paths
+    assert paths is not None
+    node_of = {(): 0, **{path: 1 + i for i, path in enumerate(paths)}}
+    by_parent: dict[int, list[int]] = {}
+    for path in paths:
+        by_parent.setdefault(node_of[path[:-1]], []).append(node_of[path])
+    parents, children = list(by_parent), list(by_parent.values())
+    assert parents == sorted(parents), parents
     R = max(map(len, children))
     place = {child: i * R + r for i, own in enumerate(children) for r, child in enumerate(own)}
     return Family(
@@ -204,8 +204,8 @@ class Rejection:
         self.draws = Draws(self.sampling)
         return self.draws
 
-    def consult(self, logits: Tensor, positions: Tensor) -> Tensor:
-        return self.sampling.log_distribution(logits).exp()  # (B, N, V)
+    def consult(self, step: "TargetStep", hidden: Tensor, positions: Tensor) -> Tensor:
+        return self.sampling.log_distribution(step.logits(hidden)).exp()  # (B, N, V)
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         verdict = self.weigh(proposal, consulted)

@@ -183,11 +183,10 @@ class Controller:
     """Candidates: drafts that differ in depth, the deepest first, plain decoding last."""
     rounds: list[int] = field(default_factory=list)
     """Rounds so far, by candidate."""
-    switches: int = 0
-    """Number of changes of the candidate."""
 
     def __post_init__(self) -> None:
         assert self.shapes[-1].nodes == 1 and all(shape.nodes > 1 for shape in self.shapes[:-1]), self.shapes
+        self.none = len(self.shapes) - 1  # the candidate that drafts nothing
         kinds = ["chain" if is_chain(shape) else str(shape) for shape in self.shapes]
         depth = max(shape.depth for shape in self.shapes)
         known = {kind: Acceptance([0.0] * depth, [0.0] * depth) for kind in kinds}
@@ -203,11 +202,6 @@ class Controller:
         self.stay = self.stay_tests = 0  # rounds with this candidate since it was chosen, and tests of its first token
         self.measured = False  # whether its cost was measured since then
         self.fresh = True  # the first span with a candidate is no measure of its cost: it may warm up or catch up
-
-    @property
-    def none(self) -> int:
-        """Index of the candidate that drafts nothing."""
-        return len(self.shapes) - 1
 
     def length(self, confidence: np.ndarray) -> int:
         """Return the number of draft tokens to verify of chains with this confidence (B, K): at least one, and none
@@ -309,7 +303,6 @@ class Controller:
         # The estimate is old, but that of the current one was known a moment ago.
         self.costs[candidate].rounds = WINDOW if candidate == self.current else OLD_ROUNDS
         self.measured = False
-        self.switches += 1
 
     def speed(self, candidate: int) -> float:
         """Return the estimated tokens per second of each row."""

@@ -6,10 +6,11 @@ it: by that time it has long arrived, and the device never waits.
 Letters: B rows, M tokens a round can emit, T tokens a report shows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,21 +44,31 @@ class Output:
 
     tokens: list[int]
     finish_reason: Literal["eos", "stop", "length"]
-    rounds: int
-    """Number of target passes after the prompt's."""
     accepted: list[int]
     """Draft tokens in the output by round. The round's last token is the target's own, unless the last round is cut at
     a draft token."""
     reached: list[int]
     """Deepest level tested by round; min(accepted + 1, levels drafted), less where the output's end cut the round."""
+    start: int = 0
+    """Tokens of the prompt: the position of the first token."""
     first_round: int = 0
     """Number of rounds of the batch before this request's first: its round r is the batch's first_round + r."""
+
+    @property
+    def rounds(self) -> int:
+        """Number of target passes after the prompt's."""
+        return len(self.accepted)
+
+    @property
+    def decoded(self) -> int:
+        """Number of tokens that rounds made."""
+        return len(self.tokens) - 1
 
     def emitted(self) -> list[int]:
         """Tokens in the output by round; one less than usual where the output's end cut off the target's own."""
         counts = [count + 1 for count in self.accepted]
         if counts:
-            counts[-1] -= sum(counts) - (len(self.tokens) - 1)
+            counts[-1] -= sum(counts) - self.decoded
         return counts
 
     def drafted(self) -> list[bool]:
@@ -223,7 +234,8 @@ class RequestState:
             left -= min(kept + 1, left)
         at_eos = self.tokens[-1] in eos_token_ids and not self.request.ignore_eos
         reason: Literal["eos", "stop", "length"] = "eos" if at_eos else "stop" if self.stopped else "length"
-        return Output(self.tokens, reason, len(kept_by_round), kept_by_round, tested_by_round, self.first_round)
+        start = len(self.request.prompt)
+        return Output(self.tokens, reason, kept_by_round, tested_by_round, start, self.first_round)
 
 
 class Detokenizer:
@@ -235,7 +247,8 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = False) -> None:
-        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        self.decode: Callable[[list[int]], Any] = partial(tokenizer.decode, **options)
         self.known: list[int] = []
         """Tokens already shown on which the text of the next one may depend."""
         self.waiting: list[int] = []
@@ -261,12 +274,4 @@ class Detokenizer:
             self.known, self.waiting = self.waiting, []
 
     def _rest(self) -> str:
-        before, both = (self._decode(tokens) for tokens in (self.known, self.known + self.waiting))
-        return both[len(before) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(
-            self.tokenizer.decode(
-                tokens, skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        )
+        return str(self.decode(self.known + self.waiting)[len(self.decode(self.known)) :])

@@ -216,10 +216,7 @@ class Decoder:
         above = ancestors(proposal.parents, shape.depth) if reads and not is_chain(shape) else None
         features = self.step.verify(proposal, above, state.length, extent, self.depth)
         positions = state.length[:, None] + 1 + proposal.depths  # (B, N)
-        if self.rule.needs_distribution:
-            consulted = self.rule.consult(self.step.logits(features.hidden), positions)
-        else:
-            consulted = self.step.choose(features.hidden, positions, self.sampling)  # (B, N)
+        consulted = self.rule.consult(self.step, features.hidden, positions)
         if self.pinned > 1:
             proposal, consulted = self.roots(), consulted[:, :1]
         mark("verify")

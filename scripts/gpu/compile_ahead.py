@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,20 +35,13 @@ SHARED_MEMORY, REGISTERS, THREADS, PROGRAMS = 227 * 1024, 1 << 16, 2048, 32
 MOST_SPILLED = {torch.bfloat16: 256, torch.float32: 2048}
 """Bytes a thread, which differ from one Triton to the next; float32 is for checks and not for speed."""
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+NO_DEVICE = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+)
+"""Stands in for the driver of a card that is not there."""
 Empty = Callable[..., Tensor]
-
-
-class NoDevice:
-    """Stands in for the driver of a card that is not there."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def layer(empty: Empty, N: int) -> None:
@@ -218,7 +212,7 @@ def compile_piece(piece: tuple[torch.dtype, str, int]) -> dict[str, dict[str, in
         return torch.empty(*size, dtype=dtype)
 
     if not torch.cuda.is_available():
-        driver.set_active(NoDevice())
+        driver.set_active(NO_DEVICE)
     JITFunction.__getitem__ = compile_only
     backend.ON_CPU = True
     if name == "round":

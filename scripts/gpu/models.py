@@ -1,19 +1,15 @@
 """The models that a GPU is measured with: the quickstart's target, and the same grown to a big model's shape."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eval.benchmark.measure import make_requests
-from eval.benchmark.prompts import held_out_prompts
-from eval.runtime.request import Request
-from eval.runtime.sampling import Sampling
 from heads.checkpoint import load_head
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.frozen import FrozenTarget, load_target
 from scripts.grown.heads import HeadSize, grow_head
 from scripts.grown.shapes import ModelShape
 from scripts.grown.target import Growth, grow_llama, shape_of
@@ -61,18 +57,3 @@ def grow_models(models: Models, shape: ModelShape, device: torch.device, draft_v
     target = FrozenTarget(untyped.to(device), "grown quickstart")
     target.context_length = LONGEST
     return Models(target, large.to(device), models.head_name)
-
-
-def draft_for_assisted(models: Models, grown: FrozenTarget) -> Any:
-    """The small target over the grown one's vocabulary, for the library's assisted generation."""
-    small = shape_of(models.target.config)
-    wider = small.hidden_size + 32 * small.num_attention_heads  # the library wants a multiple of the heads
-    shape: ModelShape = replace(small, hidden_size=wider, vocab_size=grown.vocab_size)
-    drafted: Any = grow_llama(copy.deepcopy(models.target.model), shape)
-    return drafted.to(grown.device)
-
-
-def code_requests(count: int, tokens: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
-    """Requests for what follows held-out code, at most `tokens` of it; sampled with a seed each."""
-    prompts = held_out_prompts(load_tokenizer(str(TARGET)), count, tokens, seed=0)
-    return make_requests(prompts, Sampling(temperature), new_tokens, ignore_eos=True)

@@ -3,10 +3,8 @@
 Whatever part fails, the others are still run: see scripts/gpu_suite.py.
 """
 
-import copy
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -15,29 +13,23 @@ from typing import Any
 
 import torch
 
-from eval.benchmark.measure import trace
+from eval.benchmark.measure import make_requests
 from eval.benchmark.metrics import tau
+from eval.benchmark.prompts import held_out_prompts
 from eval.benchmark.roofline import copy_bandwidth, fill_batch, roofline, round_seconds
-from eval.commands.generate_run import run_generate
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
+from eval.runtime.sampling import Sampling
 from heads.backends.triton.products import COLD
 from heads.backends.triton.timing import device_seconds
+from heads.target.frozen import load_tokenizer
 from heads.tree import parse_shape
 from scripts.gpu.draft_steps import draft_parts
-from scripts.gpu.idle import measure_idle
 from scripts.gpu.kernels import ROWS, kernel_parts
-from scripts.gpu.models import LARGEST_DRAFT_VOCAB, Models, code_requests, draft_for_assisted, grow_models, small_models
+from scripts.gpu.models import LARGEST_DRAFT_VOCAB, TARGET, Models, grow_models, small_models
 from scripts.grown.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
-WAYS: dict[str, dict[str, Any]] = {
-    "generate, eager": {},
-    "assisted generation": {},
-    "prompt lookup": {"prompt_lookup_num_tokens": 5},
-    "generate, static cache, compiled": {"cache_implementation": "static"},  # compiles for a minute, so it comes last
-}
-"""The library's own ways of decoding, by the arguments of `generate`."""
 Found = dict[str, Any]
 Part = Callable[["Bench", Found], None]
 """Record of a part, written at once, so that a part that breaks leaves what it had."""
@@ -99,7 +91,9 @@ class Bench:
         return grow_models(self.small, self.shape, self.device, self.sizes.draft_vocab)
 
     def requests(self, count: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
-        return code_requests(count, self.sizes.prompt, new_tokens, temperature)
+        """Requests for what follows held-out code; sampled with a seed each."""
+        prompts = held_out_prompts(load_tokenizer(str(TARGET)), count, self.sizes.prompt, seed=0)
+        return make_requests(prompts, Sampling(temperature), new_tokens, ignore_eos=True)
 
     def engine(self, models: Models, tree: str, batch_size: int = 1, max_length: int = 512, **options: Any) -> Engine:
         """An engine for a tree, or for plain decoding where it is `none`."""
@@ -175,7 +169,7 @@ def compare(engine: Engine, requests: list[Request]) -> Found:
     return {
         "prompts": len(requests),
         "identical": len(requests) - len(differ),
-        "tau": tau([trace(output) for output in ours]),
+        "tau": tau(ours),
         "audited": len(audited),
         "flips": len(flips),
         "flips_beyond_near_ties": sum(not flip.is_near_tie for flip in flips),
@@ -198,15 +192,6 @@ def plain(bench: Bench, found: Found) -> None:
         found["verify_over_one"][nodes] = 1e6 * round_seconds(pinned, bench.sizes.context) / record["plain_us"]
 
 
-def idle(bench: Bench, found: Found) -> None:
-    """Measure the time in which the device is idle, inside rounds and between them."""
-    for tree in ("none", *bench.sizes.trees):
-        engine = bench.engine(bench.grown, tree)
-        fill_batch(engine, bench.sizes.prompt)
-        found[tree] = measure_idle(engine, bench.sizes.prompt)
-        bench.note()
-
-
 def drafting(bench: Bench, found: Found) -> None:
     """Rounds at the big shape: where their time goes, and the speedup in whole texts."""
     requests = bench.requests(bench.sizes.timed_prompts, bench.sizes.new)
@@ -215,76 +200,28 @@ def drafting(bench: Bench, found: Found) -> None:
         engine = bench.engine(bench.grown, tree)
         for warm in (reference, engine):
             warm.generate(requests[:1])
-        seconds, (_, outputs) = decode_seconds((reference, engine), requests)
-        mean, length = tau([trace(output) for output in outputs]), bench.sizes.prompt + bench.sizes.new // 2
+        seconds: list[list[float]] = [[], []]
+        outputs: list[Output] = []
+        for request in requests:  # in turns
+            for spent, decoding in zip(seconds, (reference, engine), strict=True):
+                made = decoding.generate([request])
+                spent.append(decoding.timings.decode_seconds)
+            outputs += made
+        plainly, drafted = map(sum, seconds)
+        mean, length = tau(outputs), bench.sizes.prompt + bench.sizes.new // 2
         record = roofline(engine, reference, length=length, tau=mean, bandwidth=bench.bandwidth)
         draft = next(part for part in record["round"] if part["part"] == "draft")
-        speedup = seconds[0] / seconds[1]
+        speedup = plainly / drafted
         found[tree] = {
             "tau": mean,
             "speedup": speedup,
             "speedup_over_tau": speedup / mean,
-            "tokens_per_second": len(requests) * (bench.sizes.new - 1) / seconds[1],
+            "tokens_per_second": len(requests) * (bench.sizes.new - 1) / drafted,
             "draft_over_floor": draft["over_floor"],
             "glue_us": record["glue_us"],
             "roofline": record,
         }
         bench.note()
-
-
-@torch.no_grad()
-def useless_head(bench: Bench, found: Found) -> None:
-    """A head of random weights under the controller, over plain decoding."""
-    head = copy.deepcopy(bench.grown.head)
-    for parameter in head.parameters():
-        parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)
-    requests = bench.requests(bench.sizes.timed_prompts, bench.sizes.new)
-    useless = Models(bench.grown.target, head, "random")
-    variants = bench.engine(bench.grown, "none"), bench.engine(useless, bench.sizes.trees[0], adaptive=True)
-    for variant in variants:
-        variant.generate(requests[:2])
-    seconds = decode_seconds(variants, requests)[0]
-    found |= {"over_plain": seconds[0] / seconds[1], "candidates": dict(variants[1].timings.candidates)}
-
-
-def decode_seconds(engines: Sequence[Engine], requests: list[Request]) -> tuple[list[float], list[list[Output]]]:
-    """Return the seconds of all requests by each engine, in turns, and what they gave."""
-    seconds = [0.0] * len(engines)
-    outputs: list[list[Output]] = [[] for _ in engines]
-    for request in requests:
-        for place, engine in enumerate(engines):
-            outputs[place] += engine.generate([request])
-            seconds[place] += engine.timings.decode_seconds
-    return seconds, outputs
-
-
-def ours(bench: Bench, found: Found) -> None:
-    """Tokens a second at the big shape, prefill included, as the library's ways are measured."""
-    requests = bench.requests(4, bench.sizes.new)
-    for tree in ("none", *bench.sizes.trees):
-        engine = bench.engine(bench.grown, tree)
-        engine.generate(requests[:1])
-        started = time.perf_counter()
-        engine.generate(requests[1:])
-        found[tree] = bench.sizes.new * (len(requests) - 1) / (time.perf_counter() - started)
-
-
-def library(way: str) -> Part:
-    """One of the library's ways, tokens a second on the same prompts; the first warms up and does not count."""
-
-    def part(bench: Bench, found: Found) -> None:
-        options = dict(WAYS[way])
-        if way == "assisted generation":
-            options["assistant_model"] = draft_for_assisted(bench.small, bench.grown.target)
-        new, requests = bench.sizes.new, bench.requests(4, bench.sizes.new)
-        for i, request in enumerate(requests):
-            if i == 1:
-                started = time.perf_counter()
-            run_generate(bench.grown.target, request.prompt, new, min_new_tokens=new, **options)
-        found["tokens_per_second"] = new * (len(requests) - 1) / (time.perf_counter() - started)
-
-    part.__name__ = way
-    return part
 
 
 def scaling(bench: Bench, found: Found) -> None:
@@ -309,8 +246,7 @@ def scaling(bench: Bench, found: Found) -> None:
 GROUPS: dict[str, tuple[Part, ...]] = {
     "checks": (checks,),
     "identity": (identity,),
-    "rounds": (plain, drafting, idle, useless_head, scaling),
+    "rounds": (plain, drafting, scaling),
     "kernels": (kernels, draft_steps),
-    "library": (ours, *map(library, WAYS)),
 }
 """Parts that share a process: a fault of the device ends one group alone. What matters most comes first."""

@@ -18,7 +18,7 @@ from heads.files import write_json
 from scripts.gpu.parts import GROUPS, ROOT, Bench, Part
 from scripts.grown.shapes import SHAPES
 
-SECONDS = {"checks": 330, "identity": 210, "compiled": 150, "rounds": 390, "kernels": 180, "library": 270}
+SECONDS = {"checks": 330, "identity": 210, "compiled": 150, "rounds": 390, "kernels": 180}
 """For each group, after which it is stopped; what it had found is in the record."""
 ALL = 570
 """Seconds for all of a command."""

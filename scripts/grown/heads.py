@@ -8,7 +8,6 @@ channel has half of its norms' eps, which is nothing beside real states.
 Letters: B batch, D width, V vocabulary, Vd draft vocabulary, L auxiliary layers; with a prime: the grown one's.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -24,12 +23,12 @@ from heads.draft_model import Draft
 from heads.dspark import DSpark
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
-from heads.layers import BlockConfig, DecoderLayer, NormedAttention
+from heads.layers import BlockConfig
 from heads.medusa import Medusa
-from heads.mtp import Mtp, MtpModule
+from heads.mtp import Mtp
 from heads.target.smaller_model import model_record
 from scripts.grown.shapes import ModelShape
-from scripts.grown.target import Growth, copy_block, copy_norms, grow_llama, grow_norm, grow_output, place
+from scripts.grown.target import Growth, grow_llama, grow_output, grow_parameters, place
 
 Head = TypeVar("Head", bound=nn.Module)
 
@@ -73,23 +72,14 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
     kept = torch.cat([head.kept, old.vocab_size + torch.arange(surplus)])
     grown_config = replace(config, **sizes, draft_vocab_size=count)
     grown = blank(Eagle3(grown_config, kept), head.fc.weight.dtype)
-    L = len(config.aux_layer_ids)
-    fc = place(head.fc.weight, tuple(grown.fc.weight.shape), growth.width(), growth.width(parts=L))
-    ours, theirs = grown.midlayer, head.midlayer
-    copy_norms(ours, theirs, growth, "input_layernorm", "hidden_norm", "post_attention_layernorm")
-    copy_block(ours, theirs, block_growth(config, grown_config, growth.eps), parts=2)
-    copy_norms(grown, head, growth, "norm")
-    if head.fc_norm is not None and grown.fc_norm is not None:
-        for large, small in zip(grown.fc_norm.parameters(), head.fc_norm.parameters(), strict=True):
-            large.copy_(grow_norm(growth, small))
-        if growth.wider:
-            [*grown.fc_norm.parameters()][-1][D] = 1.0
+    grow_parameters(grown, head, block_growth(config, grown_config, growth.eps))
     if growth.wider:
         # The highest auxiliary layer's constant channel, by which new ids are never chosen; it need not be constant.
-        fc[D, (L - 1) * new.hidden_size + D] = 1.0
+        grown.fc.weight[D, (len(config.aux_layer_ids) - 1) * new.hidden_size + D] = 1.0
+        if grown.fc_norm is not None:
+            [*grown.fc_norm.parameters()][-1][D] = 1.0
         # A state that is normed and recycled must not raise it step by step.
         grown.norm.weight[D] = growth.norm_scale if config.norm_output else 1.0
-    grown.fc.weight.copy_(fc)
     grown.lm_head.weight.copy_(grow_output(growth, head.lm_head.weight, count))
     return grown
 
@@ -101,15 +91,7 @@ def grow_mtp(head: Mtp, growth: Growth, size: HeadSize) -> Mtp:
         raise UserError("modules of a checkpoint's own decoder cannot be grown, only those trained from scratch")
     grown_config = replace(config, **grown_sizes(config, growth, size))
     grown = blank(Mtp(grown_config, head.kept), next(head.parameters()).dtype)
-    for ours, theirs in zip(grown.mtp_layers, head.mtp_layers, strict=True):
-        assert isinstance(ours, MtpModule) and isinstance(theirs, MtpModule)
-        small, large = theirs.block, ours.block
-        assert isinstance(small, DecoderLayer) and isinstance(large, DecoderLayer)
-        copy_norms(ours, theirs, growth, "token_layernorm", "hidden_layernorm", "final_layernorm")
-        copy_norms(large, small, growth, "input_layernorm", "post_attention_layernorm")
-        copy_block(large, small, block_growth(config, grown_config, growth.eps))
-        weight, inputs = ours.input_proj.weight, growth.width(parts=2)
-        weight.copy_(place(theirs.input_proj.weight, tuple(weight.shape), growth.width(), inputs))
+    grow_parameters(grown, head, block_growth(config, grown_config, growth.eps))
     return grown
 
 
@@ -138,22 +120,9 @@ def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlo
     config, new, width = head.config, growth.new, growth.width()
     grown_config = replace(config, **grown_sizes(config, growth, size))
     grown = blank(type(head)(grown_config), head.fc.weight.dtype)
-    inputs = growth.width(parts=len(config.aux_layer_ids))
-    grown.fc.weight.copy_(place(head.fc.weight, tuple(grown.fc.weight.shape), width, inputs))
-    copy_norms(grown, head, growth, "hidden_norm", "norm")
+    grow_parameters(grown, head, block_growth(config, grown_config, growth.eps))
     if growth.wider:  # the embeddings' constant channel, by which new ids are never chosen
         grown.norm.weight[growth.old.hidden_size] = 1.0
-    block = block_growth(config, grown_config, growth.eps)
-    shrink = math.sqrt(config.head_dim / grown_config.head_dim)
-    for ours, theirs in zip(grown.layers, head.layers, strict=True):
-        assert isinstance(ours, DecoderLayer) and isinstance(theirs, DecoderLayer)
-        copy_norms(ours, theirs, growth, "input_layernorm", "post_attention_layernorm")
-        copy_block(ours, theirs, block)
-        # Norms over the wider mean; the queries' takes back the other scale of the scores, too.
-        large, small = ours.self_attn, theirs.self_attn
-        assert isinstance(large, NormedAttention) and isinstance(small, NormedAttention)
-        large.k_norm.weight.copy_(place(small.k_norm.weight * shrink, (new.head_dim,), block.head()))
-        large.q_norm.weight.copy_(place(small.q_norm.weight, (new.head_dim,), block.head()))
     if isinstance(head, DFlash2) and isinstance(grown, DFlash2):
         grow_selection(grown, head, growth)
     if isinstance(head, DSpark) and isinstance(grown, DSpark):

@@ -17,12 +17,11 @@ prime: the grown one's.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.errors import UserError
@@ -123,35 +122,40 @@ def place(small: Tensor, shape: tuple[int, ...], *where: Tensor | None) -> Tenso
     return large
 
 
-def grow_norm(growth: Growth, weight: Tensor) -> Tensor:
-    """An RMS norm over the width."""
-    return place(weight * growth.norm_scale, (growth.new.hidden_size,), growth.width())
+def grow_parameters(grown: nn.Module, small: nn.Module, growth: Growth) -> None:
+    """Embeddings, projections and norms of decoder blocks, and what joins streams side by side, by their names; others
+    are left as they are."""
+    width, queries, keys, head = growth.width(), growth.queries(), growth.keys(), growth.head()
+    stretch = math.sqrt(growth.new.head_dim / growth.old.head_dim)
 
+    def streams(weight: Tensor) -> Tensor:
+        return growth.width(parts=weight.shape[1] // growth.old.hidden_size)
 
-def copy_norms(ours: Any, theirs: Any, growth: Growth, *names: str) -> None:
-    """RMS norms over the width, by name."""
-    for name in names:
-        getattr(ours, name).weight.copy_(grow_norm(growth, getattr(theirs, name).weight))
-
-
-def copy_block(ours: Any, theirs: Any, growth: Growth, *, parts: int = 1) -> None:
-    """A decoder block's attention, which reads `parts` streams side by side, and MLP."""
-    new, D, intermediate = growth.new, growth.new.hidden_size, growth.new.intermediate_size
-    rows = {"q": new.num_attention_heads * new.head_dim, "kv": new.num_key_value_heads * new.head_dim}
-    width, queries, keys = growth.width(), growth.queries(), growth.keys()
-    inputs = growth.width(parts=parts)
-    stretch = math.sqrt(new.head_dim / growth.old.head_dim)
-    grow: dict[str, Callable[[Tensor], Tensor]] = {
-        "self_attn.q_proj": lambda w: place(w * stretch, (rows["q"], parts * D), queries, inputs),
-        "self_attn.k_proj": lambda w: place(w, (rows["kv"], parts * D), keys, inputs),
-        "self_attn.v_proj": lambda w: place(w, (rows["kv"], parts * D), keys, inputs),
-        "self_attn.o_proj": lambda w: place(w, (D, rows["q"]), width, queries),
-        "mlp.gate_proj": lambda w: place(w, (intermediate, D), None, width),
-        "mlp.up_proj": lambda w: place(w, (intermediate, D), None, width),
-        "mlp.down_proj": lambda w: place(w, (D, intermediate), width, None),
-    }
-    for name, grown in grow.items():
-        ours.get_submodule(name).weight.copy_(grown(theirs.get_submodule(name).weight))
+    for name, weight in small.named_parameters():
+        module, scale = name.removesuffix(".weight"), 1.0
+        where: tuple[Tensor | None, ...]
+        if module.endswith("self_attn.q_proj"):
+            scale, where = stretch, (queries, streams(weight))
+        elif module.endswith(("self_attn.k_proj", "self_attn.v_proj")):
+            where = keys, streams(weight)
+        elif module.endswith("self_attn.o_proj"):
+            where = width, queries
+        elif module.endswith(("mlp.gate_proj", "mlp.up_proj", "embed_tokens")):
+            where = None, width
+        elif module.endswith("mlp.down_proj"):
+            where = width, None
+        elif module.endswith(("fc", "input_proj")):
+            where = width, streams(weight)
+        elif module.endswith("q_norm"):
+            where = (head,)
+        elif module.endswith("k_norm"):  # over the wider mean; the queries' takes back the other scale of scores, too
+            scale, where = 1 / stretch, (head,)
+        elif "norm" in module:
+            scale, where = growth.norm_scale, (width,)
+        else:
+            continue
+        ours = grown.get_parameter(name)
+        ours.copy_(place(weight * scale, tuple(ours.shape), *where))
 
 
 def grow_output(growth: Growth, weight: Tensor, size: int) -> Tensor:
@@ -190,18 +194,12 @@ def grow_llama(model: Any, shape: ModelShape) -> LlamaForCausalLM:
     grown: LlamaForCausalLM = empty.to(model.dtype).to_empty(device=model.device)
     for parameter in grown.parameters():
         parameter.zero_()
-    D, width = growth.old.hidden_size, growth.width()
-    table = place(model.model.embed_tokens.weight, (shape.vocab_size, shape.hidden_size), None, width)
-    if growth.wider:
-        table[:, D] = growth.constant
-    grown.model.embed_tokens.weight.copy_(table)
+    grow_parameters(grown.model, model.model, growth)
     grown.lm_head.weight.copy_(grow_output(growth, model.lm_head.weight, shape.vocab_size))
-    grown.model.norm.weight.copy_(grow_norm(growth, model.model.norm.weight))
     if growth.wider:
+        D = growth.old.hidden_size
+        grown.model.embed_tokens.weight[:, D] = growth.constant
         grown.model.norm.weight[D] = 1.0
-    for ours, theirs in zip(grown.model.layers, model.model.layers, strict=False):
-        copy_norms(ours, theirs, growth, "input_layernorm", "post_attention_layernorm")
-        copy_block(ours, theirs, growth)
     # Its frequencies are no parameters: they are made anew.
     grown.model.rotary_emb = type(grown.model.rotary_emb)(config=grown_config).to(model.device)
     return grown.eval()  # type: ignore[no-any-return]

@@ -106,7 +106,7 @@ def test_the_command_says_in_one_line_what_is_wrong(
     monkeypatch.chdir(tmp_path)
     for arguments, message in (
         (["nowhere", "--batch-sizes", "0"], "--batch-sizes: expected at least 1, got 0"),
-        (["lookup:2"], "drafts for any target; give --target"),
+        (["lookup:2"], "does not name its target; give --target"),
     ):
         assert exit_status(lambda: module.main(arguments)) == 2  # noqa: B023
         error = capsys.readouterr().err

@@ -17,7 +17,7 @@ from heads.backends.triton import accept, attention, choose, compaction, experts
 from heads.backends.triton.commit import TritonCommit
 from heads.backends.triton.pick import TritonSampling
 from heads.tree import Proposal, parse_shape
-from scripts.gpu.trees import grow_from
+from scripts.gpu.kernels import grow_from
 from tests.twins import (
     add_norm_twin,
     ancestor_words_twin,

@@ -17,7 +17,6 @@ from heads.backends.triton.timing import device_seconds
 from heads.errors import UserError
 from scripts import gpu_suite
 from scripts.gpu import parts, suite
-from scripts.gpu.idle import idle_of
 from scripts.gpu.models import Models
 from scripts.grown.shapes import ModelShape
 from tests.small_targets import make_head, make_target
@@ -25,7 +24,7 @@ from tests.switches import kernels_on_cpu
 
 CPU = torch.device("cpu")
 PARTS = {part.__name__: part for group in parts.GROUPS.values() for part in group}
-ON_A_CPU = [name for name in PARTS if name not in ("checks", "kernels", "draft_steps", "idle")]
+ON_A_CPU = [name for name in PARTS if name not in ("checks", "kernels", "draft_steps")]
 INTERPRETED = ["plain", "drafting", "scaling", "kernels", "draft_steps"]
 no_triton = pytest.mark.skipif(
     torch.cuda.is_available() or not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"
@@ -75,7 +74,6 @@ def interpreted_bench() -> Iterator[parts.Bench]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_A_CPU)
-@pytest.mark.filterwarnings("ignore")  # the library's, of its own ways
 def test_a_part_runs_through(name: str, small: parts.Bench) -> None:
     found: dict[str, Any] = {}
     suite.run_part(PARTS[name], small, found)
@@ -114,16 +112,6 @@ def test_chains_are_the_references_bit_for_bit(interpreted_bench: parts.Bench) -
     bench = interpreted_bench
     found = parts.compare(bench.engine(bench.small, "chain:2"), bench.requests(2, 4, 1.0))
     assert found["identical"] == found["prompts"] == 2 and found["flips"] == 0
-
-
-def test_idle_time_within_rounds_and_between_them() -> None:
-    """Two rounds of three kernels, given out of order: 6 of 10 microseconds busy, 4 between the rounds."""
-    one = [(0.0, 2.0), (3.0, 5.0), (8.0, 10.0)]
-    found = idle_of([*one[::-1], *((start + 14, end + 14) for start, end in one)], 2)
-    assert (found["kernels"], found["round_us"], found["gap_us"]) == (3, 10, 4)
-    assert found["idle_share"] == pytest.approx(0.4)
-    with pytest.raises(ValueError, match="5 kernels are no 2 equal rounds"):
-        idle_of([*one, *one[:2]], 2)
 
 
 def test_a_part_that_breaks_leaves_what_it_had(small: parts.Bench) -> None:

@@ -48,11 +48,6 @@ class StandInHub:
         self.cards: dict[str, ModelCardData] = {}
         self.fault: Exception | None = None
 
-    def whoami(self) -> dict[str, Any]:
-        if self.fault is not None:
-            raise self.fault
-        return {"name": "ann", "orgs": [{"name": "good-people"}]}
-
     def model_info(self, repo_id: str) -> SimpleNamespace:
         if repo_id in self.cards:
             return SimpleNamespace(card_data=self.cards[repo_id])
@@ -73,6 +68,10 @@ class StandInHub:
 
     def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> None:
         assert exist_ok
+        if self.fault is not None:
+            raise self.fault
+        if repo_id.startswith("bob/"):
+            raise HfHubHTTPError("403", response=answer(403))
         self.repos.setdefault(repo_id, {".gitattributes": b""})
         self.private.setdefault(repo_id, bool(private))
 
@@ -404,14 +403,13 @@ def test_without_a_token_nothing_is_tried(
 def test_anothers_repository_and_another_model_are_left_alone(
     run: Path, hub: StandInHub, refused: Callable[..., str]
 ) -> None:
-    assert "bob/a-head: another's" in refused(run, "bob/a-head")
+    assert "bob/a-head: the token may not write there" in refused(run, "bob/a-head")
     hub.repos[REPO] = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"8B"}
     hub.private[REPO] = False
     assert "holds another model" in refused(run, REPO)
     hub.repos[REPO] = {"README.md": b"soon"}
     assert "is public" in refused(run, REPO, "--private")
     assert call(run, REPO) == call(run, REPO, "--revision", "v2") == 0  # a head's own place
-    assert call(run, "Good-People/a-head") == 0
 
 
 @pytest.mark.slow

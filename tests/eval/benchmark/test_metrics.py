@@ -1,13 +1,13 @@
 """The figures, by hand."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from eval.benchmark.metrics import (
     Interval,
-    Trace,
     acceptance_by_depth,
     accepted_histogram,
     is_loop,
@@ -24,22 +24,28 @@ from eval.benchmark.metrics import (
     token_seconds,
     tokens_per_second,
 )
+from eval.runtime.request import Output
 
-WHOLE = Trace(emitted=7, accepted=(3, 0, 1), reached=(3, 1, 2))  # 3+1, 0+1, 1+1 tokens
-CUT = Trace(emitted=5, accepted=(2, 2), reached=(3, 2))  # 2+1, then 2 and the text ended
+
+def made(emitted: int, accepted: Sequence[int], reached: Sequence[int], **rest: int) -> Output:
+    return Output([0] * (1 + emitted), "length", list(accepted), list(reached), **rest)
+
+
+WHOLE = made(emitted=7, accepted=(3, 0, 1), reached=(3, 1, 2))  # 3+1, 0+1, 1+1 tokens
+CUT = made(emitted=5, accepted=(2, 2), reached=(3, 2))  # 2+1, then 2 and the text ended
 
 
 def test_tau_pools_tokens_and_rounds_and_counts_the_bonus_token() -> None:
     assert tau([WHOLE]) == 7 / 3
     assert tau([WHOLE, CUT]) == 12 / 5  # not the mean of 7/3 and 5/2
-    assert tau([Trace(9, (0,) * 9, (0,) * 9)]) == 1  # plain decoding
-    assert math.isnan(tau([Trace(0, (), ())]))  # the text ended with the prefill's token
+    assert tau([made(9, (0,) * 9, (0,) * 9)]) == 1  # plain decoding
+    assert math.isnan(tau([made(0, (), ())]))  # the text ended with the prefill's token
 
 
 def test_tau_by_position_puts_each_round_where_its_root_stands() -> None:
-    near = Trace(emitted=7, accepted=(3, 0, 1), reached=(3, 1, 2), start=123)  # roots at 123, 127, 128
-    far = Trace(emitted=5, accepted=(2, 2), reached=(3, 2), start=255)  # roots at 255, 258; the last bonus cut off
-    bins = tau_by_position([near, Trace(0, (), (), 5), far])
+    near = made(emitted=7, accepted=(3, 0, 1), reached=(3, 1, 2), start=123)  # roots at 123, 127, 128
+    far = made(emitted=5, accepted=(2, 2), reached=(3, 2), start=255)  # roots at 255, 258; the last bonus cut off
+    bins = tau_by_position([near, made(0, (), (), start=5), far])
     assert [(b["from"], b["to"], b["mean"], b["rounds"]) for b in bins] == [
         (0, 128, 5 / 2, 2),
         (128, 256, (2 + 3) / 2, 2),
@@ -54,17 +60,17 @@ def test_acceptance_is_conditional_on_the_depths_before() -> None:
     assert acceptance_by_depth([WHOLE], 3) == [2 / 3, 1 / 2, 1.0]
     # A cut round is no evidence of the depth it never reached: depth 3 was tested by the first round only, and refused
     assert acceptance_by_depth([CUT], 3) == [1.0, 1.0, 0.0]
-    assert acceptance_by_depth([Trace(1, (1,), (1,))], 2) == [1.0, None]
+    assert acceptance_by_depth([made(1, (1,), (1,))], 2) == [1.0, None]
 
 
 def test_acceptance_and_histogram_give_tau_back_when_nothing_is_cut() -> None:
     rng = np.random.default_rng(0)
     accepted = tuple(int(x) for x in rng.integers(0, 5, size=200))
-    trace = Trace(sum(accepted) + 200, accepted, tuple(min(n + 1, 4) for n in accepted))
-    reach = np.cumprod([alpha or 0.0 for alpha in acceptance_by_depth([trace], 4)])
-    assert 1 + reach.sum() == pytest.approx(tau([trace]))
-    histogram = accepted_histogram([trace], 4)
-    assert sum(k * n for k, n in enumerate(histogram)) / 200 + 1 == pytest.approx(tau([trace]))
+    output = made(sum(accepted) + 200, accepted, tuple(min(n + 1, 4) for n in accepted))
+    reach = np.cumprod([alpha or 0.0 for alpha in acceptance_by_depth([output], 4)])
+    assert 1 + reach.sum() == pytest.approx(tau([output]))
+    histogram = accepted_histogram([output], 4)
+    assert sum(k * n for k, n in enumerate(histogram)) / 200 + 1 == pytest.approx(tau([output]))
 
 
 def test_speed_is_total_over_total() -> None:
@@ -105,7 +111,7 @@ def test_rates_are_compared_each_by_its_own_gains_and_costs() -> None:
 
 
 def test_one_unit_that_gave_something_has_no_interval() -> None:
-    nothing = Trace(0, (), ())
+    nothing = made(0, (), ())
     assert tau_interval([WHOLE]) is None
     assert tau_interval([nothing, WHOLE, nothing]) is None
     assert tau_interval([nothing, WHOLE, CUT]) is not None
@@ -127,7 +133,7 @@ def test_what_is_no_loop() -> None:
 
 
 def test_a_rounds_time_is_shared_among_its_tokens() -> None:
-    seconds = token_seconds([3, 1, 2], [0.3, 0.2, 0.1])
+    seconds = token_seconds(made(6, [2, 0, 2], [3, 1, 2], first_round=1), [9.0, 0.3, 0.2, 0.1, 9.0])
     assert seconds == pytest.approx([0.1, 0.1, 0.1, 0.2, 0.05, 0.05])
     assert sum(seconds) == pytest.approx(0.6), "no time is lost or counted twice"
     spread = token_percentiles([0.001 * n for n in range(1, 102)])

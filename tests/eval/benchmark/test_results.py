@@ -30,7 +30,7 @@ from tests.mutations import damage_bytes, mutate
 
 
 def output(tokens: list[int], accepted: list[int]) -> Output:
-    return Output(tokens, "length", len(accepted), accepted, accepted)
+    return Output(tokens, "length", accepted, accepted)
 
 
 def test_pieces_know_their_round_and_who_made_them(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -58,7 +58,7 @@ def measurement(tree: str, temperature: float, speed: float | None) -> dict[str,
 
 def test_near_ties_are_given_of_wherever_identity_is() -> None:
     without, tied = measurement("chain:3", 0, 1.2), measurement("tree:3x2x6", 0, 1.3)
-    tied["exact"]["near_ties"] = [{"prompt": "1"}]
+    tied["exact"]["near_ties"] = [{"prompt": "1", "near_tie": True}]
     results = {"exact": pooled_exactness([without, tied], []), "measurements": [without, tied], "target": {}}
     line = "output identical to plain decoding: 4 of 4 prompts (2 prompts x 2 settings), 1 of them but for near-ties"
     assert audit_line(results) == line and is_exact(results)

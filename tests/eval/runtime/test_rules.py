@@ -3,6 +3,7 @@ tokens."""
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +59,12 @@ def chi_square(codes: Tensor, distribution: Tensor) -> tuple[float, float]:
     return float(((seen - due) ** 2 / due)[kept].sum()), chi_square_limit(int(kept.sum()))
 
 
+STEP: Any = SimpleNamespace(
+    logits=lambda hidden: hidden, choose=lambda hidden, at, sampling: sampling.choose(hidden, at)
+)
+"""A target whose hidden states are its logits."""
+
+
 class Decoding:
     """Rounds of a rule over a toy's distributions, for many rows at once: what the runtime does, without a model."""
 
@@ -93,7 +100,7 @@ class Decoding:
         prefixes = prefixes_of(proposal, V, self.codes)
         logits = self.logits(self.p, depths + proposal.depths, prefixes)
         positions = self.length[:, None] + 1 + proposal.depths
-        consulted = self.rule.consult(logits, positions)
+        consulted = self.rule.consult(STEP, logits, positions)
         tree = None if shape.top_k == 1 else ancestors(proposal.parents, shape.depth)
         found = self.rule.accept(proposal, consulted, positions, tree)
         for k in range(shape.depth + 1):

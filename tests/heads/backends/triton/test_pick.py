@@ -13,7 +13,7 @@ from heads.backends.triton.availability import constexpr, jit, tl
 from heads.backends.triton.noise import key_of, noise_of
 from heads.backends.triton.pick import Noise, TritonSampling, best_columns
 from heads.tree import Proposal
-from scripts.gpu import trees
+from scripts.gpu.kernels import tree_works
 from tests.launches import Launches
 from tests.samplings import rows_of
 
@@ -125,7 +125,7 @@ def test_more_than_a_program_compares_is_picked_by_tensor_operations() -> None:
 
 
 def test_what_is_timed_runs_through() -> None:
-    timed = trees.works("tree:3x3x9", torch.device("cpu"), columns=90)
+    timed = tree_works("tree:3x3x9", torch.device("cpu"), columns=90)
     assert len(timed) == 3
     for _, size, work in timed:
         made = work()
