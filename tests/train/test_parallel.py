@@ -1,6 +1,7 @@
 """The forms in which several processes train one head make the same steps, and go on from each other's checkpoints."""
 
-from itertools import product
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,17 @@ from train.recipe import Train
 from train.step import rows_of_process, rows_per_step
 
 FORMS = ["ddp", "fsdp", "zero2", "zero3"]
-D_PACE = {
-    "kind": "dflash",
-    "head": {"weights": "d_pace", "num_layers": 1, "block_size": 4, "mask_token_id": 2, "aux_layer_ids": [1, 2]},
+DOUBLE = ("ddp", "fsdp")  # DeepSpeed keeps weights in float32
+JOBS: dict[str, dict[str, Any]] = {
+    "adamw": {"end": 20, "train": {"optimizer": "adamw"}},
+    "muon": {"end": 9, "train": {"optimizer": "muon"}},
+    "d_pace": {
+        "end": 20,
+        "kind": "dflash",
+        "head": {"weights": "d_pace", "num_layers": 1, "block_size": 4, "mask_token_id": 2, "aux_layer_ids": [1, 2]},
+    },
 }
+Alone = Callable[[str, str], dict[str, torch.Tensor]]
 
 
 @pytest.mark.parametrize(("batch", "processes"), [(4, 1), (1, 1), (2, 2), (1, 2), (1, 4)])
@@ -43,6 +51,17 @@ def run(job: Job, form: str | None = None) -> dict[str, torch.Tensor]:
     return stored(Path(job.folder) / f"step-{job.end}")
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """(job, dtype) -> the tensors that it leaves in one process, made once."""
+
+    @cache
+    def make(what: str, dtype: str) -> dict[str, torch.Tensor]:
+        return run(Job(str(tmp_path_factory.mktemp("alone")), dtype=dtype, **JOBS[what]))
+
+    return make
+
+
 def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """The largest difference between two checkpoints' values."""
     assert a.keys() == b.keys()
@@ -50,22 +69,20 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "form"), [*product(["adamw", "muon"], FORMS), ("d_pace", "ddp"), ("d_pace", "zero3")])
-def test_two_processes_are_one(what: str, form: str, tmp_path: Path) -> None:
-    double = form in ("ddp", "fsdp")  # DeepSpeed keeps weights in float32
-    more: dict[str, Any] = D_PACE if what == "d_pace" else {"train": {"optimizer": what}}
-    job: dict[str, Any] = {"end": 20, "dtype": "float64" if double else "float32", **more}
-    one = run(Job(str(tmp_path / "one"), **job))
-    two = run(Job(str(tmp_path / "two"), **job), form)
-    assert furthest(one, two) < (1e-10 if double else 1e-5)
+@pytest.mark.parametrize(
+    ("what", "form"), [*(("adamw", form) for form in FORMS), ("d_pace", "ddp"), ("d_pace", "zero3")]
+)
+def test_two_processes_are_one(what: str, form: str, alone: Alone, tmp_path: Path) -> None:
+    dtype = "float64" if form in DOUBLE else "float32"
+    two = run(Job(str(tmp_path), dtype=dtype, **JOBS[what]), form)
+    assert furthest(alone(what, dtype), two) < (1e-10 if form in DOUBLE else 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_a_run_goes_on_in_another_number_of_processes(form: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_another_number_of_processes(form: str, alone: Alone, tmp_path: Path) -> None:
     """Two, one, two processes of a form, with the optimizer's state, against one unbroken run of one."""
-    train = {"optimizer": "muon"}
-    one = run(Job(str(tmp_path / "one"), 9, dtype="float32", train=train))
+    dtype = "float64" if form in DOUBLE else "float32"
     for begin, some in ((0, form), (3, None), (6, form)):
-        last = run(Job(str(tmp_path / "some"), begin + 3, begin, dtype="float32", train=train), some)
-    assert furthest(one, last) < 1e-6
+        last = run(Job(str(tmp_path), begin=begin, dtype=dtype, **JOBS["muon"] | {"end": begin + 3}), some)
+    assert furthest(alone("muon", dtype), last) < (1e-10 if form in DOUBLE else 1e-6)
