@@ -173,6 +173,13 @@ def front_matter(card: bytes) -> dict[str, Any]:
     return found
 
 
+def with_hub(hub: StandInHub, program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, which finds the hub's folder when it imports huggingface_hub."""
+    environment = {**os.environ, "HF_HUB_CACHE": str(hub.cache), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+
+
 @pytest.mark.slow
 def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     run: Path, hub: StandInHub, tiny_target_dir: Path, tmp_path: Path
@@ -198,19 +205,17 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     snapshot = hub.cache / "models--ann--a-head/snapshots" / hub.commits[0]
     ours, theirs = load_head(run / "head").state_dict(), load_head(snapshot).state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    command = [sys.executable, "eval/bench.py", REPO, "--tree", "chain:2", "--repeats", "1", "--max-new-tokens", "8"]
-    command += ["--prompts", str(run.parent / "prompts.jsonl"), "--out", str(tmp_path / "out")]
+    words = [REPO, "--tree", "chain:2", "--repeats", "1", "--max-new-tokens", "8"]
+    words += ["--prompts", str(run.parent / "prompts.jsonl"), "--out", str(tmp_path / "out")]
     (run.parent / "prompts.jsonl").write_text('{"text": "import os"}\n')
-    environment = {**os.environ, "HF_HUB_CACHE": str(hub.cache), "HF_HUB_OFFLINE": "1"}
-
-    def bench(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *more], capture_output=True, text=True, cwd=ROOT, env=environment)
-
-    done = bench()
+    measure = (
+        "import json, sys; from eval import bench; from eval.command import exit_status\n"
+        "print([exit_status(lambda: bench.main(words)) for words in json.loads(sys.argv[1])])"
+    )
+    done = with_hub(hub, measure, json.dumps([words, [*words, "--target", str(tiny_target_dir)]]))
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]  # beside libraries' own
-    assert done.returncode == 2 and len(said) == 1 and "give --target" in said[0], done.stderr
-    done = bench("--target", str(tiny_target_dir))
-    assert done.returncode == 0 and "1 of 1" in done.stdout, done.stderr
+    assert len(said) == 1 and "give --target" in said[0], done.stderr
+    assert "1 of 1" in done.stdout and done.stdout.splitlines()[-1] == "[2, 0]", done.stderr
 
 
 def test_the_card_says_which_engines_serve_the_head_and_how(run: Path, hub: StandInHub) -> None:
@@ -416,10 +421,6 @@ def test_anothers_repository_and_another_model_are_left_alone(
 def test_a_head_is_loaded_at_the_revision_that_its_name_asks_for(run: Path, hub: StandInHub) -> None:
     assert call(run, REPO) == call(run, REPO, "--revision", "v2", "--license", "mit") == 0
     ask = "import sys; from heads.checkpoint import find_head; print([find_head(name).name for name in sys.argv[1:]])"
-    environment = {**os.environ, "HF_HUB_CACHE": str(hub.cache), "HF_HUB_OFFLINE": "1"}
-    found = subprocess.run(
-        [sys.executable, "-c", ask, REPO, f"{REPO}@v2", f"{REPO}@{hub.commits[0]}"],
-        capture_output=True, text=True, cwd=ROOT, env=environment, check=True,
-    )  # fmt: skip
+    found = with_hub(hub, ask, REPO, f"{REPO}@v2", f"{REPO}@{hub.commits[0]}")
     first, second = hub.commits
     assert first != second and found.stdout.strip() == str([first, second, first])

@@ -80,7 +80,7 @@ def test_the_block_mask_shows_what_the_rule_shows(window: int | None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the compiler
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the latter with windows in some layers
 def test_flex_attention_by_the_same_block_mask_gives_the_same_states(family: str) -> None:
     target = FrozenTarget(make_model(family, max_position_embeddings=512, head_dim=16).eval(), family)
     tokens, positions, documents = rows(300)
