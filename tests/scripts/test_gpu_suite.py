@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from eval.benchmark import roofline
 from eval.runtime.request import Request
 from eval.runtime.sampling import Sampling
 from heads.backends.triton.timing import device_seconds
@@ -25,10 +26,18 @@ from tests.switches import kernels_on_cpu
 CPU = torch.device("cpu")
 PARTS = {part.__name__: part for group in parts.GROUPS.values() for part in group}
 ON_A_CPU = [name for name in PARTS if name not in ("checks", "kernels", "draft_steps")]
-INTERPRETED = ["plain", "drafting", "scaling", "kernels", "draft_steps"]
+INTERPRETED = ["plain", "drafting", "kernels"]
+"""By kernels. `scaling` times what these do, and tests/heads/backends/triton/test_recurrent.py has `draft_steps`."""
 no_triton = pytest.mark.skipif(
     torch.cuda.is_available() or not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"
 )
+
+
+@pytest.fixture(autouse=True)
+def timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of one try, for none of them is looked at but for its sign."""
+    monkeypatch.setitem(roofline.TRIES, "cpu", 1)
+    monkeypatch.setattr(roofline, "device_seconds", partial(device_seconds, repeats=1))
 
 
 class SmallBench(parts.Bench):
