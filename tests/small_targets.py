@@ -45,7 +45,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "bamba": MAMBA2 | dict(attn_layer_indices=[2]),
 }
-OTHER_HYBRIDS: dict[str, dict[str, Any]] = {  # some clamp their steps by a least one, in whole texts alone
+OTHER_HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": dict(layer_types=["conv", "conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
+    # Some of the following clamp their steps by a least one, in whole texts alone.
     "qwen3_5_moe_text": DELTA | EXPERTS,
     "falcon_h1": MAMBA2 | dict(mamba_d_ssm=64),
     "nemotron_h": dict(

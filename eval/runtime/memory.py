@@ -6,6 +6,7 @@ from typing import Any
 from heads.backends.slot_mapping import round_up
 from heads.backends.torch.decoder import NativeDecoder
 from heads.errors import UserError
+from heads.target.families import layer_setting
 from heads.target.frozen import FrozenTarget
 
 RESERVE = 0.05
@@ -24,8 +25,9 @@ def row_bytes(
     if decoder is not None:
         width = decoder.layers[0].attention.slot_width
     else:
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        queries = layer_setting(config, "num_attention_heads")
+        keys = layer_setting(config, "num_key_value_heads") or queries
+        width = 2 * keys * (layer_setting(config, "head_dim") or config.hidden_size // queries)
     cache = slots * (target.attention_layers + 2 * drafts) * width * size + (nodes + 1) * target.state_bytes
     node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
     mask = slots * (size + 1)  # as truth values and as numbers

@@ -9,6 +9,7 @@ from heads.backends.base import CachedDecoder
 from heads.backends.slot_mapping import CacheSpec, SlotMapping
 from heads.target.cache import HFCache
 from heads.target.encoder_decoder import cache_layers
+from heads.target.families import longest_text
 from heads.target.frozen import Features, LanguageModel
 
 
@@ -44,4 +45,4 @@ class HFDecoder(CachedDecoder):
 
 def positions_of(config: Any) -> int:
     """Return the number of positions that a model reads; without a limit of its own, more than anyone asks for."""
-    return getattr(config, "max_position_embeddings", None) or sys.maxsize
+    return longest_text(config) or sys.maxsize

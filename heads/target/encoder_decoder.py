@@ -19,7 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import EncoderDecoderCache
 
 from heads.errors import UserError
@@ -202,8 +210,14 @@ def cache_layers(base: nn.Module, config: Any) -> int:
 
 
 def auto_class(config: Any) -> Any:
-    """Return the transformers class for a language model of this config."""
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    """Return the transformers class for a language model of this config: some multimodal models have one for all that
+    they read, and none for text alone."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if reads_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase, start: int) -> None:

@@ -4,6 +4,8 @@ Letters: B batch, N queries, S key slots, D hidden, V vocabulary.
 """
 
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,7 +38,7 @@ def register_mimo() -> None:
 FIXED_ROTATIONS = ("default", "linear", "yarn", "llama3")
 """Kinds of rotary positions whose angle depends on the position alone, not on how long the text has become."""
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid"}
-RECURRENT_LAYERS = {"linear_attention", "hybrid"}
+RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
 READABLE_LAYERS = ATTENTION_LAYERS | RECURRENT_LAYERS | {"mlp", "moe"}
 """Kinds of layers by their names in a config. A hybrid one is both; the last two keep nothing."""
 OTHER_PARTS = re.compile(
@@ -59,7 +61,23 @@ def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
     if kinds:
         raise UserError(
             f"{name}: {config.model_type} has layers of kind {', '.join(kinds)}, whose past cannot be kept here; use a "
-            "target with full or sliding-window attention, among which there may be gated delta nets or Mamba layers"
+            "target with full or sliding-window attention, among which there may be gated delta nets, Mamba or "
+            "convolutions"
+        )
+
+
+def check_window(base: nn.Module, config: Any, name: str) -> None:
+    """Refuse a sliding window that the decoder's class does not read. transformers' own cache would have it and its
+    masks would not, so that what it generates depends on where the prompt ends."""
+    window = layer_setting(config, "sliding_window")
+    longest = longest_text(config)
+    if not window or getattr(config, "layer_types", None) or (longest is not None and window >= longest):
+        return
+    code = sys.modules[type(base).__module__]
+    if code.__name__.startswith("transformers.") and not hasattr(code, "create_sliding_window_causal_mask"):
+        raise UserError(
+            f"{name}: its config.json names a sliding_window of {window}, which a {type(base).__name__} does not read; "
+            "take it out"
         )
 
 
@@ -148,7 +166,7 @@ def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:
     if kinds == {"sliding_attention"}:
         return mask(window)
     # Recurrent layers need no mask: padding stands behind a text.
-    return {"full_attention": mask(None), "sliding_attention": mask(window), "linear_attention": None}
+    return {"full_attention": mask(None), "sliding_attention": mask(window), "linear_attention": None, "conv": None}
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -179,6 +197,34 @@ class OutputHead:
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits
+
+
+def layer_setting(config: Any, name: str) -> Any:
+    """Return a setting of a decoder's layers; None without it. Where layers differ in it, that of most of them:
+    transformers from 5.24 on refuses to name one for all, as of the widths of Gemma-4's heads."""
+    values: Any
+    if getattr(config, "is_heterogeneous", False):
+        values = [getattr(layer, name, None) for layer in config.per_layer_config]
+    else:
+        values = getattr(config, name, None)
+    if not isinstance(values, list):
+        return values
+    ((most, _),) = Counter(values).most_common(1)
+    return most
+
+
+def longest_text(config: Any) -> int | None:
+    """Return the number of positions that a model reads; None without a limit of its own.
+
+    Of LongRoPE those that it was first trained with: beyond them it turns all rows of a batch by other angles, so that
+    a text would depend on its neighbours and on drafts.
+    """
+    longest: int | None = getattr(config, "max_position_embeddings", None) or None
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") != "longrope":
+        return longest
+    first: int = parameters["original_max_position_embeddings"]
+    return first if longest is None else min(first, longest)
 
 
 def rope_theta(config: Any) -> float:

@@ -83,8 +83,11 @@ def decode_packed(
 
 def takes_block_masks(base: Any, config: Any) -> bool:
     """Return True if a decoder hands block masks to its attention functions. Hybrids do: transformers means their
-    recurrent layers where it says that they do not."""
+    recurrent layers where it says that they do not. Gemma-4's small models slice the masks of layers that share keys,
+    which a block mask does not survive."""
     if isinstance(base, EncoderDecoder):
+        return False
+    if hasattr(base, "_maybe_slice_kv_shared_inputs") and config.num_kv_shared_layers:
         return False
     return bool(base._supports_flex_attn) or bool(
         RECURRENT_LAYERS.intersection(getattr(config, "layer_types", None) or ())
@@ -103,11 +106,11 @@ def attention_function(config: Any, name: str) -> Iterator[None]:
 
 
 def by_flex(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, **settings: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: BlockMask, **settings: Any
 ) -> tuple[Tensor, Any]:
     """transformers' FlexAttention, in one dtype: under autocast some families rotate in float32."""
     made: tuple[Tensor, Any] = flex_attention_forward(
-        module, query.to(value.dtype), key.to(value.dtype), value, mask, **settings
+        module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **settings
     )
     return made
 
@@ -117,7 +120,7 @@ def by_tiles(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: BlockMask,
+    attention_mask: BlockMask,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -126,21 +129,22 @@ def by_tiles(
     """Attention function of transformers' interface: a tile of queries after the other, over the keys from the first
     tile that any of its rows sees to the last. query (B, H, T, d), key and value (B, Hkv, T, d) -> (B, T, H, d).
 
-    `softcap` bends scores; `s_aux` (H,) are the scores of attention sinks. Backward makes each tile's weights anew.
+    Some models give the mask by its name. `softcap` bends scores; `s_aux` (H,) are the scores of attention sinks.
+    Backward makes each tile's weights anew.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
-    first = mask.kv_indices[:, 0, :, 0].amin(0).tolist()  # a tile sees itself, and its keys are those before
+    first = attention_mask.kv_indices[:, 0, :, 0].amin(0).tolist()  # a tile sees itself, and its keys are those before
     outs = []
     for i, tile in enumerate(first):
         start, stop = i * TILE, min((i + 1) * TILE, query.shape[2])
         seen = slice(tile * TILE, stop)
         parts = query[:, :, start:stop], key[:, :, seen], value[:, :, seen]
-        given = (*parts, mask.mask_mod, stop, scaling, softcap, s_aux)
+        given = (*parts, attention_mask.mask_mod, stop, scaling, softcap, s_aux)
         if torch.is_grad_enabled():
             outs.append(checkpoint(_tile, *given, use_reentrant=False, preserve_rng_state=False))
         else:
             outs.append(_tile(*given))
-    return torch.cat(outs, 2).transpose(1, 2), None
+    return torch.cat(outs, 2).transpose(1, 2).contiguous(), None
 
 
 def _tile(

@@ -28,9 +28,11 @@ from heads.target.encoder_decoder import EncoderDecoder, auto_class, count_layer
 from heads.target.families import (
     OutputHead,
     check_layers,
+    check_window,
     count_attention,
     eos_ids,
     find_layers,
+    longest_text,
     register_mimo,
     unused_weights,
 )
@@ -114,6 +116,11 @@ class LanguageModel:
             for k in aux_layer_ids:
                 hooks.callback(self._aux(k, caught).remove)
             hidden = run()
+        if others := [stream.shape for stream in caught.values() if stream.shape[:-1] != hidden.shape[:-1]]:
+            raise UserError(
+                f"{self.name}: a {self.config.model_type} hands several residual streams from layer to layer "
+                f"({tuple(others[0])}), and heads read one; use a head of the last hidden state (mtp, medusa)"
+            )
         return Features(
             torch.cat([caught[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else hidden[..., :0], hidden
         )
@@ -146,6 +153,7 @@ class FrozenTarget(LanguageModel):
         config = model.config.get_text_config()
         check_layers(model, config, name)
         base, head = find_base(model, name), untyped.get_output_embeddings()
+        check_window(base, config, name)
         if head is None:
             raise UserError(f"{name}: expected a causal language model, {type(model).__name__} has no output head")
         super().__init__(base, head, OutputHead(head, config), config, name)
@@ -155,7 +163,7 @@ class FrozenTarget(LanguageModel):
         encoder."""
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.head.weight.shape[0]
-        self.context_length: int = getattr(config, "max_position_embeddings", None) or 2048
+        self.context_length: int = longest_text(config) or 2048
         self.shared = SharedLayers(
             embed_tokens=model.get_input_embeddings(),
             lm_head=self.lm_head,

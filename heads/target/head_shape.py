@@ -3,7 +3,7 @@
 from typing import Any
 
 from heads.errors import UserError
-from heads.target.families import rope_theta
+from heads.target.families import layer_setting, rope_theta
 from heads.target.frozen import FrozenTarget
 
 
@@ -20,8 +20,8 @@ def check_one_width(target: FrozenTarget, kind: str) -> None:
 def block_settings(target: FrozenTarget, num_heads: int | None = None) -> dict[str, Any]:
     """Return the settings of a `heads.layers.BlockConfig` of the target's shape; `num_heads` replaces the target's."""
     config = target.config
-    D, heads = target.hidden_size, num_heads or config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    D, heads = target.hidden_size, num_heads or layer_setting(config, "num_attention_heads")
+    key_heads = layer_setting(config, "num_key_value_heads") or heads
     if num_heads is None and heads % key_heads:  # latent attention has none, whatever its config says
         key_heads = heads
     return {
@@ -29,10 +29,10 @@ def block_settings(target: FrozenTarget, num_heads: int | None = None) -> dict[s
         "vocab_size": target.vocab_size,
         "num_target_layers": target.num_layers,
         "max_position_embeddings": target.context_length,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * D,
+        "intermediate_size": layer_setting(config, "intermediate_size") or 4 * D,
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
-        "head_dim": getattr(config, "head_dim", None) or D // heads,
+        "head_dim": layer_setting(config, "head_dim") or D // heads,
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
         "rope_theta": rope_theta(config),
     }

@@ -28,6 +28,7 @@ from heads.base import KEPT_SHARE
 from heads.errors import UserError
 from heads.formats.source import without_pickle
 from heads.losses import CHUNK_BYTES, LEAST_ROWS
+from heads.target.families import layer_setting
 from heads.target.forward import takes_block_masks
 from heads.target.hub import is_hub_id, repo_and_revision
 from heads.target.quantization import LEAST_SHARE
@@ -165,10 +166,10 @@ def count_target(
     linear = sum(m.weight.numel() for m in target.layers.modules() if isinstance(m, nn.Linear))
     end_bytes = (total - sum(in_layers.values())) * w
     key_width, value_width, heads, key_heads = _attention_widths(config, D)
-    intermediate: int = getattr(config, "intermediate_size", None) or 4 * D
+    intermediate: int = layer_setting(config, "intermediate_size") or 4 * D
     mlp = 3 * intermediate
     if experts:
-        mlp = max(mlp, chosen * (3 * (getattr(config, "moe_intermediate_size", None) or intermediate) + 2 * D))
+        mlp = max(mlp, chosen * (3 * (layer_setting(config, "moe_intermediate_size") or intermediate) + 2 * D))
     attention = 2 * (heads + key_heads) * (key_width + value_width)
     N = batch_size * length
     flops = 2 * (sum(in_layers.values()) - idle)
@@ -191,9 +192,9 @@ def count_target(
 
 def _attention_widths(config: Any, hidden_size: int) -> tuple[int, int, int, int]:
     """Widths of a key and of a value of one head, and the numbers of heads of queries and of keys."""
-    heads: int = config.num_attention_heads
-    width: int = getattr(config, "head_dim", None) or hidden_size // heads
-    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    heads: int = layer_setting(config, "num_attention_heads")
+    width: int = layer_setting(config, "head_dim") or hidden_size // heads
+    key_heads: int = layer_setting(config, "num_key_value_heads") or heads
     nope = getattr(config, "qk_nope_head_dim", None)
     if nope is None:
         return width, width, heads, key_heads

@@ -9,13 +9,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, BertModel, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    PreTrainedConfig,
+)
 
+from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.checkpoint import save_head, target_record
 from heads.registry import build_head
 from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.target.families import attention_masks, unused_weights
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.shape import load_shape
 from tests.refusals import refused
 
 BASE: dict[str, Any] = {
@@ -71,6 +81,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {"sliding_window": 4},
     "smollm3": {"use_sliding_window": True, "sliding_window": 4},
+    "afmoe": {"num_experts": 4, "num_dense_layers": 1, "sliding_window": 4, **MOE},
+    "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
+    "gemma4_text": {"sliding_window": 4, "vocab_size_per_layer_input": 40, "hidden_size_per_layer_input": 4},
+    "gemma4_text sharing keys": {
+        "sliding_window": 4,
+        "vocab_size_per_layer_input": 40,
+        "hidden_size_per_layer_input": 4,
+        "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
 }
 LENGTHS = (7, 10)  # of the packed documents, both longer than the window
 
@@ -230,6 +250,78 @@ def test_families_with_another_kind_of_past_are_refused(family: str, words: str)
     with torch.device("meta"):
         model = from_config(AutoConfig.for_model(family, **small))
     assert words in refused(FrozenTarget, model, "its-path")
+
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "mistral3": {"text_config": {"model_type": "mistral", "sliding_window": 4}},
+    "qwen3_vl": {"rope": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+}
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_the_language_model_of_a_multimodal_checkpoint_is_a_target(family: str, tmp_path: Path) -> None:
+    """transformers has no class for the language models of these alone."""
+    changes = dict(MULTIMODAL[family])
+    text = {**BASE, **changes.pop("text_config", {})}
+    if rope := changes.pop("rope", None):
+        text["rope_parameters"] = rope
+    vision: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": 16, "deepstack_visual_indexes": []}
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, image_token_id=39)
+    auto: Any = AutoModelForImageTextToText
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = auto.from_config(config).eval()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    target = load_target(str(tmp_path), dtype=torch.float32)
+    tokens, positions, documents = packed()
+    logits = target.shared.lm_head(target.packed_features(tokens, positions, documents, [1, 2]).hidden)
+    with torch.no_grad():
+        alone = model(tokens[:, LENGTHS[0] :], use_cache=False).logits
+    torch.testing.assert_close(logits[:, LENGTHS[0] :], alone, atol=1e-4, rtol=1e-4)
+    assert target_record(target)["architecture"] == type(model).__name__
+    assert load_shape(str(tmp_path)).hidden_size == 16
+
+
+def test_heads_take_the_commonest_shape_of_layers_that_differ() -> None:
+    """transformers refuses to name one width for all heads of a Gemma-4, and a Gemma-3n has one of its MLP a layer."""
+    family = {**FAMILIES["gemma4_text"], "head_dim": 8, "global_head_dim": 16}
+    target = FrozenTarget(
+        make_model("gemma4_text", **family, layer_types=["sliding_attention"] * 3 + ["full_attention"]), ""
+    )
+    head = build_head("eagle3", {"aux_layer_ids": [1, 2]}, target, torch.ones(40, dtype=torch.int64))
+    assert (head.config.head_dim, head.config.intermediate_size) == (8, 24)
+    assert len(Engine(target, None, EngineOptions(max_length=32)).generate([Request([3, 4, 5], 4)])) == 1
+
+
+def test_a_window_that_the_class_does_not_read_is_refused() -> None:
+    text = refused(FrozenTarget, make_model("llama", sliding_window=4), "its-path")
+    assert "its-path" in text and "sliding_window of 4" in text
+    FrozenTarget(make_model("llama", sliding_window=64), "longer than any text")
+
+
+def test_texts_end_where_rotary_positions_would_come_to_depend_on_the_batch() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope |= {"original_max_position_embeddings": 24}
+    target = FrozenTarget(make_model("phi3", rope_parameters=rope, original_max_position_embeddings=24), "phi")
+    assert target.context_length == 24
+    assert "the context of phi" in refused(Engine, target, None, EngineOptions(max_length=25))
+
+
+def test_several_residual_streams_are_refused_by_heads_that_read_them() -> None:
+    family: dict[str, Any] = {"sliding_window": 4, "vocab_size_per_layer_input": 40, "hidden_size_per_layer_input": 4}
+    family |= {"num_kv_shared_layers": 0, "laurel_rank": 2, "activation_sparsity_pattern": None}
+    target = FrozenTarget(make_model("gemma3n_text", **family), "its-path")
+    tokens, positions, documents = packed()
+    assert target.packed_features(tokens, positions, documents, ()).hidden.shape == (1, 17, 16)
+    text = refused(target.packed_features, tokens, positions, documents, [1])
+    assert "its-path" in text and "several residual streams" in text
 
 
 def test_a_family_that_takes_no_mask_is_refused(tmp_path: Path) -> None:
