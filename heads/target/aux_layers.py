@@ -26,7 +26,7 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def shallow_aux_layer_ids(num_layers: int) -> list[int]:
-    """Return auxiliary layers for a shallow target: three, spread over its depth, or two for a target of two or three
+    """Return auxiliary layers for a shallow target, spread over its depth: three, or two if it has only two or three
     layers. All are before the last layer's output, where every engine captures them."""
     return sorted({min(1, num_layers - 2), num_layers // 2, num_layers - 1})
 
@@ -46,8 +46,8 @@ def check_aux_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> tuple[
 
 
 def spread_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
-    """Return the default auxiliary layers of the published DFlash heads, which number a stream by the layer it leaves.
-    UserError if the target is too shallow."""
+    """Return the default auxiliary layers of the published DFlash heads, numbered by the layer that a stream enters
+    (their configs use the layer that it leaves). UserError if the target is too shallow."""
     n = num_target_layers
     if n < 4:
         raise UserError(

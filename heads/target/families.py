@@ -173,8 +173,8 @@ def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a mask (B, N, S) bool to (B, 1, N, S) to be added to scores, which every attention kernel supports.
 
-    Eager attention would add a boolean mask as 0 and 1. Masked entries are the least finite number, since -inf turns a
-    row that sees nothing into NaN.
+    Eager attention would add a boolean mask as 0 and 1. Masked entries are the most negative finite number, since -inf
+    turns a row that sees nothing into NaN.
     """
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
@@ -203,7 +203,7 @@ class OutputHead:
 
 def layer_setting(config: Any, name: str) -> Any:
     """Return a setting of a decoder's layers, or None. If layers differ, as in the head widths of Gemma-4, return the
-    most frequent value; transformers raises an error for them from 5.24 on."""
+    most frequent value. From 5.24 on, transformers raises an error when such a setting is read from the config."""
     values: Any
     if getattr(config, "is_heterogeneous", False):
         values = [getattr(layer, name, None) for layer in config.per_layer_config]

@@ -147,7 +147,7 @@ class FrozenTarget(LanguageModel):
         untyped.eval()
         self.model = model.requires_grad_(False)
         self.checkpoint_config: Any = model.config
-        """Config of the whole checkpoint, of which a multimodal model's language model is one part."""
+        """Config of the whole checkpoint. In a multimodal checkpoint, the language model is only a part."""
         self.trust_remote_code = False
         """True if the user allows running the Python code that comes with the model."""
         config = model.config.get_text_config()
