@@ -1,15 +1,15 @@
-"""Encoder-decoder models of the T5 family (arXiv 1910.10683) in the form of a causal LM: one sequence, one cache.
+"""Encoder-decoder models of the T5 family (arXiv 1910.10683) as causal LMs: one sequence, one cache.
 
     [input tokens ... </s>] [start] [answer tokens ...]
      read by the encoder     read by the decoder, which also sees the encoder's states of the input
 
-Everything before the first start token of a document is the encoder's input. So prompts, packed documents, masks,
-caches and draft trees are what they are for any other target; only the pass over the tokens is this file's. Relative
-position biases are formed from the positions given: T5's own count cache slots, which rows of different lengths and
-trees make wrong.
+Everything before the first start token of a document is the encoder's input. Prompts, packed documents, masks, caches
+and draft trees are therefore the same as for any other target. Only the pass over the tokens differs. Relative position
+biases are computed from the given positions. T5's own code counts cache slots instead, which is wrong for trees and for
+rows of different lengths.
 
-The decoder also runs over the input, where nothing reads its states, so that shapes depend on no token. Input tokens
-attend to input tokens there, and answer tokens to answer tokens.
+The decoder also runs over the input, where nothing reads its states, so that shapes depend on no token. There, input
+tokens attend to input tokens, and answer tokens to answer tokens.
 
 Letters: B rows, N tokens of a step, S key slots, D hidden, H heads, L decoder layers.
 """
@@ -44,11 +44,11 @@ TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ eos_token + start_token }}{%- endif -%}"
 )
-"""Chat template of conversations of one turn as such sequences; tokenizers of the family have none."""
+"""Chat template that writes a conversation of one turn as such a sequence. The family's tokenizers have none."""
 
 
 class EncoderDecoder(nn.Module):
-    """The two stacks of a model as one decoder."""
+    """Encoder and decoder of a model as one decoder."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ class EncoderDecoder(nn.Module):
     def forward(
         self, tokens: Tensor, *, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: HFCache | None
     ) -> Tensor:
-        """Return the decoder's states after its final norm (B, N, D); arguments as in `FrozenTarget.features`. A step
-        that reads prompts (`HFCache.aim`) has whole prompts from position 0 on."""
+        """Return the decoder's states after its final norm (B, N, D). Arguments as in `FrozenTarget.features`. A prompt
+        step (`HFCache.aim`) must contain whole prompts, from position 0."""
         embedded = self.decoder.embed_tokens(tokens)
         is_input = self.is_input(tokens, visible, cache)  # (B, N)
         keys_are_input = is_input if cache is None else mark(cache, is_input)  # (B, S)
@@ -91,15 +91,15 @@ class EncoderDecoder(nn.Module):
         bias = self.bias(self.decoder, positions, key_positions, bidirectional=False)
         hidden, name = embedded, cache_name(self.layers[0])
         for layer in self.layers:
-            # The encoder's states are read where there are some; else their keys are in the cache, and only that there
-            # is an encoder matters.
+            # Without the encoder's states, their keys are in the cache. The layer then only checks that it is given a
+            # tensor.
             source = embedded if states is None else states
             hidden = layer(hidden, own, bias, source, cross, None, **{name: pair})[0]
         normed: Tensor = self.decoder.final_layer_norm(hidden)
         return normed
 
     def is_input(self, tokens: Tensor, visible: Tensor, cache: HFCache | None) -> Tensor:
-        """(B, N) bool: tokens of the encoder's input, before the first start token of their document."""
+        """Return (B, N) bool: True for the encoder's input, the tokens before the first start token of a document."""
         starts = tokens == self.start
         if cache is None:
             return ~(visible & starts[:, None]).any(-1)
@@ -108,7 +108,7 @@ class EncoderDecoder(nn.Module):
         return torch.zeros_like(starts)
 
     def encode(self, embedded: Tensor, is_input: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
-        """Return the encoder's states (B, N, D), with padding outside of the input. `visible` separates packed
+        """Return the encoder's states (B, N, D); outside the input they are padding. `visible` separates packed
         documents."""
         seen = is_input[:, None] if visible is None else (visible | visible.mT) & is_input[:, None]
         mask = additive(seen.expand(-1, embedded.shape[1], -1), embedded.dtype)
@@ -120,7 +120,8 @@ class EncoderDecoder(nn.Module):
         return normed
 
     def bias(self, stack: Any, positions: Tensor, key_positions: Tensor, *, bidirectional: bool) -> Tensor:
-        """Return (B, H, N, S), the bias that a stack adds to its scores by the distance from query to key."""
+        """Return the bias (B, H, N, S) that a stack adds to its scores, a function of the distance from query to
+        key."""
         attention = stack.block[0].layer[0].SelfAttention
         bucket = attention._relative_position_bucket(
             key_positions[:, None] - positions[:, :, None],
@@ -132,8 +133,8 @@ class EncoderDecoder(nn.Module):
         return by_head.permute(0, 3, 1, 2)
 
     def alone(self, tokens: Tensor) -> Tensor:
-        """Return the states (B, n, D) of the last n tokens, from the start token on, as the model itself computes them.
-        All rows have their first start token at the same position."""
+        """Return the states (B, n, D) of the last n tokens, beginning with the start token, as the model itself
+        computes them. The first start token must have the same position in all rows."""
         inputs, answers = self.split(tokens)
         source = self.encoder(input_ids=inputs).last_hidden_state
         hidden: Tensor = self.decoder(
@@ -142,13 +143,13 @@ class EncoderDecoder(nn.Module):
         return hidden
 
     def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Split tokens into the encoder's input and the decoder's, which begins with its start token."""
+        """Split tokens into the encoder's input and the decoder's input, which begins with the start token."""
         start = int((tokens[0] == self.start).nonzero()[0])
         return tokens[:, :start], tokens[:, start:]
 
 
 class CrossCache:
-    """Layers L .. 2L - 1 of a row cache: keys and values of the encoder's states, each in the slot of its token."""
+    """Layers L .. 2L - 1 of an `HFCache`: keys and values of the encoder's states, each in the slot of its token."""
 
     def __init__(self, cache: HFCache, num_layers: int) -> None:
         self.cache, self.first = cache, num_layers
@@ -159,25 +160,25 @@ class CrossCache:
         ]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Keep the encoder's states of a prompt."""
+        """Write the keys and values of a prompt's encoder states."""
         return self.cache.update(key_states, value_states, self.first + layer_idx)
 
 
 class RowPair(EncoderDecoderCache):
-    """One row cache as the pair of caches that the family's layers expect, made anew for every step."""
+    """One `HFCache` as the pair of caches that the family's layers expect. Every step makes a new pair."""
 
     def __init__(self, cache: HFCache, num_layers: int) -> None:
-        untyped: Any = self  # annotated with the library's own kinds of cache
+        untyped: Any = self  # annotated with transformers' own cache classes
         untyped.self_attention_cache, untyped.cross_attention_cache = cache, CrossCache(cache, num_layers)
         self.is_updated = dict.fromkeys(range(num_layers), not cache.prompt)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return a constant that is not read: every bias is given."""
+        """Return a number that has no effect, since every bias is given."""
         return self.self_attention_cache.get_seq_length(layer_idx)
 
 
 def mark(cache: HFCache, is_input: Tensor) -> Tensor:
-    """Record the aimed slots that hold input (B, N); return (B, S) bool for all visible slots."""
+    """Record which aimed slots hold input (B, N). Return (B, S) bool for all visible slots."""
     if cache.marks is None:
         cache.marks = torch.zeros(cache.batch_size_, cache.capacity, dtype=torch.bool, device=is_input.device)
     cache.marks.view(-1).index_copy_(0, cache.slots, is_input.flatten())
@@ -185,7 +186,7 @@ def mark(cache: HFCache, is_input: Tensor) -> Tensor:
 
 
 def find_base(model: PreTrainedModel, name: str) -> nn.Module:
-    """Return the stack of a model that reads tokens, without its output head."""
+    """Return a model's decoder without its output head; encoder and decoder as one if it has both."""
     untyped: Any = model
     if model.config.is_encoder_decoder:
         return EncoderDecoder(model, name)
@@ -205,13 +206,13 @@ def count_layers(base: nn.Module, config: Any) -> int:
 
 
 def cache_layers(base: nn.Module, config: Any) -> int:
-    """Return the number of layers in the row cache: with an encoder, two for each decoder layer."""
+    """Return the number of layers in the cache: with an encoder, two for each decoder layer."""
     return count_layers(base, config) * (2 if isinstance(base, EncoderDecoder) else 1)
 
 
 def auto_class(config: Any) -> Any:
-    """Return the transformers class for a language model of this config: some multimodal models have one for all that
-    they read, and none for text alone."""
+    """Return the transformers class that loads a language model of this config. Some multimodal models have only a
+    class for text and images, and none for text alone."""
     if config.is_encoder_decoder:
         return AutoModelForSeq2SeqLM
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

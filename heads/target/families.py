@@ -1,4 +1,4 @@
-"""Differences among Hugging Face families of causal LMs that concern a draft head: masks, layers, the output head.
+"""Differences between Hugging Face families of causal LMs that matter to a draft head: masks, layers, the output head.
 
 Letters: B batch, N queries, S key slots, D hidden, V vocabulary.
 """
@@ -17,43 +17,44 @@ from heads.errors import UserError
 
 
 class MiMoConfig(Qwen2Config):
-    """The config of MiMo's checkpoints."""
+    """Config of MiMo's checkpoints."""
 
     model_type = "mimo"
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """The model without its prediction modules, which `heads.formats.mtp.read_native` reads."""
+    """MiMo's model without its prediction modules, which `heads.formats.mtp.read_native` reads."""
 
     config_class = MiMoConfig
     _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]  # noqa: RUF012 - as transformers declares it
 
 
 def register_mimo() -> None:
-    """Let transformers load MiMo's checkpoints without their own code."""
+    """Let transformers load MiMo's checkpoints without the Python code that comes with them."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
     AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 
 
 FIXED_ROTATIONS = ("default", "linear", "yarn", "llama3")
-"""Kinds of rotary positions whose angle depends on the position alone, not on how long the text has become."""
+"""Kinds of rotary positions whose angles depend on the position alone, not on the length of the text."""
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
 READABLE_LAYERS = ATTENTION_LAYERS | RECURRENT_LAYERS | {"mlp", "moe"}
-"""Kinds of layers by their names in a config. A hybrid one is both; the last two keep nothing."""
+"""Kinds of layers by their names in a config. "hybrid" is both attention and recurrent. "mlp" and "moe" cache
+nothing."""
 OTHER_PARTS = re.compile(
     r"(^|\.)(mtp|nextn|visual|vision|image|audio|speech|multi_modal|mm_|talker|token2wav|code2wav)\w*\."
     r"|rotary_emb\.inv_freq$|\.position_ids$|\.(attn|attention)\.(bias|masked_bias)$"
 )
 MODULE = re.compile(r"(.*\blayers\.(\d+)\.)")
 PREDICTION = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
-"""Names in a multi-token prediction module that no decoder layer has. Some families number such modules after their
-layers."""
+"""Names that occur in multi-token prediction modules and in no decoder layer. Some families number such modules after
+their layers."""
 
 
 def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
-    """Refuse families whose past is neither keys and values behind a mask nor a state that transformers' cache holds:
-    chunked attention, recurrent layers with a cache of their own."""
+    """Refuse families whose past is neither masked keys and values nor a state in transformers' cache: chunked
+    attention, and recurrent layers with their own cache. Raises UserError."""
     named = set(getattr(config, "layer_types", None) or ())
     kinds = sorted(named - READABLE_LAYERS)
     if not named & ATTENTION_LAYERS and getattr(model, "_is_stateful", False):
@@ -67,8 +68,8 @@ def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
 
 
 def check_window(base: nn.Module, config: Any, name: str) -> None:
-    """Refuse a sliding window that the decoder's class does not read. transformers' own cache would have it and its
-    masks would not, so that what it generates depends on where the prompt ends."""
+    """Refuse a sliding window that the decoder's class ignores, with UserError. transformers' own cache would apply it
+    and its masks would not, so its output would depend on where the prompt ends."""
     window = layer_setting(config, "sliding_window")
     longest = longest_text(config)
     if not window or getattr(config, "layer_types", None) or (longest is not None and window >= longest):
@@ -88,11 +89,11 @@ def count_attention(config: Any, num_layers: int) -> int:
 
 
 def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
-    """The weights of a checkpoint without which its model, of `num_layers` decoder layers, is another one.
+    """Return the checkpoint's unused weights that matter: the model, with `num_layers` decoder layers, is wrong without
+    them.
 
-    `unexpected`: those that its class has no place for and does not know itself to be left out. Of no account are
-    modules of multi-token prediction, whatever family's, other modalities' parts, and masks and frequencies that old
-    checkpoints hold beside the weights.
+    `unexpected`: names that the model's class does not use and does not itself list as ignored. Multi-token prediction
+    modules of any family, parts for other modalities, and the masks and frequencies in old checkpoints do not matter.
     """
     names = sorted(unexpected)
     modules = {match[0] for name in names if (match := MODULE.match(name)) and int(match[2]) >= num_layers}
@@ -105,7 +106,7 @@ def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
 
 
 def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
-    """Return the decoder layers: the first module list of the right length."""
+    """Return the decoder layers: the first module list of the right length. UserError if there is none."""
     for module in base.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
@@ -115,7 +116,7 @@ def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
 
 
 def final_norm(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Any:
-    """Return the norm behind a decoder's layers; None where no such norm is found."""
+    """Return the norm after a decoder's layers; None if none is found."""
     inside = set(layers.modules())
     norms: list[Any] = [m for m in base.modules() if m not in inside and getattr(m, "weight", None) is not None]
     norms = [m for m in norms if m.weight.shape == (hidden_size,)]
@@ -124,10 +125,10 @@ def final_norm(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Any:
 
 @torch.no_grad()
 def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Tensor:
-    """(D,) what the decoder's final norm multiplies normed states with; ones where no such norm is found.
+    """Return the scale (D,) of the decoder's final norm; ones if no such norm is found.
 
-    The norm is asked by what it makes of +1, -1, +1, ..., which RMS and layer norms alike leave as it is: some families
-    store the scale less one, some have a bias.
+    The scale is measured on the input +1, -1, +1, ..., which neither RMS nor layer norms change, because some families
+    store the scale minus one and some have a bias.
     """
     norm = final_norm(base, layers, hidden_size)
     if norm is None:
@@ -141,7 +142,7 @@ def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -
 def attention_masks(
     config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
 ) -> Tensor | dict[str, Any]:
-    """Return the mask that the family's decoder passes to its layers unchanged; arguments as in
+    """Return the mask in the form that the family's decoder passes to its layers unchanged. Arguments as in
     `FrozenTarget.features`."""
 
     def mask(window: int | None) -> Tensor:
@@ -154,10 +155,10 @@ def attention_masks(
 
 
 def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:
-    """Return what a family's decoder takes as its mask, from `mask`, which makes one for a sliding window or None.
+    """Return the mask argument of a family's decoder. `mask` makes the mask of a sliding window, or of None.
 
-    Decoders take one mask for all layers; those with layers of several kinds take a dict. `layer_types` says which
-    layers have the window; without it all of them do.
+    Decoders take one mask for all layers, or a dict if they have several kinds of layers. `layer_types` lists the
+    layers with the window. Without it, all layers have it.
     """
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or {"sliding_attention"})
@@ -165,27 +166,28 @@ def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:
         return mask(None)
     if kinds == {"sliding_attention"}:
         return mask(window)
-    # Recurrent layers need no mask: padding stands behind a text.
+    # Recurrent layers need no mask: padding comes after a text.
     return {"full_attention": mask(None), "sliding_attention": mask(window), "linear_attention": None, "conv": None}
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, N, S) bool -> (B, 1, N, S) to be added to scores, which is what every attention kernel understands.
+    """Convert a mask (B, N, S) bool to (B, 1, N, S) to be added to scores, which every attention kernel supports.
 
-    Eager attention would add a boolean mask as 0 and 1, and -inf turns a row that sees nothing into NaN.
+    Eager attention would add a boolean mask as 0 and 1. Masked entries are the most negative finite number, since -inf
+    turns a row that sees nothing into NaN.
     """
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
 class OutputHead:
-    """Output head: hidden states after the final norm -> logits in float32 or wider, with the family's scaling and soft
-    cap."""
+    """Output head: maps hidden states after the final norm to logits in float32 or wider, with the family's scaling and
+    soft cap."""
 
     def __init__(self, head: Any, config: Any) -> None:
         self.head = head
         self.scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
-        if getattr(config, "scale_decoder_outputs", False):  # T5's first form
+        if getattr(config, "scale_decoder_outputs", False):  # the first version of T5
             self.scale *= config.hidden_size**-0.5
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
 
@@ -200,8 +202,8 @@ class OutputHead:
 
 
 def layer_setting(config: Any, name: str) -> Any:
-    """Return a setting of a decoder's layers; None without it. Where layers differ in it, that of most of them:
-    transformers from 5.24 on refuses to name one for all, as of the widths of Gemma-4's heads."""
+    """Return a setting of a decoder's layers, or None. If layers differ, as in the head widths of Gemma-4, return the
+    most frequent value. From 5.24 on, transformers raises an error when such a setting is read from the config."""
     values: Any
     if getattr(config, "is_heterogeneous", False):
         values = [getattr(layer, name, None) for layer in config.per_layer_config]
@@ -214,10 +216,10 @@ def layer_setting(config: Any, name: str) -> Any:
 
 
 def longest_text(config: Any) -> int | None:
-    """Return the number of positions that a model reads; None without a limit of its own.
+    """Return the maximum number of positions of a model; None if it has no limit.
 
-    Of LongRoPE those that it was first trained with: beyond them it turns all rows of a batch by other angles, so that
-    a text would depend on its neighbours and on drafts.
+    With LongRoPE, the limit is the original training length. Beyond it, the angles change for all rows of a batch, so
+    that a text would depend on the other rows and on drafts.
     """
     longest: int | None = getattr(config, "max_position_embeddings", None) or None
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -228,7 +230,7 @@ def longest_text(config: Any) -> int | None:
 
 
 def rope_theta(config: Any) -> float:
-    """Return the target's rotary base. transformers 5 keeps it in `rope_parameters`, by layer type if there are
+    """Return the target's rotary base. transformers 5 stores it in `rope_parameters`, per layer type if there are
     several."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in parameters:
@@ -237,8 +239,8 @@ def rope_theta(config: Any) -> float:
 
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the tokens that end a generation: those of the generation config, which chat models extend, else the model
-    config's."""
+    """Return the tokens that end a generation: from the generation config, which chat models extend, else from the
+    model config."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)

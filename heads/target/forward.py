@@ -1,7 +1,7 @@
-"""Forward passes of a Hugging Face decoder: under a mask, and over packed rows of documents.
+"""Forward passes of a Hugging Face decoder: with a mask, and over packed rows of documents.
 
-Over packed rows no tensor of (T, T) is made. The decoder is given a block mask of FlexAttention, which transformers'
-decoders hand to their attention function as it is: `by_flex` on a GPU, elsewhere `by_tiles`.
+Packed rows need no tensor of (T, T). The decoder gets a FlexAttention block mask, which transformers' decoders pass to
+their attention function unchanged: `by_flex` on a GPU, `by_tiles` elsewhere.
 
 Letters: B batch, T tokens, N queries, S key slots, D hidden, H query heads, d head dimension, E keys that a tile sees.
 """
@@ -25,7 +25,7 @@ from heads.target.families import RECURRENT_LAYERS, attention_masks, masks_by_ki
 from heads.target.packed import TILE, packed_mask, packed_visible
 
 FLEX, TILES = "draftsmith_flex", "draftsmith_tiles"
-"""Names of attention functions in transformers' interface."""
+"""Names of the attention functions in transformers' interface."""
 
 
 def decode(
@@ -39,7 +39,7 @@ def decode(
     key_positions: Tensor,
     cache: Cache | None = None,
 ) -> Tensor:
-    """Return the states of a Hugging Face decoder after its final norm, (B, N, D); arguments as in
+    """Return the states of a Hugging Face decoder after its final norm, (B, N, D). Arguments as in
     `FrozenTarget.features`."""
     if isinstance(base, EncoderDecoder):
         whole: Tensor = base(tokens, positions=positions, visible=visible, key_positions=key_positions, cache=cache)
@@ -64,16 +64,16 @@ def decode_packed(
     documents: Tensor,
     attention: str | None = None,
 ) -> Tensor:
-    """Return the states of packed rows after the final norm, (B, T, D); attention is causal and stays inside each
-    document. All arguments (B, T). `attention` names the function, None chooses by device.
+    """Return the states of packed rows after the final norm, (B, T, D). Attention is causal and stays inside each
+    document. All arguments (B, T). `attention` is the name of the attention function; None chooses one by device.
 
-    Families whose masks can be nothing but a tensor, as transformers says of them, get one of (T, T).
+    Families that only support tensor masks according to transformers get a mask of (T, T).
     """
     if not takes_block_masks(base, config):
         visible = packed_visible(documents)
         return decode(base, config, dtype, tokens, positions=positions, visible=visible, key_positions=positions)
     masks = masks_by_kind(config, lambda window: packed_mask(documents, window))
-    is_long = tokens.shape[1] > TILE  # a short row is not worth compiling kernels for
+    is_long = tokens.shape[1] > TILE  # compiling kernels does not pay for short rows
     with attention_function(config, attention or (FLEX if tokens.is_cuda and is_long else TILES)):
         hidden: Tensor = base(
             input_ids=tokens, attention_mask=masks, position_ids=positions, use_cache=False
@@ -82,9 +82,9 @@ def decode_packed(
 
 
 def takes_block_masks(base: Any, config: Any) -> bool:
-    """Return True if a decoder hands block masks to its attention functions. Hybrids do: transformers means their
-    recurrent layers where it says that they do not. Gemma-4's small models slice the masks of layers that share keys,
-    which a block mask does not survive."""
+    """Return True if a decoder passes block masks to its attention functions. Hybrids do, although transformers denies
+    it because of their recurrent layers. Gemma-4's small models do not: they slice the masks of layers that share keys,
+    which block masks do not support."""
     if isinstance(base, EncoderDecoder):
         return False
     if hasattr(base, "_maybe_slice_kv_shared_inputs") and config.num_kv_shared_layers:
@@ -96,7 +96,7 @@ def takes_block_masks(base: Any, config: Any) -> bool:
 
 @contextmanager
 def attention_function(config: Any, name: str) -> Iterator[None]:
-    """Let the layers of `config` call the attention function of this name."""
+    """Make the layers of `config` call the attention function `name`."""
     usual = config._attn_implementation
     config._attn_implementation = name
     try:
@@ -108,7 +108,7 @@ def attention_function(config: Any, name: str) -> Iterator[None]:
 def by_flex(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: BlockMask, **settings: Any
 ) -> tuple[Tensor, Any]:
-    """transformers' FlexAttention, in one dtype: under autocast some families rotate in float32."""
+    """Run transformers' FlexAttention in one dtype, since some families rotate in float32 under autocast."""
     made: tuple[Tensor, Any] = flex_attention_forward(
         module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **settings
     )
@@ -126,14 +126,15 @@ def by_tiles(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers' interface: a tile of queries after the other, over the keys from the first
-    tile that any of its rows sees to the last. query (B, H, T, d), key and value (B, Hkv, T, d) -> (B, T, H, d).
+    """Attention function for transformers' interface, one tile of queries at a time. Each tile attends to the keys from
+    the first to the last tile that any of its rows sees. query (B, H, T, d), key and value (B, Hkv, T, d) -> (B, T, H,
+    d).
 
-    Some models give the mask by its name. `softcap` bends scores; `s_aux` (H,) are the scores of attention sinks.
-    Backward makes each tile's weights anew.
+    Some models pass the mask as a keyword. `softcap` caps scores smoothly; `s_aux` (H,) are the scores of attention
+    sinks. The backward pass recomputes each tile's weights.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
-    first = attention_mask.kv_indices[:, 0, :, 0].amin(0).tolist()  # a tile sees itself, and its keys are those before
+    first = attention_mask.kv_indices[:, 0, :, 0].amin(0).tolist()  # a tile sees itself and earlier tiles
     outs = []
     for i, tile in enumerate(first):
         start, stop = i * TILE, min((i + 1) * TILE, query.shape[2])
@@ -157,7 +158,7 @@ def _tile(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of the queries before slot `stop` over the keys before it, as many as are given."""
+    """Return the attention of the queries q over the keys k. Both end before slot `stop`."""
     row, key = (torch.arange(stop - x.shape[2], stop, device=q.device) for x in (q, k))
     batch = torch.arange(len(q), device=q.device)[:, None, None]
     visible = mask(batch, batch, row[:, None], key)  # (B, rows, E)

@@ -2,8 +2,8 @@
 LM.
 
 An auxiliary hidden state h_k is the residual stream that ENTERS decoder layer k (h_0 the embeddings, h_n the last
-layer's output before the final norm). Hooks read the auxiliary layers only. The caller gives the slots that each query
-may see, and sliding windows follow from positions, so that draft trees need no code of their own.
+layer's output before the final norm). Hooks read only the auxiliary layers. The caller passes the slots that each query
+may see, and sliding windows are computed from positions, so that draft trees need no special code.
 """
 
 import hashlib
@@ -44,28 +44,28 @@ from heads.target.recurrent_layers import find_mixers, step_by_step
 from heads.tree import TreeShape, is_chain
 
 FINGERPRINT_SAMPLES = 512
-"""Number of weights read of each parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
+"""Number of weights that are read from each parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
 MEND_GENERATION = "replace it, or delete it to end texts by config.json alone"
 
 
 @dataclass(frozen=True)
 class Features:
-    """Hidden states of the target's forward pass that heads read."""
+    """Hidden states of a target's forward pass that heads read."""
 
     aux_hidden_states: Tensor  # (B, N, L * D), ascending; width 0 without auxiliary hidden states
     hidden: Tensor  # (B, N, D), after the final norm
 
 
 class LanguageModel:
-    """A causal language model in parts, from which decoders are made: a target, or a draft model."""
+    """The parts of a causal language model, a target or a draft model, from which decoders are built."""
 
     def __init__(self, base: nn.Module, head: Any, lm_head: Callable[[Tensor], Tensor], config: Any, name: str) -> None:
-        """`base`: the decoder without its output head `head`; `lm_head`: as `SharedLayers.lm_head`."""
+        """`base`: the decoder without its output head `head`. `lm_head`: as in `SharedLayers`."""
         self.base, self.head, self.lm_head, self.config, self.name = base, head, lm_head, config, name
         self.num_layers = count_layers(base, config)
         self.layers = find_layers(decoder_of(base), self.num_layers, name)
         self.is_recurrent = bool(find_mixers(self.layers))
-        """True if layers keep a state of all tokens before: it reads one document a row, and verifies chains."""
+        """True if any layer is recurrent. Such a model reads one document per row and verifies only chains."""
         self.attention_layers = count_attention(config, self.num_layers)
         """Number of layers with keys and values."""
 
@@ -89,10 +89,10 @@ class LanguageModel:
         cache: Cache | None = None,
         aux_layer_ids: Sequence[int] = (),
     ) -> Features:
-        """One forward pass without logits.
+        """Run a forward pass without logits.
 
-        tokens (B, N) int64; positions (B, N); visible (B, N, S) bool, the key slots each query may see before any
-        sliding window (S = N without a cache); key_positions (B, S), the position each slot holds.
+        tokens (B, N) int64; positions (B, N); visible (B, N, S) bool, the key slots that each query may see, without
+        regard to sliding windows (S = N without a cache); key_positions (B, S), the position of each slot's token.
         """
         return self.catch(
             aux_layer_ids,
@@ -110,7 +110,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def catch(self, aux_layer_ids: Sequence[int], run: Callable[[], Tensor]) -> Features:
-        """Return the features of a forward pass, which `run` makes."""
+        """Return the features of the forward pass that `run` executes."""
         caught: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             for k in aux_layer_ids:
@@ -147,9 +147,9 @@ class FrozenTarget(LanguageModel):
         untyped.eval()
         self.model = model.requires_grad_(False)
         self.checkpoint_config: Any = model.config
-        """The whole config of its checkpoint, where the model is the language model of a multimodal one."""
+        """Config of the whole checkpoint. In a multimodal checkpoint, the language model is only a part."""
         self.trust_remote_code = False
-        """True if the user lets Python code run that comes with its files."""
+        """True if the user allows running the Python code that comes with the model."""
         config = model.config.get_text_config()
         check_layers(model, config, name)
         base, head = find_base(model, name), untyped.get_output_embeddings()
@@ -173,28 +173,27 @@ class FrozenTarget(LanguageModel):
         self.quantize = quantize
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
         self.backend: str | None = None
-        """Backend that decodes it, one of `heads.backends.selection.BACKENDS`; None takes the fastest there is."""
+        """Backend that decodes it, one of `heads.backends.selection.BACKENDS`; None for the fastest available."""
         self.placement: Literal["whole", "sharded", "absent"] = "whole"
-        """Of the decoder layers (`heads.target.placement`). Only a whole target decodes."""
+        """Placement of the decoder layers (`heads.target.placement`). Only a whole target decodes."""
         self.remote: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Features] | None = None
-        """Computes `packed_features` where the layers are in no process of this launch."""
+        """Computes `packed_features` if no process of this launch holds the layers."""
         self.adapter: dict[str, Any] | None = None
-        """Record of the adapter merged into the weights, if there is one. The fingerprint is of the weights without
-        it."""
+        """Record of the adapter merged into the weights, if any. The fingerprint is that of the weights without it."""
         self.template: Mapping[str, Any] = {}
-        """Arguments that its chat template is given, such as `enable_thinking`."""
+        """Arguments of its chat template, such as `enable_thinking`."""
         if quantize:
             quantize_layers(self.layers, quantize, name)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D) the output embeddings, tied or not."""
+        """Output embeddings (V, D), tied or not."""
         weight: Tensor = self.head.weight
         return weight
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent states behind one token of a row, found by a pass over a token; 0 without any."""
+        """Bytes of a row's recurrent states after one token, measured by a pass over one token; 0 if there are none."""
         if not self.is_recurrent:
             return 0
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -205,16 +204,16 @@ class FrozenTarget(LanguageModel):
 
     @property
     def logit_scale(self) -> float:
-        """Factor of the family's output head. Heads with an output head of their own, which has no factor, start with
-        it in their weights."""
+        """Factor of the family's output head. Draft heads with their own output head, which has no factor, include it
+        in their initial weights."""
         lm_head = self.lm_head
         return lm_head.scale if isinstance(lm_head, OutputHead) else 1.0
 
     def packed_features(
         self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
     ) -> Features:
-        """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T). UserError
-        for several documents in a row of a recurrent target."""
+        """Return the features of packed rows. Attention is causal and stays inside each document. All tensors are
+        (B, T). UserError if a row of a recurrent target has several documents."""
         if self.remote is not None:
             return self.remote(tokens, positions, documents, aux_layer_ids)
         if self.is_recurrent and bool((documents > documents[:, :1]).any()):
@@ -226,7 +225,8 @@ class FrozenTarget(LanguageModel):
         return self.catch(aux_layer_ids, lambda: decode_packed(*given, positions=positions, documents=documents))
 
     def sample(self, length: int, starts: Sequence[int]) -> Tensor:
-        """Return (1, length) sample token ids. With an encoder, `starts`, and no other positions, begin answers."""
+        """Return (1, length) sample token ids. With an encoder, answers begin at the positions `starts` and nowhere
+        else."""
         ids = (torch.arange(length, device=self.device) + 1) * self.vocab_size // (length + 2)
         if self.start_token is not None:
             ids[ids == self.start_token] = (self.start_token + 1) % self.vocab_size
@@ -234,8 +234,8 @@ class FrozenTarget(LanguageModel):
         return ids[None]
 
     def arguments(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Return the arguments of the model itself for whole sequences (B, T); its logits are those of the last
-        slots."""
+        """Return the arguments of the model itself for whole sequences (B, T). With an encoder, its logits are those of
+        the last slots."""
         if not isinstance(self.base, EncoderDecoder):
             return {"input_ids": tokens}
         inputs, answers = self.base.split(tokens)
@@ -244,14 +244,14 @@ class FrozenTarget(LanguageModel):
     @torch.no_grad()
     def alone(self, tokens: Tensor) -> Tensor:
         """Return the states after the final norm as the model computes them for whole sequences (B, T) with its own
-        masks: with an encoder those of the last slots, else all."""
+        masks: all states, or with an encoder those of the last slots."""
         if isinstance(self.base, EncoderDecoder):
             return self.base.alone(tokens)
         hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden
 
     def check_shape(self, shape: TreeShape | None) -> None:
-        """UserError for drafts that it cannot verify; None stands for a tree that a head has yet to grow."""
+        """Raise UserError for drafts that this target cannot verify. None means a tree that a head grows later."""
         if self.is_recurrent and (shape is None or not is_chain(shape)):
             raise UserError(
                 f"{self.name}: its recurrent layers have one state behind each token, and every branch of the tree "
@@ -260,9 +260,9 @@ class FrozenTarget(LanguageModel):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Refuse a model whose logits differ from those of `packed_features` and `shared`. A short document, packed
-        behind another where it can be, must get the logits that the model gives it alone. Encoders, ignored masks and
-        unknown scalings of the logits fail this check."""
+        """Refuse a model whose logits differ from those of `packed_features` and `shared`, with UserError. A short
+        document must get the same logits from the model alone as when packed after another one (unless the target is
+        recurrent). Encoders, ignored masks and unknown scalings of the logits fail this check."""
         slot = torch.arange(12, device=self.device)[None]
         ids, document = self.sample(12, starts=(3, 8)), (slot >= 5).long()
         packed = (ids, slot - 5 * document, document)
@@ -278,7 +278,7 @@ class FrozenTarget(LanguageModel):
             distance = float((ours - own).norm() / own.norm())
             reason = f"its logits differ by {distance:.0%}"
             fits = distance < (0.2 if self.dtype.itemsize < 4 else 0.01)
-        except Exception as error:  # each family fails in its own way at arguments it does not know
+        except Exception as error:  # each family fails in its own way on unknown arguments
             fits, reason = False, first_line(error)
         if damaged:
             raise UserError(f"{self.name}: its logits are not finite: its weights are damaged; fetch or make it again")
@@ -292,8 +292,8 @@ class FrozenTarget(LanguageModel):
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a short hash of the architecture and of a sample of every parameter, the same in every dtype wider than
-    bfloat16."""
+    """Return a short hash of the architecture and a sample of every parameter. It is the same for every dtype wider
+    than bfloat16."""
     digest, files = hashlib.sha256(type(model).__name__.encode()), MappedFiles()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
@@ -318,15 +318,15 @@ def load_target(
     quantize: str | None = None,
     place: Place | None = None,
 ) -> FrozenTarget:
-    """Load a target from a folder or the Hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless another is
-    named.
+    """Load a target from a folder or the Hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless `dtype` is
+    given.
 
-    `place`: one of `heads.target.placement`, which moves the weights in the place of `Module.to`. Weights in their
-    stored dtype are a mapping of their files, which all processes of a machine share, so a wider dtype is `place`'s
-    work too.
+    `place`: a function of `heads.target.placement`, which moves the weights instead of `Module.to`. Weights in their
+    stored dtype are memory-mapped from their files and shared by all processes of a machine, so `place` also converts
+    them to a wider dtype.
 
-    Raises UserError if there is nothing at `path`, if it is damaged, or if it is not a causal LM with readable
-    auxiliary hidden states and replaceable masks.
+    Raises UserError if `path` does not exist, if it is damaged, or if it is not a causal LM with readable auxiliary
+    hidden states and replaceable masks.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     _check_generation_config(path)
@@ -340,12 +340,12 @@ def load_target(
         loaded: Any = auto_class(config).from_pretrained(
             repo, config=config, trust_remote_code=trust_remote_code, **how
         )
-    except Exception as error:  # transformers, safetensors and torch raise many kinds, and their own
+    except Exception as error:  # transformers, safetensors and torch raise many kinds of errors
         remedy = "install the package" if isinstance(error, ImportError) else "name a folder or hub id of one"
         raise _fault(path, what, error, remedy) from error
     model, info = loaded
     absent = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
-    if absent:  # transformers makes them up at random, with a warning
+    if absent:  # transformers initialises them at random, with a warning
         made = " ".join(config.architectures or ["?"])
         raise UserError(
             f"{path}: a {made} that lacks {len(absent)} weights of {type(model).__name__}, {absent[0]} first; "
@@ -369,7 +369,7 @@ def load_target(
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Load the configuration of the model at `path`. UserError says what is missing."""
+    """Load the config of the model at `path`. UserError if it is missing or cannot be read."""
     if is_here(path) and not (Path(path) / "config.json").is_file():
         raise UserError(f"{path}: expected a model folder, found no config.json in it")
     register_mimo()
@@ -381,8 +381,8 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def _check_generation_config(path: str) -> None:
-    """UserError if the folder's generation_config.json is damaged: transformers would ignore it, and the tokens that
-    end a text with it."""
+    """Raise UserError if the folder's generation_config.json is damaged. transformers would ignore it, including the
+    tokens that end a text."""
     file = Path(path) / "generation_config.json"
     if not is_here(path) or not os.path.lexists(file):
         return
@@ -395,7 +395,7 @@ def _check_generation_config(path: str) -> None:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the target. UserError if there is none."""
+    """Load the tokenizer of the model at `path`. UserError if it cannot be loaded."""
     repo, revision = repo_and_revision(path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -409,7 +409,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:
-    """Turn an exception of a loader of transformers into one line."""
+    """Return a UserError of one line for an exception from a transformers loader."""
     if "trust_remote_code" in str(error):
         return UserError(
             f"{path}: comes with Python code of its own, which is not run unasked; read it, then set "

@@ -1,4 +1,4 @@
-"""The shape that a head takes over from its target."""
+"""The settings that a head takes from its target's shape."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from heads.target.frozen import FrozenTarget
 
 
 def check_one_width(target: FrozenTarget, kind: str) -> None:
-    """Refuse a target whose output head has another width than its layers, for heads that start with its matrix."""
+    """Refuse a target whose output head is not as wide as its layers, for heads that start with a copy of its output
+    matrix. Raises UserError."""
     width = target.lm_head_weight.shape[1]
     if width != target.hidden_size:
         raise UserError(
@@ -18,11 +19,11 @@ def check_one_width(target: FrozenTarget, kind: str) -> None:
 
 
 def block_settings(target: FrozenTarget, num_heads: int | None = None) -> dict[str, Any]:
-    """Return the settings of a `heads.layers.BlockConfig` of the target's shape; `num_heads` replaces the target's."""
+    """Return the settings of a `heads.layers.BlockConfig` of the target's shape. `num_heads` overrides the target's."""
     config = target.config
     D, heads = target.hidden_size, num_heads or layer_setting(config, "num_attention_heads")
     key_heads = layer_setting(config, "num_key_value_heads") or heads
-    if num_heads is None and heads % key_heads:  # latent attention has none, whatever its config says
+    if num_heads is None and heads % key_heads:  # latent attention has no key heads, whatever its config says
         key_heads = heads
     return {
         "hidden_size": D,
