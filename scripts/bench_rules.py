@@ -4,7 +4,7 @@
 
 Every prompt is sampled under every rule, with several seeds. tau is the number of tokens per round. Rules are compared
 on the same tree, pairwise over prompts. On chains, `block` and `ratio` are also compared on the very same drafts: the
-expected number of tokens that each of them accepts from a chain is a sum over its nodes.
+expected number of tokens that each of them emits for a chain is a sum over its nodes.
 """
 
 import argparse

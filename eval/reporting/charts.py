@@ -28,10 +28,10 @@ GAP = 0.26
 CLEAR = {"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 1.0}
 """Background of a label that may overlap a line."""
 SPREAD = 0.7
-"""Width, in units of depth, over which settings of equal depth are spread; STEP apart if there is room."""
+"""Maximum width, in units of depth, over which settings of equal depth are spread. They are at most STEP apart."""
 STEP = 0.16
 LARGEST = 1e15
-"""Largest absolute value that is drawn; infinity is not."""
+"""Absolute value from which points are not drawn. Infinity is not drawn either."""
 MOST_POINTS = 300
 """Maximum number of points of a curve. Longer records are averaged."""
 KINDS = {"chain": "draft", "tree": "verify"}
@@ -295,8 +295,7 @@ def draw_latency(axes: Axes, *, curves: Curves) -> None:
 
 
 def mark_depths(axes: Axes, dots: Sequence[Dot], others: Sequence[int]) -> None:
-    """Draw the axis of the dots' depths and others, with room beside the first and the last, and the legend of
-    colours."""
+    """Draw the axis of depths, of the dots and of `others`, with a margin at both ends, and the legend of colours."""
     first, last = min(others), max(*others, *(round(dot.at) for dot in dots))
     every = math.ceil((last - first + 1) / MOST_LABELS)
     ticks = list(range(first, last + 1, every))

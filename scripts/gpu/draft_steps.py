@@ -30,7 +30,7 @@ def draft_parts(shape: ModelShape, length: int, device: torch.device, seconds: C
         for form, backend in (("kernels", TRITON), ("torch", TORCH)):
             state = head.new_state(shared, batch_size=1, capacity=length + 64, shape=tree, backend=backend)
             state.length.fill_(length)
-            reads = head.bytes_per_round(state)  # the output head at every level, the layer at every level but the first
+            reads = head.bytes_per_round(state)  # the output head at every level, the layer at all but the first
             size = (reads.propose - 2 * reads.logits * shape.hidden_size) // (tree.depth - 1)
             for width in (1, 8):
                 took = seconds(one_step(head, state, width), device)

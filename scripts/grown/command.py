@@ -37,7 +37,7 @@ def grow(options: argparse.Namespace) -> int:
     heads = {name: open_head(folder, target) for name, folder in folders.items()}
     growth = Growth(small, shape, target.config.rms_norm_eps)
     size = HeadSize(options.head_intermediate_size, options.draft_vocab_size)
-    grown_heads = {name: grow_head(head, growth, size) for name, head in heads.items()}  # first, so that a refusal comes early
+    grown_heads = {name: grow_head(head, growth, size) for name, head in heads.items()}  # refuses early
     model = grow_llama(target.model, shape)
     model.config.grown_from = target.name
     grown = FrozenTarget(model, str(options.out))

@@ -74,7 +74,7 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
     grown = blank(Eagle3(grown_config, kept), head.fc.weight.dtype)
     grow_parameters(grown, head, block_growth(config, grown_config, growth.eps))
     if growth.wider:
-        # The constant channel of the highest auxiliary layer, which keeps new ids from being chosen. Its value may vary.
+        # The constant channel of the highest auxiliary layer keeps new ids from being chosen. Its value may vary.
         grown.fc.weight[D, (len(config.aux_layer_ids) - 1) * new.hidden_size + D] = 1.0
         if grown.fc_norm is not None:
             [*grown.fc_norm.parameters()][-1][D] = 1.0
