@@ -131,8 +131,8 @@ def compare(one: Run, other: Run) -> Record:
 
 
 def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -> Record:
-    """Return the ratio of the expected tokens of `block` to those of `ratio` for the same drafts, over all rounds of all
-    requests, with its interval and its least value for a prompt."""
+    """Return the ratio of the expected tokens of `block` to those of `ratio` for the same drafts, over all rounds, with
+    its interval and its least value for a prompt."""
     rule = OnOneDraft("ratio", engine.options.shape, engine.decoder.sampling)
     engine.decoder = replace(engine.decoder, rule=rule)
     plain, whole, ones = [0.0] * len(requests), [0.0] * len(requests), [1.0] * len(requests)
