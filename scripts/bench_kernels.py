@@ -1,7 +1,7 @@
 """Time of every kernel at a big model's shape: its bytes, their time at the measured bandwidth (the floor), the
 measured time, and the ratio of the two times.
 
-python scripts/bench_kernels.py --shape llama-3.1-8b --rows 1 8 32 --length 2048
+    python scripts/bench_kernels.py --shape llama-3.1-8b --rows 1 8 32 --length 2048
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The benchmark of one or several heads: their comparison with plain decoding, and its report."""
+"""The benchmark of one head or of several: one comparison against plain decoding, and its report."""
 
 import argparse
 import os
@@ -38,15 +38,15 @@ COMPARISONS = Path("runs/compare")
 
 
 def bench_command(options: argparse.Namespace) -> int:
-    """Load the target and the heads of the command line, and measure them. Return the exit status."""
+    """Load what the command line names, and measure: the exit status."""
     settings, paths = to_settings(options), options.heads
-    head_names(paths)  # UserError if one is named twice
+    head_names(paths)  # each is named once
     parent = default_out(paths[0]) if len(paths) == 1 else COMPARISONS
     check_folder(options.out or parent, "--out")
     if options.out and len(paths) == 1:
         check_card(options.out, "--out")
     trained = [path for path in paths if not untrained_kind(path)]
-    ours = [path for path in trained if not is_published(path)]  # only these record their target
+    ours = [path for path in trained if not is_published(path)]  # these name their target
     target, tokenizer = open_target_of((ours or trained or paths)[0], options)
     heads = {path: fitting_head(path, target) for path in paths}
     print_line(contention(target.device))
@@ -66,9 +66,9 @@ def run_bench(
     console: Console | None = None,
     with_roofline: bool = False,
 ) -> Results:
-    """Measure heads, given by their paths, and write and print the report. Return the contents of results.json, or of
-    compare.json for several heads. `with_roofline` times each part of a round of the headline setting and compares it
-    with its floor (`eval.benchmark.roofline`)."""
+    """Measure heads, by their paths, in one comparison a temperature, write and print the report, and return what
+    results.json holds, or compare.json of several. `with_roofline`: the parts of a round of the headline setting, timed
+    one by one beside the floor of each (`eval.benchmark.roofline`)."""
     if settings.strict and not is_narrow(target):
         raise UserError(
             "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
@@ -120,10 +120,10 @@ def measure(
     prompts: Sequence[Prompt],
     named: Sequence[Sequence[TreeShape]],
 ) -> tuple[Judged, list[int], list[tuple[int, Results]]]:
-    """Measure the `named` shapes of each head, and those that a search proposes, at every temperature. With one head, a
-    search continues while it finds better shapes. With several heads, all shapes run in one comparison.
+    """Measure the `named` shapes of each head, or what a search comes upon beside them, at every temperature. A search
+    for one head goes on while it finds better; of several heads all run in one comparison.
 
-    Return the figures of every setting, the index of its head, and each search's index of its head with its record.
+    Return the figures of every setting, the number of its head among all, and for each search that and its record.
     """
     judged, owners, records = Judged(), list[int](), list[tuple[int, Results]]()
     with progress_bar() as bar:
@@ -150,7 +150,7 @@ def measure(
 
 
 def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:
-    """Return the trees of the settings that this head, one of several, can draft. UserError if there are none."""
+    """The trees that the settings name and this head, one of several, drafts. UserError if there are none."""
     own = settings.rule == "match" and head.own_tree is not None and head.own_tree.tree
     texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or own)
     shapes = replace(settings, trees=texts).shapes(head, target)
@@ -161,7 +161,7 @@ def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: Ben
 
 
 def head_names(paths: Sequence[str]) -> list[str]:
-    """Return short names, or the paths if the short names are not distinct. UserError if a path is given twice."""
+    """Return short names, or the paths if those are not distinct. UserError if one is named twice."""
     if len(set(paths)) < len(paths):
         raise UserError(f"{max(paths, key=list(paths).count)}: named twice; name each head once")
     names = [path if untrained_kind(path) else short_name(path) for path in paths]
@@ -171,7 +171,7 @@ def head_names(paths: Sequence[str]) -> list[str]:
 def parts_of_headline(
     target: FrozenTarget, head: Drafter, prompts: Sequence[Prompt], settings: BenchSettings, results: Results
 ) -> Results:
-    """Return the roofline of the headline setting, in the middle of an output after a prompt of median length."""
+    """The roofline of the headline setting, in the middle of an output after a prompt of the middle length."""
     (shape,) = draft_shapes([results["tree"]], head)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     room = lengths[-1] + settings.max_new_tokens + shape.nodes
@@ -183,9 +183,9 @@ def parts_of_headline(
 
 
 def default_out(head: str) -> Path:
-    """Return the folder for the measurements of a head: bench/ in its run, else runs/bench-NAME."""
+    """The folder in which measurements of a head get folders of their own: bench/ in its run, else runs/bench-NAME."""
     if not untrained_kind(head) and not is_published(head):
-        folder = Path(os.path.abspath(find_head(head)))  # the path as given: the target of a link is in no run
+        folder = Path(os.path.abspath(find_head(head)))  # as it was named: where a link leads there is no run
         if folder.name == "head" and (folder.parent / "recipe.yaml").is_file():
             return folder.parent / BENCH
     name = os.path.abspath(head) if os.path.exists(head) else head

@@ -1,4 +1,4 @@
-"""A conversation with a target and its head. Answers are shown while they are decoded."""
+"""A conversation with a target that a head drafts for: answers shown while they are decoded."""
 
 import argparse
 import io
@@ -28,17 +28,17 @@ from heads.errors import UserError
 from heads.tree import TreeShape
 
 DEFAULT_TREES = ("chain:5", "chain:3", "chain:1")
-"""Default shapes. The first one that the head can draft is used."""
+"""The first that a head can draft."""
 LEAST_ROOM = 1024
-"""Minimum capacity of an engine in tokens. A longer conversation gets a new engine with the next power of two."""
+"""Tokens that an engine has room for at least; it is made anew, with twice as many, where a conversation needs more."""
 DRAFTED, QUIET = "green", "dim"
 INVISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Replacements of control characters, which a model may write and a terminal would execute."""
+"""Control characters, which a model may write and a terminal would obey."""
 REFRESH_SECONDS = 0.05
 
 
 class Screen:
-    """An answer in a terminal. Complete lines are printed. The last line and the figures are drawn below them."""
+    """An answer in a terminal: whole lines are printed, the last one and the figures so far are drawn below them."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.line, self.drawn = console, Text(overflow="fold"), 0.0
@@ -53,7 +53,7 @@ class Screen:
         self.console.print(self.line, highlight=False, soft_wrap=True)
 
     def add(self, text: str, style: str = "") -> None:
-        """Append text to the answer."""
+        """Go on with some text."""
         self.line.append(text.translate(INVISIBLE), style)
         *whole, self.line = self.line.split("\n", allow_blank=True)
         self.line.overflow = "fold"
@@ -61,14 +61,14 @@ class Screen:
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def draw(self, figures: str) -> None:
-        """Show the last line and the figures, unless they were drawn less than REFRESH_SECONDS ago."""
+        """Show the last line and the figures, unless that was done a moment ago."""
         if time.monotonic() - self.drawn >= REFRESH_SECONDS:
             self.live.update(Group(self.line, Text(figures, QUIET)), refresh=True)
             self.drawn = time.monotonic()
 
 
 class Pipe:
-    """An answer as plain text on standard output."""
+    """An answer as text alone."""
 
     def __enter__(self) -> "Pipe":
         self.last = "\n"
@@ -79,7 +79,7 @@ class Pipe:
             print(flush=True)
 
     def add(self, text: str, style: str = "") -> None:
-        """Write text. The prompt, in style QUIET, is not part of the answer and is left out."""
+        """Go on with some text; a prompt that is only shown is none of it."""
         if text and style != QUIET:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -90,20 +90,19 @@ class Pipe:
 
 
 class Stream:
-    """An answer that is shown token by token. Each token is either drafted or the target's own."""
+    """An answer on its way to the screen, token by token, each either drafted or the target's own."""
 
     def __init__(self, screen: Screen | Pipe, detokenizer: Detokenizer) -> None:
         self.screen, self.detokenizer = screen, detokenizer
         self.flags: list[bool] = []
-        """True for drafted tokens, for each token shown."""
+        """Drafted or not, for each token shown."""
         self.held: list[int] = []
-        """Tokens of the last round, held back until the output says which of them were drafted."""
+        """The last round's tokens, of which only the end of the answer tells how many were drafted."""
         self.rounds = -1
-        """Number of target passes so far, without the prompt's."""
+        """Target passes so far, the prompt's not counted."""
 
     def take(self, tokens: Sequence[int], *, is_last: bool) -> None:
-        """Show the tokens of a round, or hold them back if it is the last round. In all other rounds the last token is
-        the target's own, and the tokens before it were drafted."""
+        """Show a round's tokens: the last of them is the target's own, those before it were drafted."""
         self.rounds += 1
         if is_last:
             self.held = list(tokens)
@@ -118,30 +117,30 @@ class Stream:
         self.screen.add(self.detokenizer.push(token), DRAFTED if drafted else "")
 
     def end(self, output: Output) -> None:
-        """Show the tokens that were held back."""
+        """Show what was held back."""
         for token, drafted in zip(self.held, output.drafted()[len(self.flags) :], strict=True):
             self.show(token, drafted)
         self.screen.add(self.detokenizer.flush())
 
 
 class Conversation:
-    """A target with its head, and the messages so far."""
+    """A head on its target, and what was said so far."""
 
     def __init__(
         self, opened: Opened, shape: TreeShape, sampling: Sampling, max_new_tokens: int, console: Console | None
     ) -> None:
-        """`console`: where answers are drawn, or None to write them as plain text."""
+        """`console`: where answers are drawn; None: they are written as text alone."""
         self.head, self.target, self.tokenizer = opened
         self.shape, self.sampling, self.max_new_tokens, self.console = shape, sampling, max_new_tokens, console
         self.messages: list[Message] = []
         self.marks: list[bool] = []
-        """True for drafted tokens, for each token of the last answer."""
+        """Drafted or not, for each token of the last answer."""
         self.answers = 0
         self.engine: Engine | None = None
 
     def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Output:
-        """Show the answer to a prompt while it is decoded, and its figures. `is_asked_to_stop` is called after each
-        round. UserError if the prompt is not UTF-8, or does not fit into the target's context."""
+        """Show the answer to a prompt while it is decoded, and its figures; `is_asked_to_stop`: asked after each round.
+        UserError where the target has no room for it."""
         try:
             prompt.encode()
         except UnicodeEncodeError:
@@ -184,7 +183,7 @@ class Conversation:
     def engine_for(self, needed: int) -> Engine:
         """Return an engine with room for `needed` tokens."""
         if self.engine is None or self.engine.options.max_length < needed:
-            self.engine = None  # frees its caches first
+            self.engine = None  # its caches go first
             length = max(LEAST_ROOM, 1 << (needed - 1).bit_length())
             options = EngineOptions(shape=self.shape, max_length=min(length, self.target.context_length))
             self.engine = Engine(self.target, self.head, options)
@@ -192,13 +191,13 @@ class Conversation:
 
 
 def figures_line(tokens: int, tau: float | None) -> str:
-    """Return a line such as `128 tokens, tau 2.84`."""
+    """`128 tokens, tau 2.84`."""
     return f"{plural(tokens, 'token')}, tau {number(tau)}"
 
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after Ctrl-C was pressed. A second Ctrl-C raises KeyboardInterrupt."""
+    """Ctrl-C only sets what is yielded to true; pressed again, it interrupts as ever."""
     asked = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -215,13 +214,13 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Load the head and the target of the command line, and answer prompts. Return the exit status."""
+    """Load what the command line names, and answer: the exit status."""
     if options.prompt is None:
         open_input()
     opened = open_head(options)
     shapes = draft_shapes([options.tree] if options.tree else DEFAULT_TREES, opened.head)
     fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
-    shape = (fitting or shapes)[0]  # if none fits, the engine's error says why
+    shape = (fitting or shapes)[0]  # where none fits, the engine says why
     console = Console()
     shown = console if console.is_interactive else None
     sampling = Sampling(options.temperature, seed=options.seed)
@@ -236,15 +235,14 @@ def chat(options: argparse.Namespace) -> int:
         try:
             with interruptible() as is_interrupted:
                 conversation.answer(prompt, is_interrupted)
-        except UserError as error:  # concerns this prompt; the next may be shorter
+        except UserError as error:  # of this prompt; the next may be shorter
             print_line(f"error: {error}")
             conversation.messages.clear()
     return 0
 
 
 def open_input() -> None:
-    """Accept bytes on standard input that are not UTF-8, so that only their line is refused. UserError if it is
-    closed."""
+    """Let bytes of standard input that are not UTF-8 pass, to be refused with their line. UserError if it is closed."""
     if sys.stdin is None:
         raise UserError("standard input is closed, and prompts are read from it; name one with --prompt")
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -252,7 +250,7 @@ def open_input() -> None:
 
 
 def read_prompt(name: str) -> str | None:
-    """Return a line from the user, or None at the end of input."""
+    """A line from the user; None at the end of input."""
     try:
         return input(f"\n{name}> " if sys.stdin.isatty() else "")
     except EOFError:

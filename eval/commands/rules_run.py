@@ -1,4 +1,4 @@
-"""The comparison of the acceptance rules: tokens per round of every rule on every tree that it can verify."""
+"""The acceptance rules side by side: tokens a round of every rule on every tree that it can judge."""
 
 import argparse
 import sys
@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Run:
-    """One rule on one tree, with its outputs by prompt and seed."""
+    """One rule on one tree: its outputs, by prompt and seed."""
 
     rule: str
     shape: TreeShape
@@ -37,7 +37,7 @@ class Run:
 
     @property
     def rate(self) -> tuple[list[float], list[float]]:
-        """Return the number of emitted tokens and of rounds, by prompt."""
+        """Tokens emitted and rounds, by prompt."""
         emitted = [float(sum(o.decoded for o in by_seed)) for by_seed in self.outputs]
         return emitted, [float(sum(o.rounds for o in by_seed)) for by_seed in self.outputs]
 
@@ -55,7 +55,7 @@ class Run:
 
 
 class OnOneDraft(Rejection):
-    """The rule `ratio` on a chain. It also records the expected tokens of `ratio` and `block` for each draft, (B,)."""
+    """`ratio` on a chain, which also notes what it and `block` may expect of each draft: (B,) tokens each."""
 
     expected: list[tuple[Tensor, Tensor]]
 
@@ -68,7 +68,7 @@ class OnOneDraft(Rejection):
 
 
 def bench_rules(options: argparse.Namespace) -> int:
-    """Decode under every rule, compare the rules, print the results and write them. Return 0."""
+    """Decode, comparison, print and write."""
     shapes = draft_shapes(options.trees)
     if options.out:
         check_file(options.out, "--out")
@@ -115,7 +115,7 @@ def bench_rules(options: argparse.Namespace) -> int:
 
 
 def can_judge(rule: str, shape: TreeShape) -> bool:
-    """Return True if a rule can verify trees of this shape."""
+    """Return True if a rule can judge trees of this shape."""
     try:
         check_rule(rule, shape)
     except UserError:
@@ -124,21 +124,21 @@ def can_judge(rule: str, shape: TreeShape) -> bool:
 
 
 def compare(one: Run, other: Run) -> Record:
-    """Return the ratio of the tau of `other` to that of `one`, paired over prompts."""
+    """The later rule's tau over the earlier one's, paired over prompts."""
     rates = other.rate, one.rate
     between = {"ratio": rate_ratio(*rates), "ci95": rate_ratio_interval(*rates)}
     return {"tree": str(one.shape), "rule": other.rule, "over": one.rule, **between}
 
 
 def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -> Record:
-    """Return the ratio of the expected tokens of `block` to those of `ratio` for the same drafts, over all rounds, with
-    its interval and its least value for a prompt."""
+    """Return the tokens that `ratio` and `block` are expected to emit of the same drafts, over all rounds of all
+    requests."""
     rule = OnOneDraft("ratio", engine.options.shape, engine.decoder.sampling)
     engine.decoder = replace(engine.decoder, rule=rule)
     plain, whole, ones = [0.0] * len(requests), [0.0] * len(requests), [1.0] * len(requests)
     jobs = [(i, request) for i, by_seed in enumerate(requests) for request in by_seed]
     for start in range(0, len(jobs), engine.options.batch_size):
-        part = jobs[start : start + engine.options.batch_size]  # one request per row at most: each keeps its row
+        part = jobs[start : start + engine.options.batch_size]  # no more than there are rows: each keeps its own
         rule.expected = []
         outputs = engine.generate([request for _, request in part])
         for row, ((prompt, _), output) in enumerate(zip(part, outputs, strict=True)):
@@ -153,7 +153,7 @@ def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -
 
 
 def print_tables(record: Record) -> None:
-    """Print tau of every rule, and the comparisons."""
+    """tau of every rule, and the comparisons."""
     console = Console()
     table = figure_table(["draft", "rule", "tau"])
     for run in record["runs"]:

@@ -1,4 +1,4 @@
-"""The measurement of eval/scaling.py, a benchmark at every batch size and context length, with its table and plot."""
+"""eval/bench.py at every batch size and context length: the measurement of eval/scaling.py, its table and its plot."""
 
 import argparse
 import sys
@@ -34,7 +34,7 @@ from heads.target.frozen import FrozenTarget
 
 
 def scaling_command(options: argparse.Namespace) -> int:
-    """Load the head and the target of the command line, and measure them. Return the exit status."""
+    """Load what the command line names, and measure: the exit status."""
     names = {field.name for field in fields(ScalingSettings)} & vars(options).keys()
     given = {name: getattr(options, name) for name in names}
     settings = ScalingSettings(**given, temperatures=(options.temperature,))
@@ -57,8 +57,8 @@ def measure_scaling(
     out: Path | None = None,
     console: Console | None = None,
 ) -> Results:
-    """Measure every pair of batch size and context length, and write and print the results. Return the contents of
-    scaling.json. A point that does not fit into the device's memory has no figures."""
+    """Measure every pair of batch size and context length, write and print it, and return what scaling.json holds. A
+    point that the device's memory is too small for has no figures."""
     shapes = draft_shapes(settings.trees, head)
     (temperature,) = settings.temperatures
     room = prompt_room(target, settings.max_new_tokens, max(shape.nodes for shape in shapes))
@@ -104,8 +104,7 @@ def measure_scaling(
 
 
 def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> list[Prompt]:
-    """Return `number` prompts of `length` tokens, cut one after another from the suite's texts. UserError if the texts
-    are too short."""
+    """Return `number` prompts of `length` tokens, one after another out of the suite's texts."""
     ids: list[int] = []
     for text in texts(suite, tokenizer):
         ids += text
@@ -122,7 +121,7 @@ def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, number:
 
 
 def texts(suite: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
-    """Yield the token ids of a suite's texts: whole modules of the held-out suite, else the prompts."""
+    """The token ids of a suite's texts: whole modules of the held-out ones, else its prompts."""
     if suite == HELD_OUT_SUITE:
         for _, text in read_split(held_out=True):
             yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -131,8 +130,7 @@ def texts(suite: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[i
 
 
 def draw_scaling(results: Results, path: Path) -> list[Path]:
-    """Draw speedup over batch size, with a line for each context, and over context, with a line for each batch size.
-    Return the files."""
+    """Speedup against batch size, a line for each context, and against context, a line for each batch size."""
     trees = list(dict.fromkeys(point["tree"] for point in results["points"]))
     settings = results["settings"]
     with style():
@@ -153,7 +151,7 @@ def draw_scaling(results: Results, path: Path) -> list[Path]:
 
 
 def draw_lines(axes: Axes, points: Sequence[Results], along: str, by: str, label: str, legend: str) -> None:
-    """Draw the speedup over `along`, with one line for each value of `by`."""
+    """One line for each value of `by`."""
     axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
     colours = matplotlib.colormaps["viridis"]
     values = sorted({point[by] for point in points})

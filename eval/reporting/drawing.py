@@ -56,7 +56,7 @@ STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
     "figure.constrained_layout.h_pad": 0.08,
     "figure.constrained_layout.w_pad": 0.06,
-    "svg.fonttype": "none",  # text stays text: found by a search, and in the reader's own font
+    "svg.fonttype": "none",  # keeps text searchable, in the reader's own font
 }
 
 

@@ -146,7 +146,7 @@ def as_markdown(text: str) -> str:
 
 
 def code_span(name: str) -> str:
-    """Return a name as a code span in Markdown, with enough backticks around those in it."""
+    """Return a name as a code span in Markdown, with a fence longer than any run of backticks in the name."""
     longest = max(map(len, re.findall("`+", name)), default=0)
     fence, space = "`" * (longest + 1), " " if longest else ""
     return f"{fence}{space}{name}{space}{fence}"

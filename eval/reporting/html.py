@@ -163,7 +163,7 @@ def comparison_table(results: Results) -> Table:
 
 
 def sample_rounds(sample: Results) -> Results:
-    """Return a sample with its text grouped by round, and neighbours of one kind joined."""
+    """Return a sample with its text grouped by round, and adjacent pieces of one kind joined."""
     rounds = []
     for number_, group in groupby(sample["pieces"], key=lambda piece: piece["round"]):
         pieces = list(group)

@@ -39,7 +39,7 @@ Contents = dict[str, Path | bytes]
 
 @dataclass(frozen=True)
 class Publication:
-    """Files by their names in the repository (a local file, or bytes), and their descriptions."""
+    """The files of a publication by their names in the repository, each a local path or bytes, with their facts."""
 
     files: Contents
     kind: str
@@ -164,7 +164,7 @@ def head_verdicts(
 
 
 def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str, base: str | None) -> str:
-    """Return the section of the card on engines, with the command of each."""
+    """Return the card's section on engines, with the command of each engine that serves the head."""
     engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
     lines = ["## Served by", ""]
     for verdict in (verdict for verdict in engines if verdict.serves):

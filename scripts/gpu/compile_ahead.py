@@ -79,7 +79,7 @@ def attend(empty: Empty, N: int) -> None:
             attention.tree_attention(q, keys, values, words, length, ids, paths=own, window=window)
     q, slots = empty(1, N, 32, 128), empty(2048, 2, 8, 128)
     keys, values = slots[:, 0][None], slots[:, 1][None]
-    attention.tree_attention(q, keys, values, words, length, ids, behind=40, window=100)  # of a draft
+    attention.tree_attention(q, keys, values, words, length, ids, behind=40, window=100)  # as a draft calls it
     latent, q = empty(1, 2048, 1, 576), empty(1, N, 16, 576)
     for own in (None, paths):
         attention.tree_attention(q, latent, latent[..., :512], words, length, ids, rope=64, paths=own)

@@ -68,7 +68,8 @@ def large_head(
 
 
 def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[], Any]:
-    """Return the work of a draft's second level: of a chain, or of a tree that draws as many children as it expands."""
+    """Return a function that runs the second level of a draft: of a chain if `width` is 1, else of a tree that expands
+    `width` nodes and draws `width` children of each."""
     ids = state.slot[: 2 * width].view(1, width, 2)
     tokens, rows = ids[..., 1].contiguous(), None if width == 1 else ids[..., 0] // 2
     states = state.recycled[0][:, None].repeat(1, width, 1)

@@ -121,7 +121,8 @@ def attend_each(
 
 
 def tree_works(text: str, device: torch.device, columns: int = COLUMNS) -> list[tuple[str, int, Callable[[], Any]]]:
-    """Return the work of a tree outside its head's passes, to be timed: name, bytes read and written, and work."""
+    """Return the steps of growing a tree outside its head's passes, each a name, the bytes moved, and a function to
+    time."""
     shape = parse_shape(text)
     K, drawn = shape.top_k, 1 + shape.top_k + (shape.depth - 1) * shape.top_k**2
     distributions = torch.randn(shape.depth, 1, shape.nodes, K, device=device).log_softmax(-1)
