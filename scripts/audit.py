@@ -1,9 +1,9 @@
-"""Prove on many prompts that a head's output is its target's own, token for token.
+"""Check on many prompts that decoding with a head gives the same tokens as the target's plain decoding.
 
     python scripts/audit.py runs/quickstart
 
-Decodes every prompt plainly, and with every draft at every temperature and batch size; all must be plain decoding's
-tokens; an EOS ends no output. Exit status 1 on any divergence.
+Decodes every prompt plainly, and with every draft shape at every temperature and batch size. All outputs must equal
+plain decoding's. EOS tokens are ignored. The exit status is 1 if any output diverges.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from eval.command import Parser, add_head_options, counts, exit_status, temperat
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = Parser("Compare every token with plain decoding's.")
     add_head_options(parser)
     add = parser.add_argument

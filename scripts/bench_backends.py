@@ -1,10 +1,10 @@
-"""Gain of C on this CPU: each piece of a round by the backends `cpu` and `torch`, in turns.
+"""Speed of the C backend on this CPU: each phase of a round with the backends `cpu` and `torch`, in turns.
 
     python scripts/bench_backends.py recipes/quickstart/target
     python scripts/bench_backends.py recipes/quickstart/target --shape 0.4b      # random weights of that shape
 
-The heads are untrained, of the quickstarts' sizes: time does not depend on weights. What gives less than
-1.3x, or a twentieth of a round, need not be C.
+The heads are untrained and have the quickstarts' sizes: time does not depend on the weights. A piece that gains less
+than 1.3x, or less than a twentieth of a round, need not be written in C.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BACKENDS = ("cpu", "torch")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = Parser("Each piece of a round in C and in torch's operations.")
     parser.add_argument("target", help="a folder or hub id")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="take random weights of that shape")
@@ -88,7 +88,7 @@ def open_heads(path: str, shape: str | None) -> tuple[Any, dict[str, Any]]:
 
 
 def open_pieces(target: Any, heads: dict[str, Any]) -> dict[str, dict[str, Callable[[], float]]]:
-    """Return calls by name and backend, each of which returns its seconds."""
+    """Return the calls to time by name and backend. Each call returns the seconds that it took."""
     from eval.runtime.engine import Engine, EngineOptions, Request
     from eval.runtime.sampling import Sampling
     from heads.tree import ROOT_ONLY, parse_shape
@@ -107,7 +107,7 @@ def open_pieces(target: Any, heads: dict[str, Any]) -> dict[str, dict[str, Calla
 
 
 def phases(decoder: Any) -> dict[str, Callable[[], float]]:
-    """A round and its phases, each from the same state."""
+    """Return the calls that time a round and each of its phases. Every call begins from the same state."""
     import torch
 
     held = [x for x in (*vars(decoder.state).values(), *vars(decoder.head_state or decoder).values())]

@@ -1,6 +1,7 @@
-"""Every kernel at a big model's shape: bytes, the time they take at the measured bandwidth, its own, and the ratio.
+"""Time of every kernel at a big model's shape: its bytes, their time at the measured bandwidth (the floor), the
+measured time, and the ratio of the two times.
 
-python scripts/bench_kernels.py --shape llama-3.1-8b --rows 1 8 32 --length 2048
+    python scripts/bench_kernels.py --shape llama-3.1-8b --rows 1 8 32 --length 2048
 """
 
 import argparse
@@ -15,7 +16,7 @@ from scripts.grown.shapes import SHAPES
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = Parser("Kernels beside their floors.")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
     parser.add_argument("--rows", type=count, nargs="+", default=[1, 8, 16, 32, 64], help="of a step")

@@ -1,11 +1,11 @@
-"""Time of a training step's loss: the gradients of `kl` and `total_variation` as they are written out in
-`heads.losses`, and by autograd; its matrix products by oneDNN, and by `@`.
+"""Time of a training step's loss: the gradients of `kl` and `total_variation` written out in `heads.losses` and
+computed by autograd, and its matrix products by oneDNN and by torch.
 
     python scripts/bench_losses.py --repeats 30
 
-At the quickstart's size. Each repeat runs both forms, one after the other. The least time of each counts, so that other
-work on the machine matters less. A form that costs code is worth having from a ratio of 1.3 on. The gradients cost
-none.
+The sizes are the quickstart's. Each repeat runs both forms, one after the other. The least time of each counts, so that
+other work on the machine matters less. A form that needs more code is worth it from a ratio of 1.3 on. The gradients
+need no more code.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from eval.command import Parser, count, exit_status
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = Parser("Compare the forms of the loss: of its gradient, and of its products.")
     parser.add_argument("--repeats", type=count, default=30, help="of each form")
     return parser.parse_args(arguments)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(what: str, repeats: int, **forms: Callable[[], Any]) -> None:
-    """Print the least time of two forms that compute the same."""
+    """Print the least times of two forms that compute the same values, and their ratio."""
     from torch.testing import assert_close
 
     (first, one), (second, other) = forms.items()

@@ -1,8 +1,8 @@
 """Fill a folder with the features that a recipe trains on: python scripts/cache_features.py RECIPE.yaml
 [key.sub=value ...].
 
-The recipe says `features: {kind: cache, folder: FOLDER}`. Training by the same recipe then reads the folder, and needs
-the target's decoder layers no more. An interrupted filling goes on where it stopped.
+The recipe has `features: {kind: cache, folder: FOLDER}`. Training with the same recipe then reads the folder and no
+longer needs the target's decoder layers. An interrupted run continues where it stopped.
 """
 
 from collections.abc import Sequence

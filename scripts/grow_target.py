@@ -1,10 +1,10 @@
-"""Grow a small target, and heads of it, into the shape of a big model: the same function at the big model's cost.
+"""Grow a small target and its heads to the shape of a big model: the same function at the big model's cost.
 
     python scripts/grow_target.py recipes/quickstart/target runs/grown --shape 0.4b --heads runs/quickstart
     python eval/bench.py runs/grown/quickstart
 
-New width, attention heads and layers are zeros (`scripts/grown/target.py`). The grown model's logits are checked
-against the small one's before anything is kept; every report calls such a target grown.
+The new channels, attention heads and layers are zeros (`scripts/grown/target.py`). The grown model's logits are
+compared with the small model's before anything is saved. Every report calls such a target grown.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from scripts.grown.shapes import SHAPES, ModelShape
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = Parser("Grow a small target, and its head, into the shape of a big model.")
     add: Any = parser.add_argument
     add("target", help="a folder or hub id of a Llama-architecture model")

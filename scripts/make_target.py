@@ -1,10 +1,10 @@
-"""Make a small real target from scratch: accelerate launch scripts/make_target.py recipes/quickstart/target.yaml
+"""Train a small target from scratch: accelerate launch scripts/make_target.py recipes/quickstart/target.yaml
 
-A byte-level BPE and a Llama-architecture model, trained on the Python source of this machine with whole modules held
-out (`eval.benchmark.python_source`), and on conversations where the recipe names some. Larger ones, for a GPU:
-recipes/targets/*.yaml. Matrices are trained by Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon),
-embeddings and norms by AdamW. The run folder gets `model/` (bfloat16, with tokenizer and a README of what was measured)
-and `checkpoints/`; a run that was stopped goes on from the newest.
+Trains a byte-level BPE tokenizer and a Llama-architecture model on the Python source of this machine, with whole
+modules held out (`eval.benchmark.python_source`), and on conversations if the recipe names some. recipes/targets/*.yaml
+train larger ones on a GPU. Matrices are trained with Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon),
+embeddings and norms with AdamW. The run folder gets `model/` (bfloat16, with the tokenizer and a README of the measured
+values) and `checkpoints/`. A stopped run continues from the newest checkpoint.
 """
 
 from collections.abc import Sequence

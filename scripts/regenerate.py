@@ -1,7 +1,7 @@
-"""Let the target answer the prompts of a recipe: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...].
+"""Generate the target's answers to a recipe's prompts: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...].
 
-Writes OUTPUT_DIR/answers.jsonl, a record an answer: `text` (prompt and answer), `prompt_ids` and `answer_ids`. The
-answers are also kept beside the tokenised data, so no run asks the same target for them again.
+Writes OUTPUT_DIR/answers.jsonl, one record per answer: `text` (prompt and answer), `prompt_ids` and `answer_ids`. The
+answers are also kept with the tokenised data, so no later run generates them with the same target again.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Put the modules of an MTP head into a copy of its target's checkpoint, in the place of the checkpoint's own.
+"""Copy a target's checkpoint, with the modules of an MTP head in place of the checkpoint's own.
 
     python scripts/stitch.py runs/mtp CHECKPOINT_FOLDER OUT
 
-The copy is served, and loaded by transformers, as the checkpoint is; every tensor but the modules' is the checkpoint's
-byte for byte. The target is loaded once, to check that the head is of its weights. OUT is new, and written whole or not
-at all.
+Engines and transformers load the copy as they load the checkpoint. All tensors outside the modules are byte for byte
+the checkpoint's. The target is loaded once to check that the head belongs to its weights. OUT must be new; it is
+written completely or not at all.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from heads.files import check_folder
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = Parser("Put the modules of an MTP head into a copy of its target's checkpoint.")
     add = parser.add_argument
     add("head", help="run directory, folder or hub id of a head of kind mtp")

@@ -23,15 +23,15 @@ def check_card(folder: Path, name: str) -> None:
     """Refuse a folder with a README.md that is not a report: the model card would replace it."""
     try:
         text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):  # none; or no path at all, which is said by who writes there
+    except (OSError, ValueError):  # there is none, or the path is invalid, which the writer reports
         return
     if f"library_name: {LIBRARY}" not in text:
         raise UserError(f"{name} {folder}: holds a {CARD} of something else, which is not to be replaced; name another")
 
 
 def model_card(results: Results, *, about: str = "", data: Mapping[str, Any] | None = None) -> str:
-    """Return the model card: front matter, the head, `about` it (Markdown, may be empty), and its figures. `data` are
-    further arguments of `front_matter`."""
+    """Return the model card: front matter, a description of the head, `about` (Markdown, may be empty), and the
+    figures. `data` holds further arguments of `front_matter`."""
     name, kind = results["target"]["name"], results["head"]["kind"]
     sameness = "in distribution" if "kind" in results["exact"] else "token for token"
     intro = (
@@ -93,8 +93,8 @@ def front_matter(
     name: str | None = None,
     results: Results | None = None,
 ) -> str:
-    """Return YAML between two rules. A target that is a local folder is not named. `rights` are its license keys, and
-    `name` is the model name of the figures."""
+    """Return the front matter, YAML between two rules. A target in a local folder is not named. `rights` are the
+    target's license keys, and `name` is the model name for the figures."""
     repo, _ = repo_and_revision(target)
     figures = [] if results is None else eval_results(results)
     data = ModelCardData(
@@ -111,7 +111,7 @@ def front_matter(
 
 
 def eval_results(results: Results) -> list[EvalResult]:
-    """The tau of every setting over all prompts, and its speedup where that is exact and reliable."""
+    """Return the tau of every setting over all prompts, and its speedup if that is exact and reliable."""
     prompts = ", ".join(format.short_name(name) for name in results["settings"]["prompts"].split(","))
     undisturbed = format.busy_warning(results["measurements"]) is None
     found = []

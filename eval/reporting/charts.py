@@ -1,4 +1,4 @@
-"""The charts of reports: of one head, of its training, and of several heads side by side."""
+"""The charts of reports: of one head, of its training, and of a comparison of several heads."""
 
 import math
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ GAP = 0.26
 CLEAR = {"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 1.0}
 """Background of a label that may overlap a line."""
 SPREAD = 0.7
-"""Width, in units of depth, over which settings of equal depth are spread; STEP apart if there is room."""
+"""Maximum width, in units of depth, over which settings of equal depth are spread. They are at most STEP apart."""
 STEP = 0.16
 LARGEST = 1e15
-"""Largest absolute value that is drawn; infinity is not."""
+"""Absolute value from which points are not drawn. Infinity is not drawn either."""
 MOST_POINTS = 300
 """Maximum number of points of a curve. Longer records are averaged."""
 KINDS = {"chain": "draft", "tree": "verify"}
@@ -89,7 +89,7 @@ def training_charts(log: Sequence[Results]) -> list[Chart]:
 
 
 def points(log: Sequence[Results], kind: str, name: str) -> list[tuple[int, float]]:
-    """Return (step, figure) of the records of one kind, without those that are not finite numbers."""
+    """Return (step, figure) of the records of one kind, without figures that are not numbers or too large to draw."""
     pairs = [(record.get("step"), record.get(name)) for record in log if record.get("kind") == kind]
     return [
         (step, value)
@@ -139,7 +139,8 @@ def draw_rows(axes: Axes, *, measured: Sequence[Results], figure: str, colour: s
 
 
 def row_name(figures: Results, room: int) -> str:
-    """Return the name of a row: the setting, after the head's name, shortened to fit, if there are several."""
+    """Return the name of a row: the setting, with the head's name before it in a comparison. A head's name that is too
+    long is shortened in the middle."""
     setting, name = setting_text(figures), figures.get("head", "")
     if len(name) > room - len(setting) - 2:
         half = max((room - len(setting) - 2) // 2, 3)
@@ -180,7 +181,7 @@ def draw_positions(axes: Axes, *, bins: Sequence[Results]) -> None:
 
 
 def short(count: int) -> str:
-    """Return a number of tokens in a few letters."""
+    """Return a number of tokens as a short text."""
     return f"{count // 1024}k" if count >= 1024 else str(count)
 
 
@@ -194,7 +195,7 @@ def draw_tokens(axes: Axes, *, results: Results) -> None:
 
 
 def draw_bars(axes: Axes, ticks: range, values: Sequence[float], labels: Sequence[str], colour: str) -> None:
-    """Draw bars with their figures above, or with some of them if there are many."""
+    """Draw bars with their figures above. If there are many bars, only some have a figure."""
     every = math.ceil(len(ticks) / MOST_LABELS)
     bars = axes.bar(ticks, values, color=COLOURS[colour], width=0.64)
     shown = [label if n % every == 0 else "" for n, label in enumerate(labels)]
@@ -230,7 +231,7 @@ class Dot(NamedTuple):
     """A measured setting on an axis of depths."""
 
     at: float
-    """Depth of the draft, shifted slightly if other settings have the same."""
+    """Depth of the draft, shifted slightly if several settings have the same depth."""
     kind: str
     """One of KINDS."""
     figures: Results
@@ -242,7 +243,7 @@ class Curves:
 
     dots: list[Dot]
     model: dict[str, list[tuple[int, float]]]
-    """`chain` and `tree` -> (depth, speedup by the cost model), the best tree of each depth."""
+    """`chain` and `tree` -> (depth, speedup by the cost model), with the best draft of each depth."""
     plain_ms: dict[str, float]
 
 
@@ -295,8 +296,7 @@ def draw_latency(axes: Axes, *, curves: Curves) -> None:
 
 
 def mark_depths(axes: Axes, dots: Sequence[Dot], others: Sequence[int]) -> None:
-    """Draw the axis of the dots' depths and others, with room beside the first and the last, and the legend of
-    colours."""
+    """Draw the axis of depths, of the dots and of `others`, with a margin at both ends, and the legend of colours."""
     first, last = min(others), max(*others, *(round(dot.at) for dot in dots))
     every = math.ceil((last - first + 1) / MOST_LABELS)
     ticks = list(range(first, last + 1, every))
@@ -317,7 +317,7 @@ def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> No
 
 
 def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, dots: bool = False) -> None:
-    """Draw a figure over the training steps; with `dots`, each measurement, and a ring around the best."""
+    """Draw a figure over the training steps. With `dots`, mark each measurement, and the best one with a ring."""
     steps, values = zip(*thinned(points), strict=True)
     colour = COLOURS["accept" if dots else "draft"]
     axes.plot(steps, values, "o-" if dots else "-", color=colour, lw=1.8, ms=5)

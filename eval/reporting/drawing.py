@@ -1,6 +1,6 @@
 """Charts as files and inside a page: one drawing in matplotlib, written as PNG and SVG.
 
-Colours have names. A page defines each as a CSS variable, for light and dark; a file has those of `COLOURS` on white.
+Colours have names. A page defines each name as a CSS variable, for light and dark. Files use `COLOURS` on white.
 """
 
 import io
@@ -41,7 +41,7 @@ STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": FONT_SIZE,
     "text.color": COLOURS["ink"],
-    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "text.parse_math": False,  # a dollar sign in a name is literal
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": COLOURS["line"],
@@ -56,7 +56,7 @@ STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
     "figure.constrained_layout.h_pad": 0.08,
     "figure.constrained_layout.w_pad": 0.06,
-    "svg.fonttype": "none",  # text stays text: found by a search, and in the reader's own font
+    "svg.fonttype": "none",  # keeps text searchable, in the reader's own font
 }
 
 
@@ -82,7 +82,7 @@ def inline_svg(chart: Chart) -> str:
     assert box is not None
     body = text[text.index(">", box.end()) + 1 : text.rindex("</svg>")]
     body = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>|<!--.*?-->", "", body, flags=re.DOTALL)
-    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")  # those ids are alike in every chart
+    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")  # these ids are the same in every chart
     for name, colour in COLOURS.items():
         body = body.replace(colour, f"var(--{name})")
     return f'<svg {box[0]} role="img" aria-label="{escape(f"{chart.title}. {chart.note}")}">{body}</svg>'
@@ -99,7 +99,7 @@ def write_charts(charts: Sequence[Chart], caption: str, folder: Path) -> list[Pa
 
 @contextmanager
 def drawn(chart: Chart, caption: str | None = None) -> Iterator[Figure]:
-    """Draw a chart as a figure; with its title and the caption, if there is one."""
+    """Draw a chart as a figure. If there is a caption, add the title and the caption."""
     lines = textwrap.wrap(caption or "", LETTERS)
     extra = 0.4 + 0.17 * len(lines) if caption else 0.0
     with style():
@@ -108,7 +108,7 @@ def drawn(chart: Chart, caption: str | None = None) -> Iterator[Figure]:
         if caption:
             title(figure, chart.title, "\n".join(lines))
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # found once, not anew for each file
+        figure.set_layout_engine("none")  # computed once, not for each file
         yield figure
 
 

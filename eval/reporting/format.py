@@ -10,7 +10,7 @@ from eval.command import AUTO
 MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")
 BUSY = 1.5
-"""Mean over median of plain steps above which a run counts as disturbed; quiet machines give 1.0 to 1.2."""
+"""Ratio of mean to median of plain steps above which a run counts as disturbed. Quiet machines give 1.0 to 1.2."""
 NOT_RELIABLE = "not reliable"
 """Mark of a speedup that was measured while something else used the machine."""
 FEW = 8
@@ -68,8 +68,8 @@ def percent(share: float | None, digits: int = 0) -> str:
 
 
 def reached(alpha: Sequence[float | None]) -> Sequence[float | None]:
-    """Return the acceptance of the depths down to one below the deepest that any round reached. The other depths of a
-    long draft have none."""
+    """Return the acceptance of each depth, up to one depth past the deepest that any round reached. Deeper entries of a
+    long draft have no value."""
     deepest = max((depth for depth, share in enumerate(alpha, start=1) if share is not None), default=0)
     return alpha[: deepest + 1]
 
@@ -83,7 +83,7 @@ def count(value: float) -> str:
 
 
 def audit_line(results: Results) -> str:
-    """Return the line that states if the output was the target's own."""
+    """Return the line that states how many outputs were the target's own."""
     exact, settings = results["exact"], len(results.get("measurements", ()))
     if exact.get("kind") == "distribution":
         greedy = exact["greedy"]
@@ -100,8 +100,8 @@ def audit_line(results: Results) -> str:
 
 
 def near_tie_text(exact: Results) -> str:
-    """Return `, 3 of them but for near-ties`, or nothing if there are none. A near-tie is a choice between two tokens
-    within the rounding of a sum, in narrow numbers."""
+    """Return `, 3 of them but for near-ties`, or an empty string. A near-tie is a choice between two tokens whose
+    logits differ by no more than the rounding of a sum in a narrow dtype."""
     near = len(exact.get("near_ties", ()))
     return f", {near} of them but for near-ties" if near else ""
 
@@ -117,8 +117,7 @@ def is_exact(results: Results) -> bool:
 
 
 def exact_cell(figures: Results) -> str:
-    """Return the number of prompts with plain decoding's output, as in `12 of 12`, or that the text is exact in
-    distribution."""
+    """Return the number of prompts with plain decoding's output, as in `12 of 12`, or `in distribution`."""
     exact = figures["exact"]
     if exact["identical"] is None:
         return "in distribution"
@@ -126,36 +125,36 @@ def exact_cell(figures: Results) -> str:
 
 
 def is_disturbed(figures: Results) -> bool:
-    """Return True if plain steps, which should all cost the same, did not: something else used the machine."""
+    """Return True if plain steps, which should all take the same time, did not: something else used the machine."""
     plain = figures["baseline"]
     mean, median = plain["ms_per_token"], plain.get("token_ms", {}).get("p50")
     return bool(mean and median and mean > BUSY * median)
 
 
 def speedup_text(figures: Results) -> str:
-    """Return `1.62x [1.55, 1.70]`, `1.62x, not reliable`, or the reason for no speedup."""
+    """Return `1.62x [1.55, 1.70]`, `1.62x, not reliable`, or `withheld`."""
     if figures["speedup"] is None:
         return "withheld"
-    if is_disturbed(figures):  # an interval would promise a precision that is not there
+    if is_disturbed(figures):  # an interval would suggest a precision that the figure does not have
         return f"{number(figures['speedup']['measured'])}x, {NOT_RELIABLE}"
     return with_interval(figures["speedup"]["measured"], figures["speedup"]["ci95"], unit="x")
 
 
 def as_markdown(text: str) -> str:
-    """Escape a text for Markdown: names of folders may hold any character."""
+    """Return a text escaped for Markdown. Names of folders may contain any character."""
     return re.sub(r"[\\`*{}\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
 
 
 def code_span(name: str) -> str:
-    """Return a name as a code span in Markdown, with enough backticks around those in it."""
+    """Return a name as a code span in Markdown, with a fence longer than any run of backticks in the name."""
     longest = max(map(len, re.findall("`+", name)), default=0)
     fence, space = "`" * (longest + 1), " " if longest else ""
     return f"{fence}{space}{name}{space}{fence}"
 
 
 def short_name(path: str) -> str:
-    """Return a Hub id unchanged, and of a path its last part, or its last two if the last one is uninformative. Control
-    characters are replaced."""
+    """Return a Hub id unchanged, or the last part of a path (the last two parts if the last one is uninformative).
+    Control characters are replaced."""
     path = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in path)
     parts = [part for part in path.split("/") if part not in ("", ".", "..")]
     if not parts or (len(parts) == 2 and not path.startswith(("/", "."))):
@@ -164,7 +163,7 @@ def short_name(path: str) -> str:
 
 
 def target_text(target: Results) -> str:
-    """Return the name of a target from its record; a grown target is named as one."""
+    """Return the name of a target from its record. A grown target is marked as grown."""
     grown = target.get("grown_from")
     return short_name(target["name"]) + (f" (grown from {short_name(grown)})" if grown else "")
 
@@ -201,7 +200,7 @@ def setting_line(results: Results) -> str:
 
 
 def subtitle(results: Results) -> str:
-    """Return the line below the heading; of several heads with the speed of plain decoding."""
+    """Return the line below the heading. For several heads it includes the speed of plain decoding."""
     if "heads" not in results:
         return setting_line(results)
     plain = {m["temperature"]: m["baseline"]["tokens_per_second"] for m in results["measurements"]}
@@ -210,7 +209,8 @@ def subtitle(results: Results) -> str:
 
 
 def fastest(results: Results) -> list[Results]:
-    """Return the measurements of several heads to show: all of them, or after a search the fastest of each head."""
+    """Return the measurements of several heads to show: all of them, or, after a search, the fastest of each head at
+    each temperature."""
     if AUTO not in results["settings"]["trees"] or not is_exact(results):
         return list(results["measurements"])
     best: dict[tuple[str, float], Results] = {}
@@ -222,7 +222,7 @@ def fastest(results: Results) -> list[Results]:
 
 
 def divergence_text(divergence: Results) -> str:
-    """Return a line with the place at which an output differs from plain decoding's."""
+    """Return a line with the position at which an output differs from plain decoding's."""
     tokens = [f"{MISSING} (it ended)" if t is None else repr(t) for t in (divergence["plain_text"], divergence["text"])]
     reference = "plain" if divergence.get("against", "plain") == "plain" else "its first run"
     return (
@@ -247,8 +247,8 @@ def busy_warning(measurements: Sequence[Results]) -> str | None:
 
 
 def few_warning(measurements: Sequence[Results]) -> str | None:
-    """Return a warning that the figures rest on few prompts, or None. An output that ends with its first token has no
-    figures."""
+    """Return a warning that the figures are of few prompts, or None. An output that ends with its first token is in no
+    figure."""
     least = max(measurements, key=lambda m: m.get("undecoded", 0))
     prompts, undecoded = least["exact"]["prompts"], least.get("undecoded", 0)
     decoded = prompts - undecoded
@@ -263,8 +263,8 @@ def few_warning(measurements: Sequence[Results]) -> str | None:
 
 
 def head_warnings(head: Results, measurements: Sequence[Results]) -> list[str]:
-    """Return the warnings about one head: what an engine would read of a published one otherwise than it was read here,
-    or drafts of ours deeper than the training."""
+    """Return the warnings about one head: differences between an engine's reading of a published head and ours, or
+    drafts that are deeper than the training of one of our heads."""
     if origin := head.get("origin"):
         return [f"read as {origin['form']}: {line}" for line in origin["differs"]]
     trained = head["config"].get("depth")

@@ -1,4 +1,4 @@
-"""report.html and compare.html: one self-contained page, light and dark, without scripts and external resources."""
+"""report.html and compare.html: self-contained pages, light and dark, without scripts or external resources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, each with a name first. A cell that contains NOT_RELIABLE is highlighted."""
+    """Rows of cells. The first cell of a row is its name. A cell that contains NOT_RELIABLE is highlighted."""
 
     title: str
     notes: Sequence[str]
@@ -140,7 +140,7 @@ def settings_table(results: Results) -> Table:
 
 
 def suites_table(results: Results) -> list[Table]:
-    """Return the table of suites and their categories, or none if there is one suite without categories."""
+    """Return the table of suites and their categories, or no table if there is one suite without categories."""
     if len(results["suites"]) < 2:
         return []
     rows = []
@@ -153,7 +153,7 @@ def suites_table(results: Results) -> list[Table]:
 
 
 def comparison_table(results: Results) -> Table:
-    """Return the table of several heads, without their kinds and sizes, which stand below."""
+    """Return the table of several heads, without their kinds and sizes, which the page shows below."""
     rows = []
     for m in format.fastest(results):
         name = f"{m['head']}, {format.setting_text(m)}"
@@ -163,7 +163,7 @@ def comparison_table(results: Results) -> Table:
 
 
 def sample_rounds(sample: Results) -> Results:
-    """Return a sample with its text grouped by round, and neighbours of one kind joined."""
+    """Return a sample with its text grouped by round, and adjacent pieces of one kind joined."""
     rounds = []
     for number_, group in groupby(sample["pieces"], key=lambda piece: piece["round"]):
         pieces = list(group)

@@ -1,4 +1,4 @@
-"""Upload of a publication to the Hub as one commit, with refusals in one line."""
+"""Upload of a publication to the Hub as one commit, with one-line errors."""
 
 import argparse
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
-from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of whatever client it uses
+from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of its HTTP client
 
 from eval.reporting.card import RIGHTS
 from eval.reporting.publication import Publication, collect
@@ -17,7 +17,7 @@ from heads.errors import UserError, first_line
 
 
 def publish(options: argparse.Namespace) -> int:
-    """Collect, list, and upload."""
+    """Collect the publication, list its files, and upload them. Return the exit status."""
     offline = options.license or options.dry_run
     publication = collect(
         options.run,
@@ -46,7 +46,7 @@ def publish(options: argparse.Namespace) -> int:
 
 
 def hub_rights(base: str) -> dict[str, str]:
-    """Return the license keys of a model on the Hub; empty if it is not there or cannot be reached."""
+    """Return the license keys of a model on the Hub. Empty without a token, or if the model cannot be reached."""
     token = get_token()
     if not base or not token:
         return {}
@@ -58,7 +58,7 @@ def hub_rights(base: str) -> dict[str, str]:
 
 
 def upload(api: HfApi, publication: Publication, options: argparse.Namespace) -> str:
-    """Create the repository and the branch if there are none, and commit every file at once. Return the commit's
+    """Create the repository and the branch if they do not exist, and commit all files at once. Return the commit's
     URL."""
     repo_id, branch = options.repo_id, options.revision
     check_place(api, repo_id, branch, private=options.private)
@@ -73,8 +73,7 @@ def upload(api: HfApi, publication: Publication, options: argparse.Namespace) ->
 
 
 def check_place(api: HfApi, repo_id: str, branch: str | None, *, private: bool) -> None:
-    """Refuse a repository that holds something other than a head, or that is public although a private one was asked
-    for."""
+    """Refuse a repository that holds something other than a head, or a public one if `private` is set."""
     try:
         info = api.model_info(repo_id)
     except RepositoryNotFoundError:

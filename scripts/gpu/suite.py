@@ -1,4 +1,4 @@
-"""The groups of parts of the GPU suite, each in a process of its own, and the one record of all."""
+"""The GPU suite: groups of parts, each in its own process, and their common record."""
 
 import argparse
 import json
@@ -19,15 +19,15 @@ from scripts.gpu.parts import GROUPS, ROOT, Bench, Part
 from scripts.grown.shapes import SHAPES
 
 SECONDS = {"checks": 330, "identity": 210, "compiled": 150, "rounds": 390, "kernels": 180}
-"""For each group, after which it is stopped; what it had found is in the record."""
+"""Time limit of each group. A group that is stopped leaves its findings in the record."""
 ALL = 570
-"""Seconds for all of a command."""
+"""Time limit of a whole command in seconds."""
 COMPILER = [sys.executable, "-m", "scripts.gpu.compile_ahead"]
-"""A module, not a script: its folder would come first on `sys.path`, and kernels.py hide another."""
+"""Run as a module: a script's folder would come first on `sys.path`, and its kernels.py would hide another module."""
 
 
 def run_suite(options: argparse.Namespace, script: Path, groups: Sequence[str], device: dict[str, Any]) -> int:
-    """Run every group, each in a process of its own, which writes into the record as it goes."""
+    """Run every group in its own process, which writes into the record as it goes. Return the exit status."""
     record = read_record(options.out)
     record |= {"device": device, "versions": versions(), "shape": options.shape}
     write_json(options.out, record)
@@ -52,7 +52,7 @@ def run_suite(options: argparse.Namespace, script: Path, groups: Sequence[str], 
 
 
 def run_process(command: list[str], allowed: float) -> str | None:
-    """Run a process. Return its fault, or None."""
+    """Run a process. Return what went wrong, or None."""
     if allowed <= 0:
         return "left out: no time was left"
     try:
@@ -63,18 +63,18 @@ def run_process(command: list[str], allowed: float) -> str | None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the record of earlier commands."""
+    """Return the record of earlier commands, empty if there is none."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return found
 
 
 def failed(found: Any) -> bool:
-    """Return True if a part broke, or one of its checks."""
+    """Return True if a part or one of its checks failed."""
     return isinstance(found, dict) and any(found.get(sign) for sign in ("error", "failed"))
 
 
 def run_parts(bench: Bench, parts: Sequence[Part], out: Path) -> None:
-    """Run a group's parts, writing what there is as it is found."""
+    """Run a group's parts and write their findings as they come."""
     record = read_record(out)
     bench.note = lambda: write_json(out, record)
     for part in parts:
@@ -87,16 +87,16 @@ def run_parts(bench: Bench, parts: Sequence[Part], out: Path) -> None:
 
 
 def run_part(part: Any, bench: Bench, found: dict[str, Any]) -> None:
-    """Have a part write down what it finds, and what broke it."""
+    """Run a part and record its findings and its error, if any."""
     try:
         part(bench, found)
-    except Exception as error:  # whatever breaks, the record is to say so and the others are to run
+    except Exception as error:  # any failure goes into the record, and the remaining parts run
         traceback.print_exc()
         found["error"] = f"{type(error).__name__}: {error}"[:800]
 
 
 def suite_command(options: argparse.Namespace, script: Path, groups: Sequence[str]) -> int:
-    """Run the suite, or be one of its groups. UserError where there is no GPU."""
+    """Run the suite, or one group of it in this process. UserError if there is no GPU."""
     if not torch.cuda.is_available():
         raise UserError("no GPU is at hand: the suite measures one; take a machine that has one")
     if not options.group:

@@ -1,11 +1,11 @@
-"""Heads of a target that was grown: the same drafts from the grown target's features, at a big head's cost.
+"""Heads of a grown target: the same drafts from the grown target's features, at a big head's cost.
 
-A head keeps its own ids: where there are more in the grown vocabulary, it drafts none of them. EAGLE-3 has an output
-head of its own, which may get more rows, as a real one of that size has; they are never chosen. Auxiliary layers stay
-where they are, since new layers come after the old ones and add nothing. What reads a stream without the constant
-channel has half of its norms' eps, which is nothing beside real states.
+A head drafts only its own ids and none of the ids that growth adds. EAGLE-3 has its own output head, which may get more
+rows, as a real one of that size has. The new rows are never chosen. Auxiliary layers keep their numbers, since new
+layers come after the old ones and add nothing. Norms of a stream without the constant channel have half the eps, which
+is negligible compared with real states.
 
-Letters: B batch, D width, V vocabulary, Vd draft vocabulary, L auxiliary layers; with a prime: the grown one's.
+Letters: B batch, D width, V vocabulary, Vd draft vocabulary, L auxiliary layers. A prime marks the grown sizes.
 """
 
 from collections.abc import Callable
@@ -35,17 +35,17 @@ Head = TypeVar("Head", bound=nn.Module)
 
 @dataclass(frozen=True)
 class HeadSize:
-    """Sizes in which a grown head may exceed those of its target's growth; None: the least possible."""
+    """Sizes of a grown head that can be chosen apart from its target's. None chooses the default."""
 
     intermediate_size: int | None = None
-    """The grown target's by default."""
+    """Default: the grown target's."""
     draft_vocab_size: int | None = None
-    """The head's own by default."""
+    """Default: the head's own."""
 
 
 @torch.no_grad()
 def grow_head(head: Any, growth: Growth, size: HeadSize) -> nn.Module:
-    """The head of the grown target. UserError for a family or a size that cannot be."""
+    """Return the head of the grown target. UserError for a kind of head or a size that cannot be grown."""
     grow = GROW.get(type(head))
     if grow is None:
         known = ", ".join(kind.__name__ for kind in GROW)
@@ -59,7 +59,7 @@ def grow_head(head: Any, growth: Growth, size: HeadSize) -> nn.Module:
 
 
 def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
-    """EAGLE-3 (`heads.eagle3`)."""
+    """Return the grown EAGLE-3 head (`heads.eagle3`)."""
     config, old, new, D = head.config, growth.old, growth.new, growth.old.hidden_size
     sizes = grown_sizes(config, growth, size)
     count = size.draft_vocab_size or config.draft_vocab_size
@@ -74,18 +74,18 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
     grown = blank(Eagle3(grown_config, kept), head.fc.weight.dtype)
     grow_parameters(grown, head, block_growth(config, grown_config, growth.eps))
     if growth.wider:
-        # The highest auxiliary layer's constant channel, by which new ids are never chosen; it need not be constant.
+        # The constant channel of the highest auxiliary layer keeps new ids from being chosen. Its value may vary.
         grown.fc.weight[D, (len(config.aux_layer_ids) - 1) * new.hidden_size + D] = 1.0
         if grown.fc_norm is not None:
             [*grown.fc_norm.parameters()][-1][D] = 1.0
-        # A state that is normed and recycled must not raise it step by step.
+        # If the normed state is recycled, the channel must not grow from step to step.
         grown.norm.weight[D] = growth.norm_scale if config.norm_output else 1.0
     grown.lm_head.weight.copy_(grow_output(growth, head.lm_head.weight, count))
     return grown
 
 
 def grow_mtp(head: Mtp, growth: Growth, size: HeadSize) -> Mtp:
-    """MTP modules of our own block (`heads.mtp`)."""
+    """Return the grown MTP modules, if they use our own block (`heads.mtp`)."""
     config = head.config
     if config.decoder is not None:
         raise UserError("modules of a checkpoint's own decoder cannot be grown, only those trained from scratch")
@@ -96,7 +96,7 @@ def grow_mtp(head: Mtp, growth: Growth, size: HeadSize) -> Mtp:
 
 
 def grow_medusa(head: Medusa, growth: Growth, size: HeadSize) -> Medusa:
-    """Medusa heads (`heads.medusa`), with their tree."""
+    """Return the grown Medusa heads (`heads.medusa`), with their tree."""
     new, width = growth.new, growth.width()
     config = replace(head.config, hidden_size=new.hidden_size, vocab_size=new.vocab_size)
     grown = blank(Medusa(config, head.kept), next(head.parameters()).dtype)
@@ -107,7 +107,7 @@ def grow_medusa(head: Medusa, growth: Growth, size: HeadSize) -> Medusa:
 
 
 def grow_draft(head: Draft, growth: Growth, size: HeadSize) -> Draft:
-    """A draft model (`heads.draft_model`): of the grown target's widths, and as many layers as it has."""
+    """Return the grown draft model (`heads.draft_model`): the grown target's widths, the draft model's own depth."""
     model: Any = head.model
     shape = replace(growth.new, num_hidden_layers=model.config.num_hidden_layers)
     grown = grow_llama(model, shape)
@@ -116,12 +116,12 @@ def grow_draft(head: Draft, growth: Growth, size: HeadSize) -> Draft:
 
 
 def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlockHead:
-    """DFlash, DFlash2 and DSpark (`heads.block.draft`)."""
+    """Return the grown DFlash, DFlash2 or DSpark head (`heads.block.draft`)."""
     config, new, width = head.config, growth.new, growth.width()
     grown_config = replace(config, **grown_sizes(config, growth, size))
     grown = blank(type(head)(grown_config), head.fc.weight.dtype)
     grow_parameters(grown, head, block_growth(config, grown_config, growth.eps))
-    if growth.wider:  # the embeddings' constant channel, by which new ids are never chosen
+    if growth.wider:  # the embeddings' constant channel, which keeps new ids from being chosen
         grown.norm.weight[growth.old.hidden_size] = 1.0
     if isinstance(head, DFlash2) and isinstance(grown, DFlash2):
         grow_selection(grown, head, growth)
@@ -137,7 +137,7 @@ def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlo
 
 
 def grow_selection(grown: DFlash2, head: DFlash2, growth: Growth) -> None:
-    """The convolutions of DFlash2, and its choice among candidates: new channels go by no group, new ids by nothing."""
+    """Copy the weights of DFlash2's convolutions and candidate selector. New channels and new ids keep zeros."""
     width, sides = growth.width(), 2 * head.config.conv_kernel_size
     for large, small in zip(grown.layers, head.layers, strict=True):
         assert isinstance(large, ConvolvedLayer) and isinstance(small, ConvolvedLayer)
@@ -165,7 +165,7 @@ GROW: dict[type, Callable[[Any, Growth, HeadSize], nn.Module]] = {
 
 
 def blank(head: Head, dtype: torch.dtype) -> Head:
-    """The head with zeros for weights."""
+    """Return the head in `dtype` with all weights set to zero."""
     head = head.to(dtype)
     for parameter in head.parameters():
         parameter.zero_()
@@ -173,8 +173,8 @@ def blank(head: Head, dtype: torch.dtype) -> Head:
 
 
 def grown_sizes(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[str, Any]:
-    """The fields of a grown head's config that differ: its block's and the target's. UserError if the block is of
-    another make, or would shrink."""
+    """Return the fields of a grown head's config that differ: its block's and the target's. UserError if the block's
+    eps differs from the target's, or if it would shrink."""
     if config.rms_norm_eps != growth.eps:
         raise UserError(
             f"head.rms_norm_eps: {config.rms_norm_eps} differs from the target's {growth.eps}; train it with that"
@@ -189,12 +189,12 @@ def grown_sizes(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[str
         "num_target_layers": sizes.pop("num_hidden_layers"),
         **sizes,
         "rms_norm_eps": growth.new_eps,
-        "rope_theta": config.rope_theta ** (growth.new.head_dim / config.head_dim),  # wider heads turn as small ones
+        "rope_theta": config.rope_theta ** (growth.new.head_dim / config.head_dim),  # wider heads keep the frequencies
     }
 
 
 def block_growth(config: BlockConfig, grown: BlockConfig, eps: float) -> Growth:
-    """The growth of a block of its own sizes."""
+    """Return the growth of a block that has its own sizes."""
     old, new = (
         ModelShape(x.hidden_size, 1, x.num_attention_heads, x.num_key_value_heads, x.head_dim, x.intermediate_size, 0)
         for x in (config, grown)

@@ -1,4 +1,4 @@
-"""Shapes of known models, into which a small one is grown; no torch, since commands name them."""
+"""Shapes of known models that a small model can be grown to. Does not import torch, since --help lists the shapes."""
 
 from dataclasses import dataclass
 

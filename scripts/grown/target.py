@@ -1,19 +1,19 @@
 """A small model in the shape of a big one: the same function at the big model's cost.
 
-Width and depth are filled with zeros, so that a head's real acceptance on a small real target is measured at any
-model's real price. A Llama-family target (grouped-query attention, RMS norms, rotary positions, gated MLP) grows so:
+New width and depth are zeros, so that a head's acceptance on a small trained target can be measured at the cost of any
+model. A Llama-family target (grouped-query attention, RMS norms, rotary positions, gated MLP) grows as follows:
 
-    width     new channels are zero, and so is what reads or writes them; RMS norms divide by the wider mean, which
-              sqrt(D / D') in their weights takes back
-    layers    new ones add zero: output and down projections are zero
-    heads     new query heads have no way out; a key head keeps its query heads
+    width     new channels are zero, and so are the weights that read or write them; RMS norms average over more
+              channels, and a factor sqrt(D / D') in their weights compensates for that
+    layers    new layers add zero: their output and down projections are zero
+    heads     the output projection of new query heads is zero; a key head keeps its query heads
     head_dim  rotary pairs keep their frequencies with theta' = theta^(d' / d); sqrt(d' / d) in the query projection
-              takes back the other scale of the scores
-    vocab     new ids get logits far below all others, from one new channel of constant value: its square takes over
-              half of what the norms' eps adds to the mean, so that the function stays the same to the last term
+              compensates for the changed scale of the scores
+    vocab     new ids get logits far below all others, from one new channel of constant value: its square replaces
+              half of what the norms' eps adds to the mean, so that the function stays exactly the same
 
-Letters: D width, L layers, H query heads, Hkv key heads, d head dimension, I intermediate width, V vocabulary; with a
-prime: the grown one's.
+Letters: D width, L layers, H query heads, Hkv key heads, d head dimension, I intermediate width, V vocabulary. A prime
+marks the grown sizes.
 """
 
 import math
@@ -33,7 +33,7 @@ NEVER = -1e7
 
 
 def shape_of(config: Any) -> ModelShape:
-    """The shape that a Llama-family config describes."""
+    """Return the shape that a Llama-family config describes."""
     found: dict[str, Any] = {field.name: getattr(config, field.name, None) for field in fields(ModelShape)}
     found["head_dim"] = found["head_dim"] or config.hidden_size // config.num_attention_heads
     found["num_key_value_heads"] = found["num_key_value_heads"] or config.num_attention_heads
@@ -42,7 +42,7 @@ def shape_of(config: Any) -> ModelShape:
 
 @dataclass(frozen=True)
 class Growth:
-    """Placement of one shape in another, and the norms' eps of the small model."""
+    """Mapping of the channels of a small shape to a larger one, with the eps of the small model's norms."""
 
     old: ModelShape
     new: ModelShape
@@ -69,7 +69,7 @@ class Growth:
 
     @staticmethod
     def group(shape: ModelShape) -> int:
-        """Query heads that share a key head."""
+        """Return the number of query heads that share a key head."""
         return shape.num_attention_heads // shape.num_key_value_heads
 
     @property
@@ -82,7 +82,7 @@ class Growth:
 
     @property
     def new_eps(self) -> float:
-        """Half of what eps adds to a sum of squares; the constant channel is the other half."""
+        """Eps of the grown norms. If the model gets wider, eps adds half as much, and the constant channel the rest."""
         return self.eps * self.old.hidden_size / self.new.hidden_size / (2 if self.wider else 1)
 
     @property
@@ -90,7 +90,7 @@ class Growth:
         """The value of channel D in every residual stream."""
         return math.sqrt(self.eps * self.old.hidden_size / 2)
 
-    # Where the old model's channels go; each (old size,) int64.
+    # New indices of the old model's channels, each (old size,) int64.
 
     def width(self, *, parts: int = 1) -> Tensor:
         """Return the new indices of `parts` residual streams side by side."""
@@ -103,7 +103,7 @@ class Growth:
         return torch.cat([half, half + self.new.head_dim // 2])
 
     def queries(self) -> Tensor:
-        """Return the new indices of all query heads, those of a key head together."""
+        """Return the new indices of all query heads, grouped by key head."""
         old, new = self.group(self.old), self.group(self.new)
         # The new number of each old query head.
         places = [kv * new + query for kv in range(self.old.num_key_value_heads) for query in range(old)]
@@ -115,7 +115,7 @@ class Growth:
 
 
 def place(small: Tensor, shape: tuple[int, ...], *where: Tensor | None) -> Tensor:
-    """A tensor of `shape` that is zero but for `small`, whose index i along each axis goes to where[axis][i]."""
+    """Return zeros of `shape` that contain `small`: its index i along each axis goes to where[axis][i]."""
     large = small.new_zeros(shape)
     spots = [torch.arange(size) if spot is None else spot for size, spot in zip(small.shape, where, strict=True)]
     large[torch.meshgrid(*spots, indexing="ij")] = small
@@ -123,8 +123,8 @@ def place(small: Tensor, shape: tuple[int, ...], *where: Tensor | None) -> Tenso
 
 
 def grow_parameters(grown: nn.Module, small: nn.Module, growth: Growth) -> None:
-    """Embeddings, projections and norms of decoder blocks, and what joins streams side by side, by their names; others
-    are left as they are."""
+    """Copy the parameters of `small` into `grown`, placed by their names: embeddings, the projections and norms of
+    decoder blocks, and projections of concatenated streams. Other parameters are left unchanged."""
     width, queries, keys, head = growth.width(), growth.queries(), growth.keys(), growth.head()
     stretch = math.sqrt(growth.new.head_dim / growth.old.head_dim)
 
@@ -148,7 +148,7 @@ def grow_parameters(grown: nn.Module, small: nn.Module, growth: Growth) -> None:
             where = width, streams(weight)
         elif module.endswith("q_norm"):
             where = (head,)
-        elif module.endswith("k_norm"):  # over the wider mean; the queries' takes back the other scale of scores, too
+        elif module.endswith("k_norm"):  # q_norm also compensates for the scale of the scores
             scale, where = 1 / stretch, (head,)
         elif "norm" in module:
             scale, where = growth.norm_scale, (width,)
@@ -159,7 +159,7 @@ def grow_parameters(grown: nn.Module, small: nn.Module, growth: Growth) -> None:
 
 
 def grow_output(growth: Growth, weight: Tensor, size: int) -> Tensor:
-    """An output head (V, D) of `size` ids; the new ones can never be chosen."""
+    """Return an output head (V, D) grown to `size` ids. The new ids can never be chosen."""
     grown = place(weight, (size, growth.new.hidden_size), None, growth.width())
     grown[len(weight) :, growth.old.hidden_size :][:, :1] = NEVER
     return grown
@@ -167,8 +167,8 @@ def grow_output(growth: Growth, weight: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def grow_llama(model: Any, shape: ModelShape) -> LlamaForCausalLM:
-    """The same function in another shape, in the model's dtype and on its device; UserError for what is no plain
-    Llama."""
+    """Return the model grown to `shape`, in its dtype and on its device. It computes the same function. UserError if
+    the model is not a plain Llama."""
     config = model.config
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
         raise UserError(f"expected a Llama without biases, got a {config.model_type}")
@@ -200,6 +200,6 @@ def grow_llama(model: Any, shape: ModelShape) -> LlamaForCausalLM:
         D = growth.old.hidden_size
         grown.model.embed_tokens.weight[:, D] = growth.constant
         grown.model.norm.weight[D] = 1.0
-    # Its frequencies are no parameters: they are made anew.
+    # The rotary frequencies are not parameters, so they are computed again.
     grown.model.rotary_emb = type(grown.model.rotary_emb)(config=grown_config).to(model.device)
     return grown.eval()  # type: ignore[no-any-return]
