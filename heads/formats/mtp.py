@@ -1,7 +1,7 @@
 """Tensors of multi-token prediction: conversion to and from the names of model families, and reading from a target.
 
     mimo      model.mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}, block next to them
-    deepseek  model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm}, block next to them; n: the target's layers.
+    deepseek  model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm}, block next to them; n: target layers.
               GLM-4.5 and GLM-4.7-Flash use these, too
     qwen      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, block in mtp.layers.0; one module
 
