@@ -61,7 +61,7 @@ class HeadLoss:
     """name -> (K,) float32 sums over the same rows, detached; includes at least `correct`
     (`heads.labels.chain_metrics`)."""
     weight: Tensor | None = None
-    """() float32, detached: the sum of the rows' weights, if rows are weighted by what the head predicts. `loss` is
+    """() float32, detached: the sum of the rows' weights, if the weights depend on the head's predictions. `loss` is
     then a plain weighted sum, and the step divides its gradient by the weights of all micro-batches and processes."""
 
 
@@ -85,7 +85,8 @@ class Observation:
 
 @dataclass(frozen=True)
 class RoundReads:
-    """Minimum of what a round reads of a drafter's weights, and the number of logits that it chooses from."""
+    """Minimum number of bytes of a drafter's weights that a round reads, and the number of logits that it chooses
+    from."""
 
     propose: int = 0
     """Bytes read by `propose`."""
@@ -170,8 +171,8 @@ class DraftHead(Drafter, Protocol):
     """
 
     config: Any
-    """Everything that the head's function and its training loss depend on, as plain values in a frozen dataclass. It
-    has a value for everything, including what a recipe leaves to the target."""
+    """Everything that the head's function and its training loss depend on, as plain values in a frozen dataclass.
+    Settings that a recipe leaves to the target have the target's values here."""
     depth_weights: tuple[float, ...]
     """Weight of each depth in the training loss; K values."""
     most_kept: int | None = None
@@ -209,10 +210,10 @@ class DraftHead(Drafter, Protocol):
 
     def foresees(self, batch: Batch, depth: int) -> Tensor:
         """Return (depth, B, T) bool: True at [k, b, t] if a greedy chain with the root x_{t+1} predicts the batch's
-        token x_{t+2+k}, given that all its tokens before are right. Uses the training step. Padding where a document
-        ends.
+        token x_{t+2+k}, given that all its tokens before are right. Uses the training step. Entries past a document's
+        end are padding.
 
-        It determines what the runtime would accept of a chain from that root, without running it.
+        It determines how many tokens of a chain from that root the runtime accepts, without running it.
         """
 
     @property

@@ -382,7 +382,7 @@ def _check_base(path: str | Path, trained_for: dict[str, Any], target: FrozenTar
         ("number of layers", trained_for["num_layers"], target.num_layers),
         ("fingerprint of the weights", _weights(str(trained_for["fingerprint"])), _weights(target.fingerprint)),
     ):
-        if ours != theirs and theirs != "":  # no fingerprint: a target by its config alone
+        if ours != theirs and theirs != "":  # no fingerprint: the target was made from its config only
             # Every dtype has the same fingerprint except float16, whose range cuts off small weights.
             narrow = name.startswith("fingerprint") and target.dtype == torch.float16
             remedy = "float16 cuts small weights off: ask for bfloat16" if narrow else "measure it on its own target"

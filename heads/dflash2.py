@@ -128,7 +128,7 @@ class DFlash2(DFlash):
         check_width(shape, self.config.selector_top_k)
 
     def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
-        """Return the reads of the base class, without the codebooks, of which only a few rows are read."""
+        """Return the reads of the base class, without the codebooks: only a few of their rows are read."""
         reads, selector = super().bytes_per_round(state), self.candidate_selector
         tables = selector.predecessor_codebook.numel() + selector.successor_codebook.numel()
         return replace(reads, propose=reads.propose - state.steps.lm_head.product.weight_bytes * tables)

@@ -89,7 +89,7 @@ class DraftSettings:
     layers: tuple[int, ...] | None = None
     """Layers of the target to keep, ascending. The draft is a copy of the target with only these layers."""
     fresh: dict[str, Any] | None = None
-    """Settings of a randomly initialised model of the target's family, such as hidden_size. The others are the
+    """Settings of a randomly initialised model of the target's family, such as hidden_size. Settings left out are the
     target's."""
     loss: str = "kl"
     """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,

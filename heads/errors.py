@@ -23,7 +23,8 @@ def first_line(error: BaseException) -> str:
 
 
 def expect(holds: bool, name: str, what: object, got: object) -> None:
-    """Raise UserError unless `holds`. The message has the name of the setting, `what` it has to be, and what it is."""
+    """Raise UserError unless `holds`. The message names the setting and has the expected (`what`) and the given
+    value."""
     if not holds:
         raise UserError(f"{name}: expected {what}, got {got!r}")
 

@@ -4,8 +4,7 @@
 
 h_t is the hidden state after the final norm, and head k predicts x_{t+1+k}. W1 and b1 start at zero and W2_k as the
 target's output head. Loss = sum over k of depth_decay^k * cross-entropy of x_{t+1+k} (section 2.2.1), or a divergence
-from the target's distribution of that token. On text sampled from the target both are equal on average; the divergence
-is less noisy.
+from the target's distribution of that token. On text sampled from the target it is the same on average, and less noisy.
 
 Level k of a tree holds the likeliest tokens of head k, the same below every node. If the root is x_{t+1}, the runtime's
 newest hidden state is h_t, so head k drafts the k-th token after the root, as in training.
@@ -140,7 +139,7 @@ class ResidualBlock(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         update = silu(self.linear(z))
-        return z.to(update.dtype) + update  # the dtype of autocast, where there is one
+        return z.to(update.dtype) + update  # autocast's dtype, if it is enabled
 
 
 class Medusa(nn.Module, DraftHead):
@@ -296,7 +295,7 @@ class Medusa(nn.Module, DraftHead):
     @torch.no_grad()
     def ranks(self, batch: Batch) -> Tensor:
         """Return (K, B, T) int64: at [k, b, t], the rank of x_{t+2+k} among depth k's candidates, 0 for the likeliest,
-        Vd if the head cannot draft it. Padding where a document ends."""
+        Vd if the head cannot draft it. Entries past a document's end are padding."""
         column = torch.full((self.config.vocab_size,), self.config.draft_vocab_size, device=self.kept.device)
         column[self.kept] = torch.arange(len(self.kept), device=self.kept.device)
         found = []

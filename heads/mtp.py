@@ -161,7 +161,7 @@ class Mtp(Recurrent):
         config = MtpConfig(**{**defaults, **said})
         try:
             head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
-        except (TypeError, AttributeError, LookupError) as error:  # what layers of unknown families raise
+        except (TypeError, AttributeError, LookupError) as error:  # raised by layers of unknown families
             if native is None:
                 raise
             raise UserError(

@@ -293,7 +293,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         take_newest(tokens, observation.start, count, state.root, state.length)
 
     def draft_states(self, state: DraftBlockState) -> Tensor:
-        """(B, K, D): the rows of one block behind each root that predict the draft tokens, after the final norm."""
+        """Return (B, K, D): the states after the final norm of the rows that predict the draft tokens, in one block per
+        root."""
         rows = state.shape.depth + self.first_row
         positions = state.length[:, None] + state.slot[:rows]  # (B, R)
         extent = state.extent(rows)
@@ -331,7 +332,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         return replace(proposal, confidence=state.steps.head.confidence(states, proposal.tokens[:, :-1]))
 
     def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
-        """The layers and the output head are read once to draft, what makes the context's keys once to extend."""
+        """Return the reads of one round. Drafting reads the layers and the output head once; extending reads `fc` and
+        the key and value projections once."""
         width, layers = state.steps.lm_head.product.weight_bytes, cast(Any, self.layers)
         keys = sum(p.weight.numel() for layer in layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
         whole = sum(p.numel() for p in self.parameters()) - self.fc.weight.numel()

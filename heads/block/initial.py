@@ -47,14 +47,14 @@ LARGE = 40.0
 CONTEXT = 3.0
 """Size of the context before its norm."""
 VALUE = 4.0
-"""Size of what rows read from each other, before the output projection cancels it."""
+"""Size of the values that rows read from each other. The output projection divides by it."""
 
 
 @torch.no_grad()
 def copy_by_root(head: Any, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
     """Prepare the context, the first layer and the final norm of a head whose weights are small and random. Return the
     second layer's attention, and the probe of what it should find and write."""
-    for layer in head.layers:  # only what is prepared here writes anything
+    for layer in head.layers:  # only the weights prepared here write anything
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     second, D, d = head.layers[1], head.config.hidden_size, head.config.head_dim

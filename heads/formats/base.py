@@ -1,8 +1,8 @@
 """Format of the folder that heads of one kind are saved in, and what engines and the papers' repositories load from it.
 
-What each reader accepts is data, taken from the source code of the versions named here. No reader reliably reports a
-mismatch: SGLang skips tensors with unknown names, vLLM leaves absent tensors uninitialised, and the EAGLE repository
-does both. Expected shapes are functions of config.json, so a folder can be checked without loading it
+The expectations of each reader are data, taken from the source code of the versions named here. No reader reliably
+reports a mismatch: SGLang skips tensors with unknown names, vLLM leaves absent tensors uninitialised, and the EAGLE
+repository does both. Expected shapes are functions of config.json, so a folder can be checked without loading it
 (`heads.formats.contract`).
 
 Letters: D hidden, V vocabulary, Vd draft vocabulary.

@@ -1,4 +1,4 @@
-"""The loader contract: checks of a head's folder against what its format says about each reader.
+"""The loader contract: checks of a head's folder against its format's rules for each reader.
 
 Only config.json and the names and shapes of the tensors are read. Every reader of a head's kind gets a verdict: the
 command that serves the head, or the reason why there is none. `lacks` is the reason of a reader that supports no such

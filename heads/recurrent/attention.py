@@ -32,7 +32,7 @@ def causal_attention(
     own_values: Sequence[Tensor] = (),
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention inside documents, in which row t also sees slot t of each of `own_keys`.
+    """Return causal attention inside documents, in which row t also sees slot t of each of `own_keys`.
 
     With a sliding `window`, a row sees only keys fewer than `window` positions before it. With I own keys row t is at
     position t + I, and the window ends there.
@@ -171,7 +171,7 @@ def _scores(q: Tensor, k: Tensor, documents: Tensor, first: int, start: int, sto
 
 
 def _fold(x: Tensor, G: int) -> Tensor:
-    """(B, H, rows, d) -> (B, H / G, G * rows, d): the query heads that share a key head, side by side."""
+    """Group the query heads that share a key head: (B, H, rows, d) -> (B, H / G, G * rows, d)."""
     B, H, rows, d = x.shape
     return x.reshape(B, H // G, G * rows, d)
 
@@ -183,6 +183,6 @@ def _unfold(x: Tensor, H: int) -> Tensor:
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """(..., B, H, T, d) -> (..., B, H / G, G, T, d)."""
+    """Split the query heads by key head: (..., B, H, T, d) -> (..., B, H / G, G, T, d)."""
     grouped: Tensor = x.unflatten(-3, (k.shape[1], -1))
     return grouped
