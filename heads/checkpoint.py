@@ -1,11 +1,12 @@
-"""Heads on disk: config.json and a file of tensors, the form that engines load, with what draftsmith needs beside it.
+"""Heads on disk: config.json and a file of tensors, in the form that engines load, with draftsmith's own record.
 
-A head gives its tensors and its config; its format (`heads.formats`) says in which file they lie, and what engines
-want to read in config.json. Everything of ours stands there under one key, `draftsmith`, which engines ignore.
+A head provides its tensors and its config. Its format (`heads.formats`) determines the file of the tensors and the
+fields of config.json that engines read. draftsmith's own record is in config.json under the key `draftsmith`, which
+engines ignore.
 
-A save is complete or absent, by what every POSIX file system has: no rename puts a folder in the place of another that
-holds something, so the old one is first moved into a hidden folder beside it. Whoever reads a head at that instant, or
-after a save was killed there, reads it from where it was moved. Readers write nothing; the next save tidies up.
+A save is complete or absent, using only what every POSIX file system has. A rename cannot replace a folder that is not
+empty, so the old folder is first moved into a hidden folder next to it. A reader at that instant, or after a save was
+killed there, reads the head from the hidden folder. Readers write nothing; the next save cleans up.
 """
 
 import hashlib
@@ -36,13 +37,13 @@ from heads.target.hub import repo_and_revision, with_names
 FORMAT = 1
 CONFIG = "config.json"
 WEIGHTS: list[str] = sorted({method.format.weights_file for method in HEADS.values()})
-"""Names of the file with a head's tensors."""
+"""Possible names of the file with a head's tensors."""
 NOT_ITS_OWN = ("_name_or_path", "grown_from")
-"""Keys of a target's config that say where it comes from."""
+"""Keys of a target's config that state its origin."""
 NOT_SAVED = ("config", "trust_remote_code")
-"""Keys of a target's record that no head's files repeat."""
+"""Keys of a target's record that are not repeated in a head's files."""
 MOST_NESTED = 64
-"""Levels of a config.json."""
+"""Maximum nesting of a config.json."""
 TARGET_TYPES: dict[str, tuple[type, ...]] = {
     "name": (str, type(None)),
     "fingerprint": (str,),
@@ -53,14 +54,14 @@ TARGET_TYPES: dict[str, tuple[type, ...]] = {
     "adapter": (dict, type(None)),
     "template": (dict, type(None)),
 }
-"""Fields of the target in a head's record; the last three may be absent."""
+"""Types of the target's fields in a head's record. The last three fields may be absent."""
 
 Found = TypeVar("Found")
 
 
 def target_record(target: FrozenTarget) -> dict[str, Any]:
-    """Return the record of the target in a head's files, and what a head's format may need beside it (`NOT_SAVED`):
-    under `config` the target's own config.json."""
+    """Return the record of the target for a head's files, with the further keys that a head's format may need
+    (`NOT_SAVED`). `config` is the target's own config.json."""
     config = target.config
     whole: dict[str, Any] = json.loads(target.checkpoint_config.to_json_string())
     return {
@@ -89,12 +90,11 @@ def save_head(
     provenance: dict[str, Any] | None = None,
     write_adapter: Callable[[Path], dict[str, Any]] | None = None,
 ) -> None:
-    """Write a head into `folder`, replacing what is there. `target` is `target_record` of the target it belongs to.
+    """Write a head into `folder`, replacing what is there. `target` is the `target_record` of its target.
 
-    A head goes out to others, so its provenance is kept without the command, and by names in the place of paths; the
-    target's path is kept, by which the head finds it. Where `folder` is a symbolic link, the head is written where it
-    leads. `write_adapter` writes the adapter of that
-    target into a folder, and returns what is to be said of it.
+    Heads are shared with others, so the provenance is saved without the command and with names instead of paths. The
+    target's path is kept, because the head finds its target with it. If `folder` is a symbolic link, the head is
+    written to its destination. `write_adapter` writes the target's adapter into a folder and returns its record.
     """
     folder = Path(os.path.realpath(folder))
     old = _replaced(folder)
@@ -115,7 +115,7 @@ def save_head(
         weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.to_checkpoint().items()}
         file = fresh / form.weights_file
         save_file(weights, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors leaves it readable by its owner alone
+        file.chmod(0o644)  # safetensors makes it readable only by its owner
         ours["sha256"] = file_hash(file)
         if write_adapter is not None:
             ours["target"]["adapter"] = write_adapter(fresh / ADAPTER)
@@ -134,19 +134,19 @@ def save_head(
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _replaced(folder: Path) -> Path:
-    """Return the place of a head's folder while another one takes its own."""
+    """Return the path of a head's old folder while a new one replaces it."""
     real = Path(os.path.realpath(folder))
     return real.parent / f".{real.name}.saving" / "old"
 
 
 def _put_back(folder: Path) -> None:
-    """Undo a save that was cut off, and delete what it left."""
+    """Undo an interrupted save, and delete what it left."""
     old = _replaced(folder)
     if not folder.exists():
         with suppress(FileNotFoundError):
@@ -155,8 +155,8 @@ def _put_back(folder: Path) -> None:
 
 
 def _read(folder: Path, read: Callable[[Path], Found]) -> Found:
-    """Return `read` of the place where the files of a head's folder are. Read again where it found nothing while a save
-    replaced the head."""
+    """Return `read` of the folder where a head's files are. Retry if it found nothing while a save replaced the
+    head."""
     old = _replaced(folder)
     while True:
         before = _stamps(folder, old)
@@ -172,7 +172,7 @@ def _read(folder: Path, read: Callable[[Path], Found]) -> Found:
 
 
 def _stamps(*places: Path) -> list[tuple[int, int] | None]:
-    """Return what distinguishes the saves of the heads in some places."""
+    """Return what distinguishes the saves of a head in each of the places."""
     found: list[tuple[int, int] | None] = []
     for place in places:
         try:
@@ -184,13 +184,13 @@ def _stamps(*places: Path) -> list[tuple[int, int] | None]:
 
 
 def _weights_file(place: Path) -> Path:
-    """The file of a head's tensors, whichever kind it is of."""
+    """Return the file of a head's tensors, for a head of any kind."""
     files = [place / name for name in WEIGHTS]
     return next((file for file in files if file.is_file()), files[0])
 
 
 def _head_here(path: Path) -> Path | None:
-    """The folder of the head that a path names: itself, or a run's `head`; None where none is here."""
+    """Return the folder of the head that a path names: the path itself or its `head` folder. None if it has no head."""
 
     def holds_head(place: Path) -> bool:
         return (place / CONFIG).is_file() and _weights_file(place).is_file()
@@ -199,18 +199,18 @@ def _head_here(path: Path) -> Path | None:
 
 
 def weights_hash(path: str | Path) -> str | None:
-    """SHA-256 of the file with a head's weights; None where the path names no head that lies here."""
+    """Return the SHA-256 of the file with a head's weights; None if the path names no local head."""
     try:
         folder = _head_here(Path(path))
         return None if folder is None else _read(folder, lambda place: file_hash(_weights_file(place)))
-    except (OSError, ValueError):  # no path at all
+    except (OSError, ValueError):  # not a path
         return None
 
 
 def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Any:
-    """Load a head from its folder, from the folder of the run that made it, or from the hub; strictly.
+    """Load a head from its folder, from the folder of the run that trained it, or from the Hub. Loading is strict.
 
-    Raises UserError where nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
+    Raises UserError if nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
     head = _read(find_head(path), _load)
     return head.to(device=device, dtype=dtype).eval()
@@ -221,7 +221,7 @@ def _load(folder: Path) -> Any:
     file = folder / HEADS[record["kind"]].format.weights_file
     try:
         weights = load_file(file)
-    except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a type that torch has not
+    except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a dtype unknown to torch
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
     head = restore_head(record["kind"], record["config"], weights, file)
     if file_hash(file) != record.get("sha256"):
@@ -232,14 +232,14 @@ def _load(folder: Path) -> Any:
 
 
 def restore_head(kind: str, config: dict[str, Any], weights: dict[str, Tensor], source: str | Path) -> Any:
-    """Return the head of a kind that a config and tensors describe. UserError, which names their source, if they
-    describe none."""
+    """Return the head of a kind with this config and these tensors. Raises UserError, which names their source, if they
+    describe no head."""
     try:
         with NoLargerThan(weights):
             head = HEADS[kind].head.from_checkpoint(config, weights)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    except Exception as error:  # a draft model's class is transformers', and raises whatever it likes
+    except Exception as error:  # a draft model's class is transformers', and may raise anything
         raise UserError(
             f"{source}: damaged: {CONFIG} describes no head ({first_line(error)}); fetch or train it again"
         ) from error
@@ -250,12 +250,12 @@ def restore_head(kind: str, config: dict[str, Any], weights: dict[str, Tensor], 
 
 
 class NoLargerThan(TorchFunctionMode):
-    """Refuse to make a head of more or larger tensors than a file holds, before they take memory."""
+    """Mode that raises UserError before a head with more or larger tensors than a file's takes up memory."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
         self.calls = 100 * (len(weights) + 100)
-        """Far more than it takes to make as many tensors and to initialise them."""
+        """Far more calls than are needed to make and initialise as many tensors."""
         self.size = max(sum(value.numel() for value in weights.values()), 2**24)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -267,7 +267,7 @@ class NoLargerThan(TorchFunctionMode):
 
 
 def find_head(path: str | Path) -> Path:
-    """The folder of a head's two files: `path` itself, its head/ folder, or a snapshot from the hub."""
+    """Return the folder of a head's two files: `path` itself, its head/ folder, or a snapshot from the Hub."""
     try:
         here = _head_here(Path(path))
         if here is not None:
@@ -284,14 +284,14 @@ def find_head(path: str | Path) -> Path:
     folder = _from_hub(path, repo, revision, CONFIG).parent
     _from_hub(path, repo, revision, HEADS[read_config(folder)["kind"]].format.weights_file)
     if read_config(folder)["target"].get("adapter"):
-        with suppress(OSError, ValueError):  # said by who reads them
+        with suppress(OSError, ValueError):  # reported when they are read
             for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                 cached_file(repo, f"{ADAPTER}/{name}", revision=revision)
     return folder
 
 
 def _from_hub(path: str | Path, repo: str, revision: str | None, name: str) -> Path:
-    """One file of a head on the hub."""
+    """Return one file of a head on the Hub."""
     try:
         return Path(str(cached_file(repo, name, revision=revision)))
     except (OSError, ValueError) as error:
@@ -302,7 +302,7 @@ def _from_hub(path: str | Path, repo: str, revision: str | None, name: str) -> P
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Our section of a head's config.json."""
+    """Return draftsmith's section of a head's config.json."""
     return _read(folder, _read_config)
 
 
@@ -334,7 +334,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:
-    """Return the engines' verdicts on a saved head, by `heads.formats.contract.check_folder`."""
+    """Return the engines' verdicts on a saved head, from `heads.formats.contract.check_folder`."""
     folder = find_head(path)
     record = read_config(folder)
     form = HEADS[record["kind"]].format
@@ -351,7 +351,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def adapt_target(path: str | Path, target: FrozenTarget) -> None:
-    """Give a target the adapter that lies beside a head, if there is one. UserError where they do not belong
+    """Merge the adapter in a head's folder, if there is one, into a target. Raises UserError if they do not belong
     together."""
     folder = find_head(path)
     trained_for = read_config(folder)["target"]
@@ -361,10 +361,10 @@ def adapt_target(path: str | Path, target: FrozenTarget) -> None:
 
 
 def check_fits(path: str | Path, target: FrozenTarget) -> None:
-    """Refuse a head that was trained for another target: another width, vocabulary, depth, other weights or with
-    another adapter.
+    """Raise UserError for a head that was trained for another target: with another width, vocabulary or depth, other
+    weights or another adapter.
 
-    A target's quantised forms count as that target: which of them a head is run on is its user's choice.
+    All quantised forms of a target count as that target. The user chooses on which of them a head runs.
     """
     trained_for = read_config(find_head(path))["target"]
     _check_base(path, trained_for, target)
@@ -374,7 +374,7 @@ def check_fits(path: str | Path, target: FrozenTarget) -> None:
 
 
 def _check_base(path: str | Path, trained_for: dict[str, Any], target: FrozenTarget) -> None:
-    known = trained_for["name"]  # none in a published head of a target in a folder
+    known = trained_for["name"]  # None in a published head whose target is a folder
     where = "a target" if known is None else f"target {known}"
     for name, ours, theirs in (
         ("hidden size", trained_for["hidden_size"], target.hidden_size),
@@ -382,13 +382,13 @@ def _check_base(path: str | Path, trained_for: dict[str, Any], target: FrozenTar
         ("number of layers", trained_for["num_layers"], target.num_layers),
         ("fingerprint of the weights", _weights(str(trained_for["fingerprint"])), _weights(target.fingerprint)),
     ):
-        if ours != theirs and theirs != "":  # no fingerprint: a target by its config alone
-            # The fingerprint holds for every dtype but this one, whose range cuts small weights off.
+        if ours != theirs and theirs != "":  # no fingerprint: the target was made from its config only
+            # Every dtype has the same fingerprint except float16, whose range cuts off small weights.
             narrow = name.startswith("fingerprint") and target.dtype == torch.float16
             remedy = "float16 cuts small weights off: ask for bfloat16" if narrow else "measure it on its own target"
             raise UserError(f"{path}: trained for {where} with {name} {ours}, but {target.name} has {theirs}; {remedy}")
 
 
 def _weights(fingerprint: str) -> str:
-    """The fingerprint less the mark of a quantised form."""
+    """Return the fingerprint without the mark of a quantised form."""
     return fingerprint.partition("-")[0]

@@ -1,10 +1,10 @@
-"""DFlash (arXiv 2602.06036): a block of masks behind the root is filled in one pass, each token blind to the others.
+"""DFlash (arXiv 2602.06036): a block of masks after the root is filled in one pass, each token independently.
 
-Row k of a block predicts x_{a+k}, its own place, for k = 1 .. block_size - 1; the root's row is not read. So the draft
-tokens are independent given the context, and q is the marginal of each. A tree's level holds the likeliest tokens of
-its row, the same below every node. With `causal: true` it is JetSpec's.
+Row k of a block predicts x_{a+k}, the token at its own position, for k = 1 .. block_size - 1; the root's row is not
+used. So the draft tokens are independent given the context, and q is the marginal of each. Each level of a tree holds
+the likeliest tokens of its row, the same below every node. `causal: true` gives JetSpec's attention.
 
-Loss: `heads.block.draft`, of the tokens of the text or of the target's distribution.
+Loss: `heads.block.draft`, on the tokens of the text or on the target's distribution.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class DFlashSettings(DraftBlockSettings):
     """`labels`: cross-entropy on the text. Or a divergence between the distributions of target and draft: `kl`,
     `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
     causal: bool = False
-    """Rows see no later rows of their block (JetSpec)."""
+    """A row does not see later rows of its block (JetSpec)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class DFlashConfig(DraftBlockConfig, DFlashSettings):
 
 
 class DFlash(DraftBlockHead):
-    """The head. Its tensors bear the names that vLLM and SGLang read."""
+    """DFlash head. vLLM and SGLang use the same tensor names."""
 
     Config: ClassVar[type[DFlashConfig]] = DFlashConfig
     config: DFlashConfig

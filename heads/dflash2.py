@@ -1,16 +1,17 @@
-"""DFlash2 (Inco AI, https://inco.ai/blog/dflash2): DFlash with convolutions in its layers, and a choice of few tokens.
+"""DFlash2 (Inco AI, https://inco.ai/blog/dflash2): DFlash with convolutions in its layers and a choice among few
+tokens.
 
     U_k  = lm_head h_k, as DFlash's;  C_k = the `selector_top_k` likeliest tokens by U_k
     S_k(b) = U_k(b) + <A[a] * (P h_k), B[b]>   for b in C_k, a the token drafted before; -inf for all others
     q_k  = softmax S_k
 
-So a row's candidates are made in one pass, and chosen from by the token before them. The convolutions
-(`heads.block.convolution`) hand on from row to row what attention would have to find. A new head, with B = 0 and
-convolutions that change nothing, drafts as DFlash.
+One pass computes the candidates of all rows; the previous token then decides among them. The convolutions
+(`heads.block.convolution`) pass on from row to row what attention would have to find. A new head drafts like DFlash: B
+is 0 and its convolutions change nothing.
 
-Loss of a row: DFlash's at U, and selector_weight * sum over C of -p log q, a the true token before; p is the label's
-or the target's, as `loss` says. It is the mean, over labels, of the references' cross-entropy, which leaves out rows
-whose label is no candidate.
+Loss of a row: DFlash's at U, plus selector_weight * sum over C of -p log q, where a is the true token before, and p the
+label's or the target's distribution, as `loss` says. On average over labels it equals the references' cross-entropy,
+which leaves out rows whose label is not a candidate.
 
 Letters: V vocabulary, D hidden, M blocks, K depth, r rank.
 """
@@ -37,15 +38,15 @@ class DFlash2Settings(DFlashSettings):
     """Settings of the head in a recipe."""
 
     conv_kernel_size: int = 2
-    """Rows that a convolution looks at: a row's own and those before it in its block."""
+    """Number of rows that a convolution reads: a row's own and those before it in its block."""
     conv_group_size: int = 16
-    """Channels that share a coefficient, which depends on the state; a divisor of the target's width."""
+    """Number of channels that share a coefficient computed from the state; a divisor of the target's width."""
     selector_rank: int = 256
-    """Rank of the matrix from the token before to what it adds to the candidates' logits."""
+    """Rank of the matrix from the previous token to the addition to the candidates' logits."""
     selector_top_k: int = 16
-    """Candidates of each row; no node of a tree has more children."""
+    """Number of candidates of each row, and maximum number of children of a tree node."""
     selector_weight: float = 1.0
-    """Factor of the candidates' cross-entropy in the loss."""
+    """Factor of the cross-entropy among the candidates in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class DFlash2Config(DFlashConfig, DFlash2Settings):
 
 
 class CandidateSelector(nn.Module):
-    """Logits of candidates by the token before them, of low rank."""
+    """Low-rank addition to the logits of candidates, from the token before them."""
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
@@ -80,12 +81,12 @@ class CandidateSelector(nn.Module):
         nn.init.normal_(self.predecessor_codebook, std=0.02)
 
     def forward(self, states: Tensor, previous: Tensor) -> Tensor:
-        """States (..., D) of rows and the tokens before them (...) -> A[a] * (P h), (..., r)."""
+        """Return A[a] * (P h), (..., r), from the states (..., D) of rows and the tokens a before them (...)."""
         return self.predecessor_codebook[previous] * self.hidden_projection(states)  # type: ignore[no-any-return]
 
 
 class DFlash2(DFlash):
-    """The head. Its tensors bear the names that vLLM and SGLang read."""
+    """DFlash2 head. vLLM and SGLang use the same tensor names."""
 
     Config: ClassVar[type[DFlash2Config]] = DFlash2Config
     config: DFlash2Config
@@ -99,7 +100,7 @@ class DFlash2(DFlash):
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
-        """Start as DFlash does, convolutions included."""
+        """Start as DFlash, with convolutions that change nothing."""
         super().initialise(probe)
         for module in self.modules():
             if isinstance(module, BlockConvolution):
@@ -127,7 +128,7 @@ class DFlash2(DFlash):
         check_width(shape, self.config.selector_top_k)
 
     def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
-        """The same, but of the codebooks a few rows alone."""
+        """Return the reads of the base class, without the codebooks: only a few of their rows are read."""
         reads, selector = super().bytes_per_round(state), self.candidate_selector
         tables = selector.predecessor_codebook.numel() + selector.successor_codebook.numel()
         return replace(reads, propose=reads.propose - state.steps.lm_head.product.weight_bytes * tables)

@@ -1,18 +1,18 @@
-"""A draft model: any causal LM of the target's tokenizer, distilled to foresee the target (DistillSpec, arXiv
+"""A draft model: any causal LM with the target's tokenizer, distilled to predict the target (DistillSpec, arXiv
 2310.08461).
 
     slot t reads x_t and predicts x_{t+1}:  q_t = softmax(W h_t), with the draft's own h and W
     loss = sum over labels of D(p_t || q_t) / rows, p the target's distribution and D one of heads.losses.LOSSES
 
-White-box: p is the target's whole distribution, on whatever text the recipe gives: a corpus, the target's answers, the
-draft's own samples. D = `labels` is the plain cross-entropy of x_{t+1}, which sees no p: fine-tuning, the baseline.
+White-box: p is the target's whole distribution, on any text that the recipe names: a corpus, the target's answers or
+the draft's own samples. D = `labels` is the plain cross-entropy of x_{t+1}, without p: fine-tuning, the baseline.
 
-The draft keeps a cache of its own. No accepted token is read twice: a round's first step reads the fixed pair
-[x_{len-1}, root], because only the last accepted token may be missing; accepted nodes of a tree were read when they
-were expanded, and their keys move to the slots that they will keep.
+The draft has its own KV cache. A round's first step reads the fixed pair [x_{len-1}, root], because only the last
+accepted token may be missing from the cache. Other accepted nodes of a tree were read when they were expanded; their
+keys are moved to the slots of their positions.
 
-Letters: B batch, T tokens, M observed rows, D hidden, V target vocabulary, C tokens both can draft, N tree nodes, S
-slots of the cache.
+Letters: B batch, T tokens, M observed rows, D hidden, V target vocabulary, C tokens that can be drafted, N tree nodes,
+S slots of the cache.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,8 @@ from heads.tree import Proposal, TreeShape, check_width, is_chain, level_widths,
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """Low-rank adapters to train in place of whole matrices (LoRA, arXiv 2106.09685); merged in what is saved."""
+    """Low-rank adapters, trained in place of whole matrices (LoRA, arXiv 2106.09685). Saved heads contain them
+    merged."""
 
     rank: int = 16
     """Rank of the low-rank matrices."""
@@ -81,22 +82,22 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSettings:
-    """Settings of the head in a recipe; one of `path`, `layers` and `fresh` is given."""
+    """Settings of the head in a recipe. Exactly one of `path`, `layers` and `fresh` is given."""
 
     path: str | None = None
-    """A smaller model with the target's tokenizer: a folder or a Hub id."""
+    """Smaller model with the target's tokenizer: a folder or a Hub id."""
     layers: tuple[int, ...] | None = None
-    """Layers of the target, ascending: the draft is a copy of the target with these layers only."""
+    """Layers of the target to keep, ascending. The draft is a copy of the target with only these layers."""
     fresh: dict[str, Any] | None = None
-    """A random model of the target's family: the settings in which it differs from the target's config, such as
-    hidden_size."""
+    """Settings of a randomly initialised model of the target's family, such as hidden_size. Settings left out are the
+    target's."""
     loss: str = "kl"
     """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
     `negative_log_acceptance`, `jsd` or `kl_tv`. Or `labels`: cross-entropy on the text."""
     beta: float | None = None
     """`jsd` only: weight of the target's distribution in the mixture. Null: 0.5."""
     lora: LoraSettings | None = None
-    """Adapters to train. Null: all weights are trained."""
+    """LoRA adapters to train. Null: all weights are trained."""
 
     def __post_init__(self) -> None:
         expect_one_of([*LOSSES, LABELS], "head.loss", self.loss)
@@ -107,14 +108,15 @@ class DraftSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(DraftSettings):
-    """All that the head's function and its training loss depend on."""
+    """Everything that the head's function and its training loss depend on."""
 
     model: dict[str, Any]
-    """The draft's own config, by which it is made again."""
+    """The draft's own config, from which its model is rebuilt."""
     vocab_size: int
-    """The target's vocabulary, and the rows of the draft's embeddings."""
+    """Size of the target's vocabulary, and number of rows of the draft's embeddings."""
     common_size: int
-    """Tokens that can be drafted, from the first: the draft's own vocabulary held no more."""
+    """Number of tokens that can be drafted, counted from id 0. The draft's original vocabulary may have been
+    smaller."""
 
     @property
     def divergence(self) -> Divergence:
@@ -126,14 +128,14 @@ class DraftConfig(DraftSettings):
 
 SOURCES = ("path", "layers", "fresh")
 ROWS = 1024
-"""Rows whose logits `foresees` forms at once."""
+"""Number of rows whose logits `foresees` computes at a time."""
 
 
 @dataclass
 class DraftState:
     """Static tensors of one batch of sequences.
 
-    Slot p of the cache holds position p, the last one padding. Expanded nodes go to the slots behind their root's.
+    Slot p of the cache holds position p; the last slot is for padding. Expanded nodes use the slots after their root's.
     """
 
     shape: TreeShape
@@ -146,12 +148,12 @@ class DraftState:
     expanded: Tensor  # (B, N) int64, `Proposal.expanded` of the tree that was drafted last
 
     def read(self, tokens: Tensor, mapping: SlotMapping, *, prompt: bool = False) -> Tensor:
-        """One step: tokens (B, W) in the slots that `mapping` gives -> states after the final norm (B, W, D)."""
+        """Run one step: tokens (B, W) in the slots that `mapping` gives -> states after the final norm (B, W, D)."""
         return self.decoder.forward(tokens, mapping, extent=len(self.slot), prompt=prompt).hidden
 
 
 class Draft(nn.Module, DraftHead):
-    """The head. What it saves is a Hugging Face causal LM."""
+    """Draft model head. It is saved as a Hugging Face causal LM."""
 
     depth_weights: tuple[float, ...] = (1.0,)
 
@@ -164,7 +166,7 @@ class Draft(nn.Module, DraftHead):
             )
         untyped: Any = model
         self.config = config
-        self.model = untyped.eval()  # without dropout: what is trained is what drafts
+        self.model = untyped.eval()  # without dropout, in training as in drafting
 
     @classmethod
     def for_target(cls, settings: DraftSettings, target: FrozenTarget, token_counts: Tensor) -> "Draft":
@@ -196,15 +198,15 @@ class Draft(nn.Module, DraftHead):
             )
         head = cls(made, model)
         check_tensors(head.to_checkpoint(), weights)
-        head.model.load_state_dict(weights, strict=False)  # what is left out is tied to what is there
+        head.model.load_state_dict(weights, strict=False)  # missing tensors are tied to loaded ones
         return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
         return own_weights(self.model)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
-        """Rotary frequencies keep their dtype when the weights are converted: in bfloat16, positions some hundreds
-        away would be rotated by angles that are off by whole radians."""
+        """Convert the weights, but keep the dtype of the rotary frequencies. In bfloat16, angles some hundred positions
+        away would be off by whole radians."""
         kept = {}
         for name, module in self.model.named_modules():
             for key in module._non_persistent_buffers_set:
@@ -225,18 +227,18 @@ class Draft(nn.Module, DraftHead):
 
     @property
     def base(self) -> nn.Module:
-        """The decoder without its output head."""
+        """Decoder without its output head."""
         return find_base(self.model, "head.path")
 
     @property
     def output(self) -> OutputHead:
-        """States after the final norm -> logits."""
+        """Output head: states after the final norm -> logits."""
         untyped: Any = self.model
         return OutputHead(untyped.get_output_embeddings(), self.text_config)
 
     @property
     def context_length(self) -> int:
-        """Positions that it reads."""
+        """Maximum number of positions that the model reads."""
         return positions_of(self.text_config)
 
     @property
@@ -244,11 +246,11 @@ class Draft(nn.Module, DraftHead):
         return self.model.config.get_text_config()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., D) -> (..., C) float32."""
+        """Return the logits of the tokens that can be drafted: (..., D) -> (..., C) float32."""
         return self.output(hidden)[..., : self.config.common_size]
 
     def states(self, batch: Batch) -> Tensor:
-        """(B, T, D): what slot t makes of x_0 .. x_t of its document."""
+        """Return (B, T, D): the state of slot t after it has read x_0 .. x_t of its document."""
         if (length := batch.tokens.shape[1]) > self.context_length:
             raise UserError(
                 f"data.context_length: the draft model reads {self.context_length} positions, a row has {length}"
@@ -265,7 +267,7 @@ class Draft(nn.Module, DraftHead):
         states = self.states(batch)[row, label - 1][None]  # (1, R, D)
         if output.scale != 1.0:
             states = states * output.scale
-        if torch.is_autocast_enabled(states.device.type):  # some families' last norm widens
+        if torch.is_autocast_enabled(states.device.type):  # the last norm of some families returns a wider dtype
             states = states.to(torch.get_autocast_dtype(states.device.type))
         hidden, target_logits = batch.hidden[row, label - 1], batch.shared.lm_head
         if self.config.loss == LABELS:
@@ -286,7 +288,8 @@ class Draft(nn.Module, DraftHead):
         return HeadLoss(loss, sums, {"correct": hits, "accepted": hits, "chains": chains, "overlap": overlap})
 
     def bytes_per_round(self, state: DraftState) -> RoundReads:
-        """A step reads some rows of its embeddings, unless they are its output head too, and nothing of an encoder."""
+        """Return the reads of one round. A step reads only some rows of the embeddings, unless they are the output
+        head, too; it reads nothing of an encoder."""
         output, native = self.output.head.weight, state.decoder.native
         products = [] if native is None else [product for kind in native.products().values() for product in kind]
         width = min((product.weight_bytes for product in products), default=output.element_size())
@@ -300,7 +303,7 @@ class Draft(nn.Module, DraftHead):
     def foresees(self, batch: Batch, depth: int) -> Tensor:
         states = self.states(batch)
         best = torch.cat([self.logits(part).argmax(-1) for part in states.flatten(0, 1).split(ROWS)])
-        right = best.view(batch.tokens.shape) == batch.tokens.roll(-1, dims=1)  # (B, T), by the slot that guesses
+        right = best.view(batch.tokens.shape) == batch.tokens.roll(-1, dims=1)  # (B, T), by the slot that predicts
         return torch.stack([right.roll(-1 - k, dims=1) for k in range(depth)])
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
@@ -319,7 +322,7 @@ class Draft(nn.Module, DraftHead):
         behind = max(shape.depth, scratch_slots(shape))
         spec = CacheSpec(
             batch_size=batch_size,
-            capacity=round_up(capacity + behind + 1),  # the last slot is padding's
+            capacity=round_up(capacity + behind + 1),  # the last slot is for padding
             widths=(1, 2, *level_widths(shape)),  # a round begins with two tokens
             depth=shape.depth,
             scratch=behind,
@@ -337,16 +340,16 @@ class Draft(nn.Module, DraftHead):
     def extend(self, state: DraftState, observation: Observation) -> None:
         tokens, start, count = observation.tokens, observation.start, observation.count
         nodes, M = observation.nodes, tokens.shape[1] - 1
-        if observation.missed:  # the token before them may have been drafted last, and so was never read
+        if observation.missed:  # the token before them may be the last draft token, which was never read
             read = torch.cat([state.previous[:, None], tokens[:, :-1]], 1)
             mapping = Observed((start - 1).clamp_min(0), torch.where(count > 0, count + 1, 0), state.slot, M + 1)
             state.read(read, mapping)
         elif nodes is None:
             state.read(tokens[:, :-1], Observed(start, count, state.slot, M), prompt=True)
         elif state.shape.top_k > 1:
-            # Only the last accepted node may not have been expanded; the next round reads it with its root.
+            # Only the last accepted node may be unexpanded; the next round reads it with its root.
             path, offset = state.expanded.gather(1, nodes) + 1, state.slot[:M]
-            path = torch.where((path > 0) & (offset < count[:, None]), path, offset)  # the others stay where they are
+            path = torch.where((path > 0) & (offset < count[:, None]), path, offset)  # other entries stay in place
             state.decoder.compact(start, path, count - 1)
         state.backend.take_newest(tokens, start, count, state.root, state.length, previous=state.previous)
 
@@ -357,14 +360,14 @@ class Draft(nn.Module, DraftHead):
             drafted = decoder.draft_chain(pick, state.previous, state.root, length, state.shape.depth)
             if drafted is not None:
                 return drafted
-        observed = length + 1  # with the root, which is read first
+        observed = length + 1  # with the root, which the pair below reads
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             mapping = Drafted(observed, paths, state.slot, state.shape.top_k == 1)
             return decoder.logits(state.read(tokens, mapping))
 
         tokens = torch.stack([state.previous, state.root], dim=1)
-        pair = Observed((length - 1).clamp_min(0), None, state.slot, 2)  # a row without a prompt stands at 0
+        pair = Observed((length - 1).clamp_min(0), None, state.slot, 2)  # a row without a prompt is at 0
         hidden = state.read(tokens, pair)
         proposal = grow(
             state.shape, state.root, length, decoder.logits(hidden[:, 1:]), pick, expand, None, state.backend.select

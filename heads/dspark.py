@@ -1,17 +1,18 @@
-"""DSpark (arXiv 2607.05147): a block filled in one pass, whose tokens are then tied to each other by a Markov head.
+"""DSpark (arXiv 2607.05147): a block filled in one pass, with a Markov head that conditions each token on the ones
+before.
 
     z_j = lm_head h_j + W2 m_j                      predicts x_{a+1+j}, j = 0 .. block_size - 1
-    m_j = e_j,  e_j = W1[x_{a+j}]                   `vanilla`: by the token before
-    m_j = sigmoid(G [h_j ; e_j]) e_j                `gated`: by the row, too
+    m_j = e_j,  e_j = W1[x_{a+j}]                   `vanilla`: from the token before
+    m_j = sigmoid(G [h_j ; e_j]) e_j                `gated`: from the row, too
     m_j = tanh(o_j),  [g_j ; c_j ; o_j] = J [s_{j-1} ; e_j ; h_j],  s_j = sigmoid(g_j) s_{j-1} + sigmoid(-g_j) tanh(c_j)
-                                                    `rnn`: by all tokens before, s_{-1} = 0
-    confidence_j = sigmoid(w . [h_j ; e_j] + b)     foretells how much of the target's distribution z_j covers
+                                                    `rnn`: from all tokens before, s_{-1} = 0
+    confidence_j = sigmoid(w . [h_j ; e_j] + b)     estimates how much of the target's distribution softmax z_j covers
 
-So the root's row is read, too, and row j is one token ahead of DFlash's.
+The root's row is used, too, so row j is one token ahead of DFlash's row j.
 
-x_{a+j} is the true token in training and the drafted one in drafting, so q is the softmax of z, conditioned on the
-tokens drafted before. Loss of a row = ce_weight * cross-entropy of the label + kl_weight * KL(p || q)
-+ l1_weight * sum |p - q| + confidence_weight * cross-entropy of the confidence with sum min(p, q).
+x_{a+j} is the true token in training and the draft token in drafting. So q, the softmax of z, is conditioned on the
+draft tokens before. Loss of a row = ce_weight * cross-entropy of the label + kl_weight * KL(p || q) + l1_weight * sum
+|p - q| + confidence_weight * cross-entropy of the confidence with sum min(p, q).
 
 Letters: V vocabulary, D hidden, M blocks, K depth, r rank.
 """
@@ -32,7 +33,7 @@ from heads.labels import LABELS
 
 VANILLA, GATED, RNN = MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 OPEN = 2.0
-"""Bias of a gate that begins nearly open."""
+"""Initial bias of a gate, which is then nearly open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,22 +41,22 @@ class DSparkSettings(DraftBlockSettings):
     """Settings of the head in a recipe."""
 
     block_size: int = 7
-    """Rows of a block, the root's included, and tokens that are drafted. Draft with as many as in training for the best
-    tau."""
+    """Number of rows of a block, the root's included, and of tokens that are drafted. Tau is best when as many are
+    drafted as in training."""
     markov_rank: int = 256
-    """Rank of the matrix from the token before to the logits of the next."""
+    """Rank of the matrix from the previous token to the logits of the next."""
     markov_head_type: str = VANILLA
-    """Inputs of the Markov head beside the token before: `vanilla`, none; `gated`, the row's state; `rnn`, also the
-    states and tokens of all rows before. Engines read only `vanilla`."""
+    """Inputs of the Markov head in addition to the previous token: `vanilla`, none; `gated`, the row's state; `rnn`,
+    also the states and tokens of all rows before. Engines support only `vanilla`."""
     ce_weight: float = 0.1
-    """Factor of the cross-entropy of labels in the loss."""
+    """Factor of the labels' cross-entropy in the loss."""
     kl_weight: float = 0.0
-    """Factor of the divergence of the draft's distribution from the target's in the loss: on average over the target's
-    own answers it has the gradient of the cross-entropy, without the noise of single tokens."""
+    """Factor of the KL divergence between the distributions of target and draft in the loss. On the target's own
+    answers its gradient equals that of the cross-entropy on average, without the noise of single tokens."""
     l1_weight: float = 0.9
     """Factor of the L1 distance between the distributions of target and draft in the loss."""
     confidence_weight: float = 1.0
-    """Factor of the confidence's cross-entropy in the loss; 0 makes no confidence head."""
+    """Factor of the confidence's cross-entropy in the loss. With 0 the head has no confidence head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
 
 
 class MarkovHead(nn.Module):
-    """Logits of the next token by the ones before, of low rank."""
+    """Low-rank logits of the next token from the tokens before it."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + D, 3 * rank)
 
     def forward(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """States (..., K, D) of a block's first K rows, and W1 of the tokens before them (..., K, r) -> m
+        """Return m (..., K, r) from the states (..., K, D) of a block's first K rows and W1 of the tokens before them
         (..., K, r)."""
         if self.kind == VANILLA:
             return tokens
@@ -102,7 +103,7 @@ class MarkovHead(nn.Module):
 
     @torch.no_grad()
     def begin(self, w1: Tensor, w2: Tensor) -> None:
-        """Start as W2 W1, whatever the kind."""
+        """Start as W2 W1 for every kind."""
         self.markov_w1.weight.copy_(w1)
         self.markov_w2.weight.copy_(w2)
         if self.kind == GATED:
@@ -110,23 +111,23 @@ class MarkovHead(nn.Module):
         elif self.kind == RNN:
             rank = w1.shape[1]
             nn.init.zeros_(self.joint_proj.bias)
-            self.joint_proj.weight[2 * rank :, rank : 2 * rank] += torch.eye(rank)  # tanh changes small numbers little
+            self.joint_proj.weight[2 * rank :, rank : 2 * rank] += torch.eye(rank)  # tanh barely changes small numbers
 
 
 class ConfidenceHead(nn.Module):
-    """Logit of the share of the target's distribution that a row covers."""
+    """Logit of the share of the target's distribution that a row's distribution covers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.proj = nn.Linear(width, 1)
 
     def forward(self, states: Tensor, previous: Tensor) -> Tensor:
-        """States (..., D) and W1 of the tokens before (..., r) -> (...)."""
+        """Return (...) logits from states (..., D) and W1 of the tokens before them (..., r)."""
         return self.proj(torch.cat([states, previous.to(states.dtype)], -1))[..., 0]  # type: ignore[no-any-return]
 
 
 class DSpark(DraftBlockHead):
-    """The head. Its tensors bear the names that vLLM and SGLang read."""
+    """DSpark head. vLLM and SGLang use the same tensor names."""
 
     Config: ClassVar[type[DSparkConfig]] = DSparkConfig
     config: DSparkConfig
@@ -144,7 +145,7 @@ class DSpark(DraftBlockHead):
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
-        """Start the Markov head as the target's own bigrams, too."""
+        """Also start the Markov head with the target's own bigrams."""
         super().initialise(probe)
         self.markov_head.begin(*bigrams(probe, self.config.markov_rank))
         if self.confidence_head is not None:
@@ -166,7 +167,8 @@ class DSpark(DraftBlockHead):
         return logits + markov.markov_w2(latent.to(logits.dtype))  # type: ignore[no-any-return]
 
     def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
-        """The same, but of W1 a few rows alone, and the rest of the Markov head once for each level of the tree."""
+        """Return the reads of the base class, corrected for the Markov head: a few rows of W1, and the rest once per
+        level."""
         reads, markov = super().bytes_per_round(state), self.markov_head
         rows = markov.markov_w1.weight.numel()
         more = (state.shape.depth - 1) * (sum(p.numel() for p in markov.parameters()) - rows) - rows

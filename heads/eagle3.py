@@ -2,11 +2,11 @@
 
     g_t = fc [l_t ; m_t ; u_t]                                 fused auxiliary states of slot t: low, middle, upper
     a_t = layer([norm(e(x_{t+1})) ; norm(g_t)], residual g_t)  predicts x_{t+2} through norm and the draft's own lm_head
-    step i: the layer sees e(x_{t+1+i}) and its own last output a_t in the place of g_t, and predicts x_{t+2+i}
+    step i: the layer reads e(x_{t+1+i}) and its own last output a_t instead of g_t, and predicts x_{t+2+i}
 
-Training-time test: all K steps run in training, gradients through all of them. At step i slot t attends to the step-0
-keys of the slots up to t and to its own keys of steps 1..i, which is what it sees when it drafts; its rotary position
-is t + i. Loss = sum over i of depth_decay^i * KL(p || q_i) / rows, p the target's distribution over the draft
+Training-time test: training runs all K steps, with gradients through all of them. At step i slot t attends to the
+step-0 keys of the slots up to t and to its own keys of steps 1..i, as it does in drafting. Its rotary position is t +
+i. Loss = sum over i of depth_decay^i * KL(p || q_i) / rows, where p is the target's distribution over the draft
 vocabulary.
 
 Letters: B batch, T tokens, D hidden, Vd draft vocabulary, L auxiliary layers, K depth, d head dimension.
@@ -39,26 +39,26 @@ class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
     """Settings of the head in a recipe."""
 
     aux_layer_ids: tuple[int, ...] | None = None
-    """Auxiliary hidden states to read, each named by the layer it enters, ascending; 0 is the embeddings. Null: layers
-    2, n/2 and n - 3 of a target of n layers."""
+    """Layers whose auxiliary hidden states the head reads, ascending, numbered by the layer that a state enters; 0 is
+    the embeddings. Null: layers 2, n/2 and n - 3 of a target with n layers."""
     draft_vocab_size: int | None = None
-    """Tokens the head can draft: the most frequent in the training data. Null: 32,000, or the whole vocabulary of a
-    smaller target."""
+    """Tokens the head can draft: the most frequent in the training data. Null: 32,000, or the target's whole vocabulary
+    if it is smaller."""
     depth: int = 7
-    """Steps of the training-time test."""
+    """Number of steps of the training-time test."""
     depth_decay: float = 0.8
     """Weight of step k in the loss is depth_decay^k, k from 0."""
     loss: str = "kl"
     """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
     `negative_log_acceptance`, `jsd` or `kl_tv`."""
     fc_norm: bool = False
-    """EAGLE-3.1: an RMSNorm of its own for each auxiliary hidden state before they are fused."""
+    """EAGLE-3.1: normalise each auxiliary hidden state with its own RMSNorm before they are fused."""
     norm_output: bool = False
-    """EAGLE-3.1: recycle the state after the final norm instead of before it. The EAGLE repository reads neither of
-    the two."""
+    """EAGLE-3.1: recycle the state after the final norm instead of before it. The EAGLE repository supports neither
+    `fc_norm` nor `norm_output`."""
     sliding_window: int | None = None
-    """Positions that attention sees, the token's own included, for drafts whose time and memory do not grow with the
-    text. Null: all. vLLM reads it; SGLang and the EAGLE repository would attend to all."""
+    """Number of positions that attention sees, the token's own included, so that the draft's time and memory do not
+    grow with the text. Null: all. vLLM supports it; SGLang and the EAGLE repository would attend to all positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,11 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
     aux_layer_ids: tuple[int, ...] = field()
     draft_vocab_size: int = field()
     norm_before_residual: bool = False
-    """Published heads: the layer's residual is the normed state."""
+    """Published heads: the residual of the layer is the normed state."""
     norm_before_fc: bool = False
-    """Published heads: one RMSNorm over all auxiliary hidden states before they are fused, in place of `fc_norm`."""
+    """Published heads: one RMSNorm over all auxiliary hidden states before they are fused, instead of `fc_norm`."""
     own_embeddings: bool = False
-    """Published heads: the file has an embedding table that is not the target's; it is read, and not trained."""
+    """Published heads: the file has an embedding table that differs from the target's. It is used, and not trained."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
@@ -88,7 +88,7 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer: attention reads [normed embedding ; normed state], the residual is the raw state."""
+    """Decoder layer whose attention reads [normed embedding ; normed state]. The residual is the unnormed state."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3(Recurrent):
-    """The head. Its tensors bear the names that SGLang, vLLM and the EAGLE repository read."""
+    """EAGLE-3 head. SGLang, vLLM and the EAGLE repository use the same tensor names."""
 
     config: Eagle3Config
 
@@ -163,8 +163,8 @@ class Eagle3(Recurrent):
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
-        """Start where the target is, at unit size: fuse to the target's highest auxiliary layer over its scale; read
-        out with the target's own final norm and output head."""
+        """Start from the target, at unit size. The projection passes on the target's highest auxiliary layer divided by
+        its scale; the final norm and the output head are the target's own."""
         D, aux_scales, lm_head = self.config.hidden_size, probe.scales, probe.lm_head_weight
         if self.fc_norm is None:
             self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(D)
@@ -175,7 +175,8 @@ class Eagle3(Recurrent):
         self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)]).mul_(probe.logit_scale)
 
     def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
-        """Find slots by the token that their features are of, and write the token that they read."""
+        """Return the attention and its probe: find slots by the token whose features they hold, and write the token
+        that they read."""
         layer = self.midlayer
         tokens = layer.input_layernorm(probe.embeddings)
         token, following = tokens[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(0, 1)
@@ -189,12 +190,12 @@ class Eagle3(Recurrent):
 
     @property
     def aux_norms(self) -> list[RMSNorm]:
-        """Norms of the auxiliary hidden states before they are fused: one for each, one for all of them, or none."""
+        """Norms of the auxiliary hidden states before they are fused: one per state, one for all states, or none."""
         norms = [self.input_norm] if self.fc_norm is None else self.fc_norm
         return [norm for norm in norms if isinstance(norm, RMSNorm)]
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        """(..., L * D) auxiliary hidden states -> (..., D)."""
+        """Fuse the auxiliary hidden states: (..., L * D) -> (..., D)."""
         aux_hidden_states = aux_hidden_states.to(self.fc.weight.dtype)
         if norms := self.aux_norms:
             parts = aux_hidden_states.chunk(len(norms), dim=-1)

@@ -6,11 +6,12 @@ from functools import cache
 
 
 class UserError(ValueError):
-    """An error in one clear line: expected, got, what to do. Commands print it and exit with status 2."""
+    """An error that the user can fix, in one line: expected, got, what to do. Commands print it and exit with status
+    2."""
 
 
 def shown(value: object) -> str:
-    """Return a value for an error's line, truncated if it is long."""
+    """Return a value for an error message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
@@ -22,13 +23,14 @@ def first_line(error: BaseException) -> str:
 
 
 def expect(holds: bool, name: str, what: object, got: object) -> None:
-    """Raise UserError unless `holds`: for the setting of this name, `what` it has to be, and what it is."""
+    """Raise UserError unless `holds`. The message names the setting and has the expected (`what`) and the given
+    value."""
     if not holds:
         raise UserError(f"{name}: expected {what}, got {got!r}")
 
 
 def expect_one_of(known: Collection[str], name: str, got: object) -> None:
-    """Raise UserError for a setting that is none of the known names."""
+    """Raise UserError for a setting that is not one of the known names."""
     expect(got in known, name, f"one of {', '.join(known)}", got)
 
 
@@ -37,5 +39,5 @@ logger = logging.getLogger("draftsmith")
 
 @cache
 def warn_once(text: str) -> None:
-    """Give a warning, unless the process has given the same one before."""
+    """Log a warning, unless the process has already logged the same one."""
     logger.warning(text)

@@ -22,19 +22,20 @@ def sync(path: Path) -> None:
 
 
 def temporary_of(final: Path) -> Path:
-    """The folder in which `final` is written until it is whole."""
+    """Return the folder in which `final` is written until it is complete."""
     return final.with_name(f".{final.name}.tmp")
 
 
 def begin_folder(final: Path) -> None:
-    """Make the temporary folder of `final`, empty."""
+    """Create the temporary folder of `final`, empty."""
     shutil.rmtree(temporary_of(final), ignore_errors=True)
     temporary_of(final).mkdir(parents=True)
 
 
 @contextmanager
 def whole_folder(final: Path, *, begun: bool = False) -> Iterator[Path]:
-    """A temporary folder that becomes `final` if all goes well, and vanishes if not. `begun`: it is there already."""
+    """Yield a temporary folder that becomes `final` on success and is deleted on failure. `begun`: it already
+    exists."""
     temporary = temporary_of(final)
     if not begun:
         begin_folder(final)
@@ -42,7 +43,7 @@ def whole_folder(final: Path, *, begun: bool = False) -> Iterator[Path]:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
             sync(path)
-        if final.exists():  # a broken one: only now that its successor is whole
+        if final.exists():  # a broken one, deleted only now that its successor is complete
             shutil.rmtree(final)
         temporary.replace(final)
         sync(final.parent)
@@ -52,17 +53,17 @@ def whole_folder(final: Path, *, begun: bool = False) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and create its folder. UserError if it cannot be written."""
+    """Write a file completely or not at all, and create its folder. Raises UserError if it cannot be written."""
     write_bytes(path, text.encode(errors="backslashreplace"))  # the name of a file need not be Unicode
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, whole or not at all."""
+    """Write a value as JSON, completely or not at all."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, and create its folder. UserError if it cannot be written."""
+    """Write a file completely or not at all, and create its folder. Raises UserError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def is_file(path: str | Path) -> bool:
-    """Return True if there is such a file; False also for a name that cannot be a path, such as one too long."""
+    """Return True if the path is a file; False also for a name that cannot be a path, such as one that is too long."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):
@@ -89,7 +90,8 @@ def is_file(path: str | Path) -> bool:
 
 
 def read_given(path: Path, what: str) -> str:
-    """Read the text of a file that a user named, described as `what`. UserError if it is not there or not UTF-8."""
+    """Return the text of a file that a user named. `what` describes it in errors. Raises UserError if it is absent or
+    not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -102,7 +104,7 @@ def read_given(path: Path, what: str) -> str:
 
 
 def check_folder(path: Path, name: str) -> None:
-    """Refuse a folder that cannot be created or written to, before hours are spent on its content."""
+    """Raise UserError for a folder that cannot be created or written to, before hours are spent on its content."""
     try:
         nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
     except (OSError, ValueError) as error:
@@ -114,15 +116,15 @@ def check_folder(path: Path, name: str) -> None:
 
 
 def check_file(path: Path, name: str) -> None:
-    """Refuse a file that cannot be written, before hours are spent on its content."""
+    """Raise UserError for a file that cannot be written, before hours are spent on its content."""
     if path.is_dir():
         raise UserError(f"{name} {path}: expected a file, it is a folder; name a file in it")
     check_folder(path.parent, name)
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return True if an error means that no space is left: on the disk, of a quota, or of one file. safetensors raises
-    its own kind, with the number in the text."""
+    """Return True if an error means that no space is left: on the disk, in a quota, or in one file. safetensors raises
+    its own type of error, with the number in its text."""
     numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError):
         return error.errno in numbers

@@ -1,8 +1,8 @@
-"""Growing of a draft tree below a root, with the masks of ancestors.
+"""Growth of a draft tree below a root, with the ancestors of each node.
 
-Dynamic trees are EAGLE-2's (arXiv 2406.16858, section 4): each level expands the `top_k` likeliest nodes by the product
-of the draft's probabilities along the path, and the `nodes` - 1 likeliest of all candidates are kept. Static trees are
-Medusa's (arXiv 2401.10774, section 2.1.2): which children of which node, by rank, is fixed beforehand.
+Dynamic trees are EAGLE-2's (arXiv 2406.16858, section 4). Each level expands the `top_k` nodes with the highest product
+of the draft's probabilities along their path, and the `nodes` - 1 likeliest of all candidates are kept. Static trees
+are Medusa's (arXiv 2401.10774, section 2.1.2): the nodes are fixed in advance, as ranks of children.
 
 Letters: B batch, N nodes, W nodes expanded at one level, R children picked for each of them.
 """
@@ -20,15 +20,15 @@ from heads.backends.torch.select import TORCH, Level, Select, new_nodes
 from heads.tree import Pick, Proposal, TreeShape, is_chain
 
 DEPTH_PENALTY = 1e-4
-"""Amount taken from a score for each level in the ranking, so that a parent precedes a child of draft probability 1,
-whose logarithm may be rounded above 0."""
+"""Amount subtracted from a score for each level when nodes are ranked. It puts a parent before a child of draft
+probability 1, whose logarithm may be rounded above 0."""
 
 Draw = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 """(logits (B, W, Vd), level, R) -> R children's target ids and log-probabilities, (B, W, R), best first."""
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens (B, W), parent rows (B, W) in the level before, paths (B, W, level), level) -> logits (B, W, Vd). A path
-holds the indices of a node's ancestors, the root's child first, and its own last: nodes expanded so far are numbered
-from 0, level by level, and the W that are being expanded come last."""
+holds the indices of a node's ancestors, starting with the root's child, and ends with the node's own. Expanded nodes
+are numbered from 0, level by level; the W nodes being expanded have the highest numbers."""
 
 
 def grow(
@@ -41,9 +41,8 @@ def grow(
     token_ids: Tensor | None,
     select: Select = TORCH,
 ) -> Proposal:
-    """Grow a tree below `root` (B,), which stands at `position` (B,), from `logits` (B, 1, Vd), the draft's
-    distribution of the root's child. `pick` draws from logits whose columns are `token_ids` (Vd,); `select` is a
-    backend's.
+    """Grow a tree below `root` (B,), which is at `position` (B,). `logits` (B, 1, Vd) are the draft's, of the token
+    after the root. `pick` draws from logits whose columns are `token_ids` (Vd,); `select` is the backend's.
 
     Levels count from 1, the root's children. `expand` is called depth - 1 times, with static shapes.
     """
@@ -58,7 +57,7 @@ def grow(
 
 
 def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand, select: Select) -> Proposal:
-    """Grow a dynamic tree of one node a level, without the operations that choose among several."""
+    """Grow a tree of one node per level, without the operations that choose among several nodes."""
     B, K, device = len(root), shape.depth, root.device
     node = constant(tuple(range(K + 1)), device).expand(B, -1)
     tokens, steps, path = [root[:, None]], [constant((0.0,), device, torch.float32).expand(B, 1)], node[:, None]
@@ -94,8 +93,8 @@ def _grow_dynamic(
 
 @cache
 def _levels(depth: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the depths (T,) int64 of all candidates of a dynamic tree, and the amounts (T,) float32 taken from their
-    scores."""
+    """Return the depths (T,) int64 of all candidates of a dynamic tree, and the amounts (T,) float32 subtracted from
+    their scores."""
     levels = (0, *[1] * K, *(level for level in range(2, depth + 1) for _ in range(K * K)))
     penalties = DEPTH_PENALTY * torch.tensor(levels)
     return constant(levels, device), constant(tuple(penalties.tolist()), device, torch.float32)
@@ -119,8 +118,7 @@ def _grow_static(
 
 @cache
 def _plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[Level], Tensor, Tensor, Tensor]:
-    """Return a static tree's levels, and its nodes' parents, depths and indices among the expanded nodes, (1, N)
-    each."""
+    """Return the levels of a static tree, and the parents, depths and expansion indices of its nodes, (1, N) each."""
     node_of = {(): 0, **{path: 1 + i for i, path in enumerate(paths)}}
     has_children = {path[:-1] for path in paths}
     expanded: list[tuple[int, ...]] = [()]  # the nodes expanded at the level before
@@ -155,6 +153,7 @@ def _plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[lis
 
 @cache
 def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers as a tensor on a device, copied there once: a CUDA graph cannot hold a copy from the host."""
+    """Return numbers as a tensor on a device, copied there only once, because a CUDA graph cannot capture a copy from
+    the host."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The decoder block that heads share, under the key names of the published checkpoints.
+"""Decoder block shared by the heads, with the tensor names of the published checkpoints.
 
 Letters: B batch, T tokens, D hidden, H query heads, d head dimension, I intermediate width.
 """
@@ -15,48 +15,49 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from heads.errors import UserError, expect, expect_one_of
 
 MOST = 2**53
-"""Largest value of a setting: larger whole numbers are not exact as floating-point numbers."""
+"""Upper limit of a setting. Larger whole numbers are not exact as floating-point numbers."""
 
 CosSin = tuple[Tensor, Tensor]
 """Cosines and sines of rotary positions, (B, 1, T, d) each."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Training and drafting differ only here."""
+"""q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Only this differs between training and
+drafting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSettings:
-    """The settings of a head's decoder block."""
+    """Settings of a head's decoder block."""
 
     intermediate_size: int | None = None
     """Width of the MLP. Null: the target's."""
     num_attention_heads: int | None = None
-    """Attention heads. Null: the target's."""
+    """Number of attention heads. Null: the target's."""
     num_key_value_heads: int | None = None
-    """Heads of keys and values, shared by groups of attention heads. Null: the target's."""
+    """Number of key and value heads, each shared by a group of attention heads. Null: the target's."""
     head_dim: int | None = None
     """Width of one attention head. Null: the target's."""
     rms_norm_eps: float | None = None
     """Epsilon of the norms. Null: the target's."""
     rope_theta: float | None = None
-    """Base of the rotary positions. Null: the target's."""
+    """Base of the rotary frequencies. Null: the target's."""
 
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Attention of a layer, as transformers names it."""
+"""Types of a layer's attention, as named in transformers."""
 COPYING, TARGET, RANDOM = INITIAL_WEIGHTS = ("copying", "target", "random")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartSettings:
-    """The setting of heads whose first weights may be made from the target's features."""
+    """Setting of heads whose first weights can be computed from the target's features."""
 
     initial_weights: str = COPYING
     """Weights before training. `target`: the head passes on the target's highest auxiliary hidden state and decodes it
-    as the target would. `copying`: also, its first attention finds the token that followed earlier occurrences of the
-    newest one. `random`: PyTorch's, as in other trainers."""
+    as the target would. `copying`: in addition, its first attention finds the token that followed earlier occurrences
+    of the newest one. `random`: PyTorch's, as in other trainers."""
 
     def check_start(self) -> None:
-        """UserError for a name that is none of them."""
+        """Raise UserError for an unknown name."""
         expect_one_of(INITIAL_WEIGHTS, "head.initial_weights", self.initial_weights)
 
 
@@ -67,11 +68,11 @@ class BlockConfig(BlockSettings):
     hidden_size: int
     """Width of the residual stream, the same as the target's."""
     vocab_size: int
-    """The target's vocabulary: the width of its logits."""
+    """Size of the target's vocabulary, the width of its logits."""
     num_target_layers: int
-    """Decoder layers of the target."""
+    """Number of decoder layers of the target."""
     max_position_embeddings: int
-    """Context length, for engines; the block itself has no limit."""
+    """Context length, for engines. The block itself has no limit."""
     intermediate_size: int = field()
     num_attention_heads: int = field()
     num_key_value_heads: int = field()
@@ -80,7 +81,7 @@ class BlockConfig(BlockSettings):
     rope_theta: float = field()
 
     def check_block(self) -> None:
-        """Raise UserError for a block of invalid settings: of a wrong type, or of no size."""
+        """Raise UserError for invalid settings of the block: wrong types, or sizes that are not positive."""
         for part in fields(BlockConfig):
             value, whole = getattr(self, part.name), part.type is int
             is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
@@ -95,7 +96,7 @@ class BlockConfig(BlockSettings):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in float32 (or wider)."""
+    """RMS norm: x / rms(x) * weight, computed in float32 or wider."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -103,13 +104,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and not torch.is_grad_enabled():  # one kernel; drafting is made of launches
+        if x.is_cuda and not torch.is_grad_enabled():  # one kernel: drafting is limited by launches
             return rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         return _Normed.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Normed(torch.autograd.Function):
-    """RMS norm that saves only its input for the backward pass, in half of autograd's time."""
+    """RMS norm that saves only its input and one factor per row for the backward pass. It takes half of autograd's
+    time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -130,7 +132,7 @@ class _Normed(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention, with attention by the caller's `attend`."""
+    """Projections of grouped-query attention. The caller's `attend` computes the attention."""
 
     def __init__(self, config: BlockConfig, input_size: int) -> None:
         super().__init__()
@@ -141,15 +143,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
 
     def by_head(self, projection: nn.Module, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, heads, T, d)."""
+        """Return the projected heads: (B, T, D) -> (B, heads, T, d)."""
         return projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[no-any-return]
 
     def queries(self, x: Tensor, cos_sin: CosSin) -> Tensor:
-        """(B, T, D) -> queries (B, H, T, d), rotated."""
+        """Return the rotated queries: (B, T, D) -> (B, H, T, d)."""
         return rotate(self.by_head(self.q_proj, x), cos_sin)
 
     def keys(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
-        """(B, T, D) -> keys, rotated, and values (B, Hkv, T, d)."""
+        """Return the rotated keys and the values: (B, T, D) -> (B, Hkv, T, d) each."""
         return rotate(self.by_head(self.k_proj, x), cos_sin), self.by_head(self.v_proj, x)
 
     def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
@@ -158,7 +160,7 @@ class Attention(nn.Module):
 
 
 class NormedAttention(Attention):
-    """Attention whose queries and keys are normed head by head, as Qwen3's."""
+    """Attention with an RMSNorm on each head of queries and keys, as in Qwen3."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config, config.hidden_size)
@@ -172,7 +174,7 @@ class NormedAttention(Attention):
 
 
 class MLP(nn.Module):
-    """down(SiLU(gate(x)) * up(x))."""
+    """Gated MLP: down(SiLU(gate(x)) * up(x))."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -185,10 +187,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     convolutions: Sequence[Any] = ()
-    """Around attention and around the MLP; none here."""
+    """Convolutions around attention and around the MLP; none in this class."""
 
     def __init__(self, config: BlockConfig, attention: Attention) -> None:
         super().__init__()
@@ -198,7 +200,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: int | None = None) -> Tensor:
-        """x (B, T, D), which may be blocks of `rows` rows: layers with convolutions ask for it."""
+        """Apply the layer to x (B, T, D). `rows`: rows of a block in x, used by layers with convolutions."""
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
@@ -221,10 +223,10 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """q (B, H, T, d) over k and v (B, Hkv, E, d), visible (B, T, E) bool -> (B, H, T, d).
+    """Return the attention (B, H, T, d) of q (B, H, T, d) over k and v (B, Hkv, E, d), with visible (B, T, E) bool.
 
-    The query heads of a key head go as more queries of it: on a GPU a mask and grouped heads together have no kernel,
-    and keys and values would be copied for every query head.
+    On a GPU the query heads of a key head become further queries of it. There is no kernel for a mask with grouped
+    heads, so keys and values would be copied for every query head.
     """
     if not q.is_cuda or q.shape[1] == k.shape[1]:
         return scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
@@ -232,7 +234,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor
 
 
 def attention_of_groups(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Compute the same for any number of heads, by one key head's attention over all its queries."""
+    """Compute `masked_attention` for any number of heads, as attention of each key head over all its queries."""
     (B, H, T, _), Hkv = q.shape, k.shape[1]
     grouped = q.reshape(B, Hkv, H // Hkv * T, -1)
     seen = visible[:, None].repeat(1, 1, H // Hkv, 1)  # (B, 1, G * T, E)

@@ -1,9 +1,8 @@
 """Losses of a draft distribution q against the target's distribution p, computed in chunks of rows.
 
-No float32 tensor of (all rows) x (vocabulary) ever exists: for one chunk the target's logits are formed once, the
-draft's logits of each depth one after the other, and the gradient is taken while they are at hand (the
-recomputation-free form of a fused linear cross-entropy). What is kept is the gradient of the draft's states and of its
-output weights.
+No float32 tensor of (all rows) x (vocabulary) ever exists. Each chunk computes the target's logits once and the draft's
+logits depth by depth, and computes the gradient while they exist (the recomputation-free form of a fused linear
+cross-entropy). Only the gradients of the draft's states and of its output weights are kept.
 
 Letters: R supervised labels, C rows of a chunk, K depths, D hidden, V target vocabulary, Vd draft vocabulary.
 """
@@ -21,41 +20,42 @@ from heads.errors import expect, expect_one_of
 from heads.tree import MOST_NODES
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
-"""The size of one float32 (C, V) tensor; a few of them live at a time."""
+"""Size of one float32 (C, V) tensor. A few of them exist at a time."""
 LEAST_ROWS = 256
-"""Rows of a chunk whatever the vocabulary: products of few rows take longer a row."""
+"""Minimum number of rows of a chunk, for any vocabulary. Products of few rows take longer per row."""
 SPAN = 128
-"""Neighbouring logits among which `likeliest` looks for the place of the maximum."""
+"""Number of neighbouring logits in which `likeliest` looks for the position of the maximum."""
 
 
 class Distribution:
-    """The distributions of C rows over the draft vocabulary, softmax of their logits. What only some losses need is
-    computed when it is first asked for."""
+    """Distributions of C rows over the draft vocabulary, the softmax of their logits. Values that only some losses need
+    are computed on first use."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits  # (C, Vd), at least float32
         self.probs = logits.softmax(-1)
         self.best = likeliest(logits)  # (C,) int64, the lowest on ties
-        # The log-sum-exp by way of the likeliest token, whose probability is at least 1 / Vd: a tenth of the time.
+        # The log-sum-exp comes from the likeliest token, whose probability is at least 1 / Vd. That takes a tenth of
+        # the time.
         most, prob = (x.gather(1, self.best[:, None])[:, 0] for x in (logits, self.probs))
         self.lse = most - prob.log_()  # (C,)
 
     @cached_property
     def logs(self) -> Tensor:
-        """(C, Vd) log-probabilities."""
+        """Log-probabilities (C, Vd)."""
         return self.logits - self.lse[:, None]
 
     @cached_property
     def negative_entropy(self) -> Tensor:
-        """(C,) the sum of p log p."""
+        """Sum of p log p (C,)."""
         total: Tensor = vecdot(self.probs, self.logits)
         return total - self.lse
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """argmax of each row (C, n), the lowest on ties.
+    """Return the argmax of each row (C, n), the lowest on ties.
 
-    In two stages: finding a maximum is vectorised on a CPU, finding its place is not."""
+    It works in two stages, because a CPU vectorises the search for a maximum, but not for its position."""
     if logits.shape[-1] % SPAN:
         return logits.argmax(-1)
     spans = logits.unflatten(-1, (-1, SPAN))  # (C, n / SPAN, SPAN)
@@ -66,12 +66,12 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 Divergence = Callable[[Distribution, Distribution], tuple[Tensor, Tensor]]
-"""(draft's q, target's p) -> the divergence of each row (C,) and its gradient in the draft's logits (C, Vd), a tensor
-of its own. scripts/bench_losses.py times those of `kl` and `total_variation` against the ones that autograd finds."""
+"""(draft's q, target's p) -> divergence of each row (C,) and its gradient with respect to the draft's logits (C, Vd), a
+new tensor. scripts/bench_losses.py times `kl` and `total_variation` against gradients from autograd."""
 
 
 def by_autograd(value: Callable[[Tensor, Distribution], Tensor]) -> Divergence:
-    """The divergence whose rows (C,) are `value` of the draft's log-probabilities (C, Vd) and the target's p."""
+    """Return the divergence whose rows (C,) are `value` of the draft's log-probabilities (C, Vd) and the target's p."""
 
     def divergence(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
@@ -84,7 +84,7 @@ def by_autograd(value: Callable[[Tensor, Distribution], Tensor]) -> Divergence:
 
 
 def kl(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
-    """KL(p || q), EAGLE-3's soft cross-entropy (arXiv 2503.01840) less the entropy of p, which has no gradient."""
+    """KL(p || q), EAGLE-3's soft cross-entropy (arXiv 2503.01840) minus the entropy of p, which has no gradient."""
     return p.negative_entropy - vecdot(p.probs, q.logits) + q.lse, q.probs - p.probs
 
 
@@ -96,7 +96,7 @@ def cross_entropy(logq: Tensor, p: Distribution) -> Tensor:
 
 @by_autograd
 def reverse_kl(logq: Tensor, p: Distribution) -> Tensor:
-    """KL(q || p); p is kept from zero, where the divergence would be infinite."""
+    """KL(q || p), with p bounded away from zero, where the divergence would be infinite."""
     value: Tensor = vecdot(logq.exp(), logq - p.logs.clamp_min(-23.0))
     return value
 
@@ -118,14 +118,14 @@ def negative_log_acceptance(q: Distribution, p: Distribution) -> tuple[Tensor, T
 
 def jsd(beta: float = 0.5) -> Divergence:
     """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, 0 < beta < 1 (Agarwal et al., arXiv
-    2306.13649, section 2): divided by beta, close to KL(p || q) for a small one; by 1 - beta, to KL(q || p) for a
-    large."""
+    2306.13649, section 2). Divided by beta, it is close to KL(p || q) for small beta; divided by 1 - beta, it is close
+    to KL(q || p) for large beta."""
 
     @by_autograd
     def value(logq: Tensor, p: Distribution) -> Tensor:
         q = logq.exp()
         m = (beta * p.probs + (1 - beta) * q).clamp_min(1e-30)
-        # The entropy of m less those of p and q.
+        # The entropy of m minus the weighted entropies of p and q.
         divergence: Tensor = beta * p.negative_entropy + (1 - beta) * vecdot(q, logq) - vecdot(m, m.log())
         return divergence
 
@@ -133,8 +133,8 @@ def jsd(beta: float = 0.5) -> Divergence:
 
 
 def kl_tv(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
-    """w KL(p || q) + (1 - w) TV(p, q), w = exp(-3 acceptance) held fixed: KL leads while the distributions share
-    little, and total variation once they share much (arXiv 2602.23881)."""
+    """w KL(p || q) + (1 - w) TV(p, q), with w = exp(-3 acceptance) held constant. KL dominates while the distributions
+    overlap little, and total variation once they overlap much (arXiv 2602.23881)."""
     distance, pull = total_variation(q, p)
     divergence, grad = kl(q, p)
     w = (-3 * (1 - distance)).exp()
@@ -153,7 +153,8 @@ LOSSES: dict[str, Divergence] = {
 
 
 def check_loss_settings(config: Any, also: str | None = None) -> None:
-    """UserError where the `depth`, `depth_decay` or `loss` of a head's config cannot be; `also` is one loss more."""
+    """Raise UserError for an invalid `depth`, `depth_decay` or `loss` of a head's config. `also` is one more valid
+    loss."""
     expect(1 <= config.depth <= MOST_NODES, "head.depth", f"1 to {MOST_NODES}", config.depth)
     expect(0 < config.depth_decay <= 1, "head.depth_decay", "a number in (0, 1]", config.depth_decay)
     expect_one_of([*LOSSES] if also is None else [also, *LOSSES], "head.loss", config.loss)
@@ -172,17 +173,16 @@ def draft_loss(
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The draft's divergence from the target at R supervised labels and K depths.
+    """Return the draft's divergence from the target at R supervised labels and K depths.
 
     states (K, R, D): the draft's normed states; weight (Vd, D): its output head; valid (K, R) bool: rows that exist at
     that depth; hidden (R, D'): the target's post-norm states that predict the labels; target_logits: (C, D') -> (C, V)
-    float32; kept (Vd,) int64: the target ids of the draft vocabulary; scale (K,): what each depth's sum is multiplied
-    by.
+    float32; kept (Vd,) int64: the target ids of the draft vocabulary; scale (K,): the factor of each depth's sum.
 
-    p is renormalised over the draft vocabulary, and a row whose likeliest token lies outside it is left out of the
-    loss, as in EAGLE-3: there the draft cannot be right. Returns the scaled loss (), and detached: sums (K,), `correct`
+    p is renormalised over the draft vocabulary. As in EAGLE-3, the loss leaves out rows whose likeliest token is
+    outside it, because the draft cannot be right there. Returns the scaled loss () and, detached, sums (K,), `correct`
     (K, R) bool (the likeliest tokens agree), `overlap` (K,) (sum of min(p, q) over the whole target vocabulary).
-    `soft_cap`: the draft's logits z are soft_cap * tanh(z / soft_cap). `chunk` sets the rows handled at once.
+    `soft_cap`: the draft's logits z are soft_cap * tanh(z / soft_cap). `chunk` sets the number of rows handled at once.
     """
     divergence = LOSSES[loss] if isinstance(loss, str) else loss
     total, sums, correct, overlap = _DraftLoss.apply(  # type: ignore[no-untyped-call]
@@ -192,10 +192,10 @@ def draft_loss(
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """(m, k) @ (k, n) -> (m, n).
+    """Return the matrix product (m, k) @ (k, n) -> (m, n).
 
-    Float32 on a CPU goes through oneDNN, by the operator that torch's own compiler calls. `@` goes through MKL, which
-    uses no AVX-512 on a processor that is not Intel's: scripts/bench_losses.py times both.
+    Float32 on a CPU uses oneDNN, through the operator that torch's own compiler calls. `@` uses MKL, which does not use
+    AVX-512 on processors other than Intel's. scripts/bench_losses.py times both.
     """
     if a.device.type == "cpu" and a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         made: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
@@ -222,7 +222,7 @@ class _DraftLoss(torch.autograd.Function):
         wide = torch.promote_types(states.dtype, torch.float32)
         matrix = weight.to(states.dtype)
         grad_states = torch.empty_like(states)
-        # An output head that is the frozen target's own has no gradient, and gets none computed.
+        # The frozen target's own output head needs no gradient, so none is computed.
         grad_weight = weight.new_zeros(weight.T.shape, dtype=wide).T if ctx.needs_input_grad[1] else None
         sums, overlap = torch.zeros(2, K, dtype=wide, device=states.device)
         correct = torch.zeros(K, R, dtype=torch.bool, device=states.device)
@@ -245,15 +245,15 @@ class _DraftLoss(torch.autograd.Function):
                         grad = grad * (1 - bend * bend)
                     grad = grad.to(states.dtype)
                     counted = live & (best >= 0)
-                    rows = (counted * scale[k]).to(states.dtype)[:, None]  # scales what is D wide, not Vd
+                    rows = (counted * scale[k]).to(states.dtype)[:, None]  # scales tensors of width D, not Vd
                     grad_states[k, part] = matmul(grad, matrix) * rows
                     if grad_weight is not None:
                         grad_weight += matmul((state * rows).T, grad).T
                     sums[k] += vecdot(value, counted.to(wide))
                     correct[k, part] = (q.best == best) & live
-                    shared = q.probs.clamp_(max=acceptable).sum(-1)  # in place: nothing reads q behind it
+                    shared = q.probs.clamp_(max=acceptable).sum(-1)  # in place: q is not read afterwards
                     overlap[k] += vecdot(shared, live.to(wide))
-                    del z, q, grad  # before the next of their size are made
+                    del z, q, grad  # before the next tensors of their size are made
         ctx.save_for_backward(grad_states, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(sums, correct, overlap)
         return (sums * scale).sum(), sums, correct, overlap
@@ -267,21 +267,21 @@ class _DraftLoss(torch.autograd.Function):
 
 
 def _target(logits: Tensor, kept: Tensor, draft_ids: Tensor) -> tuple[Tensor, Distribution, Tensor]:
-    """Of the target's logits (C, V), which are written over: the likeliest token's id in the draft vocabulary (C,), -1
-    if it has none; p; and what can be accepted (C, Vd), the probabilities over the whole target vocabulary."""
+    """Return, from the target's logits (C, V), which are overwritten: the likeliest token's id in the draft vocabulary
+    (C,), -1 if it has none; p; and what can be accepted (C, Vd), the probabilities over the whole target vocabulary."""
     if len(kept) == logits.shape[1]:
         p = Distribution(logits)
         return draft_ids[p.best], p, p.probs
     p = Distribution(logits.index_select(1, kept))
     best = likeliest(logits)
     most = logits.gather(1, best[:, None])[:, 0]
-    torch.softmax(logits, -1, out=logits)  # fresh memory of this size takes longer to get than the softmax
+    torch.softmax(logits, -1, out=logits)  # allocating memory of this size takes longer than the softmax
     lse = most - logits.gather(1, best[:, None])[:, 0].log_()
     return draft_ids[best], p, p.probs * (p.lse - lse).exp_()[:, None]
 
 
 def _draft_ids(kept: Tensor, width: int) -> Tensor:
-    """(V,) int64: the draft id of each target id, -1 where it has none."""
+    """Return (V,) int64: the draft id of each target id, -1 if it has none."""
     ids = kept.new_full((width,), -1)
     ids[kept] = torch.arange(len(kept), device=kept.device)
     return ids

@@ -1,14 +1,13 @@
-"""Medusa (Cai et al., arXiv 2401.10774): K heads on the target's last hidden state, each blind to the others.
+"""Medusa (Cai et al., arXiv 2401.10774): K heads on the target's last hidden state, independent of each other.
 
     head k = 1..K:  q_k = softmax(W2_k z_k),  z_k = h_t, then num_layers times  z_k <- z_k + SiLU(W1 z_k + b1)
 
-h_t is the hidden state after the final norm and head k predicts x_{t+1+k}. W1 and b1 begin at zero and W2_k as the
-target's own output head. Loss = sum over k of depth_decay^k * cross-entropy of x_{t+1+k} (section 2.2.1), or a
-divergence from the target's distribution of that token: in text that the target sampled the same on average, and less
-noisy.
+h_t is the hidden state after the final norm, and head k predicts x_{t+1+k}. W1 and b1 start at zero and W2_k as the
+target's output head. Loss = sum over k of depth_decay^k * cross-entropy of x_{t+1+k} (section 2.2.1), or a divergence
+from the target's distribution of that token. On text sampled from the target it is the same on average, and less noisy.
 
-A tree's level k holds head k's likeliest tokens, the same below every node. The runtime's newest observed state is h_t
-where the root is x_{t+1}, so head k stands k tokens below the root in drafting as in training.
+Level k of a tree holds the likeliest tokens of head k, the same below every node. If the root is x_{t+1}, the runtime's
+newest hidden state is h_t, so head k drafts the k-th token after the root, as in training.
 
 Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K depth, W nodes of one level, R labels.
 """
@@ -48,16 +47,16 @@ from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import build_vocab, check_kept, check_table
 
 MOST_RANKS = 32
-"""Candidates of one head that a tree may use."""
+"""Maximum number of candidates of one head that a tree may use."""
 
 Path = tuple[int, ...]
 
 
 def grow_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
-    """The paths of the likeliest nodes, `nodes` of them with the root, which has no path of its own.
+    """Return the paths of the `nodes` likeliest nodes, counting the root, which has no path.
 
-    accuracies (K, R). Fewer where no other node can be right; the first path at least. Ties go to the shorter path,
-    then to the better ranks.
+    accuracies (K, R). Returns fewer paths if all other nodes have accuracy 0, but at least one. Ties go to the shorter
+    path, then to the better ranks.
     """
     found: list[Path] = []
     heap: list[tuple[float, int, Path]] = [(-accuracy, 1, (rank,)) for rank, accuracy in enumerate(accuracies[0])]
@@ -75,7 +74,7 @@ def grow_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, 
 
 MOST_LAYERS = 64
 AHEAD = 2
-"""Depth 0, the paper's head 1, predicts the token at t + AHEAD."""
+"""Depth 0, head 1 in the paper, predicts the token at t + AHEAD."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,28 +85,28 @@ class MedusaSettings:
     """Tokens the head can draft: the most frequent in the training data. Null: the target's whole vocabulary, as in
     the paper."""
     depth: int = 5
-    """Medusa heads; the k-th drafts the k-th draft token."""
+    """Number of Medusa heads. The k-th head drafts the k-th draft token."""
     num_layers: int = 1
-    """Residual blocks of each head."""
+    """Number of residual blocks in each head."""
     depth_decay: float = 0.8
     """Weight of head k in the loss is depth_decay^k, k from 0."""
     loss: str = LABELS
     """`labels`: cross-entropy on the text, as in the paper. Or a divergence between the distributions of target and
     draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
     tree_nodes: int = 64
-    """Nodes of the static tree, root included, which is grown from measured accuracies; 0 grows none."""
+    """Number of nodes of the static tree, root included. The tree is grown from measured accuracies; 0 grows none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(MedusaSettings):
-    """Everything that the head's function and its training loss depend on, and the tree that fits it."""
+    """Everything that the head's function and its training loss depend on, and its static tree."""
 
     hidden_size: int
     vocab_size: int
-    """The target's vocabulary: the width of its logits."""
+    """Size of the target's vocabulary, the width of its logits."""
     draft_vocab_size: int = field()
     tree: tuple[Path, ...] | None = None
-    """The static tree, each node but the root as the ranks on its path; None before it is measured."""
+    """Static tree, each node except the root as the ranks on its path; None before it is measured."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self, also=LABELS)
@@ -128,11 +127,11 @@ class MedusaState:
     length: Tensor  # (B,) int64, the root's position
     hidden: Tensor  # (B, D), the target's state before the root
     levels: list[Any]
-    """By depth, the heads with the backend's products: (B, D) -> logits (B, Vd)."""
+    """For each depth, the head with the backend's products: (B, D) -> logits (B, Vd)."""
 
 
 class ResidualBlock(nn.Module):
-    """z + SiLU(W1 z + b1)."""
+    """Residual block: z + SiLU(W1 z + b1)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -140,11 +139,11 @@ class ResidualBlock(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         update = silu(self.linear(z))
-        return z.to(update.dtype) + update  # the dtype of autocast, where there is one
+        return z.to(update.dtype) + update  # autocast's dtype, if it is enabled
 
 
 class Medusa(nn.Module, DraftHead):
-    """The head. It is saved as the paper's own repository names its tensors."""
+    """Medusa head. The paper's own repository uses the same tensor names."""
 
     config: MedusaConfig
     kept: Tensor
@@ -155,7 +154,7 @@ class Medusa(nn.Module, DraftHead):
         D = config.hidden_size
         self.config = config
         self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
-        # Blocks, then the output head, which numbers the tensors as the paper's repository does.
+        # Blocks, then the output head: this numbers the tensors as the paper's repository does.
         self.heads: Any = nn.ModuleList(
             nn.Sequential(
                 *(ResidualBlock(D) for _ in range(config.num_layers)), nn.Linear(D, config.draft_vocab_size, bias=False)
@@ -191,7 +190,7 @@ class Medusa(nn.Module, DraftHead):
 
     def to_checkpoint(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = self.heads.state_dict()
-        if len(self.kept) < self.config.vocab_size:  # engines want no table where it says nothing
+        if len(self.kept) < self.config.vocab_size:  # engines want no table if it keeps all tokens
             weights["token_map"] = self.kept
         return weights
 
@@ -209,18 +208,19 @@ class Medusa(nn.Module, DraftHead):
 
     @torch.no_grad()
     def initialise(self, lm_head: Tensor) -> None:
-        """Every head begins as the target's own output head, lm_head (V, D), on the state as it is."""
+        """Start every head as the target's own output head, lm_head (V, D), on the unchanged state."""
         for head in self.heads:
             for parameter in head[:-1].parameters():
                 nn.init.zeros_(parameter)
             head[-1].weight.copy_(lm_head[self.kept.to(lm_head.device)])
 
     def step(self, hidden: Tensor, k: int) -> Tensor:
-        """(..., D) hidden states -> (..., D), what depth k's output head reads; the same in training and drafting."""
+        """Return the input of depth k's output head, (..., D) hidden states -> (..., D); the same in training and
+        drafting."""
         return self.heads[k][:-1](hidden)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, k: int) -> Tensor:
-        """(..., D) hidden states -> (..., Vd) logits of depth k."""
+        """Return the logits of depth k, (..., D) hidden states -> (..., Vd)."""
         return self.heads[k](hidden.to(self.heads[k][-1].weight.dtype))  # type: ignore[no-any-return]
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
@@ -294,8 +294,8 @@ class Medusa(nn.Module, DraftHead):
 
     @torch.no_grad()
     def ranks(self, batch: Batch) -> Tensor:
-        """(K, B, T) int64: at [k, b, t], the place of x_{t+2+k} among depth k's candidates, 0 the likeliest; Vd
-        where the head cannot draft it. Padding where a document ends."""
+        """Return (K, B, T) int64: at [k, b, t], the rank of x_{t+2+k} among depth k's candidates, 0 for the likeliest,
+        Vd if the head cannot draft it. Entries past a document's end are padding."""
         column = torch.full((self.config.vocab_size,), self.config.draft_vocab_size, device=self.kept.device)
         column[self.kept] = torch.arange(len(self.kept), device=self.kept.device)
         found = []
@@ -310,7 +310,7 @@ class Medusa(nn.Module, DraftHead):
 
     @torch.no_grad()
     def grow_tree(self, batches: Iterable[Batch]) -> None:
-        """Choose the static tree by how often each head's i-th candidate is the label, over held-out text."""
+        """Choose the static tree from how often each head's i-th candidate is the label, on held-out text."""
         K, most = self.config.depth, min(MOST_RANKS, self.config.draft_vocab_size)
         hits, labels = torch.zeros(K, most, dtype=torch.float64), torch.zeros(K, dtype=torch.int64)
         for batch in batches:

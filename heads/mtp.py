@@ -1,14 +1,15 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules that go on where the target stopped.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules that continue after the target's last
+layer.
 
     u^k_t = M_k [norm(h^{k-1}_t) ; norm(e(x_{t+k}))]    h^0_t: the target's last hidden state, after its final norm
     h^k_t = norm(block_k(u^k_t))                        predicts x_{t+k+1} through the target's own output head
 
-vLLM's classes for DeepSeek, GLM and MiMo read the token at position 0 as zeros, and so does ours in their layouts.
-Module k is of its own (DeepSeek, num_modules = depth), or one module is applied at every step (FastMTP, arXiv
-2509.18362, num_modules = 1; its training lets step k see the step-k keys of all slots, ours what drafting will see, as
-`heads.recurrent` explains). Embedding and output head are the target's, frozen and not stored. Loss = sum over k of
-beta^{k-1} / (sum of them) * KL(p || q_k) / rows (FastMTP's weights, with the target's distribution p in the place of
-its token), over a draft vocabulary if there is one.
+vLLM's classes for DeepSeek, GLM and MiMo read the token at position 0 as zeros; so does this head in their layouts.
+Each step has its own module (DeepSeek, num_modules = depth), or all steps share one (FastMTP, arXiv 2509.18362,
+num_modules = 1). FastMTP's training lets step k see the step-k keys of all slots; here step k sees the same keys as in
+drafting (`heads.recurrent.draft`). Embeddings and output head are the target's, frozen and not stored. Loss = sum over
+k of beta^{k-1} / (sum of them) * KL(p || q_k) / rows, over the draft vocabulary if there is one. These are FastMTP's
+weights, with the target's distribution p instead of its token.
 
 Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth, J modules.
 """
@@ -39,29 +40,29 @@ from heads.target.rotary import rotary_of, rotation_by
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 OF_THE_CHECKPOINT = {part.name for part in fields(BlockSettings)} | {"num_modules", "layout"}
-"""Settings that native modules bring with them."""
+"""Settings that native modules determine."""
 TOKEN_SHARE = 0.5
-"""Share of the token's embedding in what a module that begins by copying reads, beside the state's of 1."""
+"""Weight of the token's embedding in the input of a module that begins by copying; the state has weight 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpSettings(StartSettings, BlockSettings):
-    """Settings of the head in a recipe. Native modules begin as they are, whatever `initial_weights` says."""
+    """Settings of the head in a recipe. `initial_weights` has no effect on native modules."""
 
     draft_vocab_size: int | None = None
     """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. Null: the
-    target's whole vocabulary, the only one that engines read."""
+    target's whole vocabulary, which is all that engines support."""
     native: bool = False
-    """Start from the modules that the target's checkpoint holds. They bring their own shape with them."""
+    """Start from the modules in the target's checkpoint. They determine the head's shape."""
     layout: str | None = None
-    """Family whose tensor names and order of the projection are used: `mimo`, `deepseek` or `qwen`. Null: `mimo`, or
-    that of native modules."""
+    """Model family that determines the tensor names and the order of the projection's inputs: `mimo`, `deepseek` or
+    `qwen`. Null: `mimo`, or the family of the native modules."""
     num_modules: int | None = None
-    """Modules. The last one is applied at all remaining steps. Null: 1, or the native ones."""
+    """Number of modules. The last one is applied at all remaining steps. Null: 1, or the number of native modules."""
     depth: int | None = None
-    """Steps to train. Null: 3, or as many as there are native modules if they are more."""
+    """Number of steps to train. Null: 3, or the number of native modules if that is larger."""
     depth_decay: float = 0.6
-    """Weight of step k in the loss is depth_decay^(k - 1), as a fraction of their sum."""
+    """Weight of step k in the loss is depth_decay^(k - 1), as a fraction of the sum of all weights."""
     loss: str = "kl"
     """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
     `negative_log_acceptance`, `jsd` or `kl_tv`."""
@@ -72,7 +73,7 @@ class MtpConfig(BlockConfig, MtpSettings):
     """Everything that the head's function and its training loss depend on."""
 
     decoder: dict[str, Any] | None = None
-    """Native: what the modules' blocks are made from, `heads.target.block.block_record`."""
+    """Native modules: the record that their blocks are made from (`heads.target.block.block_record`)."""
     draft_vocab_size: int = field()
     layout: str = "mimo"
     num_modules: int = 1
@@ -92,7 +93,7 @@ class MtpConfig(BlockConfig, MtpSettings):
 
 
 class MtpModule(nn.Module):
-    """Two norms, the projection of their concatenation, one decoder block, a final norm."""
+    """Two norms, the projection of their concatenation, one decoder block and a final norm."""
 
     def __init__(self, size: int, norm: Callable[[], nn.Module], block: nn.Module, *, hidden_first: bool) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class MtpModule(nn.Module):
 
 
 class Mtp(Recurrent):
-    """The head. It is saved beside the target's own config, under the names of the family that its layout names."""
+    """MTP head. It is saved with the target's config, under the tensor names of its layout's family."""
 
     config: MtpConfig
 
@@ -135,7 +136,8 @@ class Mtp(Recurrent):
             blocks, norm, self.cos_sin = maker.layers, maker.norm, partial(rotation_by, maker.rotary)
         self.mtp_layers = nn.ModuleList(MtpModule(D, norm, block, hidden_first=hidden_first) for block in blocks)
         self.stored: dict[str, torch.dtype] = {}
-        """Tensors of the checkpoint that native modules are of, in whose names and dtypes they are saved."""
+        """Dtype of each tensor in the checkpoint that native modules come from. They are saved under the same names and
+        dtypes."""
         self.register_buffer("kept", kept, persistent=False)
 
     @classmethod
@@ -159,7 +161,7 @@ class Mtp(Recurrent):
         config = MtpConfig(**{**defaults, **said})
         try:
             head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
-        except (TypeError, AttributeError, LookupError) as error:  # what layers of unknown families raise
+        except (TypeError, AttributeError, LookupError) as error:  # raised by layers of unknown families
             if native is None:
                 raise
             raise UserError(
@@ -188,7 +190,7 @@ class Mtp(Recurrent):
         return LAYOUTS[self.config.layout]
 
     def modules_by_field(self) -> dict[str, Tensor]:
-        """The modules' tensors under the family's names; native ones as the checkpoint stores them."""
+        """Return the modules' tensors under the family's names; native modules in the dtypes of the checkpoint."""
         field = to_field(self.state_dict(), self.layout, self.config.num_target_layers, self.stored)
         return {name: value.to(self.stored.get(name, value.dtype)) for name, value in field.items()}
 
@@ -196,7 +198,7 @@ class Mtp(Recurrent):
         return self.modules_by_field() | vocab_tables(self.kept, self.config.vocab_size)
 
     def load_modules(self, weights: dict[str, Tensor]) -> None:
-        """Load tensors under the family's names. UserError unless they are the modules', none more and none fewer."""
+        """Load tensors with the family's names. Raises UserError unless they are exactly the modules' tensors."""
         if self.config.native:
             self.stored = {name: value.dtype for name, value in weights.items() if value.dtype in FLOATS}
         check_tensors(self.modules_by_field(), weights)
@@ -204,8 +206,8 @@ class Mtp(Recurrent):
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
-        """Start where the target is: each module hands on the hidden state at the size that it has. The target's output
-        head reads it as it is, and the next step norms it."""
+        """Start from the target: each module passes the hidden state on at its own scale. The target's output head
+        reads it unchanged, and the next step norms it."""
         D, scale = self.config.hidden_size, float(probe.norm.square().mean().sqrt()) * probe.logit_scale
         half = slice(0, D) if self.layout.hidden_first else slice(D, 2 * D)
         for module in self.mtp_layers:
@@ -214,8 +216,8 @@ class Mtp(Recurrent):
             nn.init.constant_(module.final_layernorm.get_parameter("weight"), scale)
 
     def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
-        """Find slots by the token that their state is of, and write the token that they read: the first module, which
-        then reads a part of the token's embedding, too."""
+        """Return the first module's attention and its probe: find slots by the token whose state they hold, and write
+        the token that they read. The module's input then includes some of the token's embedding."""
         module = self.mtp_layers[0]
         assert isinstance(module, MtpModule) and isinstance(module.block, DecoderLayer)
         D = self.config.hidden_size
@@ -229,7 +231,7 @@ class Mtp(Recurrent):
         return module.block.self_attn, AttentionProbe(inputs, inputs, read=following, before=token, written=written)
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
-        """h^0, in the type that the projection computes in."""
+        """Return h^0 in the dtype that the projection computes in."""
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             return hidden.to(torch.get_autocast_dtype(device))

@@ -1,8 +1,8 @@
-"""Heads that others published, in their own projects' forms, and heads to start training from.
+"""Heads that other projects published in their own forms, and heads to start training from.
 
-A head of ours says in its config.json what it is and for which target. Any other head is read for a target that the
-user names: the first format that knows the folder brings it into our terms (`heads.formats.base.Format.read`), and from
-there on it is a head like any other.
+The config.json of draftsmith's heads names their kind and target. Any other head is read for a target that the user
+names. The first format that recognises the folder converts it (`heads.formats.base.Format.read`). After that it is a
+head like any other.
 """
 
 import json
@@ -19,20 +19,20 @@ from heads.target.frozen import FrozenTarget
 
 
 def is_published(path: str) -> bool:
-    """Return True for a head in another project's form: a folder or a Hub id, or the name of a pickle in it."""
+    """Return True for a head in another project's form: a folder, a Hub id, or either with the name of a pickle."""
     return foreign_config(path) is not None
 
 
 def read_published(path: str, target: FrozenTarget) -> Any:
-    """Return a head in another project's form, of the kind that it is. UserError where it is damaged, made for another
-    target, or in no form that is read."""
+    """Return a head in another project's form. Raises UserError if it is damaged, made for another target, or in no
+    known form."""
     source = open_source(path, foreign_config(path) or {})
     for kind, method in HEADS.items():
         try:
             reading = method.format.read(source, target)
         except UserError:
             raise
-        except Exception as error:  # values of types that no head's config.json has
+        except Exception as error:  # types of values that no head's config.json has
             raise UserError(f"{path}: config.json describes no head ({first_line(error)})") from error
         if reading is not None:
             head = restore_head(kind, reading.config, reading.weights, path)
@@ -46,7 +46,8 @@ def read_published(path: str, target: FrozenTarget) -> Any:
 
 
 def open_any(path: str, target: FrozenTarget) -> Any:
-    """Return the head at a path or Hub id, ours or published. UserError if it was made for another target."""
+    """Return the head at a path or Hub id, draftsmith's or published. Raises UserError if it was made for another
+    target."""
     if is_published(path):
         return read_published(path, target)
     folder = find_head(path)
@@ -55,10 +56,10 @@ def open_any(path: str, target: FrozenTarget) -> Any:
 
 
 def start_from(path: str, kind: str, settings: Mapping[str, Any], target: FrozenTarget) -> Any:
-    """Return a head of a recipe's `kind` with shape, layers and weights of the one at `path`.
+    """Return a head of a recipe's `kind` with the shape, layers and weights of the head at `path`.
 
-    settings: those that the recipe gives. What training alone decides (`Method.training`) is the recipe's; any other
-    that the head at `path` has otherwise raises UserError by its key.
+    settings: those in the recipe. Settings that affect only the training (`Method.training`) are taken from the recipe.
+    Any other that differs from the head at `path` raises UserError with its key.
     """
     found = open_any(path, target)
     if kind_of(found) != kind:

@@ -1,4 +1,4 @@
-"""Registry of the heads, and their construction for a target."""
+"""Registry of the heads, with functions that build them for a target."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,20 +23,20 @@ from heads.untrained.lookup import Lookup
 
 @dataclass(frozen=True)
 class Method:
-    """A method of drafting whose heads are trained."""
+    """Method of drafting whose heads are trained."""
 
     head: type[Any]
-    """A class that fulfils `heads.base.DraftHead`."""
+    """Class that implements `heads.base.DraftHead`."""
     Settings: type[Any]
-    """Settings of the head in a recipe, a frozen dataclass with defaults; None follows the target."""
+    """Settings of the head in a recipe, a frozen dataclass with defaults. None is replaced with the target's value."""
     format: Format
-    """The folder that the head is saved as."""
+    """Format of the folder in which the head is saved."""
     training: frozenset[str] = frozenset({"depth", "depth_decay", "loss"})
-    """Settings that decide on the training alone: a head started from another may have others."""
+    """Settings that affect only the training. A head that starts from another may have different ones."""
 
 
 ANCHORED = frozenset({"num_anchors", "gamma", "weights"})
-"""Settings of the training of heads that draft a block."""
+"""Settings that affect only the training of heads that draft a block."""
 
 HEADS = {
     "eagle3": Method(Eagle3, Eagle3Settings, eagle3.FORMAT),
@@ -47,11 +47,11 @@ HEADS = {
     "dspark": Method(DSpark, DSparkSettings, dflash.DSPARK, ANCHORED | {"ce_weight", "kl_weight", "l1_weight"}),
     "draft": Method(Draft, DraftSettings, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
 }
-"""The methods by their kind, which recipes and saved heads name. Published heads are read by the first that knows them,
-and as draft models last: other heads' folders look like models, too."""
+"""Methods by kind, the name in recipes and in saved heads. A published head is read as the first kind that recognises
+it. Draft models come last, because the folders of other heads look like models, too."""
 
 UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
-"""kind -> a class that fulfils `heads.base.Drafter` and is made from a number and a target, by `for_target`."""
+"""Class of each kind. It implements `heads.base.Drafter`; its `for_target` takes a number and a target."""
 
 
 def kind_of(head: Any) -> str:
@@ -61,9 +61,10 @@ def kind_of(head: Any) -> str:
 
 
 def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> Any:
-    """A new head for `target`. `settings` are the recipe's; what it leaves out follows the target's own shape.
+    """Return a new head for `target`. `settings` are the recipe's; the target's own shape replaces those left out.
 
-    token_counts (V,) int64: how often each target id is a label in the training data; it decides the draft vocabulary.
+    token_counts (V,) int64: how often each target id is a label in the training data. The draft vocabulary is chosen
+    from it.
     """
     method = HEADS[kind]
     chosen = {name: value for name, value in settings.items() if value is not None}
@@ -79,7 +80,7 @@ def untrained_kind(text: str) -> str | None:
 
 
 def build_untrained(text: str, target: FrozenTarget) -> Any:
-    """Make the drafter that `KIND:NUMBER` names."""
+    """Return the drafter that `KIND:NUMBER` names."""
     kind, _, number = text.partition(":")
     if not number.isdecimal():
         raise UserError(f"{text}: expected {kind} with a number, such as {kind}:3")

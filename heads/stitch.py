@@ -1,8 +1,8 @@
-"""A copy of a target's checkpoint with the modules of an MTP head in the place of its own.
+"""Copies of a target's checkpoint with the modules of an MTP head in place of its own.
 
-A module's tensors keep the names, shapes and dtypes that the checkpoint has, so its files are copied and the bytes of
-these tensors overwritten: every other byte is the checkpoint's. A checkpoint without modules, of a family that has
-them, gets them in a file of their own, and its index and its config.json say so.
+The modules' tensors have the names, shapes and dtypes of the checkpoint's own. So its files are copied, and only the
+bytes of these tensors are overwritten. A checkpoint without modules, of a family that has them, gets them in an
+additional file, and its index and config.json are updated.
 """
 
 import json
@@ -29,13 +29,13 @@ from heads.target.frozen import load_target
 from heads.target.hub import is_here
 
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Names in safetensors files of the dtypes that modules are stored in."""
+"""Dtypes that modules are stored in, by their names in safetensors files."""
 ADDED = "model-mtp.safetensors"
-"""File of modules that the checkpoint did not have."""
+"""Additional file for modules that the checkpoint did not have."""
 ONLY = "model-00001-of-00001.safetensors"
-"""Name of a checkpoint's only file once an index names it."""
+"""Name of a checkpoint's only file after an index is added."""
 NOT_COPIED = (".git", ".cache")
-"""Folders of the tools that fetched the checkpoint."""
+"""Folders of the tools that downloaded the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -46,30 +46,30 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Place in the file of its first byte."""
+    """Offset of its first byte in the file."""
     size: int
-    """Bytes."""
+    """Number of bytes."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The files of a target on disk."""
+    """Files of a target on disk."""
 
     folder: Path
     config: dict[str, Any]
     layers: int
-    """Decoder layers of the target."""
+    """Number of decoder layers of the target."""
     entries: Mapping[str, Entry]
     index: dict[str, Any] | None
-    """Metadata and files of the tensors; None for a checkpoint of one file."""
+    """Metadata, and the file of each tensor; None for a checkpoint with one file."""
 
 
 def stitch(head: str, target: str, out: Path, *, trust_remote_code: bool = False) -> list[str]:
-    """Write a copy of the checkpoint in the folder `target` with the modules of the head at a path or Hub id; return
+    """Write a copy of the checkpoint in the folder `target` with the modules of the head at a path or Hub id. Return
     the names of the files that differ.
 
-    UserError where the head is for another target or does not fit, where `out` holds something, and where files are
-    damaged. `out` is written whole or not at all.
+    Raises UserError if the head is for another target or does not fit, if `out` is not empty, or if files are damaged.
+    `out` is written completely or not at all.
     """
     out = Path(os.path.realpath(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -85,8 +85,8 @@ def stitch(head: str, target: str, out: Path, *, trust_remote_code: bool = False
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read config.json, the index and the headers of the tensors' files. UserError where they are damaged or do not
-    agree."""
+    """Read config.json, the index and the headers of the tensors' files. Raises UserError if they are damaged or
+    disagree."""
     if not is_here(str(folder)) or not folder.is_dir():
         raise UserError(f"{folder}: no such folder; fetch the target's checkpoint and name its folder")
     files, index_file = tensor_files(str(folder)), folder / INDEX
@@ -111,7 +111,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _entries(file: Path) -> dict[str, Entry]:
-    """The header of a safetensors file that is known to be whole."""
+    """Return the header of a safetensors file that is known to be complete."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
@@ -124,8 +124,8 @@ def _entries(file: Path) -> dict[str, Entry]:
 
 
 def fitting_modules(head: Mtp, path: str, checkpoint: Checkpoint, config: Any) -> dict[str, Tensor]:
-    """Return the head's tensors by their names and in their dtypes in the checkpoint. UserError unless they are what
-    it has, or what it would have by its Hugging Face `config`."""
+    """Return the head's tensors under their names and in their dtypes in the checkpoint. Raises UserError unless they
+    match the modules that it has, or would have with its Hugging Face `config`."""
     folder, layers = checkpoint.folder, checkpoint.layers
     layout, count = find_modules(checkpoint.entries, layers)
     if count:
@@ -153,7 +153,7 @@ def fitting_modules(head: Mtp, path: str, checkpoint: Checkpoint, config: Any) -
 
 
 def loader_of(checkpoint: Checkpoint) -> MtpLoader:
-    """Return the way in which engines load modules of the target's class. UserError where they load none."""
+    """Return how engines load modules of the target's class. Raises UserError if they load none."""
     name = str(named_class(checkpoint.config))
     if name not in MTP:
         raise UserError(
@@ -164,8 +164,8 @@ def loader_of(checkpoint: Checkpoint) -> MtpLoader:
 
 
 def write_stitched(checkpoint: Checkpoint, modules: Mapping[str, Tensor], out: Path) -> list[str]:
-    """Copy the checkpoint into the folder `out` with `modules`, which fit it: each in the place of the tensor of its
-    name, or all in a file of their own. Return the names of the files that differ."""
+    """Copy the checkpoint into the folder `out` with `modules`, which fit it: each replaces the tensor of its name, or
+    all are in an additional file. Return the names of the files that differ."""
     folder = checkpoint.folder
     files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     files = [file for file in files if file.parts[0] not in NOT_COPIED]
@@ -189,7 +189,7 @@ def write_stitched(checkpoint: Checkpoint, modules: Mapping[str, Tensor], out: P
 
 
 def _overwrite(checkpoint: Checkpoint, modules: Mapping[str, Tensor], fresh: Path) -> list[str]:
-    """Put the modules' bytes in the place of those in copies of the files that hold them."""
+    """Overwrite the modules' bytes in the copies of the files that hold them."""
     by_file: dict[str, list[str]] = {}
     for name in modules:
         by_file.setdefault(checkpoint.entries[name].file.name, []).append(name)
@@ -204,9 +204,9 @@ def _overwrite(checkpoint: Checkpoint, modules: Mapping[str, Tensor], fresh: Pat
 
 
 def _add(checkpoint: Checkpoint, modules: Mapping[str, Tensor], fresh: Path) -> list[str]:
-    """Write the modules into a file of their own, name it in the index, and their number in config.json."""
+    """Write the modules to an additional file, add it to the index, and write their number to config.json."""
     save_file({name: value.contiguous() for name, value in modules.items()}, fresh / ADDED, metadata={"format": "pt"})
-    (fresh / ADDED).chmod(0o644)  # safetensors leaves it readable by its owner alone
+    (fresh / ADDED).chmod(0o644)  # safetensors makes it readable only by its owner
     index = checkpoint.index
     if index is None:
         (only,) = {entry.file.name for entry in checkpoint.entries.values()}

@@ -1,10 +1,10 @@
 """Draft trees: their shapes, parsed from text, and their tensors.
 
-A tree is two integer tensors, `tokens` (B, N) and `parents` (B, N). Node 0 is the root, its own parent; every other
-node stands behind its parent. Verification depends on nothing else, so any way of growing a tree (`heads.growth`) is
-exact. A chain is the tree whose parents are 0, 0, 1, 2, ...
+A tree is two integer tensors, `tokens` (B, N) and `parents` (B, N). Node 0 is the root, which is its own parent. Every
+other node has a higher index than its parent. Verification depends on nothing else, so any way of growing a tree
+(`heads.growth`) is exact. A chain is the tree whose parents are 0, 0, 1, 2, ...
 
-The command line reads shapes, so this file imports no torch.
+The command line parses shapes, so this file does not import torch.
 
 Letters: B batch, N nodes, W nodes expanded at one level, R children picked for each of them.
 """
@@ -32,13 +32,14 @@ class TreeShape:
     """Shape of a round's draft; `parse_shape` reads it from text."""
 
     depth: int
-    """Number of levels below the root, and of tokens that a round can accept."""
+    """Number of levels below the root: the maximum number of draft tokens that a round can accept."""
     top_k: int
-    """Number of children picked for each expanded node, and of nodes expanded in a level."""
+    """Number of children picked for each expanded node, and number of nodes expanded in a level."""
     nodes: int
-    """Number of nodes verified in a round, with the root."""
+    """Number of nodes verified in a round, root included."""
     paths: tuple[tuple[int, ...], ...] | None = None
-    """Nodes of a static tree but the root, as the ranks of the children on their paths; None in a dynamic one."""
+    """Nodes of a static tree except the root, each as the ranks of the children on its path; None for a dynamic
+    tree."""
     text: str = ""
 
     def __str__(self) -> str:
@@ -46,7 +47,7 @@ class TreeShape:
 
 
 ROOT_ONLY = TreeShape(depth=0, top_k=0, nodes=1, text="none")
-"""Shape of plain decoding, which drafts nothing."""
+"""Shape of plain decoding, without a draft."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +57,22 @@ class Proposal:
     tokens: Tensor  # (B, N) int64, target ids; node 0 is the root
     parents: Tensor  # (B, N) int64; parents[:, 0] = 0, parents[:, j] < j
     depths: Tensor  # (B, N) int64; 0 for the root
-    scores: Tensor  # (B, N) float32, log-probability of the path by the distributions of `Pick`; 0 for the root
+    scores: Tensor  # (B, N) float32, log-probability of the path in the distributions of `Pick`; 0 for the root
     expanded: Tensor | None = None
-    """(B, N) int64: the index of each node among those that `grow` expanded, in order; -1 for the root and nodes that
-    were not expanded. None for a chain, where node j is number j - 1, and the last is not expanded."""
+    """(B, N) int64: index of each node among those that `grow` expanded, in order; -1 for the root and for nodes that
+    were not expanded. None for a chain, where node j has the index j - 1 and the last node is not expanded."""
     confidence: Tensor | None = None
-    """(B, K) float32, of a chain: the head's estimate of how likely each draft token is accepted if those before it
-    are. It depends on the tokens drafted before that one alone. None from heads that make no estimate."""
+    """(B, K) float32, for chains: the head's estimate of the probability that each draft token is accepted if those
+    before it are. It depends only on the tokens drafted before that one. None from heads that make no estimate."""
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Result of a round, row by row. Entries beyond a row's own are padding."""
+    """Result of a round for each row. Entries after a row's last one are padding."""
 
-    accepted: Tensor  # (B,) int64, n: drafted tokens accepted, 0 <= n <= K
-    path: Tensor  # (B, K + 1) int64, the nodes of the accepted path, root first; entries 0 .. n are true
-    emitted: Tensor  # (B, K + 1) int64, the accepted tokens, then the bonus; entries 0 .. n are true
+    accepted: Tensor  # (B,) int64, n: number of draft tokens accepted, 0 <= n <= K
+    path: Tensor  # (B, K + 1) int64, the nodes of the accepted path, root first; entries 0 .. n are valid
+    emitted: Tensor  # (B, K + 1) int64, the accepted tokens, then the bonus token; entries 0 .. n are valid
 
 
 def parse_shape(text: str) -> TreeShape:
@@ -111,7 +112,7 @@ def _check_size(text: str, nodes: int) -> None:
 
 
 def check_width(shape: TreeShape, known: int) -> None:
-    """Raise UserError if a node has more children than the draft has tokens."""
+    """Raise UserError if a node has more children than the draft has tokens to choose from."""
     if shape.top_k > known:
         raise UserError(
             f"tree {shape}: {shape.top_k} children of a node, the head drafts {known} tokens; ask for fewer"
@@ -119,7 +120,8 @@ def check_width(shape: TreeShape, known: int) -> None:
 
 
 def static_shape(paths: Sequence[tuple[int, ...]], text: str) -> TreeShape:
-    """Make a static tree from its nodes' rank paths (Medusa's `choices`). Every prefix of a path must be a path."""
+    """Return a static tree with the given rank paths of its nodes (Medusa's `choices`). Every prefix of a path must be
+    a path."""
     ordered = tuple(sorted(set(paths), key=lambda path: (len(path), path)))
     for path in ordered:
         if len(path) > 1 and path[:-1] not in ordered:
@@ -129,28 +131,28 @@ def static_shape(paths: Sequence[tuple[int, ...]], text: str) -> TreeShape:
 
 
 def is_chain(shape: TreeShape) -> bool:
-    """Return True if each node is the only child of the one before it. Then no masks of ancestors are needed, and
-    accepted keys are already in place."""
+    """Return True if each node is the only child of the node before it. Such a tree needs no ancestor masks, and the
+    keys of accepted tokens are already in place."""
     return shape.nodes == shape.depth + 1 and shape.top_k <= 1
 
 
 class Pick(Protocol):
-    """Drawing of children from the draft's distribution. The runtime provides it, as its acceptance rule depends on
-    it."""
+    """Function that draws children from the draft's distribution. The runtime provides it, because the acceptance rule
+    depends on it."""
 
     def __call__(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`count` (R) children of each of W nodes, best first.
+        """Return `count` (R) children of each of W nodes, best first.
 
-        logits (B, W, Vx); positions (B, W) of the tokens to be drawn; token_ids (Vx,) the target ids of the columns,
-        None where they are 0 .. Vx - 1. Returns target ids (B, W, R) and log-probabilities by which trees rank them:
-        the draft's own, or, where the target takes its likeliest token, sharper ones.
+        logits (B, W, Vx); positions (B, W) of the tokens to draw; token_ids (Vx,) the target ids of the columns, None
+        if they are 0 .. Vx - 1. Returns target ids (B, W, R) and the log-probabilities (B, W, R) that trees rank them
+        by: the draft's own or, if the target takes its likeliest token, sharper ones.
         """
 
 
 def level_widths(shape: TreeShape) -> list[int]:
-    """Return the number of nodes that `grow` expands at each level."""
+    """Return the number of nodes that `grow` expands at each level below the root."""
     if shape.paths is None:
         return [shape.top_k] * max(shape.depth - 1, 0)
     parents = {path[:-1] for path in shape.paths if len(path) > 1}
@@ -158,6 +160,6 @@ def level_widths(shape: TreeShape) -> list[int]:
 
 
 def scratch_slots(shape: TreeShape) -> int:
-    """Return the number of nodes that `grow` expands in all: the slots of the draft's cache that a round needs below
-    the root."""
+    """Return the total number of nodes that `grow` expands: the slots that a round needs in the draft's cache after the
+    root's."""
     return sum(level_widths(shape))

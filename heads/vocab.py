@@ -1,7 +1,7 @@
-"""The draft vocabulary: the target's most frequent labels. A head holds their ids, `kept` (Vd,) int64, ascending.
+"""Draft vocabulary: the most frequent labels. A head holds their target ids, `kept` (Vd,) int64, ascending.
 
-A head's file describes them by two tables, as engines read them, and by none where they are the target's whole
-vocabulary: vLLM refuses a file that has tables then.
+A head's file describes it with the two tables that engines read. If it is the target's whole vocabulary the file has
+none, because vLLM refuses tables then.
 
     d2t (Vd,) int64    target id = draft id + d2t[draft id]
     t2d (V,) bool      True where a target id has a draft id
@@ -17,14 +17,15 @@ from heads.errors import UserError, expect
 
 def build_vocab(counts: Tensor, size: int) -> Tensor:
     """Return the `size` most frequent ids by `counts` (V,), ascending; ties go to the lowest id. Ids with a count of 0
-    fill it up."""
+    are included if there are too few others."""
     V = len(counts)
     expect(0 < size <= V, "head.draft_vocab_size", f"1 to {V} (the target's vocabulary)", size)
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def vocab_tables(kept: Tensor, size: int) -> dict[str, Tensor]:
-    """Return the tables of the ids `kept` out of `size`, under their names in a head's file; none for all of them."""
+    """Return the tables of the ids `kept` out of `size`, under their names in a head's file; none if all ids are
+    kept."""
     if len(kept) == size:
         return {}
     t2d = torch.zeros(size, dtype=torch.bool, device=kept.device)
@@ -33,8 +34,8 @@ def vocab_tables(kept: Tensor, size: int) -> dict[str, Tensor]:
 
 
 def read_vocab(weights: Mapping[str, Tensor], draft_size: int, size: int) -> Tensor:
-    """Return the `draft_size` ids out of `size` that a head's file describes. UserError where its tables are absent, of
-    another form, or do not agree."""
+    """Return the `draft_size` ids out of `size` that a head's file describes. Raises UserError if its tables are
+    absent, have another form, or disagree."""
     if draft_size == size:
         return torch.arange(size)
     for name, shape, dtype in (("d2t", (draft_size,), torch.int64), ("t2d", (size,), torch.bool)):
@@ -50,7 +51,7 @@ def read_vocab(weights: Mapping[str, Tensor], draft_size: int, size: int) -> Ten
 
 
 def check_table(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse a file whose table of that name is absent or has another form."""
+    """Raise UserError if the file's table `name` is absent or has another form."""
     table = weights.get(name)
     if table is None:
         raise UserError(f"lacks {name}; the draft vocabulary belongs inside the head")
@@ -59,6 +60,6 @@ def check_table(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
 
 
 def check_kept(name: str, ids: Tensor, size: int) -> None:
-    """Refuse ids (Vd,) of a draft vocabulary that are not ascending target ids out of `size`."""
+    """Raise UserError unless the ids (Vd,) of a draft vocabulary are ascending target ids out of `size`."""
     if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= size:
         raise UserError(f"{name}: expected ascending target ids below {size}, got {ids.tolist()[:8]}...")

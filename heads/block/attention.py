@@ -1,7 +1,7 @@
 """Attention of draft blocks: each row sees the context before its block's root, and the rows of its own block.
 
-On a GPU by FlexAttention, elsewhere in pieces of neighbouring blocks, whose scores the backward pass makes anew.
-Neither makes a mask of all rows and keys.
+A GPU uses FlexAttention. Other devices compute neighbouring blocks in pieces, and the backward pass recomputes the
+scores of each piece. Neither builds a mask of all rows and keys.
 
 Letters: B batch, H query heads, G query heads per key head, T context tokens, N blocks, R rows of a block, d head
 dimension, C blocks of a piece, E context tokens that a piece sees.
@@ -29,14 +29,14 @@ class Reach:
     """Bounds of what the rows of a layer see."""
 
     causal: bool = False
-    """True if a row sees none of the rows behind it."""
+    """True if a row does not see later rows."""
     window: int | None = None
-    """Positions that a row sees, its own included; as many as a block has rows, or more. None: all."""
+    """Number of positions that a row sees, its own included; at least the number of rows in a block. None: all."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """The keys that the rows of some blocks see: slots starts .. anchors - 1 of the context, and their own block."""
+    """Keys that the rows of some blocks see: slots starts .. anchors - 1 of the context, and their own block."""
 
     starts: Tensor  # (B, N) int64
     anchors: Tensor  # (B, N) int64, ascending
@@ -48,8 +48,8 @@ class Sight:
 
     @cached_property
     def first(self) -> Tensor:
-        """The first slot of the context that each row sees, at most its anchor: (B, N, R), or (B, N, 1) if all rows of
-        a block see the same."""
+        """First context slot that each row sees, at most its anchor: (B, N, R), or (B, N, 1) if all rows of a block see
+        the same slots."""
         if self.reach.window is None:
             return self.starts[..., None]
         row = torch.arange(self.rows, device=self.anchors.device)
@@ -57,7 +57,7 @@ class Sight:
 
     @cached_property
     def pieces(self) -> list[tuple[slice, int, int]]:
-        """Blocks of each piece, and the first and the last context slot, plus one, that any of them sees."""
+        """Blocks of each piece, with the first context slot that any of them sees and the end of these slots."""
         N = self.anchors.shape[1]
         step = max(1, PIECE // self.rows)
         found = []
@@ -69,7 +69,7 @@ class Sight:
 
     @cached_property
     def block_mask(self) -> BlockMask:
-        """FlexAttention's mask over keys [context ; blocks], from the tiles that hold anything visible."""
+        """FlexAttention's mask over the keys [context ; blocks]. It lists the tiles that hold a visible key."""
         first, anchors, R, T, causal = self.first, self.anchors, self.rows, self.context, self.reach.causal
         N = anchors.shape[1]
         device = anchors.device
@@ -80,13 +80,13 @@ class Sight:
             inside = (own >= 0) & (own // R == block)
             return before | (inside & (own % R <= q % R) if causal else inside)
 
-        row = torch.arange(0, N * R, TILE, device=device)  # the first one of each tile of queries
-        low, high = row // R, (row + TILE - 1).clamp_max(N * R - 1) // R  # and its first and last block
+        row = torch.arange(0, N * R, TILE, device=device)  # first row of each tile of queries
+        low, high = row // R, (row + TILE - 1).clamp_max(N * R - 1) // R  # first and last block of the tile
         span = torch.arange(N, device=device)
         held = (span >= low[:, None]) & (span <= high[:, None])  # (tiles, N)
-        least = first[:, None, :, 0].masked_fill(~held, T).amin(2)  # (B, tiles): the context that any block of it sees
+        least = first[:, None, :, 0].masked_fill(~held, T).amin(2)  # (B, tiles): first context slot that the tile sees
         most = anchors[:, None].masked_fill(~held, 0).amax(2)
-        key = torch.arange(0, T + N * R, TILE, device=device)  # the first key of each tile of keys
+        key = torch.arange(0, T + N * R, TILE, device=device)  # first key of each tile of keys
         before = (key < most[..., None]) & (key + TILE > least[..., None])  # (B, tiles, key tiles)
         own = (key < T + (high + 1)[:, None] * R) & (key + TILE > T + low[:, None] * R)  # (tiles, key tiles)
         shown = (before | own)[:, None]
@@ -97,7 +97,8 @@ class Sight:
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, sight: Sight) -> Tensor:
-    """q (B, H, N * R, d), k and v (B, H / G, N * R, d) of the blocks, context (B, H / G, T, d) -> (B, H, N * R, d)."""
+    """Return the attention of blocks (B, H, N * R, d). q (B, H, N * R, d), k and v (B, H / G, N * R, d) are of the
+    blocks, context_k and context_v (B, H / G, T, d) of the context."""
     q, k, context_k = (x.to(v.dtype) for x in (q, k, context_k))
     with torch.autocast(q.device.type, enabled=False):
         if q.is_cuda:
@@ -122,8 +123,8 @@ def by_pieces(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Ten
 def _piece(
     q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, hidden: Tensor, causal: bool
 ) -> Tensor:
-    """One piece: q (B, H, C * R, d), k and v (B, H / G, C * R, d), context (B, H / G, E, d), hidden (B, C, R or 1,
-    E)."""
+    """Compute one piece. q (B, H, C * R, d), k and v (B, H / G, C * R, d), context (B, H / G, E, d), hidden
+    (B, C, R or 1, E)."""
     (B, H, rows, d), Hkv, C, E = q.shape, k.shape[1], hidden.shape[1], hidden.shape[3]
     G = H // Hkv
     R = rows // C
@@ -151,7 +152,7 @@ def by_tiles(
     sight: Sight,
     attention: Callable[..., Any] = flex_attention,
 ) -> Tensor:
-    """Compute `block_attention` by FlexAttention, compiled or as it is."""
+    """Compute `block_attention` with FlexAttention, compiled or eager."""
     keys, values = torch.cat([context_k, k], 2), torch.cat([context_v, v], 2)
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = attention(q, keys, values, block_mask=sight.block_mask, enable_gqa=grouped)

@@ -1,11 +1,11 @@
-"""Layers whose attention and MLP stand between short convolutions over the rows of a block (DFlash2).
+"""Decoder layers with short convolutions over a block's rows, before and after attention and MLP (DFlash2).
 
     u = norm(x),  [k_in ; k_out]_t = base + W u_t           coefficients of row t, one for each tap and channel
     conv(x, k)_t = sum_i k_{t,i} x_{t-i}                    i = 0 .. taps - 1; zeros before the block's first row
     x += conv(sublayer(conv(u, k_in)), k_out)
 
-What W u_t adds is the same for all channels of a group. A new layer is its plain self: base 1 for the row itself, and
-0 beside it. The context is not convolved.
+All channels of a group share what W u_t adds. A new layer equals one without convolutions: base is 1 for the row itself
+and 0 for the rows before. The context is not convolved.
 
 Letters: B batch, N blocks, R rows of a block, D hidden, t taps, G groups of channels, c channels of a group.
 """
@@ -20,7 +20,7 @@ from heads.layers import Attend, Attention, CosSin, DecoderLayer
 
 
 class BlockConvolution(nn.Module):
-    """The two convolutions around one sublayer."""
+    """Two convolutions, before and after one sublayer."""
 
     def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
@@ -31,19 +31,20 @@ class BlockConvolution(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Make both the identity."""
+        """Set both convolutions to the identity."""
         self.base_kernel.zero_()
         self.base_kernel[:, 0] = 1.0
         self.kernel_projection.weight.zero_()
 
     def kernels(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the coefficients beside the base of either convolution (B, R, t, G), of normed rows u (B, R, D)."""
+        """Return what is added to the base of each of the two convolutions (B, R, t, G), from normed rows u
+        (B, R, D)."""
         first, second = self.kernel_projection(u).unflatten(-1, (2, self.taps, self.groups)).unbind(-3)
         return first, second
 
     def convolve(self, x: Tensor, kernel: Tensor, side: int, rows: int) -> Tensor:
-        """One convolution of blocks of `rows` rows, x (B, N * R, D), with coefficients beside the base (B, N * R, t,
-        G)."""
+        """Convolve blocks of `rows` rows, x (B, N * R, D), with the base plus `kernel` (B, N * R, t, G). `side`: 0
+        before the sublayer, 1 after it."""
         blocks = x.unflatten(1, (-1, rows)).unflatten(-1, (self.groups, -1))  # (B, N, R, G, c)
         base = self.base_kernel[side].to(x.dtype).unflatten(-1, (self.groups, -1))  # (t, G, c)
         taps = base + kernel.unflatten(1, (-1, rows))[..., None]  # (B, N, R, t, G, c)
@@ -54,7 +55,7 @@ class BlockConvolution(nn.Module):
 
 
 class ConvolvedLayer(DecoderLayer):
-    """A decoder layer between convolutions."""
+    """Decoder layer with convolutions around its sublayers."""
 
     def __init__(self, config: Any, attention: Attention) -> None:
         super().__init__(config, attention)
@@ -67,7 +68,7 @@ class ConvolvedLayer(DecoderLayer):
         return self.attention_conv, self.mlp_conv
 
     def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: int | None = None) -> Tensor:
-        """x (B, N * R, D), blocks of `rows` rows, by default one."""
+        """Apply the layer to blocks of `rows` rows, x (B, N * R, D). By default x is one block."""
         rows = rows or x.shape[1]
         u, conv = self.input_layernorm(x), self.attention_conv
         enter, leave = conv.kernels(u)

@@ -1,19 +1,19 @@
-"""Heads that draft a whole block in one pass (DFlash, arXiv 2602.06036): training on blocks at anchors, and drafting.
+"""Heads that draft a whole block in one pass (DFlash, arXiv 2602.06036): training at anchors, and drafting.
 
-    c_p  = hidden_norm(fc [auxiliary states of position p])              context, made once of each known position
-    x    = [e(x_a), e(MASK), ..., e(MASK)]                                block: the root at position a, and masks
+    c_p  = hidden_norm(fc [auxiliary states of position p])              context, computed once for each known position
+    x    = [e(x_a), e(MASK), ..., e(MASK)]                                block: the root at position a, then masks
     each layer:  u = input_layernorm(x);  keys and values = W [c ; u];  x += attention(u);  x += mlp(norm(x))
     q_k  = softmax(lm_head norm(x_j))                                     the k-th draft token, j = k + first_row
 
-All rows of a block see each other (`causal`: those up to their own), and the context strictly before the root, because
-the root's own features do not exist yet. Block row j stands at rotary position a + j. Embedding and output head are the
-target's, and frozen.
+All rows of a block see each other (`causal`: only rows up to their own) and the context strictly before the root,
+because the root's own features do not exist yet. Row j of a block is at rotary position a + j. Embeddings and output
+head are the target's, and frozen.
 
-Training puts blocks at anchors drawn in each row. A row's loss counts exp(-k / gamma), or by D-PACE (arXiv 2605.18810);
-the sum over all rows, micro-batches and processes is divided by the sum of those weights.
+Training draws the anchors of blocks in each row of a batch. The loss of a block's row has the weight exp(-k / gamma) or
+D-PACE's (arXiv 2605.18810). The sum over all rows, micro-batches and processes is divided by the sum of the weights.
 
 Letters: B batch, T tokens, D hidden, V vocabulary, L auxiliary layers, K depth, N blocks of a row, R rows of a block, S
-cache slots, E of them shown, H heads, d head dimension.
+cache slots, E of them read, H heads, d head dimension.
 """
 
 import math
@@ -49,24 +49,25 @@ from heads.vocab import read_vocab, vocab_tables
 
 @dataclass
 class DraftBlockState(StepsState):
-    """The state of one batch; slot p of a layer's cache holds the key of the context of position p."""
+    """State of one batch. Slot p of a layer's cache holds its key of the context at position p."""
 
     steps: BlockSteps
     embed_tokens: Callable[[Tensor], Tensor]
 
 
 class DraftBlockHead(nn.Module, DraftHead):
-    """A head that drafts a block in one pass; a method says which rows are read, and with what loss."""
+    """Base class of heads that draft a block in one pass. Each method defines which rows predict tokens, and the
+    loss."""
 
     Config: ClassVar[type[Any]] = DraftBlockConfig
     config: Any
     first_row: ClassVar[int]
-    """The row that predicts the first draft token."""
+    """Row that predicts the first draft token."""
     terms: Sequence[tuple[float, str]]
-    """As `heads.block.loss.BlockTask.terms`."""
+    """See `heads.block.loss.BlockTask.terms`."""
     confidence_weight: float = 0.0
     reads_paths: bool = False
-    """True if `conditioned` looks at more than the last row and the token before it."""
+    """True if `conditioned` reads more than the last row and the token before it."""
 
     def __init__(self, config: Any, kept: Tensor | None = None) -> None:
         """kept (Vd,) int64: the target ids of a draft vocabulary, ascending."""
@@ -82,14 +83,14 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.layers = nn.ModuleList(self.make_layer(NormedAttention(config)) for _ in range(config.num_layers))
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.causal = bool(getattr(config, "causal", False))
-        """True if a row of a block sees none of the rows behind it."""
+        """True if a row of a block does not see later rows."""
         self.reaches = config.reaches(self.causal)
         self.cos_sin = rotary_of(config)
         self.kept: Tensor | None
         self.register_buffer("kept", kept, persistent=False)
 
     def make_layer(self, attention: Attention) -> DecoderLayer:
-        """A layer of the head."""
+        """Return one layer of the head."""
         return DecoderLayer(self.config, attention)
 
     @classmethod
@@ -125,7 +126,7 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
-        """Start from the target's highest auxiliary layer; read out by its own final norm."""
+        """Start from the target's highest auxiliary layer, with the scale of the target's final norm."""
         D = self.config.hidden_size
         self.fc.weight[:, -D:] += torch.eye(D)
         self.fc.weight *= probe.evening
@@ -135,19 +136,19 @@ class DraftBlockHead(nn.Module, DraftHead):
         return copy_by_root(self, probe) if len(self.layers) > 1 else None
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        """(..., L * D) auxiliary hidden states -> (..., D), the context."""
+        """Return the context: (..., L * D) auxiliary hidden states -> (..., D)."""
         return self.hidden_norm(self.fc(aux_hidden_states.to(self.norm.weight.dtype)))  # type: ignore[no-any-return]
 
     def run(self, x: Tensor, cos_sin: CosSin, attends: Sequence[Attend], rows: int) -> Tensor:
-        """The layers, in training and in drafting: blocks of `rows` rows (B, N * R, D) -> (B, N * R, D), after the
-        final norm."""
+        """Run the layers, in training and in drafting, on blocks of `rows` rows: (B, N * R, D) -> (B, N * R, D), after
+        the final norm."""
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, cos_sin, attend, rows)
         return self.norm(x)  # type: ignore[no-any-return]
 
     def behind(self, roots: Tensor, rows: int, embed_tokens: Callable[[Tensor], Tensor]) -> Tensor:
-        """(..., rows, D): blocks as the layers read them, of roots (..., D) and masks behind them."""
-        # Filled on its device: a copy from the host could not be captured.
+        """Return blocks (..., rows, D) as the layers read them: roots (..., D), each followed by masks."""
+        # Created on the device, because a CUDA graph cannot capture a copy from the host.
         mask_id = roots.new_full((1,), self.config.mask_token_id, dtype=torch.int64)
         mask = embed_tokens(mask_id).to(roots.dtype)
         return torch.cat([roots[..., None, :], mask.expand(*roots.shape[:-1], rows - 1, -1)], -2)
@@ -168,11 +169,11 @@ class DraftBlockHead(nn.Module, DraftHead):
         return torch.ones_like(weights) if self.weighs_rows else weights / (weights * counts).sum().clamp(min=1)
 
     def unroll(self, batch: Batch, blocks: Blocks, rows: int) -> Tensor:
-        """(B, N, R, D): the states of blocks of `rows`, after the final norm."""
+        """Return the states (B, N, R, D) of blocks of `rows` rows, after the final norm."""
         config, anchors = self.config, blocks.anchors
         (B, N), T = anchors.shape, batch.tokens.shape[1]
         context = self.fuse(batch.aux_hidden_states)  # (B, T, D)
-        # Residuals in the dtype of autocast, where there is one, as in drafting.
+        # Residuals have autocast's dtype, if it is enabled, as in drafting.
         roots = batch.embeddings.gather(1, anchors[..., None].expand(-1, -1, config.hidden_size))
         x = self.behind(roots, rows, batch.shared.embed_tokens).to(context.dtype).flatten(1, 2)  # (B, N * R, D)
         row = torch.arange(rows, device=anchors.device)
@@ -188,21 +189,22 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     @staticmethod
     def attend_in_training(layer: Any, context: Tensor, cos_sin: CosSin, sight: Sight) -> Attend:
-        """Attention over the context (B, T, D), whose keys this layer makes."""
+        """Return attention over the context (B, T, D), with this layer's keys and values of it."""
         keys, values = layer.self_attn.keys(context, cos_sin)
         return lambda q, k, v: block_attention(q, k, v, keys, values, sight)
 
     def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
-        """More arguments of `block_loss`, from states (M, K, D) and the true tokens before each label (M, K)."""
+        """Return further arguments of `block_loss`, from states (M, K, D) and the true token before each label
+        (M, K)."""
         return {}
 
     def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
-        """Logits (..., V) of a block's row, from the states (..., K, D) of the block's rows up to it and the tokens
-        before them (..., K)."""
+        """Return the logits (..., V) of one row of a block, conditioned on drafted tokens. states (..., K, D): of the
+        block's rows up to it; previous (..., K): the token before each of these rows."""
         return logits
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:
-        """`Proposal.confidence` (B, K) of the draft tokens behind `previous` (B, K), from states (B, K, D)."""
+        """Return `Proposal.confidence` (B, K) of the draft tokens after `previous` (B, K), from states (B, K, D)."""
         return None
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
@@ -291,7 +293,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         take_newest(tokens, observation.start, count, state.root, state.length)
 
     def draft_states(self, state: DraftBlockState) -> Tensor:
-        """(B, K, D): the rows of one block behind each root that predict the draft tokens, after the final norm."""
+        """Return (B, K, D): the states after the final norm of the rows that predict the draft tokens, in one block per
+        root."""
         rows = state.shape.depth + self.first_row
         positions = state.length[:, None] + state.slot[:rows]  # (B, R)
         extent = state.extent(rows)
@@ -329,7 +332,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         return replace(proposal, confidence=state.steps.head.confidence(states, proposal.tokens[:, :-1]))
 
     def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
-        """The layers and the output head are read once to draft, what makes the context's keys once to extend."""
+        """Return the reads of one round. Drafting reads the layers and the output head once; extending reads `fc` and
+        the key and value projections once."""
         width, layers = state.steps.lm_head.product.weight_bytes, cast(Any, self.layers)
         keys = sum(p.weight.numel() for layer in layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
         whole = sum(p.numel() for p in self.parameters()) - self.fc.weight.numel()

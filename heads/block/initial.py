@@ -1,18 +1,18 @@
-"""First weights of a block head that copies: its first draft is what followed the root the last time.
+"""First weights of a block head that copies: its first draft token is what followed the root the last time.
 
-Attention that copies (`heads.initial.copying`) needs a query that knows the root, but the rows that draft stand for
-masks. So three places are prepared, by least squares over the target's features of some text:
+Attention that copies (`heads.initial.copying`) needs a query that knows the root, but the rows that draft are masks. So
+three parts are prepared, by least squares over the target's features of some text:
 
-1. The context keeps of each slot the token before it, its own token, and the target's highest auxiliary state.
-2. In the first layer a row reads the row that stands `first_row` before it in its block. For the row of the first draft
-   that is the root, whose token it writes where the output head hardly looks. The others read masks, which say nothing.
-3. In the second layer a row that knows the root finds the slots behind the same token, and writes their own tokens.
+1. For each slot, the context keeps the token before it, its own token and the target's highest auxiliary state.
+2. In the first layer a row reads the row that is `first_row` before it in its block. For the row of the first draft
+   token that is the root. The row writes the root's token where the output head hardly looks. Other rows read masks.
+3. In the second layer a row that knows the root finds the slots after the same token, and writes their own tokens.
 
-A row that finds nothing is read out as the frequencies of tokens in the data. Without this the first steps of training
-unlearn what the mask's embedding happens to say, and what was prepared along with it.
+A row that finds nothing predicts the frequencies of tokens in the data. Without this, the first steps of training
+unlearn what the mask's embedding happens to predict, and what was prepared along with it.
 
 Letters: B rows, T tokens, N probed slots, D hidden, L auxiliary layers, V vocabulary, d head dimension, m dimensions
-that tell tokens apart.
+that distinguish tokens.
 """
 
 from typing import Any
@@ -33,35 +33,36 @@ from heads.initial.weights import TargetProbe
 from heads.layers import Attention
 
 PLACES = 2
-"""Rotary pairs, of those that turn fastest, by which a row finds another by its place."""
+"""Number of rotary pairs, the fastest ones, by which a row finds another row by its position."""
 SHARP = 2.5
-"""Scale of the first layer's queries: at d = 64 a row counts its neighbour by e^-5 of the row that it looks for."""
+"""Scale of the first layer's queries. At d = 64 a row gives its neighbour e^-5 of the weight of the row that it looks
+for."""
 WRITTEN = 2.0
-"""Size of a copied token beside a residual stream of 1."""
+"""Size of a copied token, relative to a residual stream of 1."""
 
-# What a norm undoes, or another matrix: sizes without effect but that the optimizer, whose updates are all of one size,
-# changes these weights less.
+# Sizes that a norm or another matrix cancels. Their only effect is that the optimizer, whose updates all have one size,
+# changes these weights relatively less.
 LARGE = 40.0
 """Size of the first layer's queries and keys before their norms."""
 CONTEXT = 3.0
 """Size of the context before its norm."""
 VALUE = 4.0
-"""Size of what rows read from each other."""
+"""Size of the values that rows read from each other. The output projection divides by it."""
 
 
 @torch.no_grad()
 def copy_by_root(head: Any, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
-    """Prepare the context, the first layer and the final norm of a head whose weights are small and random; return the
-    second layer's attention, and what it is to find and to write."""
-    for layer in head.layers:  # nothing is written but what is made here
+    """Prepare the context, the first layer and the final norm of a head whose weights are small and random. Return the
+    second layer's attention, and the probe of what it should find and write."""
+    for layer in head.layers:  # only the weights prepared here write anything
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     second, D, d = head.layers[1], head.config.hidden_size, head.config.head_dim
     attention: Attention = second.self_attn
     heads = attention.k_proj.out_features // d
-    attention.q_proj.weight.view(heads, -1, d, D)[:, 0, matched_dimensions(d)] = 0  # without a root nothing is sought
+    attention.q_proj.weight.view(heads, -1, d, D)[:, 0, matched_dimensions(d)] = 0  # without a root, nothing is sought
 
-    read = head.layers[0].input_layernorm(probe.embeddings[:, :-1]).flatten(0, 1)  # (N, D), by slot the token before
+    read = head.layers[0].input_layernorm(probe.embeddings[:, :-1]).flatten(0, 1)  # (N, D), token before each slot
     written = WRITTEN * directions(probe.lm_head_weight, probe.tokens[:, 1:].flatten())
     by_token = read @ token_axes(attention, read)
     keep_in_context(head, probe, torch.cat([by_token, written @ principal_axes(written, heads * d)], 1))
@@ -74,8 +75,8 @@ def copy_by_root(head: Any, probe: TargetProbe) -> tuple[Attention, AttentionPro
 
 
 def keep_in_context(head: Any, probe: TargetProbe, wanted: Tensor) -> None:
-    """Set `fc` so that `wanted` (N, W), of all slots but the first of a text, can be read from the context: in at most
-    half of its D dimensions. The others hold the target's highest auxiliary state."""
+    """Set `fc` so that `wanted` (N, W) can be read from the context, for all slots but the first of a text, in at most
+    half of the D dimensions. The other dimensions hold the target's highest auxiliary state."""
     D, B = head.config.hidden_size, len(probe.tokens)
     aux = probe.aux_hidden_states.float() / probe.scales.repeat_interleave(D)  # (B, T, L * D)
     slots = aux[:, 1:].flatten(0, 1)
@@ -88,8 +89,8 @@ def keep_in_context(head: Any, probe: TargetProbe, wanted: Tensor) -> None:
 
 
 def frequencies(probe: TargetProbe) -> tuple[Tensor, float]:
-    """(D,) a state of unit size, and a factor of the final norm by which it is read out nearly as the frequencies of
-    tokens in the data."""
+    """Return a state (D,) of unit size and a factor of the final norm with which its logits give nearly the frequencies
+    of tokens in the data."""
     state = torch.zeros_like(probe.norm, requires_grad=True)
     optimizer = torch.optim.LBFGS([state], max_iter=60, line_search_fn="strong_wolfe")
 
@@ -108,10 +109,10 @@ def frequencies(probe: TargetProbe) -> tuple[Tensor, float]:
 
 
 def read_root(head: Any, probe: TargetProbe, by_token: Tensor, context: Tensor, prior: Tensor) -> Tensor:
-    """Let the first layer's rows read the row `first_row` before them; return the residual stream (N, D) behind it of
-    the row of the first draft, by root.
+    """Make the first layer's rows read the row `first_row` before them. Return the residual stream (N, D) after that
+    layer in the row of the first draft token, for each root.
 
-    by_token (N, m): what tells the roots apart; context (N, D); prior (D,): what stands in a mask's place afterwards.
+    by_token (N, m): distinguishes the roots; context (N, D); prior (D,): replaces a mask in the residual stream.
     """
     layer, D, d = head.layers[0], head.config.hidden_size, head.config.head_dim
     attention, (N, m) = layer.self_attn, by_token.shape
@@ -124,7 +125,7 @@ def read_root(head: Any, probe: TargetProbe, by_token: Tensor, context: Tensor, 
     always, is_mask = least_squares(rows, torch.cat([ones, masked], 1)).T
     of_block = least_squares(torch.cat([rows, context]), torch.cat([ones, -torch.ones(N, 1)]))[:, 0]
 
-    # The pair that turns slowest tells rows of blocks from the context, and the fastest ones tell the places of rows.
+    # The slowest rotary pair separates rows of blocks from the context; the fastest pairs separate positions of rows.
     heads, still = attention.k_proj.out_features // d, d // 2 - 1
     places = torch.arange(min(PLACES, still))
     cos, sin = (x[0, 0, 0, places] for x in head.cos_sin(torch.tensor([[head.first_row]]), torch.float32))
@@ -135,7 +136,7 @@ def read_root(head: Any, probe: TargetProbe, by_token: Tensor, context: Tensor, 
     q[:, places + d // 2] = -LARGE * sin[:, None] * always
     attention.q_norm.weight *= SHARP
 
-    token = least_squares(rows, torch.cat([by_token, torch.zeros(len(rows) - N, m)]))  # (D, m): of a mask nothing
+    token = least_squares(rows, torch.cat([by_token, torch.zeros(len(rows) - N, m)]))  # (D, m): zeros for a mask
     values = torch.cat([token, always[:, None], (always if head.first_row else is_mask)[:, None]], 1)  # (D, m + 2)
     gram = probe.norm[:, None] * (probe.readout.T @ probe.readout) * probe.norm
     quiet = torch.linalg.eigh(gram).eigenvectors[:, :m]

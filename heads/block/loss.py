@@ -1,10 +1,11 @@
 """Loss of draft blocks, in chunks of whole blocks.
 
-As in `heads.losses`, no float32 tensor of (all rows) x (vocabulary) ever exists, and the gradient is taken while the
-logits of a chunk are at hand. A chunk holds whole blocks, because a row's weight may follow from the draft's
-probabilities in its whole block.
+As in `heads.losses`, no float32 tensor of (all rows) x (vocabulary) ever exists, and the gradient is computed while the
+logits of a chunk exist. A chunk holds whole blocks, because a row's weight may depend on the draft's probabilities in
+its whole block.
 
-Letters: M blocks, C blocks of a chunk, K depth, D hidden, V vocabulary, r rank of the bias, P tokens of the batch.
+Letters: M blocks, C blocks of a chunk (C rows in private classes), K depth, D hidden, V vocabulary, r rank of the bias,
+P tokens of the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,78 +22,78 @@ from heads.labels import LABELS
 from heads.losses import CHUNK_BYTES, LEAST_ROWS, LOSSES, Distribution, matmul
 
 PACE = 0.5
-"""Share of 1 that D-PACE mixes into the probability of each label (arXiv 2605.18810, alpha)."""
+"""Share of the constant 1 in D-PACE's mixture with the probability of each label (arXiv 2605.18810, alpha)."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTask:
-    """Labels of some blocks, and the loss at them."""
+    """Labels of some blocks, and the loss to compute for them."""
 
     labels: Tensor  # (M, K) int64, token ids
-    valid: Tensor  # (M, K) bool, from the first row on up to some last one
-    teacher: Tensor  # (M, K) int64, the row of `hidden` that predicts the label
+    valid: Tensor  # (M, K) bool, True from the first row up to some last one
+    teacher: Tensor  # (M, K) int64, row of `hidden` that predicts the label
     hidden: Tensor  # (P, D), the target's states after its final norm
     target_logits: Callable[[Tensor], Tensor]
-    """(R, D) -> (R, V) float32."""
-    weights: Tensor  # (K,) float32, the weight of each row; with `pace`, what its weight is multiplied by
+    """Target's output head: (R, D) -> (R, V) float32."""
+    weights: Tensor  # (K,) float32, weight of each row; with `pace`, a factor of its weight
     terms: Sequence[tuple[float, str]]
-    """Factor and name of each divergence: one of `heads.losses.LOSSES`, or `labels`, cross-entropy of the labels."""
+    """Factor and name of each divergence, one of `heads.losses.LOSSES` or `labels`, the cross-entropy of the labels."""
     pace: bool = False
-    """True if a row is weighted by D-PACE."""
+    """True if rows are weighted by D-PACE."""
     confidence_weight: float = 0.0
     """Factor of the confidence's cross-entropy."""
 
     @property
     def reads_target(self) -> bool:
-        """True if the target's distribution is asked for."""
+        """True if the loss needs the target's distribution."""
         return self.confidence_weight > 0 or any(name != LABELS for _, name in self.terms)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """A draft's choice among the likeliest tokens of a row."""
+    """A draft's choice among the likeliest tokens of each row."""
 
     count: int
     weight: float
-    """Factor of its cross-entropy."""
+    """Factor of the choice's cross-entropy."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockLoss:
-    """Result of `block_loss`; all but `loss` are detached."""
+    """Result of `block_loss`. Everything except `loss` is detached."""
 
     loss: Tensor  # (), weighted sum, which carries the gradient
     sums: Tensor  # (K,) unweighted
     weight: Tensor  # () sum of the rows' weights
-    correct: Tensor  # (M, K) bool: the likeliest tokens agree; with `labels` alone, the draft's is the label
-    overlap: Tensor  # (M, K) sum of min(p, q); with `labels` alone, q of the label
+    correct: Tensor  # (M, K) bool: the likeliest tokens agree; with only `labels`, the draft's is the label
+    overlap: Tensor  # (M, K) sum of min(p, q); with only `labels`, q of the label
 
 
 class _All:
-    """A draft's distribution over all tokens, of C rows."""
+    """Distribution of a draft over all tokens, for C rows."""
 
     def __init__(self, q: Distribution) -> None:
         self.q, self.best = q, q.best
 
     def of(self, labels: Tensor) -> Tensor:
-        """(C,) q of labels (C,)."""
+        """Return q (C,) of labels (C,)."""
         return self.q.probs.gather(1, labels[:, None])[:, 0]
 
     def overlap(self, p: Distribution) -> Tensor:
-        """(C,) the sum of min(p, q)."""
+        """Return (C,): the sum of min(p, q)."""
         return torch.minimum(p.probs, self.q.probs).sum(-1)
 
     def through_bias(self, grad: Tensor, bias: Tensor, beside: Tensor, into: Tensor) -> Tensor:
-        """The gradient (C, r) in what is multiplied by the bias (V, r), from that in the logits, grad (C, V); the
-        bias's own, for rows of factors `beside` (C, r), is added to `into` (V, r)."""
+        """Return the gradient (C, r) of the factors of the bias (V, r), from the gradient of the logits, grad (C, V).
+        Add the gradient of the bias, for rows with factors `beside` (C, r), to `into` (V, r)."""
         into += matmul(beside.T, grad).T
         return matmul(grad, bias)
 
 
 class _Chosen:
-    """A draft's choice among the candidates of C rows: `candidates` by logits (C, V), to which the token before adds
-    beside (C, r) times bias (V, r). Its cross-entropy is with the target's distribution p, or with labels (C,) where
-    there is none."""
+    """Choice of a draft among the `candidates.count` likeliest tokens of C rows by the logits of q (C, V). The previous
+    token adds beside (C, r) times bias (V, r) to their logits. The cross-entropy is with the target's distribution p,
+    or with labels (C,) if p is None."""
 
     def __init__(
         self,
@@ -110,18 +111,18 @@ class _Chosen:
         self.probs = logs.exp()
         self.best = self.tokens.gather(1, logs.argmax(1, keepdim=True))[:, 0]
         self.value = -candidates.weight * (truth * logs).sum(1)  # (C,)
-        self.grad = candidates.weight * (self.probs * truth.sum(1, keepdim=True) - truth)  # (C, k), in their logits
+        self.grad = candidates.weight * (self.probs * truth.sum(1, keepdim=True) - truth)  # (C, k), in candidate logits
 
     def of(self, labels: Tensor) -> Tensor:
-        """(C,) q of labels (C,), 0 for those that are no candidates."""
+        """Return q (C,) of labels (C,), 0 for labels that are not candidates."""
         return (self.probs * (self.tokens == labels[:, None])).sum(1)
 
     def overlap(self, p: Distribution) -> Tensor:
-        """(C,) the sum of min(p, q)."""
+        """Return (C,): the sum of min(p, q)."""
         return torch.minimum(p.probs.gather(1, self.tokens), self.probs).sum(1)
 
     def through_bias(self, grad: Tensor, bias: Tensor, beside: Tensor, into: Tensor) -> Tensor:
-        """As `_All.through_bias`."""
+        """See `_All.through_bias`."""
         slope = self.grad.to(beside.dtype)
         by_candidate = slope[..., None] * beside[:, None]  # (C, k, r)
         into.index_add_(0, self.tokens.flatten(), by_candidate.flatten(0, 1).to(into.dtype))
@@ -129,8 +130,8 @@ class _Chosen:
 
 
 def dpace(probs: Tensor, valid: Tensor) -> Tensor:
-    """D-PACE's weights (M, K) of rows whose labels have the draft's probabilities `probs` (M, K): row k counts as much
-    as the blocks that reach row k or a later one."""
+    """Return D-PACE's weights (M, K) of rows whose labels have the draft's probabilities `probs` (M, K). A row's weight
+    is the sum of the mixed probabilities that a block is right up to that row, and up to each later one."""
     reached = (PACE + (1 - PACE) * probs).cumprod(1) * valid
     return reached.flip(1).cumsum(1).flip(1) * valid
 
@@ -146,11 +147,11 @@ def block_loss(
     confidence: Tensor | None = None,
     chunk: int | None = None,
 ) -> BlockLoss:
-    """The loss of states (M, K, D), read by the frozen output head (V, D).
+    """Return the loss of states (M, K, D), whose logits come from the frozen output head (V, D).
 
-    bias_states (M, K, r) times bias_weight (V, r) is added to the logits; with `candidates`, to theirs alone, and what
-    drafts is the choice among them. confidence (M, K): logits of the share of p and q that overlaps. `chunk` sets the
-    blocks handled at once.
+    bias_states (M, K, r) times bias_weight (V, r) is added to the logits. With `candidates`, it is added only to
+    theirs, and the draft is the choice among them. confidence (M, K): logits of the overlap of p and q. `chunk` sets
+    the number of blocks handled at once.
     """
     given = states, bias_states, bias_weight, confidence
     return BlockLoss(*_BlockLoss.apply(*given, lm_head_weight, task, candidates, chunk))  # type: ignore[no-untyped-call]
@@ -220,7 +221,7 @@ class _BlockLoss(torch.autograd.Function):
                     )
                     error = sure.sigmoid() - shared.view_as(sure)
                     grad_confidence[part] = (task.confidence_weight * by_row * error).to(confidence.dtype)
-                own = by_row.flatten().to(rows.dtype)[:, None]  # scales what is D wide, not V
+                own = by_row.flatten().to(rows.dtype)[:, None]  # scales tensors of width D, not V
                 grad = grad.to(rows.dtype)
                 grad_states[part] = matmul(grad, matrix).mul_(own).view_as(states[part])
                 if bias is not None and grad_bias_states is not None and grad_bias is not None:
@@ -243,7 +244,7 @@ class _BlockLoss(torch.autograd.Function):
 
 
 def _of_labels(q: Distribution, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of labels (R,), and its gradient in the logits."""
+    """Return the cross-entropy of labels (R,), and its gradient with respect to the logits."""
     grad = q.probs.clone()
     grad.scatter_add_(1, labels[:, None], grad.new_full((len(labels), 1), -1.0))
     return q.lse - q.logits.gather(1, labels[:, None])[:, 0], grad

@@ -1,4 +1,4 @@
-"""Settings that heads which draft a block share."""
+"""Settings shared by heads that draft a block."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,34 +15,38 @@ MOST_LAYERS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class DraftBlockSettings(RotarySettings, StartSettings, BlockSettings):
-    """The settings that heads of this form share in a recipe."""
+    """Settings that all such heads have in a recipe."""
 
     block_size: int = 8
-    """Rows of a block, the root's included. Draft with as many as in training for the best tau."""
+    """Number of rows of a block, the root's included. Tau is best when as many are drafted as in training."""
     num_layers: int = 5
-    """Decoder layers."""
+    """Number of decoder layers."""
     sliding_window: int | None = None
-    """Positions that a row of a sliding layer sees, its own included; it sees no later rows. Null: no layer slides."""
+    """Number of positions that a row of a sliding layer sees, its own included; it sees no later rows. Null: no layer
+    slides."""
     layer_types: tuple[str, ...] | None = None
-    """Each layer's attention, `full_attention` or `sliding_attention`. Null: with a window, all layers but the last
-    slide."""
+    """Attention of each layer, `full_attention` or `sliding_attention`. Null: with a window, all layers except the last
+    slide; otherwise none."""
     aux_layer_ids: tuple[int, ...] | None = None
-    """Auxiliary hidden states to read, each named by the layer it enters, ascending. Null: one for each layer of the
-    head, spread from layer 2 to layer n - 2 of a target of n layers; n/2 + 1 for a head of one."""
+    """Layers whose auxiliary hidden states the head reads, ascending, numbered by the layer that a state enters. Null:
+    one for each layer of the head, spread from layer 2 to layer n - 2 of a target of n layers; n/2 + 1 for a head with
+    one layer."""
     mask_token_id: int | None = None
-    """Token whose embedding stands for those not drafted yet; the data must not contain it. Null: an id that the
-    target's tokenizer does not use."""
+    """Token whose embedding represents tokens that are not drafted yet. The data must not contain it. Null: an id that
+    the target's tokenizer does not use."""
     num_anchors: int = 512
-    """Most blocks of a row of training data; their positions are drawn again in each step."""
+    """Maximum number of blocks in a row of training data. Their positions are drawn again in each step."""
     gamma: float = 4.0
-    """The k-th draft token, from 0, has the weight exp(-k / gamma) in the loss: 4 for blocks of 7 or 8, 7 for 16."""
+    """The k-th draft token, from 0, has the weight exp(-k / gamma) in the loss. Use 4 for blocks of 7 or 8, 7 for
+    16."""
     weights: str = EXPONENTIAL
-    """Weights of the rows of a block: `exponential`, by gamma, or `d_pace`, by how many drafts get so far."""
+    """Weights of a block's rows: `exponential`, from gamma, or `d_pace`, from the probability that a draft gets that
+    far."""
     initial_weights: str = COPYING
-    """Weights before training. `target`: the context is the target's highest auxiliary hidden state, and the head's own
-    states are read out as the target's. `copying`: the first draft token is the one that followed the root before, the
-    others come from token frequencies; a head of one layer begins as with `target`. `random`: PyTorch's, as other
-    trainers begin."""
+    """Weights before training. `target`: the context is the target's highest auxiliary hidden state, and the final norm
+    has the target's scale. `copying`: the first draft token is the one that followed the root before, and the others
+    follow token frequencies; for a head with one layer the same as `target`. `random`: PyTorch's defaults, as in other
+    trainers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,29 +56,30 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
     aux_layer_ids: tuple[int, ...] = field()
     mask_token_id: int = field()
     draft_vocab_size: int | None = None
-    """Published heads: tokens that are drafted, read by their rows of the target's output head. Null: all."""
+    """Published heads: number of tokens that can be drafted; their logits use their rows of the target's output head.
+    Null: all."""
     sliding_causal: bool = True
-    """Published heads: False if rows of sliding layers see all rows of their block."""
+    """Published heads: False if a row of a sliding layer sees all rows of its block."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Each layer's attention."""
+        """Attention of each layer."""
         if self.layer_types is not None:
             return self.layer_types
         return (FULL if self.sliding_window is None else SLIDING,) * (self.num_layers - 1) + (FULL,)
 
     def reaches(self, causal: bool) -> list[Reach]:
-        """Bounds of what each layer's rows see; `causal`: none sees a row behind it."""
+        """Return the bounds of what the rows of each layer see. `causal`: no row sees later rows."""
         slides = Reach(causal or bool(self.sliding_causal), self.sliding_window)
         return [slides if kind == SLIDING else Reach(causal) for kind in self.kinds]
 
     @property
     def columns(self) -> int:
-        """Return the number of tokens that are drafted."""
+        """Return the number of tokens that can be drafted."""
         return self.draft_vocab_size or self.vocab_size
 
     def check(self, fewest_rows: int) -> None:
-        """UserError for a config that cannot be."""
+        """Raise UserError for an invalid config."""
         self.check_block()
         self.check_start()
         rows, most, types, window = self.block_size, self.max_position_embeddings, self.layer_types, self.sliding_window

@@ -1,8 +1,8 @@
-"""A format: the folder that heads of one kind are saved as, and what engines and the papers' repositories load of it.
+"""Format of the folder that heads of one kind are saved in, and what engines and the papers' repositories load from it.
 
-What each reader takes is data, read in the source of the versions named here. None of them can be trusted to notice
-what does not fit: SGLang skips tensors whose names it does not know, vLLM leaves absent ones as they are in memory, the
-EAGLE repository does both. Shapes are functions of config.json, so that a folder can be compared without loading it
+The expectations of each reader are data, taken from the source code of the versions named here. No reader reliably
+reports a mismatch: SGLang skips tensors with unknown names, vLLM leaves absent tensors uninitialised, and the EAGLE
+repository does both. Expected shapes are functions of config.json, so a folder can be checked without loading it
 (`heads.formats.contract`).
 
 Letters: D hidden, V vocabulary, Vd draft vocabulary.
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 ENGINES = (VLLM, SGLANG)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Floating-point numbers that weights may be held in."""
+"""Floating-point dtypes that weights may have."""
 VOCABULARY = ("d2t", "t2d", "token_map")
-"""Tensors of a draft vocabulary."""
+"""Names of the tensors of a draft vocabulary."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 Command = Callable[[str, str, int], str]
-"""The target with its options, the head, and the tokens drafted a round -> what serves them."""
+"""(target with its options, head, draft tokens per round) -> command that serves them."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder to compare with the readers."""
+    """A folder to compare with what readers expect."""
 
     config: Mapping[str, Any]
-    """config.json."""
+    """Contents of config.json."""
     shapes: Shapes
     target: Mapping[str, Any]
     """The head's record of its target."""
@@ -50,41 +50,44 @@ class Folder:
 
 @dataclass(frozen=True)
 class Reading:
-    """A head that another project saved, in the terms of ours."""
+    """A head that another project saved, converted to draftsmith's config and tensors."""
 
     form: str
-    """The form that it was saved in."""
+    """Form in which the head was saved."""
     config: dict[str, Any]
-    """The head's config, without what has a default."""
+    """Config of the head, without the fields that have a default."""
     weights: dict[str, Tensor]
-    """Tensors as `to_checkpoint` of the head gives them."""
+    """Tensors as the head's `to_checkpoint` returns them."""
     differs: tuple[str, ...] = ()
-    """Ways in which an engine would read another head than its trainer meant."""
+    """Ways in which an engine would load a different head than its trainer meant."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """The folder that heads of one kind are saved as."""
+    """Format of the folder that heads of one kind are saved in."""
 
     weights_file: str = "model.safetensors"
-    """The file that engines look for the tensors in."""
+    """File in which engines look for the tensors."""
     engine_config: Callable[[Any, dict[str, Any], str], dict[str, Any]]
-    """(the head's config, `heads.checkpoint.target_record` with `config`, dtype) -> config.json as engines read it."""
+    """(the head's config, `heads.checkpoint.target_record` with `config`, dtype) -> config.json for engines."""
     readers: Mapping[str, Command]
-    """Who loads it -> the command."""
+    """Command for each reader, by the reader's name."""
     check: Callable[[Folder, str], tuple[str | None, list[str]]]
-    """A folder and one of the readers -> why the reader takes no such head, and what it would refuse or misread."""
+    """(folder, reader) -> the reason why the reader does not support such a head, or None, and the faults of the
+    folder."""
     write_beside: Callable[[Path, dict[str, Any]], None] | None = None
-    """Write the files that the folder needs beside these two, by the record of the target."""
+    """Write the other files that the folder needs, from the record of the target."""
     read: "Callable[[Source, FrozenTarget], Reading | None]"
-    """Read the head of a target in other projects' forms; None for a folder that holds no head of this kind. UserError
-    for a head of another target, or of a kind that cannot be run. Names and shapes of the tensors are checked later."""
+    """Read a head of the target in other projects' forms. Returns None for a folder without a head of this kind. Raises
+    UserError for a head of another target, or of a kind that cannot be run. Names and shapes of the tensors are checked
+    later."""
     converters: Callable[[str, str, Mapping[str, Any]], list[str]] = lambda head, target, config: []
-    """(the head, the target, the head's config) -> lines on what brings the folder into other forms."""
+    """(head, target, the head's config) -> lines on how to convert the folder into other forms."""
 
 
 def check_same(source: Source, target: "FrozenTarget", **found: Any) -> None:
-    """Refuse a head of another target: each size by its name, where the head's files tell it."""
+    """Raise UserError for a head of another target. `found` has the sizes in the head's files by name, None for unknown
+    ones."""
     ours = {"width": target.hidden_size, "vocabulary": target.vocab_size, "number of layers": target.num_layers}
     for name, value in found.items():
         name = name.replace("_", " ")
@@ -96,8 +99,8 @@ def check_same(source: Source, target: "FrozenTarget", **found: Any) -> None:
 
 
 def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """UserError unless the tensors found have the expected names, shapes and kinds of number; floating-point tensors
-    may come in any width of at least 16 bits."""
+    """Raise UserError unless the tensors found have the expected names, shapes and dtypes. Floating-point tensors may
+    have any width of at least 16 bits."""
     ours, theirs = (
         {
             name: f"{tuple(value.shape)} {'floating-point' if value.dtype in FLOATS else value.dtype}"
@@ -114,7 +117,7 @@ def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -
 
 
 def vllm(method: str) -> Command:
-    """Return the command of vLLM."""
+    """Return a function that makes vLLM's command."""
 
     def run(target: str, head: str, steps: int) -> str:
         settings = json.dumps({"method": method, "model": head, "num_speculative_tokens": steps})
@@ -124,7 +127,8 @@ def vllm(method: str) -> Command:
 
 
 def sglang(algorithm: str, *, block: bool = False) -> Command:
-    """Return the command of SGLang: chains, as vLLM drafts them. `block`: it asks for the tokens of a whole block."""
+    """Return a function that makes SGLang's command, for chains as in vLLM. `block`: the method drafts a block, and the
+    command has no options of a chain."""
 
     def run(target: str, head: str, steps: int) -> str:
         chain = "" if block else f"--speculative-num-steps {steps} --speculative-eagle-topk 1 "
@@ -139,18 +143,18 @@ def sglang(algorithm: str, *, block: bool = False) -> Command:
 DECODER_SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
 )  # fmt: skip
-"""The sizes of a decoder's layers in config.json."""
+"""Sizes of a decoder's layers in config.json."""
 
 
 def decoder_config(config: Any, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The fields of config.json for a head's decoder layers and the special tokens of its target."""
+    """Return the fields of config.json for a head's decoder layers and its target's special tokens."""
     own = {name: getattr(config, name) for name in (*DECODER_SIZES, "rms_norm_eps", "rope_theta")}
     tokens = {name: target.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {**own, "max_position_embeddings": config.max_position_embeddings, **tokens, "torch_dtype": dtype}
 
 
 def attention(prefix: str, c: Mapping[str, Any], width: int) -> Shapes:
-    """The projections of an attention whose inputs are of `width`, by the sizes in config.json."""
+    """Return the shapes of an attention's projections for inputs of `width`, from the sizes in config.json."""
     queries, keys = (c[name] * c["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     return {
         f"{prefix}.q_proj.weight": (queries, width),
@@ -161,7 +165,7 @@ def attention(prefix: str, c: Mapping[str, Any], width: int) -> Shapes:
 
 
 def gated_mlp(prefix: str, D: int, width: int) -> Shapes:
-    """A gated MLP, an expert's too."""
+    """Return the shapes of a gated MLP, or of an expert."""
     return {
         f"{prefix}.gate_proj.weight": (width, D),
         f"{prefix}.up_proj.weight": (width, D),
@@ -170,13 +174,13 @@ def gated_mlp(prefix: str, D: int, width: int) -> Shapes:
 
 
 def named_class(config: Mapping[str, Any]) -> str | None:
-    """The first class that config.json names."""
+    """Return the first class that config.json names, or None."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def fields(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Faults of config.json's fields."""
+    """Return the faults of config.json's fields."""
     return [
         f"config.json: {name}: expected {value!r}, found {config.get(name)!r}"
         for name, value in expected.items()
@@ -185,13 +189,13 @@ def fields(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
 
 
 def sizes(config: Mapping[str, Any], names: Sequence[str], where: str = "") -> list[str]:
-    """Faults of the fields that shapes are worked out from; `where` they stand, as a prefix of their names."""
+    """Return the faults of the fields that shapes are computed from. `where`: prefix of their names in the messages."""
     bad = [name for name in names if type(config.get(name)) is not int or config[name] < 1]
     return [f"config.json: {where}{name}: expected a positive number, found {config.get(name)!r}" for name in bad]
 
 
 def tensors(expected: Shapes, found: Shapes) -> list[str]:
-    """Faults of the tensors' names and shapes."""
+    """Return the faults of the tensors' names and shapes."""
     faults = []
     for name in sorted(expected.keys() | found.keys()):
         if name not in expected and name in VOCABULARY:

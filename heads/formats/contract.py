@@ -1,8 +1,9 @@
-"""The loader contract: a head's folder compared with what its format says of each reader.
+"""The loader contract: checks of a head's folder against its format's rules for each reader.
 
 Only config.json and the names and shapes of the tensors are read. Every reader of a head's kind gets a verdict: the
-command that serves the head, or why there is none. Two cases differ: `lacks`, a reader that takes no such head
-whatever its folder holds, and `faults`, a folder that a reader would refuse or, worse, load as another head.
+command that serves the head, or the reason why there is none. `lacks` is the reason of a reader that supports no such
+head, whatever its folder holds. `faults` are the parts of a folder that a reader would refuse or, worse, load as
+another head.
 """
 
 import json
@@ -21,7 +22,7 @@ PORTABLE = (
     "the portable form is an EAGLE-3 file, with eagle_config.use_aux_hidden_state: false where the head reads the last "
     "hidden state alone"
 )
-"""Advice on the form that both engines load for the most targets."""
+"""Advice on the form that both engines load for most targets."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Verdict:
     reader: str
     command: str
     lacks: str | None
-    """Why the reader takes no such head, whatever its folder holds."""
+    """Reason why the reader supports no such head, whatever its folder holds."""
     faults: tuple[str, ...]
-    """Contents of the folder that it would refuse or misread."""
+    """Parts of the folder that the reader would refuse or misread."""
 
     @property
     def serves(self) -> bool:
@@ -42,7 +43,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """The reason that it does not, in words that follow the reader's name."""
+        """Reason why the command does not serve the head, in words that follow the reader's name."""
         if not self.faults:
             return str(self.lacks)
         more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
@@ -52,10 +53,10 @@ class Verdict:
 def check_folder(
     folder: Path, form: Format, kind: str, target: Mapping[str, Any], *, name: str, base: str, steps: int
 ) -> list[Verdict]:
-    """The verdicts on the folder of a head of some kind, the engines' first. UserError where it cannot be read.
+    """Return the verdicts on a head's folder, the engines' first. Raises UserError if the folder cannot be read.
 
-    target: the head's record of its target. Commands call the head `name` and its target `base`, and draft `steps`
-    tokens a round.
+    target: the head's record of its target. The commands name the head `name` and its target `base`, and draft `steps`
+    tokens per round.
     """
     found = read_folder(folder / "config.json", folder / form.weights_file, target)
     base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in found.config else "")
@@ -70,7 +71,7 @@ def check_folder(
 
 
 def why_unfit(verdicts: Sequence[Verdict]) -> str | None:
-    """The reason that a head is unfit for engines: none serves it, or one would misread it. None if it is fit."""
+    """Return the reason why a head is unfit for engines: none serves it, or one would misread it. None if it is fit."""
     engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
     served, misread = any(verdict.serves for verdict in engines), any(verdict.faults for verdict in engines)
     if served and not misread:
@@ -80,7 +81,7 @@ def why_unfit(verdicts: Sequence[Verdict]) -> str | None:
 
 
 def read_folder(config_file: Path, weights: Path, target: Mapping[str, Any]) -> Folder:
-    """config.json and the shapes of the tensors."""
+    """Return config.json and the shapes of the tensors."""
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

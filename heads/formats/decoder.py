@@ -1,4 +1,4 @@
-"""The decoder of a head that another project saved: its settings, and tables that are the target's own."""
+"""Decoder of a head that another project saved: its settings, and comparison with the target's own tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from heads.target.frozen import FrozenTarget
 
 
 def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target: FrozenTarget) -> tuple[Any, Any]:
-    """Return the config of transformers that config.json's part `said` describes, of the type `kind` where it names
-    none, and the settings of a `heads.layers.BlockConfig` by it with `rope_scaling`, None for plain positions."""
+    """Return the transformers config for the part `said` of config.json, of type `kind` if it names none, and the
+    settings of a `heads.layers.BlockConfig` for it, with `rope_scaling` None for plain positions."""
     try:
         config: Any = AutoConfig.for_model(**{"model_type": kind, **said})
         rope = dict(config.rope_parameters or {})
@@ -44,14 +44,15 @@ def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target:
 
 
 def refuse_settings(source: Source, unread: Mapping[str, Any]) -> None:
-    """UserError for a setting of config.json that heads here do not have: `unread` is true at those that are set."""
+    """Raise UserError for a setting of config.json that heads here do not support. `unread` is true for those that are
+    set."""
     for name, is_set in unread.items():
         if is_set:
             raise UserError(f"{source.path}: config.json: {name}: heads with such a setting are not read here")
 
 
 def check_streams(source: Source, ids: Sequence[int], target: FrozenTarget) -> None:
-    """UserError for residual streams, by the layers that they enter, which the target does not have."""
+    """Raise UserError for residual streams, numbered by the layer that they enter, that the target does not have."""
     if not all(0 <= k <= target.num_layers for k in ids):
         raise UserError(
             f"{source.path}: reads the streams that enter layers {list(ids)}, but {target.name} has "
@@ -60,7 +61,7 @@ def check_streams(source: Source, ids: Sequence[int], target: FrozenTarget) -> N
 
 
 def is_same_table(found: Tensor, ours: Tensor) -> bool:
-    """Return True for the target's own table, in whatever precision either of the two was saved."""
+    """Return True if `found` is the target's own table, in whatever precision either of the two was saved."""
     ours = ours.detach().cpu()
     if found.shape != ours.shape:
         return False

@@ -1,12 +1,12 @@
-"""The folders of heads that draft a block: config.json as vLLM and SGLang read it, and the tensors under the names they
-load.
+"""Folders of heads that draft a block: config.json as vLLM and SGLang read it, and the tensors under the names that
+they load.
 
-All are Qwen3 configurations with more fields, DFlash's and DFlash2's inside `dflash_config`, DSpark's beside the
-others. Layers are named by the stream that leaves them, one less than ours. Embedding and output head are the
-target's, and not in the file; SGLang knows no draft vocabulary here. `heads.formats.dflash_reading` reads those of
-other projects.
+All are Qwen3 configs with further fields: in `dflash_config` for DFlash and DFlash2, at the top level for DSpark. They
+number a stream by the layer that it leaves, which is one less than draftsmith's number. Embeddings and output head are
+the target's, and not in the file; SGLang supports no draft vocabulary here. `heads.formats.dflash_reading` reads the
+folders of other projects.
 
-Letters: D hidden, V vocabulary, L auxiliary layers, r rank of what is added by the token before.
+Letters: D hidden, V vocabulary, L auxiliary layers, r rank of what the token before adds to the logits.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ DeepseekV2 DeepseekV3 Gemma4 Glm4MoeLite GptOss Laguna Lfm2 Lfm2Moe Llama MiMoV2
 Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
 """
 TARGETS = {VLLM: hooked(VLLM, HOOKS_OF_BOTH, HOOKS_OF_VLLM), SGLANG: hooked("", HOOKS_OF_SGLANG)}
-"""Classes of targets that hand their residual streams to such a head."""
+"""Classes of targets whose residual streams the engine passes to such a head."""
 
 
 QWEN3_FIELDS: dict[str, Any] = {
@@ -59,7 +59,7 @@ QWEN3_FIELDS: dict[str, Any] = {
 
 
 def qwen3_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The fields that are Qwen3's."""
+    """Return the fields that are Qwen3's."""
     return {
         **QWEN3_FIELDS,
         **decoder_config(config, target, dtype),
@@ -75,12 +75,12 @@ def qwen3_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, A
 
 
 def left_layer_ids(config: Any) -> list[int]:
-    """The auxiliary layers by the number of the layer that a stream leaves."""
+    """Return the auxiliary layers, each as the number of the layer that the stream leaves."""
     return [k - 1 for k in config.aux_layer_ids]
 
 
 def dflash_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A `DFlashConfig` and the record of its target, under the names that engines use."""
+    """Return config.json under the engines' names, from a `DFlashConfig` and the record of its target."""
     return {
         "architectures": ["DFlashDraftModel"],
         **qwen3_config(config, target, dtype),
@@ -94,21 +94,21 @@ def dflash_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
 
 
 def dflash2_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A `DFlash2Config` and the record of its target, under the names that engines use."""
+    """Return config.json under the engines' names, from a `DFlash2Config` and the record of its target."""
     made = dflash_engine_config(config, target, dtype)
     own = {name: getattr(config, name) for name in ("block_size", *SELECTOR_FIELDS)}
     return {**made, "architectures": ["DFlash2DraftModel"], "dflash_config": {**made["dflash_config"], **own}}
 
 
 def causality(name: str, config: Any) -> dict[str, bool]:
-    """The field of this name, which says of all layers if rows see none of those behind them. None where sliding layers
-    alone are causal, which is what engines take from the types of layers."""
+    """Return the field `name`, which says whether all layers are causal within a block. Return nothing if only sliding
+    layers are causal, which engines infer from the types of layers."""
     by_type = SLIDING in config.kinds and config.sliding_causal and not config.causal
     return {} if by_type else {name: config.causal}
 
 
 def dspark_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A `DSparkConfig` and the record of its target, under the names that engines use."""
+    """Return config.json under the engines' names, from a `DSparkConfig` and the record of its target."""
     return {
         "architectures": ["Qwen3DSparkModel"],
         **qwen3_config(config, target, dtype),
@@ -128,7 +128,7 @@ SIZES = (*DECODER_SIZES, "num_hidden_layers", "block_size", "num_target_layers")
 
 
 def block_tensors(c: Mapping[str, Any], ids: list[int]) -> Shapes:
-    """The tensors that all of them have."""
+    """Return the shapes of the tensors that all such heads have."""
     D, d = c["hidden_size"], c["head_dim"]
     shapes: Shapes = {"fc.weight": (D, len(ids) * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
     for i in range(c["num_hidden_layers"]):
@@ -140,7 +140,7 @@ def block_tensors(c: Mapping[str, Any], ids: list[int]) -> Shapes:
 
 
 def markov_projection(c: Mapping[str, Any]) -> Shapes:
-    """The tensors of a Markov head that looks at more than the token before."""
+    """Return the shapes of the further tensors of a Markov head that reads more than the token before."""
     D, r, kind = c["hidden_size"], c["markov_rank"], c.get("markov_head_type")
     if kind == "gated":
         return {"markov_head.gate_proj.weight": (r, D + r), "markov_head.gate_proj.bias": (r,)}
@@ -150,7 +150,7 @@ def markov_projection(c: Mapping[str, Any]) -> Shapes:
 
 
 def selector_tensors(c: Mapping[str, Any], own: Mapping[str, Any]) -> Shapes:
-    """The tensors that DFlash2 has beside DFlash's."""
+    """Return the shapes of the tensors that DFlash2 has in addition to DFlash's."""
     D, V, r = c["hidden_size"], c["vocab_size"], own["selector_rank"]
     taps, groups = own["conv_kernel_size"], D // own["conv_group_size"]
     shapes: Shapes = {f"candidate_selector.{name}_codebook": (V, r) for name in ("predecessor", "successor")}
@@ -164,18 +164,18 @@ def selector_tensors(c: Mapping[str, Any], own: Mapping[str, Any]) -> Shapes:
 
 @dataclass(frozen=True)
 class BlockForm:
-    """One of the three folders."""
+    """Folder of one of the three methods."""
 
     architecture: str
     nested: bool
-    """True if the fields of its own stand in `dflash_config`."""
+    """True if the method's own fields are in `dflash_config`."""
     sizes: tuple[str, ...] = ()
-    """Further sizes among these."""
+    """Names of further sizes among the method's own fields."""
     markov: bool = False
     selector: bool = False
 
     def tensors(self, c: Mapping[str, Any], own: Mapping[str, Any], ids: list[int]) -> Shapes:
-        """The tensors of a head with this config.json."""
+        """Return the shapes of the tensors of a head with this config.json."""
         shapes = block_tensors(c, ids)
         if self.selector:
             shapes |= selector_tensors(c, own)
@@ -188,7 +188,7 @@ class BlockForm:
         return shapes
 
     def check(self, folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-        """A folder against one reader."""
+        """Check a folder against one reader."""
         config, target = folder.config, folder.target
         name = str(target.get("architecture"))
         lacks = None if name in TARGETS[reader] else f"hands no residual streams of a {name} to a head of this kind"
@@ -225,7 +225,7 @@ class BlockForm:
                     "config.json: confidence_head_with_markov: the confidence head reads the Markov head's state"
                 )
         causal = own.get("causal")
-        read = config.get("is_causal", None if reader == SGLANG else causal)  # vLLM falls back on the other
+        read = config.get("is_causal", None if reader == SGLANG else causal)  # vLLM falls back to the other field
         if bool(read) is not bool(causal):
             faults.append(f"config.json: is_causal: expected {bool(causal)}, found {read!r}: another head would run")
         mask, ids = own.get("mask_token_id"), own.get("target_layer_ids")

@@ -1,8 +1,7 @@
-"""DFlash, DFlash2 and DSpark heads of other projects: z-lab's, DeepSpec's, SpecForge's and speculators' folders in our
-terms.
+"""DFlash, DFlash2 and DSpark heads of other projects: folders of z-lab, DeepSpec, SpecForge and speculators.
 
-Fields may stand in `dflash_config` or beside the others. Layers are named by the stream that leaves them, one less than
-ours; speculators alone names them as we do.
+Fields may be in `dflash_config` or at the top level. Streams are numbered by the layer that they leave, one less than
+draftsmith's number; only speculators numbers them as draftsmith does.
 """
 
 import re
@@ -22,11 +21,11 @@ from heads.target.aux_layers import spread_layer_ids
 from heads.target.frozen import FrozenTarget
 
 SCALED = re.compile(r"Gemma\d")
-"""Beginnings of targets' classes whose embeddings are multiplied as they are looked up."""
+"""Prefixes of the classes of targets that multiply embeddings when they look them up."""
 UNSCALED = "reads the embeddings of a Gemma without their factor: another head would run"
 
 DFLASH_KIND, DFLASH2_KIND, DSPARK_KIND = KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
-"""Kinds, and the names of the methods."""
+"""Kinds, with the names of the methods."""
 CLASSES = {
     "DFlashDraftModel": DFLASH_KIND,
     "DFlashSpeculator": DFLASH_KIND,
@@ -36,23 +35,23 @@ CLASSES = {
     "DSparkDraftModel": DSPARK_KIND,
     "DSparkSpeculator": DSPARK_KIND,
 }
-"""Classes that config.json names, of z-lab's, DeepSpec's, SpecForge's and speculators' forms."""
+"""Classes that config.json names in the forms of z-lab, DeepSpec, SpecForge and speculators."""
 SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-"""Fields that DFlash2 has and DFlash has not; the settings of our own of these names."""
+"""Fields that DFlash2 has and DFlash does not. draftsmith's settings have the same names."""
 NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": 0}
-"""Factors that engines read of a DFlash2 head, and the values at which they change nothing."""
+"""Factors that engines read for a DFlash2 head, with the values at which they have no effect."""
 OWN_FIELDS = {
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "causal", "sample_from_anchor"),
     *("projector_type", "attention_mode", "markov_rank", "markov_head_type", "num_anchors"),
     *("use_swa", "swa_window_size", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"),
 }
-"""Fields of `dflash_config` that are read, or change nothing. Any other may be another head's."""
+"""Fields of `dflash_config` that are read or have no effect. Any other may mean a different head."""
 UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_freq")
-"""Tensors of the target, and of no meaning, that files hold."""
+"""Tensors in files that are the target's or have no effect."""
 
 
 def block_kind(source: Source) -> str | None:
-    """The kind of the head that a folder holds; None for none that drafts a block."""
+    """Return the kind of the head in a folder; None if it does not draft a block."""
     speculators = source.config.get("speculators_model_type")
     names = [str(name) for name in source.config.get("architectures") or ()]
     if speculators in KINDS:
@@ -64,7 +63,7 @@ def block_kind(source: Source) -> str | None:
 
 
 def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | None:
-    """A head that drafts a block. Every field may stand in `dflash_config` or beside the others."""
+    """Read a head that drafts a block. Every field may be in `dflash_config` or at the top level."""
     if block_kind(source) != kind:
         return None
     raw, path = source.config, source.path
@@ -85,7 +84,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             "is_neox_style": own.get("is_neox_style") is False,
             "use_gemma_norm": own.get("use_gemma_norm"),
             "causal": spark and causal,
-            # speculators' first DSpark heads knew no such field, and did not.
+            # The first DSpark heads of speculators had no such field, and did not sample from the anchor.
             "sample_from_anchor": bool(own.get("sample_from_anchor", spark and layer is None)) is not spark,
             "projector_type": own.get("projector_type") not in (None, kind),
             "markov_rank": spark and not own.get("markov_rank"),
@@ -122,7 +121,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
         name, rank = "confidence_head.proj.weight", own["markov_rank"]
         config |= {"markov_rank": rank, "markov_head_type": own.get("markov_head_type") or "vanilla"}
         config |= {"confidence_weight": float(own.get("enable_confidence_head", name in weights))}
-        if name in weights and weights[name].shape == (1, qwen.hidden_size):  # it does not look at the token before
+        if name in weights and weights[name].shape == (1, qwen.hidden_size):  # it does not read the token before
             weights[name] = pad(weights[name], (0, rank))
     else:
         config["causal"] = bool(causal)
@@ -136,8 +135,8 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
 
 
 def sliding_layers(source: Source, own: Mapping[str, Any], qwen: Any, causal: bool | None) -> dict[str, Any]:
-    """The settings of sliding layers; none if no layer slides. `causal`: what the config says of all layers, or None.
-    As vLLM reads it, `use_swa` alone makes all of them slide."""
+    """Return the settings of sliding layers; none if no layer slides. `causal`: the config's value for all layers, or
+    None. As in vLLM, `use_swa` alone makes all layers slide."""
     types = list(getattr(qwen, "layer_types", None) or [FULL] * qwen.num_hidden_layers)
     if len(types) != qwen.num_hidden_layers or any(kind not in LAYER_TYPES for kind in types):
         raise UserError(
@@ -160,7 +159,7 @@ def sliding_layers(source: Source, own: Mapping[str, Any], qwen: Any, causal: bo
 
 
 def captured(source: Source, own: Mapping[str, Any], target: FrozenTarget, num_layers: int) -> tuple[int, ...]:
-    """The residual streams that a head reads, by the layer that each enters."""
+    """Return the residual streams that a head reads, numbered by the layer that each enters."""
     name, offset = "target_layer_ids", 1
     if "transformer_layer_config" in own:
         name, offset = "aux_hidden_state_layer_ids", 0
@@ -175,8 +174,8 @@ def captured(source: Source, own: Mapping[str, Any], target: FrozenTarget, num_l
 
 
 def block_weights(source: Source, target: FrozenTarget, drafted: int) -> dict[str, Tensor]:
-    """A head's own tensors, under their names, with the tables of a vocabulary of `drafted` tokens. UserError for
-    embeddings or an output head that are not the target's."""
+    """Return a head's own tensors under their names, with the tables of a vocabulary of `drafted` tokens. Raises
+    UserError for embeddings or an output head other than the target's."""
     embed: Any = target.shared.embed_tokens
     found, lm_head = source.read(), target.lm_head_weight
     sort_vocab(source.path, found, target.vocab_size, drafted)
@@ -191,12 +190,12 @@ def block_weights(source: Source, target: FrozenTarget, drafted: int) -> dict[st
                 "output head are read"
             )
         if name not in shared and not UNUSED.fullmatch(name):
-            weights[name.removeprefix("logit_head.")] = value  # SpecForge's earliest had it
+            weights[name.removeprefix("logit_head.")] = value  # from SpecForge's earliest files
     return weights
 
 
 def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarget) -> list[str]:
-    """Return a line for each thing that engines read otherwise than `read_block`."""
+    """Return a line for each thing that engines read differently from `read_block`."""
     raw, said = source.config, []
     if SCALED.match(type(target.model).__name__):
         said.append(f"{VLLM} {UNSCALED}")

@@ -1,4 +1,4 @@
-"""A draft model's folder: an ordinary causal LM of Hugging Face's form, with its tokenizer."""
+"""Folder of a draft model: an ordinary Hugging Face causal LM with its tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -10,25 +10,25 @@ from heads.target.smaller_model import fit_vocabulary, load_smaller, model_recor
 
 
 def draft_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """config.json: the model's own, from a `DraftConfig`."""
+    """Return config.json: the model's own, from a `DraftConfig`."""
     return {**config.model, "dtype": dtype, "torch_dtype": dtype}
 
 
 def write_tokenizer(folder: Path, target: dict[str, Any]) -> None:
-    """The tokenizer's files, so that the folder is a whole model."""
+    """Write the tokenizer's files, so that the folder is a complete model."""
     tokenizer = load_tokenizer(target["name"], trust_remote_code=target["trust_remote_code"])
     tokenizer.save_pretrained(folder)
 
 
 def check_draft(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-    """A draft model, which is an ordinary model of Hugging Face's form."""
+    """Check a draft model, which is an ordinary Hugging Face model."""
     name = str(named_class(folder.config))
     lacks = None if name.endswith("ForCausalLM") else f"takes no {name} as a draft model"
     return lacks, fields(folder.config, {"vocab_size": folder.target["vocab_size"]})
 
 
 def read_draft(source: Source, target: FrozenTarget) -> Reading | None:
-    """A causal LM with the target's tokenizer, as it is."""
+    """Read a causal LM with the target's tokenizer."""
     names = [str(name) for name in source.config.get("architectures") or ()]
     if not any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
         return None

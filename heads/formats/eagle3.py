@@ -1,9 +1,9 @@
-"""EAGLE-3's folder: config.json as vLLM and SGLang read it, and the tensors under the names that they load.
+"""Folder of an EAGLE-3 head: config.json as vLLM and SGLang read it, and the tensors under the names that they load.
 
-Both conventions of naming layers are written: vLLM counts the layer a stream enters, SGLang the layer it leaves. The
-EAGLE repository reads the file too, but no layer ids (it knows the default ones alone) and neither `fc_norm` nor
-`norm_output`, which it ignores. speculators' converter (c05b95b) takes the options and drops the layer ids, unless they
-are given by hand.
+Layer ids are written in both conventions: vLLM numbers a stream by the layer that it enters, SGLang by the layer that
+it leaves. The EAGLE repository reads the file too, but it ignores the layer ids (it only supports the default ones),
+`fc_norm` and `norm_output`. speculators' converter (c05b95b) keeps the options and drops the layer ids, unless they are
+given by hand.
 
 Letters: D hidden, V vocabulary, Vd draft vocabulary, L auxiliary layers.
 """
@@ -48,7 +48,7 @@ EMBEDDING = "embed_tokens.weight"
 EAGLE3_FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
-    "num_hidden_layers": 1,  # the engines norm the inputs of further layers differently
+    "num_hidden_layers": 1,  # the engines normalise the inputs of further layers differently
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "attention_bias": False,
@@ -56,12 +56,12 @@ EAGLE3_FIELDS: dict[str, Any] = {
 }
 
 SLIDING = {"layer_types": ["sliding_attention"]}
-"""Mark of a layer that has the config's sliding window."""
+"""Fields that make the layer use the config's sliding window."""
 
 
 def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """An `Eagle3Config` and the record of its target, under the names that engines use."""
-    # SGLang numbers a stream by the layer it leaves; -1 = the embeddings.
+    """Return config.json under the engines' names, from an `Eagle3Config` and the record of its target."""
+    # SGLang numbers a stream by the layer that it leaves; -1 = the embeddings.
     outputs = [k - 1 for k in config.aux_layer_ids]
     return {
         **EAGLE3_FIELDS,
@@ -69,7 +69,7 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         "rope_scaling": config.rope_scaling,
         **({} if config.sliding_window is None else {"sliding_window": config.sliding_window, **SLIDING}),
         "draft_vocab_size": config.draft_vocab_size,
-        "own_embeddings": config.own_embeddings,  # read by none: they go by the file
+        "own_embeddings": config.own_embeddings,  # no engine reads it: the tensors in the file decide
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
@@ -82,20 +82,20 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Loader:
-    """Loading of an EAGLE-3 head by one reader."""
+    """How one reader loads an EAGLE-3 head."""
 
     targets: frozenset[str]
-    """Classes of targets whose residual streams it hands to a head."""
+    """Classes of targets whose residual streams the reader passes to a head."""
     ids: tuple[str, ...] = ()
-    """The path of the layer ids in config.json; empty: it reads none, and knows the default layers alone."""
+    """Path of the layer ids in config.json. Empty: the reader ignores them, and only supports the default layers."""
     offset: int = 0
-    """The stream that enters layer k is number k + offset."""
+    """The stream that enters layer k has the number k + offset."""
     last: bool = False
-    """True if it captures the output of the last layer."""
+    """True if the reader captures the output of the last layer."""
     fewest: int = 1
-    """The fewest layers that it fuses."""
+    """Minimum number of layers that the reader fuses."""
     options: frozenset[str] = frozenset()
-    """Settings of a head that it reads; it ignores the others."""
+    """Settings of a head that the reader supports. It ignores the others."""
 
 
 HOOKS_OF_BOTH = """
@@ -116,7 +116,8 @@ MULTIMODAL = {
 
 
 def hooked(reader: str, *texts: str) -> frozenset[str]:
-    """The classes that some families' names stand for; of those with the hook only the ones that transformers has."""
+    """Return the classes of the families in `texts`, and the reader's multimodal classes. Of the classes with the hook,
+    these are only the ones that transformers has."""
     text = {f"{name}ForCausalLM" for names in texts for name in names.split()}
     return frozenset(text | {f"{name}ForConditionalGeneration" for name in MULTIMODAL.get(reader, "").split()})
 
@@ -133,7 +134,7 @@ EAGLE3 = {
         targets=hooked(SGLANG, HOOKS_OF_BOTH, HOOKS_OF_SGLANG),
         ids=("eagle_config", "eagle_aux_hidden_state_layer_ids"),
         offset=-1,
-        fewest=2,  # it leaves `fc` out where what comes is as wide as what goes
+        fewest=2,  # it omits `fc` where input and output are equally wide
         options=EAGLE_3_1,
     ),
     EAGLE: Eagle3Loader(targets=hooked(EAGLE, "Llama Qwen3")),
@@ -142,7 +143,7 @@ EAGLE3_SIZES = (*DECODER_SIZES, "draft_vocab_size", "num_aux_hidden_states")
 
 
 def eagle3_tensors(c: Mapping[str, Any]) -> Shapes:
-    """The tensors of a head with this config.json; embedding table and the rest are the target's."""
+    """Return the shapes of the tensors of a head with this config.json. All other tensors are the target's."""
     D, V, Vd, L = c["hidden_size"], c["vocab_size"], c["draft_vocab_size"], c["num_aux_hidden_states"]
     shapes: Shapes = {
         "fc.weight": (D, L * D),
@@ -158,13 +159,13 @@ def eagle3_tensors(c: Mapping[str, Any]) -> Shapes:
         shapes |= {f"fc_norm.{i}.weight": (D,) for i in range(L)}
     if c.get("own_embeddings"):
         shapes |= {EMBEDDING: (V, D)}
-    if Vd != V:  # vLLM refuses the tables of a whole vocabulary
+    if Vd != V:  # vLLM refuses tables for a whole vocabulary
         shapes |= {"d2t": (Vd,), "t2d": (V,)}
     return shapes
 
 
 def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-    """An EAGLE-3 head."""
+    """Check an EAGLE-3 head."""
     config, target, loader = folder.config, folder.target, EAGLE3[reader]
     name = str(target.get("architecture"))
     lacks = None if name in loader.targets else f"hands no residual streams of a {name} to a head"
@@ -186,7 +187,7 @@ def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
 
 
 def layer_ids(config: Mapping[str, Any], layers: int, reader: str) -> list[str]:
-    """Faults of the residual streams that a reader would capture."""
+    """Return the faults of the residual streams that a reader would capture."""
     loader, ours = EAGLE3[reader], config.get("eagle_aux_hidden_state_layer_ids")  # by the layer that each enters
     if not isinstance(ours, list) or not all(type(k) is int for k in ours):
         return [f"config.json: eagle_aux_hidden_state_layer_ids: expected numbers of layers, found {ours!r}"]
@@ -210,7 +211,7 @@ def layer_ids(config: Mapping[str, Any], layers: int, reader: str) -> list[str]:
 
 
 def speculators(head: str, target: str, config: Mapping[str, Any]) -> list[str]:
-    """The command that brings a saved head into speculators' form."""
+    """Return a line with the command that converts a saved head into speculators' form."""
     ids = json.dumps({"eagle_aux_hidden_state_layer_ids": list(config["aux_layer_ids"])})
     run = (
         f"speculators convert {shlex.quote(head)} --algorithm eagle3 --verifier {shlex.quote(target)} "
@@ -221,11 +222,12 @@ def speculators(head: str, target: str, config: Mapping[str, Any]) -> list[str]:
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 DROPPED = ("verifier_norm.weight", "verifier_lm_head.weight", "midlayer.self_attn.rotary_emb.inv_freq")
-"""Tensors of the target, and of no meaning, that files hold."""
+"""Tensors in files that are the target's or have no effect."""
 
 
 def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
-    """A head of one decoder layer, raw or in speculators' form; every config field may be absent as Llama's may."""
+    """Read a head of one decoder layer, raw or in speculators' form. Every config field that may be absent in Llama's
+    config may be absent here."""
     raw, path = source.config, source.path
     layer, kind = raw.get("transformer_layer_config"), raw.get("speculators_model_type")
     named = any("eagle3" in str(name).lower() for name in raw.get("architectures") or ())
@@ -273,11 +275,11 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
 
 
 def sort_vocab(path: str, weights: dict[str, Tensor], V: int, Vd: int) -> None:
-    """Bring the tables of a draft vocabulary into the form of `heads.vocab`, and what has a row for each with them:
-    draft ids in the order of their target ids, both tables there or none."""
+    """Convert the tables of a draft vocabulary to the form of `heads.vocab`, with draft ids in the order of their
+    target ids, and reorder the tensors that have a row per draft id. Afterwards both tables are present, or neither."""
     d2t = weights.get("d2t")
     if d2t is None or d2t.shape != (Vd,) or d2t.is_floating_point():
-        return  # said by who reads the tables
+        return  # reported when the tables are read
     kept, order = (d2t.long() + torch.arange(Vd)).sort()
     if kept[0] < 0 or kept[-1] >= V or not (kept.diff() > 0).all():
         raise UserError(f"{path}: d2t: expected target ids below {V}, each once, as offsets from the draft ids")
@@ -294,8 +296,8 @@ def sort_vocab(path: str, weights: dict[str, Tensor], V: int, Vd: int) -> None:
 
 
 def captured(source: Source, nested: Mapping[str, Any], target: FrozenTarget, width: int) -> tuple[int, ...]:
-    """The residual streams that the trainer meant: those that config.json names by the layers they enter, or nested by
-    the layers they leave, or else the default ones."""
+    """Return the residual streams that the trainer meant: those in config.json, numbered by the layers that they enter,
+    else those in `nested`, numbered by the layers that they leave, else the default ones."""
     path, ids = source.path, source.config.get(IDS)
     if ids is None and nested.get(IDS) is not None:
         ids = [k + 1 if type(k) is int else k for k in nested[IDS]] if isinstance(nested[IDS], list) else nested[IDS]
@@ -312,7 +314,7 @@ def captured(source: Source, nested: Mapping[str, Any], target: FrozenTarget, wi
 
 
 def misread(raw: Mapping[str, Any], nested: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Return a line for each thing that engines read otherwise than `read_eagle3`."""
+    """Return a line for each thing that engines read differently from `read_eagle3`."""
     ids, layers = list(config["aux_layer_ids"]), config["num_target_layers"]
     outputs, default = [k - 1 for k in ids], list(low_middle_high(layers))
     named, said = (raw.get(IDS), nested.get(IDS)), []

@@ -1,10 +1,10 @@
-"""Medusa's tensors and config.json under the names of the paper's own repository, which vLLM reads up to 0.32.
+"""Medusa's tensors and config.json under the names of the paper's own repository, which vLLM up to 0.32 supports.
 
     {k}.{j}.linear.{weight, bias}    residual block j of head k
     {k}.{number of blocks}.weight    output head of head k
-    token_map                        the draft vocabulary, where there is one: no reader takes it with such output heads
+    token_map                        the draft vocabulary, if there is one: no reader supports it with such output heads
 
-The repository keeps them in medusa_lm_head, as we do; it unpickles medusa_lm_head.pt, we write safetensors alone.
+The repository unpickles the tensors from medusa_lm_head.pt. draftsmith only writes medusa_lm_head.safetensors.
 """
 
 import re
@@ -17,20 +17,22 @@ from heads.formats.source import Source
 from heads.target.frozen import FrozenTarget
 
 OLD_VLLM = "vLLM 0.32.0"
-"""The last one with Medusa, which SGLang never had."""
+"""Last version with Medusa. SGLang never supported it."""
 MEDUSA = "the Medusa repository (11af0aa)"
 MEDUSA_TARGETS = frozenset({"LlamaForCausalLM"})
-"""Loading of Medusa heads by the Medusa repository. It unpickles medusa_lm_head.pt, which holds the same tensors."""
+"""Classes of targets for which the Medusa repository runs heads. It unpickles medusa_lm_head.pt, with the same
+tensors."""
 MEDUSA_FIELDS: dict[str, Any] = {
     "architectures": ["MedusaModel"],
     "model_type": "medusa",
-    "medusa_fc_bias": True,  # without it vLLM drops the biases and says nothing
+    "medusa_fc_bias": True,  # without it vLLM silently drops the biases
 }
 MEDUSA_SIZES = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
 
 
 def medusa_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A `MedusaConfig` and the record of its target under the repository's names, and what vLLM asks for beside."""
+    """Return config.json under the repository's names, from a `MedusaConfig` and the record of its target, with the
+    further fields that vLLM needs."""
     return {
         **MEDUSA_FIELDS,
         "medusa_num_heads": config.depth,
@@ -45,7 +47,7 @@ def medusa_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
 
 
 def medusa_tensors(c: Mapping[str, Any]) -> Shapes:
-    """The heads of a Medusa with this config.json, over the target's whole vocabulary."""
+    """Return the shapes of Medusa heads with this config.json, over the target's whole vocabulary."""
     D, V, blocks = c["hidden_size"], c["vocab_size"], c["medusa_num_layers"]
     shapes: Shapes = {}
     for k in range(c["medusa_num_heads"]):
@@ -56,7 +58,7 @@ def medusa_tensors(c: Mapping[str, Any]) -> Shapes:
 
 
 def check_medusa(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-    """Medusa heads."""
+    """Check Medusa heads."""
     config, name = folder.config, str(folder.target.get("architecture"))
     lacks = f"runs no {name}" if reader == MEDUSA and name not in MEDUSA_TARGETS else None
     faults = fields(config, MEDUSA_FIELDS) + sizes(config, MEDUSA_SIZES)
@@ -64,7 +66,7 @@ def check_medusa(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
 
 
 def read_medusa(source: Source, target: FrozenTarget) -> Reading | None:
-    """Heads under the repository's names, or under vLLM's: blocks.{k}.layers.{j}, lm_heads.{k}."""
+    """Read heads under the repository's names, or under vLLM's: blocks.{k}.layers.{j}, lm_heads.{k}."""
     raw = source.config
     if not ("medusa_num_heads" in raw or raw.get("model_type") == "medusa"):
         return None

@@ -1,16 +1,16 @@
-"""The tensors of multi-token prediction under the names of the families that have them, and back; read from a target.
+"""Tensors of multi-token prediction: conversion to and from the names of model families, and reading from a target.
 
-    mimo      model.mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}, block beside them
-    deepseek  model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm}, block beside them; n: the target's layers.
-              GLM-4.5's and GLM-4.7-Flash's, too
+    mimo      model.mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}, block next to them
+    deepseek  model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm}, block next to them; n: target layers.
+              GLM-4.5 and GLM-4.7-Flash use these, too
     qwen      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, block in mtp.layers.0; one module
 
-A block is a decoder layer of the target's own class (`heads.target.block`), its experts in one tensor or one each, as
-the checkpoint has them. A model class of transformers drops these tensors when it loads, so they are read from the
-target's files.
+A block is a decoder layer of the target's own class (`heads.target.block`). Its experts are in one tensor or in one
+each, as in the checkpoint. The model classes of transformers drop these tensors when they load, so they are read from
+the target's files.
 
-A saved head is a folder that engines load beside the target: its config.json is the target's own, and its weights are
-the modules alone, under the names of the target's family. Embedding table and output head are the target's.
+Engines load the folder of a saved head together with the target. Its config.json is the target's own, and its weights
+are only the modules, under the names of the target's family. Embeddings and output head are the target's.
 """
 
 import re
@@ -45,23 +45,24 @@ from heads.target.head_shape import block_settings
 
 PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-"""The target's own embeddings and output head, of which DeepSeek's modules store copies."""
+"""The target's own embeddings and output head. DeepSeek's modules store copies of them."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of a module's tensors in one family."""
+    """Names of the tensors of a module in one family."""
 
     prefix: str
     """Prefix of module i; n is the number of the target's decoder layers."""
     parts: tuple[str, str, str, str]
-    """The names of PARTS."""
+    """Names of PARTS."""
     block: str
-    """Between the prefix and the names of the decoder block."""
+    """Text between the prefix and the names of the decoder block."""
     hidden_first: bool
     """True if the first half of the projection reads the hidden state."""
     zero_first: bool = False
-    """True if engines read the token at position 0 as zeros: vLLM does in both layouts, SGLang in MiMo's alone."""
+    """True if engines read the token at position 0 as zeros: vLLM in both layouts that set it, SGLang only in
+    MiMo's."""
 
     def of_module(self, i: int, layers: int) -> str:
         return self.prefix.format(i=i, n=layers + i)
@@ -83,7 +84,7 @@ LAYOUTS = {
 
 
 def field_name(own: str, layout: Layout, layers: int) -> str:
-    """`mtp_layers.I.PART.weight` or `mtp_layers.I.block.NAME` as the family calls it."""
+    """Return the family's name of `mtp_layers.I.PART.weight` or `mtp_layers.I.block.NAME`."""
     match = re.fullmatch(r"mtp_layers\.(\d+)\.(\w+)\.(.+)", own)
     assert match, own
     prefix, part, rest = layout.of_module(int(match[1]), layers), match[2], match[3]
@@ -93,8 +94,8 @@ def field_name(own: str, layout: Layout, layers: int) -> str:
 
 
 def to_field(own: Mapping[str, Tensor], layout: Layout, layers: int, stored: Collection[str] = ()) -> dict[str, Tensor]:
-    """A head's tensors under the family's names. The head holds a layer's experts as one tensor; unless the checkpoint
-    does too, by the names `stored` in it, each gets its own."""
+    """Return a head's tensors under the family's names. The head holds a layer's experts as one tensor. They are split
+    into one tensor each, unless the checkpoint, whose names are `stored`, has them as one, too."""
     out = {}
     for name, value in own.items():
         name = field_name(name, layout, layers)
@@ -114,7 +115,7 @@ def to_field(own: Mapping[str, Tensor], layout: Layout, layers: int, stored: Col
 def from_field(
     field: Mapping[str, Tensor], own: Mapping[str, Tensor], layout: Layout, layers: int
 ) -> dict[str, Tensor]:
-    """The inverse of `to_field`, for a head with the tensors `own`; names and shapes are known to fit."""
+    """Return the inverse of `to_field`, for a head with the tensors `own`. Names and shapes are known to fit."""
     out = {}
     for name, value in own.items():
         theirs = field_name(name, layout, layers)
@@ -135,19 +136,19 @@ def from_field(
 
 @dataclass(frozen=True)
 class NativeModules:
-    """The modules that a target's checkpoint holds."""
+    """MTP modules in a target's checkpoint."""
 
     layout: str
     count: int
     weights: dict[str, Tensor]
-    """Under the family's names, without what `SHARED` repeats of the target."""
+    """Tensors under the family's names, without the copies of the target's layers (`SHARED`)."""
 
 
 def read_native(source: Source, config: Any, shared: Mapping[str, Tensor]) -> NativeModules:
-    """The MTP modules in a checkpoint of a target with the Hugging Face `config`.
+    """Read the MTP modules in a checkpoint of a target with the Hugging Face `config`.
 
-    shared: the target's embedding table and output head, which a module that stores either again must share. UserError
-    where there is no module, where there are fewer than the config says, and where one is quantised.
+    shared: the target's embeddings and output head. Copies of them in a module must be equal to them. Raises UserError
+    if there is no module, if there are fewer than the config says, or if one is quantised.
     """
     path, files = source.path, source.files
     layers: int = config.num_hidden_layers
@@ -176,7 +177,8 @@ def read_native(source: Source, config: Any, shared: Mapping[str, Tensor]) -> Na
 
 
 def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
-    """Return the number of modules of this layout among the tensors, from the first on; one if all share a prefix."""
+    """Return the number of modules of this layout among the tensors, counted from the first; at most 1 if all share a
+    prefix."""
     held, count = set(names), 0
     while f"{layout.of_module(count, layers)}{layout.parts[2]}.weight" in held:
         count += 1
@@ -186,20 +188,21 @@ def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
 
 
 def find_modules(names: Collection[str], layers: int) -> tuple[str, int]:
-    """Return the layout of the modules among a checkpoint's tensors, and their number; 0 of any where there are
+    """Return the layout and the number of the modules among a checkpoint's tensors. The number is 0 if there are
     none."""
     counts = {name: count_modules(layout, names, layers) for name, layout in LAYOUTS.items()}
     return max(counts.items(), key=lambda found: found[1])
 
 
 def module_names(names: Iterable[str], layout: Layout, count: int, layers: int) -> list[str]:
-    """Return the tensors of the first `count` modules, with what `SHARED` repeats of the target."""
+    """Return the names of the tensors of the first `count` modules, with their copies of the target's layers
+    (`SHARED`)."""
     prefixes = tuple({layout.of_module(i, layers) for i in range(count)})
     return [name for name in names if name.startswith(prefixes)]
 
 
 def _check_shared(path: str, key: str, value: Tensor, shared: Mapping[str, Tensor]) -> None:
-    """Refuse a module with an embedding table or an output head of its own: heads use the target's."""
+    """Raise UserError for a module with its own embeddings or output head: heads use the target's."""
     ours = shared["embed_tokens.weight" if key.endswith("embed_tokens.weight") else "shared_head.head.weight"]
     if value.shape != ours.shape or not torch.equal(value.to(ours.dtype), ours.cpu()):
         raise UserError(
@@ -209,25 +212,27 @@ def _check_shared(path: str, key: str, value: Tensor, shared: Mapping[str, Tenso
 
 
 def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """config.json: the target's own, from `heads.checkpoint.target_record`. Engines find the modules' class by it.
+    """Return config.json: the target's own, from `heads.checkpoint.target_record`. Engines find the modules' class with
+    it.
 
-    The modules are not quantised, whatever the target's checkpoint is.
+    The modules are not quantised, even if the target's checkpoint is.
     """
     return {key: value for key, value in target["config"].items() if key != "quantization_config"}
 
 
 @dataclass(frozen=True)
 class MtpLoader:
-    """Loading of the modules of one class of targets by the engines."""
+    """How engines load the modules of one class of targets."""
 
     layout: str
     """One of LAYOUTS."""
     count: str
-    """The field of the target's config with the number of modules."""
+    """Field of the target's config with the number of modules."""
     most: Mapping[str, int | None]
-    """engine -> the most modules that it loads, None for any number; engines that are not here cannot load any."""
+    """Maximum number of modules that each engine loads, None for no limit. Engines that are not listed cannot load
+    any."""
     differs: tuple[str, ...] = ()
-    """Ways in which an engine computes otherwise than this head."""
+    """Ways in which an engine computes differently from this head."""
 
 
 ONE_EACH = {VLLM: 1, SGLANG: 1}
@@ -238,7 +243,8 @@ QWEN3_5 = MtpLoader("qwen", "mtp_num_hidden_layers", ONE_EACH)
 MTP = {
     "DeepseekV3ForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", DEEPSEEK, (FIRST_TOKEN,)),
     "Glm4MoeForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", DEEPSEEK, (FIRST_TOKEN, PRE_NORM)),
-    # vLLM's class looks for this family's modules at layer 0: its config override says that the target has none.
+    # vLLM looks for the modules of this family at layer 0, because its config override says that the target has no
+    # layers.
     "Glm4MoeLiteForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", {SGLANG: 1}, (FIRST_TOKEN,)),
     "MiMoForCausalLM": MtpLoader("mimo", "num_nextn_predict_layers", ONE_EACH),
     "Qwen3NextForCausalLM": MtpLoader("qwen", "num_nextn_predict_layers", ONE_EACH),
@@ -247,13 +253,14 @@ MTP = {
     "Qwen3_5MoeForCausalLM": QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
 }
-"""Class of target -> how its modules are loaded. The folder's config.json is the target's own: engines go by its class,
-and take embedding table and output head from the target where the folder has none. None reads a draft vocabulary."""
+"""How modules are loaded for each class of targets. The folder's config.json is the target's own, because engines go by
+its class. They use the target's embeddings and output head if the folder has none. No engine supports a draft
+vocabulary."""
 
 
 def module_shapes(config: Any, layout: Layout, count: int, stored: Collection[str] = ()) -> Shapes:
-    """The tensors of `count` modules of a target with this config, `stored` as in `to_field`; their blocks are layers
-    of the target's own class."""
+    """Return the shapes of the tensors of `count` modules of a target with this config, with `stored` as in `to_field`.
+    Their blocks are layers of the target's own class."""
     D = config.hidden_size
     with torch.device("meta"):
         block = BlockMaker(block_record(config, 1)).layers[0].state_dict()
@@ -265,7 +272,7 @@ def module_shapes(config: Any, layout: Layout, count: int, stored: Collection[st
 
 
 def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-    """Modules of multi-token prediction, beside their target's own config.json."""
+    """Check modules of multi-token prediction with their target's own config.json."""
     name = named_class(folder.config)
     loader = None if name is None else MTP.get(name)
     if name is None or loader is None or reader not in loader.most:
@@ -280,7 +287,7 @@ def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     except Exception as error:  # each family's config refuses in its own way
         return None, [f"config.json: not that of a {name} ({first_line(error)})"]
     promised = getattr(config, loader.count, None)
-    text_class = name.replace("ForConditionalGeneration", "ForCausalLM")  # of a multimodal target text alone is run
+    text_class = name.replace("ForConditionalGeneration", "ForCausalLM")  # only a multimodal target's text model is run
     faults = fields({"architectures": [text_class]}, {"architectures": [folder.target.get("architecture")]})
     if promised is not None and promised != count:
         faults.append(f"config.json: {loader.count}: {promised}, the file holds {count} modules")
@@ -289,7 +296,7 @@ def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
 
 
 def native_config(target: FrozenTarget, native: NativeModules) -> dict[str, Any]:
-    """The settings that native modules bring with them: of an `MtpConfig` over the target's whole vocabulary."""
+    """Return the settings that native modules determine, for an `MtpConfig` over the target's whole vocabulary."""
     return {
         **block_settings(target),
         "native": True,
@@ -302,13 +309,13 @@ def native_config(target: FrozenTarget, native: NativeModules) -> dict[str, Any]
 
 
 def shared_layers(target: FrozenTarget) -> dict[str, Tensor]:
-    """The target's layers of which modules may store copies."""
+    """Return the layers of the target that modules may store copies of."""
     embed: Any = target.shared.embed_tokens
     return dict(zip(SHARED, (embed.weight, target.lm_head_weight), strict=True))
 
 
 def read_mtp(source: Source, target: FrozenTarget) -> Reading | None:
-    """The modules in a folder with the target's own config.json, or in a whole checkpoint of the target."""
+    """Read the modules in a folder with the target's own config.json, or in a whole checkpoint of the target."""
     config = source.config.get("text_config") or source.config
     layers = config.get("num_hidden_layers")
     if type(layers) is not int or not any(count_modules(layout, source.files, layers) for layout in LAYOUTS.values()):

@@ -1,7 +1,7 @@
-"""The files of a checkpoint that others wrote: config.json and tensors, in a folder or on the Hub.
+"""Files of a checkpoint that others wrote: config.json and tensors, in a folder or on the Hub.
 
-Tensors are read from safetensors. A pickle can run code when it is read, so it is read only where the user names the
-file itself, as in FOLDER/pytorch_model.bin or OWNER/NAME/pytorch_model.bin, and then for tensors alone.
+Tensors are read from safetensors. Reading a pickle can run code, so it is read only if the user names the file itself,
+as in FOLDER/pytorch_model.bin or OWNER/NAME/pytorch_model.bin, and then only its tensors.
 """
 
 import json
@@ -29,16 +29,16 @@ DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, Safetenso
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, and which of its files holds each tensor."""
+    """A checkpoint, and the file that holds each tensor."""
 
     path: str
-    """As the user named it."""
+    """Path as the user named it."""
     config: Mapping[str, Any]
-    """config.json."""
+    """Contents of config.json."""
     files: Mapping[str, Path]
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return the tensors of these names, or all of them."""
+        """Return the tensors with these names, or all tensors."""
         wanted = set(self.files if names is None else names)
         out: dict[str, Tensor] = {}
         for file in sorted({self.files[name] for name in wanted}):
@@ -51,26 +51,26 @@ class Source:
 
 
 def without_pickle(path: str) -> tuple[str, str | None]:
-    """Split the name of a pickle off the end of a path or Hub id; None where there is none."""
+    """Split the name of a pickle off the end of a path or Hub id. The name is None if there is none."""
     folder, slash, name = path.rpartition("/")
     return (folder, name) if slash and name in PICKLES else (path, None)
 
 
 def foreign_config(path: str) -> dict[str, Any] | None:
-    """Return the config.json of a head or model in another project's form; None for one of ours, and where none can be
+    """Return config.json of a head or model in another project's form; None for one of draftsmith's, or if none can be
     read."""
     repo, revision = repo_and_revision(without_pickle(path)[0])
     try:
         if not Path(repo).is_dir() and not is_hub_id(repo):
             return None
         config = json.loads(Path(str(cached_file(repo, CONFIG, revision=revision))).read_text(encoding="utf-8"))
-    except (*DAMAGE, RecursionError):  # said by who reads heads of ours
+    except (*DAMAGE, RecursionError):  # reported when a head of draftsmith's is read
         return None
     return config if isinstance(config, dict) and "draftsmith" not in config else None
 
 
 def open_source(path: str, config: Mapping[str, Any]) -> Source:
-    """Find the tensors of the checkpoint at `path`: a folder, a Hub id, or one of these and a pickle's name."""
+    """Return the checkpoint at `path`: a folder, a Hub id, or either with the name of a pickle."""
     folder, name = without_pickle(path)
     if name is None:
         return Source(path, config, tensor_files(path, WEIGHTS))
@@ -83,7 +83,7 @@ def open_source(path: str, config: Mapping[str, Any]) -> Source:
 
 
 def unpickled(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a pickle, read with `weights_only`. UserError where it holds anything else."""
+    """Return the tensors of a pickle, read with `weights_only`. Raises UserError if it holds anything else."""
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except (*DAMAGE, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -94,8 +94,8 @@ def unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def tensor_files(path: str, names: Iterable[str] = WEIGHTS[:1]) -> dict[str, Path]:
-    """Each tensor of the checkpoint at `path`, a folder or a Hub id, and the safetensors file that holds it: one of
-    `names`, or those of an index."""
+    """Return the safetensors file of each tensor of the checkpoint at `path`, a folder or a Hub id. The file is one of
+    `names`, or the index names it."""
     repo, revision = repo_and_revision(path)
 
     def find(name: str) -> str | None:

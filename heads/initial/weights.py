@@ -1,4 +1,4 @@
-"""First weights of a new head: PyTorch's, or made from the target's features over some text.
+"""First weights of a new head: PyTorch's, or computed from the target's features over some text.
 
 Letters: B rows, T tokens, D hidden, L auxiliary layers, V vocabulary.
 """
@@ -17,12 +17,12 @@ from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget
 
 PROBED_AT_ONCE = 32
-"""Rows of the probed text in one pass of the target."""
+"""Number of rows of the probed text in one pass of the target."""
 
 
 @dataclass(frozen=True)
 class TargetProbe:
-    """The target's features over some text, and the layers that it reads them out with."""
+    """The target's features over some text, and the layers that turn them into logits."""
 
     tokens: Tensor  # (B, T) int64
     embeddings: Tensor  # (B, T, D)
@@ -32,7 +32,7 @@ class TargetProbe:
     """(L,) the root mean square of each auxiliary hidden state.
 
     Residual streams grow with depth: in the quickstart's target from 0.26 at the embeddings to 21 at the highest
-    auxiliary layer. A head that starts at that size learns as if its rate were that much smaller.
+    auxiliary layer. A head that starts at that size learns as if its learning rate were that much smaller.
     """
     norm: Tensor  # (D,), the scale of the final norm
     lm_head_weight: Tensor  # (V, D)
@@ -43,31 +43,33 @@ class TargetProbe:
 
     @cached_property
     def frequency(self) -> Tensor:
-        """(V,) float32 on the CPU: how often each token is a label, as a share; above 0 for those that never are."""
+        """(V,) float32 on the CPU: fraction of the labels that each token makes up; above 0 also for tokens that are
+        never labels."""
         count = self.token_counts.cpu().float() + 0.5
         return count / count.sum()
 
     @cached_property
     def readout(self) -> Tensor:
-        """(V, D) float32 on the CPU: the output head with the family's factor of its logits."""
+        """(V, D) float32 on the CPU: output head, multiplied by the family's factor of the logits."""
         return self.lm_head_weight.cpu().float() * self.logit_scale
 
     @property
     def evening(self) -> Tensor:
-        """(L * D,) factors that bring every auxiliary hidden state to the size of the largest.
+        """(L * D,) factors that scale every auxiliary hidden state to the size of the largest.
 
-        For a projection whose output is normed: its own size has no effect but that the optimizer changes it less.
+        They multiply a projection whose output is normed. Its own size has no effect, except that the optimizer changes
+        it less.
         """
         return (self.scales.max() / self.scales).repeat_interleave(self.embeddings.shape[-1])
 
 
 @torch.no_grad()
 def begin(head: Any, target: FrozenTarget, token_counts: Tensor, *, closely: bool = False) -> None:
-    """Give a new head the weights that `initial_weights` of its config names; token_counts (V,): labels in the data.
+    """Set the weights of a new head as `initial_weights` in its config says. token_counts (V,): labels in the data.
 
-    A head has two methods for it: `initialise`, which makes it hand on what the target has, from small random weights,
-    and `copying`, which says which attention is to copy, and what it is to find and to write, or None. `closely`: from
-    a longer text. Without any label, for a head that is asked for its shape alone, the weights stay PyTorch's.
+    A head has two methods for it. `initialise` makes it pass on the target's features, starting from small random
+    weights. `copying` returns the attention that should copy with its `AttentionProbe`, or None. `closely`: use a
+    longer text. Without any label, when only the shape of a head is needed, the weights stay PyTorch's.
     """
     initial = head.config.initial_weights
     if initial == RANDOM or not token_counts.any():
@@ -109,11 +111,11 @@ def probe_target(
 
 
 def probed_rows(hidden_size: int, closely: bool) -> int:
-    """Number of rows of the probed text: four tokens for each dimension of a hidden state, or more."""
+    """Return the number of rows of the probed text, with at least four tokens for each dimension of a hidden state."""
     return max(96 if closely else 4, hidden_size // 16)
 
 
 def probe_tokens(token_counts: Tensor, rows: int) -> Tensor:
-    """Return (rows, 64) tokens, drawn in proportion to their counts (V,), always the same ones."""
+    """Return (rows, 64) tokens, drawn in proportion to their counts (V,). They are always the same."""
     draw = torch.Generator().manual_seed(0)
     return torch.multinomial(token_counts.float() + 1e-3, rows * 64, replacement=True, generator=draw).view(rows, 64)

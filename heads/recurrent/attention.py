@@ -1,8 +1,8 @@
-"""Attention for the training-time test: a causal pass in blocks, and one further key for each earlier step, in one
+"""Attention for the training-time test: a causal pass in blocks, and one extra key for each earlier step, in one
 softmax.
 
-The causal pass is FlexAttention on a GPU. Elsewhere no score tensor larger than (rows of one block) x T exists, forward
-or backward: the backward pass makes the weights of a block anew. The further keys, one for each row, are added through
+The causal pass uses FlexAttention on a GPU. On other devices no score tensor is larger than (rows of one block) x T,
+because the backward pass recomputes the weights of each block. The extra keys, one per row and step, are merged through
 the log-sum-exp.
 
 Letters: B batch, H query heads, G query heads per key head, T tokens, d head dimension, I own keys of each row.
@@ -32,10 +32,10 @@ def causal_attention(
     own_values: Sequence[Tensor] = (),
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention inside documents, where row t sees its own slot of each of `own_keys` too.
+    """Return causal attention inside documents, in which row t also sees slot t of each of `own_keys`.
 
-    With a sliding `window`, a row sees the keys fewer than so many positions before it: with I own keys it stands at
-    position t + I, which its window counts from.
+    With a sliding `window`, a row sees only keys fewer than `window` positions before it. With I own keys row t is at
+    position t + I, and the window ends there.
 
     q (B, H, T, d); k, v (B, H / G, T, d); documents (B, T) int64; own keys and values as k and v, one pair for each
     earlier step of the training-time test. Returns (B, H, T, d); differentiable once. Scores are at least float32.
@@ -59,7 +59,7 @@ def by_flex(
     reach: int | None,
     attention: Callable[..., Any] = flex_attention,
 ) -> Tensor:
-    """Compute `causal_attention` by FlexAttention, compiled or as it is. A row sees `reach` slots, its own included."""
+    """Compute `causal_attention` with FlexAttention, compiled or eager. A row sees `reach` slots, its own included."""
     mask, grouped = packed_mask(documents, reach), q.shape[1] != k.shape[1]
     aux = AuxRequest(lse=True) if own_keys else None
     made = attention(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=aux)
@@ -85,7 +85,7 @@ class _CausalAttention(torch.autograd.Function):
         for first, start, stop in _blocks(q.shape[2], reach):
             scores = _scores(q, k, documents, first, start, stop, reach)  # (B, H / G, G * block, stop - first)
             weights = scores.softmax(-1)
-            # The log-sum-exp by way of the likeliest key: a softmax takes less time than one exp of the same size.
+            # The log-sum-exp comes from the likeliest key, because a softmax is faster than one exp of the same size.
             lses.append(_unfold((scores.amax(-1) - weights.amax(-1).log_())[..., None], H))
             outs.append(_unfold(weights.to(v.dtype) @ v[:, :, first:stop], H))
         out, lse = torch.cat(outs, 2), torch.cat(lses, 2)  # (B, H, T, d), (B, H, T, 1)
@@ -110,11 +110,11 @@ class _CausalAttention(torch.autograd.Function):
         q, k, v, documents, out, shares, *own = ctx.saved_tensors
         H, G, scale = q.shape[1], q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[3])
         wide = shares.dtype
-        # With p the weights of the whole softmax: d score = p * (grad . value - delta).
+        # With p the weights of the whole softmax, d score = p * (grad . value - delta).
         grad = grad.to(wide)
         delta = (grad * out).sum(-1, keepdim=True)  # (B, H, T, 1)
-        # A block's weights are made anew as a softmax of their own; their share of the whole one is put on what is
-        # d wide.
+        # A block's weights are recomputed as a softmax over its own keys. Their share of the whole softmax is applied
+        # to tensors of width d.
         causal_grad, causal_delta = (grad * shares[0]).to(v.dtype), delta * shares[0]
         dq = torch.empty_like(q)
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
@@ -142,20 +142,20 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _halves(own: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Own keys and values, (B, H / G, 1, T, d) each, to be broadcast over G."""
+    """Return own keys and own values, (B, H / G, 1, T, d) each, to be broadcast over G."""
     shaped = [x[:, :, None] for x in own]
     return shaped[: len(own) // 2], shaped[len(own) // 2 :]
 
 
 def _blocks(T: int, reach: int | None) -> list[tuple[int, int, int]]:
-    """The first key that a block's rows see, its first row, and the end of both."""
+    """Return (first key that the rows see, first row, end of both) for each block."""
     far = T if reach is None else reach - 1
     return [(max(0, start - far), start, min(start + BLOCK, T)) for start in range(0, T, BLOCK)]
 
 
 def _scores(q: Tensor, k: Tensor, documents: Tensor, first: int, start: int, stop: int, reach: int | None) -> Tensor:
-    """(B, H / G, G * block, stop - first) scaled scores of rows start..stop-1 over the keys from `first` on, at least
-    float32, -inf where hidden."""
+    """Return the scaled scores (B, H / G, G * block, stop - first) of rows start..stop-1 over the keys from `first` on,
+    at least float32, -inf where hidden."""
     rows, G = slice(start, stop), q.shape[1] // k.shape[1]
     scores = (_fold(q[:, :, rows], G) @ k[:, :, first:stop].mT).to(torch.promote_types(q.dtype, torch.float32))
     scores.mul_(1 / math.sqrt(q.shape[3]))
@@ -171,7 +171,7 @@ def _scores(q: Tensor, k: Tensor, documents: Tensor, first: int, start: int, sto
 
 
 def _fold(x: Tensor, G: int) -> Tensor:
-    """(B, H, rows, d) -> (B, H / G, G * rows, d): the query heads that share a key head, side by side."""
+    """Group the query heads that share a key head: (B, H, rows, d) -> (B, H / G, G * rows, d)."""
     B, H, rows, d = x.shape
     return x.reshape(B, H // G, G * rows, d)
 
@@ -183,6 +183,6 @@ def _unfold(x: Tensor, H: int) -> Tensor:
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """(..., B, H, T, d) -> (..., B, H / G, G, T, d)."""
+    """Split the query heads by key head: (..., B, H, T, d) -> (..., B, H / G, G, T, d)."""
     grouped: Tensor = x.unflatten(-3, (k.shape[1], -1))
     return grouped

@@ -1,20 +1,20 @@
-"""Heads that draft by recycling their own state: training through all steps, drafting over a cache.
+"""Heads that recycle their own state: training through all steps, and drafting with a KV cache.
 
-A step reads the embedding of one token and a state, and gives the state to recycle. EAGLE-3 (arXiv 2503.01840) applies
-one module at every step; DeepSeek's multi-token prediction (arXiv 2412.19437, section 2.2) has one for each of J steps,
-and the last of them may be applied on and on (FastMTP, arXiv 2509.18362, has no other):
+A step reads a state and the embedding of one token, and returns the state to recycle. EAGLE-3 (arXiv 2503.01840) and
+FastMTP (arXiv 2509.18362) apply one module at every step. DeepSeek's multi-token prediction (arXiv 2412.19437, section
+2.2) has J modules, one per step; the last one is applied at any further steps:
 
     a^i_t = module_j(e(x_{t+1+i}), a^{i-1}_t),  j = min(i, J - 1)      step i of slot t; a^{-1}_t: the target's features
     q_i   = softmax(head(normed(a^i_t)))                               predicts x_{t+2+i}
 
-Drafting goes token by token. When x_{p+1} is decided, or drafted on a path, module j reads it beside what module j - 1
-made of the token before, which is step j of slot p - j; all modules keep what they make of x_{p+1} in slot p of their
-own caches, at rotary position p. So a module sees its own keys of the tokens before, and training lets it see the same:
-at step j < J module j attends causally to its keys of the slots up to t; the last one, applied again, attends to its
-first keys of the slots up to t and to its own later keys of slot t (the training-time test of EAGLE-3).
+Drafting goes token by token. When x_{p+1} is decided, or drafted on a path, module j reads it together with the
+previous module's output for the token before; this is step j of slot p - j. Each module keeps its key of x_{p+1} in
+slot p of its own cache, at rotary position p. So a module sees its own keys of all tokens before. Training shows it the
+same keys: at step j < J module j attends causally to its keys of the slots up to t. When the last module is applied
+again, it attends to its first keys of the slots up to t and to its later keys of slot t (EAGLE-3's training-time test).
 
 Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K depth, J modules, W nodes of one level, S
-cache slots, E of them shown, P tokens expanded in a round, d head dimension.
+cache slots, E of them read, P tokens expanded in a round, d head dimension.
 """
 
 import os
@@ -42,11 +42,11 @@ AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""
 
 UNREAD = ("lm_head.weight", "embed_tokens.weight")
-"""Tensors that no module reads: the first is counted for itself, of the second a row a token is read."""
+"""Tensors that no module reads. The output head is counted separately; of the embeddings one row per token is read."""
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the bytes of memory of a GPU, or of the machine."""
+    """Return the bytes of memory of the GPU, or of the machine for other devices."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -54,40 +54,42 @@ def total_memory(device: torch.device) -> int:
 
 @dataclass
 class RecurrentState(StepsState):
-    """The state of one batch; slot p of a module's cache holds its key of token x_{p+1}."""
+    """State of one batch. Slot p of a module's cache holds its key of token x_{p+1}."""
 
     steps: RecurrentSteps
-    recycled: list[Tensor]  # by module, (B, D): what it made of the root
+    recycled: list[Tensor]  # by module, (B, D): its output for the root
 
 
 class Recurrent(nn.Module, DraftHead):
-    """A head that recycles its state: the part that is the same whatever a step computes."""
+    """Base class of heads that recycle their state. It implements all that does not depend on what a step computes."""
 
     config: Any
-    """Its `hidden_size`, `depth` (steps trained), `draft_vocab_size` and `loss` are read here."""
+    """Config of the head. This class reads `hidden_size`, `depth` (steps trained), `draft_vocab_size` and `loss`."""
     kept: Tensor
-    """(Vd,) int64, the target id of each draft id."""
+    """(Vd,) int64, target id of each draft id."""
     num_modules: int = 1
     sliding_window: int | None = None
-    """Positions that attention sees, the token's own included. None: all."""
+    """Number of positions that attention sees, the token's own included. None: all."""
     cos_sin: Rotary
     zero_first: bool = False
     """True if a step reads zeros in place of the token at position 0."""
 
     def shared_layers(self, shared: SharedLayers) -> SharedLayers:
-        """The target's shared layers, or the head's own in their place."""
+        """Return the target's shared layers, with the head's own in their place if it has any."""
         return shared
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
-        """The target's features, (..., L * D) and (..., D) -> the state that the first step recycles (..., D)."""
+        """Return the state (..., D) that the first step recycles, from the target's features (..., L * D) and
+        (..., D)."""
         raise NotImplementedError
 
     def step(self, module: int, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
-        """One step, the same in training and in drafting: (B, T, D) embeddings and states -> the state to recycle."""
+        """Run one step, the same in training and in drafting: embeddings and states (B, T, D) -> states to recycle
+        (B, T, D)."""
         raise NotImplementedError
 
     def masked(self, embedding: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings (B, T, D) of the tokens that stand at rotary positions (B, T), as a step reads them."""
+        """Return the embeddings (B, T, D) of tokens at rotary positions (B, T), as a step reads them."""
         return embedding.masked_fill((positions == 0)[..., None], 0.0) if self.zero_first else embedding
 
     def normed(self, recycled: Tensor) -> Tensor:
@@ -95,22 +97,22 @@ class Recurrent(nn.Module, DraftHead):
         return recycled
 
     def lm_head_weight(self, shared: SharedLayers) -> Tensor:
-        """(Vd, D) the output head."""
+        """Return the weights (Vd, D) of the output head."""
         raise NotImplementedError
 
     def logits(self, normed: Tensor, lm_head_weight: Tensor) -> Tensor:
-        """(..., D) -> (..., Vd)."""
+        """Return the logits of normed states: (..., D) -> (..., Vd)."""
         return nn.functional.linear(normed, lm_head_weight)
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)
 
     def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
-        """The normed states (B, T, D) of the first `depth` steps."""
+        """Return the normed states (B, T, D) of the first `depth` steps."""
         state = self.start(batch.aux_hidden_states, batch.hidden)
         own, normed = self.shared_layers(batch.shared), []
         embeddings = batch.embeddings if own is batch.shared else own.embed_tokens(batch.tokens)
-        keys: list[Tensor] = []  # of the module's steps so far
+        keys: list[Tensor] = []  # of the module's previous steps
         values: list[Tensor] = []
         recompute = torch.is_grad_enabled() and self.recomputes(state, depth)
         for i in range(depth):
@@ -130,9 +132,10 @@ class Recurrent(nn.Module, DraftHead):
     def step_of_slots(
         self, i: int, embeddings: Tensor, positions: Tensor, documents: Tensor, state: Tensor, *earlier: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Step i of all slots. `earlier`: keys, then values, of its module's steps before. -> state, keys, values.
+        """Run step i for all slots. `earlier`: keys, then values, of the module's previous steps. Returns state, keys,
+        values.
 
-        A module attends causally at its first use; later uses see their slot's own keys too.
+        A module attends causally at its first step. Later steps also see their own slot's keys of the steps in between.
         """
         keys, values = list(earlier[: len(earlier) // 2]), list(earlier[len(earlier) // 2 :])
 
@@ -141,19 +144,19 @@ class Recurrent(nn.Module, DraftHead):
             values.append(v)
             return causal_attention(q, keys[0], values[0], documents, keys[1:], values[1:], self.sliding_window)
 
-        embedding = embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
+        embedding = embeddings.roll(-1 - i, dims=1)  # slot t reads x_{t+1+i}; tokens that wrap around have no label
         embedding = self.masked(embedding, positions + i)
         cos_sin = self.cos_sin(positions + i, state.dtype)
         state = self.step(min(i, self.num_modules - 1), embedding, state, cos_sin, attend)
         return state, keys[-1], values[-1]
 
     def recomputes(self, state: Tensor, depth: int) -> bool:
-        """Return True if the steps from `state` (B, T, D) on are to be computed again in the backward pass.
+        """Return True if the backward pass should recompute the steps that begin with `state` (B, T, D).
 
-        By shapes and the device alone: processes that share the weights of a head have to agree.
+        The answer depends only on shapes and the device, because processes that share a head's weights have to agree.
         """
         most = KEPT_SHARE * total_memory(state.device) if self.most_kept is None else self.most_kept
-        widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size  # that a step keeps of a token
+        widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size  # kept per token by a step
         kept: int = depth * state[..., 0].numel() * widths * state.element_size()
         return kept > most
 
@@ -174,7 +177,8 @@ class Recurrent(nn.Module, DraftHead):
         return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
 
     def bytes_per_round(self, state: RecurrentState) -> RoundReads:
-        """The output head is read at every level, the modules after the first of them; what fuses, to extend alone."""
+        """Return the reads of one round. Each level reads the output head, and each level after the first the modules;
+        the weights that fuse the auxiliary hidden states are only read to extend."""
         K, J, parts = state.shape.depth, self.num_modules, self.parts()
         width = state.steps.weight_bytes or next(self.parameters()).element_size()
         own = width * sum(p.numel() for name, p in self.named_parameters() if name not in UNREAD)
@@ -184,7 +188,7 @@ class Recurrent(nn.Module, DraftHead):
         return RoundReads(K * output + used * (own - fuse) // J, own, len(self.kept))
 
     def parts(self) -> HeadParts | None:
-        """Return a description of the modules for kernels, or None if none applies."""
+        """Return a description of the modules for kernels, or None if kernels cannot run them."""
         return None
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
@@ -237,7 +241,7 @@ class Recurrent(nn.Module, DraftHead):
             drafted = steps.draft_chain(pick, *known, state.shape.depth, extent)
             if drafted is not None:
                 return drafted
-        recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the level above
+        recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the previous level
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             nonlocal recycled

@@ -1,10 +1,10 @@
-"""The target's own first layers as its draft: an early exit, as in LayerSkip (Elhoushi et al., arXiv 2404.16710), whose
-targets are trained for it; any target is taken here as it is. No training.
+"""The target's own first layers as its draft: an early exit, as in LayerSkip (Elhoushi et al., arXiv 2404.16710).
+LayerSkip trains its targets for it; here any target is used unchanged. No training.
 
     q_t = softmax(W norm(h_t)),  h_t the residual stream after the first `layers` layers
 
-Norm and output head are the target's, and so are the layers: the modules themselves, so that no weight is held twice.
-Their keys are the draft's own: it reads ahead of the target.
+Layers, norm and output head are the target's own modules, so no weight is stored twice. The draft has its own KV cache,
+because it reads ahead of the target.
 """
 
 import copy
@@ -21,7 +21,7 @@ from heads.tree import Proposal, TreeShape
 
 
 class FirstLayers(nn.Module):
-    """The target as a language model of its first layers: its own modules, in a decoder with a shorter list."""
+    """The target's first layers as a language model: its own modules, in a decoder with a shorter list of layers."""
 
     def __init__(self, target: FrozenTarget, count: int) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class FirstLayers(nn.Module):
 
 
 class EarlyExit(Drafter):
-    """A draft model made of the target's own layers."""
+    """Draft model made of the target's own first layers."""
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
 
     @classmethod
     def for_target(cls, number: int, target: FrozenTarget) -> "EarlyExit":
-        """Make the draft from a `number` of layers before the exit."""
+        """Return the draft that exits after `number` layers."""
         if not 1 <= number < target.num_layers:
             raise UserError(
                 f"early_exit:{number}: {target.name} has {target.num_layers} layers; name 1 to {target.num_layers - 1}"

@@ -1,9 +1,9 @@
 """Prompt lookup (Saxena, 2023): the draft continues the text as an earlier match of its last tokens did. No training.
 
-Of the n newest tokens, n as large as the text allows up to `ngram`, the latest earlier occurrence is looked up in
-prompt and output; the tokens after it are proposed. A draft that runs past the newest token goes on with itself, so a
-loop is drafted to any depth. Where nothing matches, the newest token is proposed again and again: no worse a guess than
-any other, and one that the target refuses at no cost but the verification's.
+The n newest tokens are looked up in prompt and output, with the largest n up to `ngram` that has a match. The tokens
+after the latest match are proposed. A draft that runs past the newest token continues with its own tokens, so a loop is
+drafted to any depth. Without a match the newest token is proposed repeatedly. That is no worse a guess than any other,
+and costs only the verification.
 
 Letters: B batch, S slots, N drafted nodes and the root.
 """
@@ -20,14 +20,14 @@ from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape, is_chain
 
 NOTHING = -1
-"""Id in place of a missing token; equal to no token."""
+"""Id of a missing token. It is equal to no token."""
 LONGEST = 100
-"""Maximum length of a match; every length up to it is searched."""
+"""Maximum length of a match. All lengths up to it are searched."""
 
 
 @dataclass
 class LookupState:
-    """Text of each row: slot t holds x_t, and the last slot takes padding."""
+    """Text of each row. Slot t holds x_t; the last slot is for padding."""
 
     shape: TreeShape
     tokens: Tensor  # (B, S + 1) int64
@@ -38,13 +38,13 @@ class Lookup(Drafter):
     """Drafter of chains by n-gram matches in the text so far."""
 
     def __init__(self, ngram: int, device: torch.device | str = "cpu") -> None:
-        """`ngram`: length of the longest match; longer matches add nothing."""
+        """`ngram`: maximum length of a match. Longer matches add nothing."""
         expect(1 <= ngram <= LONGEST, "lookup", f"a longest match of 1 to {LONGEST} tokens", ngram)
         self.ngram, self.device = ngram, device
 
     @classmethod
     def for_target(cls, number: int, target: FrozenTarget) -> "Lookup":
-        """Make a drafter whose longest match has `number` tokens. Any target will do."""
+        """Return a drafter whose longest match has `number` tokens. It works with any target."""
         return cls(number, target.device)
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
@@ -77,10 +77,11 @@ class Lookup(Drafter):
 
 
 def look_up(tokens: Tensor, length: Tensor, depth: int, ngram: int) -> Tensor:
-    """(B, depth) the tokens that followed the longest, then latest, earlier match of the text's end.
+    """Return (B, depth): the tokens after the longest earlier match of the text's end, the latest one if several are as
+    long.
 
-    tokens (B, S): row b's text is its first length[b] + 1. A match ends at slot e < length[b] and is as long as the
-    tokens up to e equal those up to length[b], at most `ngram`.
+    tokens (B, S): the text of row b is its first length[b] + 1 tokens. A match ends at slot e < length[b]. Its length
+    is the number of tokens up to e that equal those up to length[b], at most `ngram`.
     """
     B, S = tokens.shape
     slot = torch.arange(S, device=tokens.device)
@@ -90,7 +91,7 @@ def look_up(tokens: Tensor, length: Tensor, depth: int, ngram: int) -> Tensor:
     padded = torch.cat([tokens.new_full((B, ngram - 1), NOTHING), tokens], dim=1)
     before = torch.stack([padded[:, ngram - 1 - j : ngram - 1 - j + S] for j in range(ngram)], dim=1)  # x_{e-j} at e
     matched = (before == newest[..., None]).cumprod(dim=1).sum(dim=1)  # (B, S)
-    # Without a match the slot before the root wins: what followed it is the root.
+    # Without a match the slot before the root wins. The token after it is the root.
     score = torch.where(slot < length[:, None], matched * S + slot, -1)
     found = score.argmax(dim=1, keepdim=True)  # (B, 1)
     period = (length[:, None] - found).clamp_min(1)
