@@ -1,7 +1,7 @@
-"""The target's own LoRA adapter (Hu et al., arXiv 2106.09685): W + alpha / rank * B A in the place of W.
+"""A LoRA adapter of the target (Hu et al., arXiv 2106.09685): W + alpha / rank * B A replaces W.
 
-Medusa-2 (arXiv 2401.10774, section 2.2.2) trains one beside its heads. It lies in the head's folder, in the form that
-peft writes, and is taken into the target's weights before anything is measured: the head's target is the adapted one.
+Medusa-2 (arXiv 2401.10774, section 2.2.2) trains one together with its heads. It is in the head's folder, in peft's
+format, and is merged into the target's weights before any measurement: the head's target is the adapted model.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ ADAPTER = "adapter"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, PARTS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 BEYOND = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
-"""Settings of peft that make an adapter something else than W + alpha / rank * B A."""
+"""Settings of peft with which an adapter is not W + alpha / rank * B A."""
 
 
 @torch.no_grad()
 def merge_adapter(target: FrozenTarget, folder: Path, facts: dict[str, Any]) -> None:
     """Merge the adapter in `folder` into the target's weights; `facts` are its entry in the head's record.
 
-    Raises UserError where it is missing, damaged, of a form that cannot be merged, or of another architecture.
+    Raises UserError if it is missing, damaged, of a kind that cannot be merged, or for another architecture.
     """
     if target.quantize:
         raise UserError(
@@ -48,7 +48,7 @@ def merge_adapter(target: FrozenTarget, folder: Path, facts: dict[str, Any]) -> 
                 f"{folder}: {name}: not a layer of {target.name} with both halves of an adapter; name its own target"
             )
         change = scale * (up.float() @ down.float()).to(matrix.device)  # (out, in)
-        if not isinstance(modules[name], nn.Linear):  # GPT-2's, which keep (in, out)
+        if not isinstance(modules[name], nn.Linear):  # GPT-2's layers store (in, out)
             change = change.T
         if change.shape != matrix.shape:
             raise UserError(

@@ -6,13 +6,13 @@ from heads.errors import UserError
 
 
 def low_middle_high(num_layers: int) -> tuple[int, int, int]:
-    """Return EAGLE-3's auxiliary layers, which engines take where a head names none: h_2, h_{n//2}, h_{n-3} (arXiv
-    2503.01840, section 3.1)."""
+    """Return EAGLE-3's auxiliary layers h_2, h_{n//2}, h_{n-3} (arXiv 2503.01840, section 3.1), the default of engines
+    for a head that names none."""
     return 2, num_layers // 2, num_layers - 3
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """Return EAGLE-3's auxiliary layers. UserError for a target too shallow for three."""
+    """Return EAGLE-3's auxiliary layers. Raises UserError for a target that is too shallow for three."""
     aux_layer_ids = low_middle_high(num_layers)
     if num_layers == 1:
         raise UserError("a target of one layer has no two residual streams that engines capture; use another head")
@@ -26,14 +26,14 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def shallow_aux_layer_ids(num_layers: int) -> list[int]:
-    """Return three distinct auxiliary layers for a shallow target of two layers or more, spread over its depth, or two
-    if no more are below the last layer's output, where every engine captures them."""
+    """Return three distinct auxiliary layers, spread over the depth of a shallow target of two or more layers. Return
+    two if only two are below the last layer's output, where every engine captures them."""
     return sorted({min(1, num_layers - 2), num_layers // 2, num_layers - 1})
 
 
 def check_aux_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Return the auxiliary layers in ascending order. UserError names an invalid one. A single one and the last layer's
-    output can be trained, although no engine serves them (`heads.formats.contract`)."""
+    """Return the auxiliary layers in ascending order. Raises UserError for an invalid one. A single layer, and the last
+    layer's output, can be trained, although no engine serves them (`heads.formats.contract`)."""
     for k in aux_layer_ids:
         if not 0 <= k <= num_layers:
             raise UserError(
@@ -46,7 +46,7 @@ def check_aux_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> tuple[
 
 
 def spread_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
-    """The auxiliary layers of the published heads, which name them by the layers that they leave."""
+    """Return the default auxiliary layers of published heads, which number them by the layers that they leave."""
     n = num_target_layers
     if n < 4:
         raise UserError(

@@ -1,7 +1,7 @@
-"""Decoder layers of the target's own class as blocks of a head: latent attention, experts, gates and biases with them.
+"""Decoder layers of the target's own class as blocks of a head, with its latent attention, experts, gates and biases.
 
-The class is transformers'. Its attention function is replaced by the head's own `attend`, which is handed through the
-layer as a keyword, so that training and drafting see the same keys whatever the layer does before and after.
+The class is from transformers. The head's own `attend`, passed through the layer as a keyword, replaces its attention
+function. So training and drafting see the same keys whatever the layer does before and after.
 """
 
 import json
@@ -17,9 +17,9 @@ from heads.layers import Attend
 from heads.target.families import FIXED_ROTATIONS
 
 ATTENTION = "draftsmith"
-"""Name under which transformers finds the head's attention function."""
+"""Name of the head's attention function in transformers."""
 BLOCK_FAMILY = {"mimo": "qwen2"}
-"""Model types of checkpoints that transformers does not know -> the type with the same decoder layer."""
+"""Maps model types that transformers does not support to a type with the same decoder layer."""
 NOT_OF_A_LAYER = (
     *("quantization_config", "dtype", "torch_dtype", "auto_map", "architectures", "_name_or_path", "id2label"),
     *("label2id", "problem_type", "transformers_version"),
@@ -29,11 +29,11 @@ NOT_OF_A_LAYER = (
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float, attend: Attend, **_: Any
 ) -> tuple[Tensor, None]:
-    # `attend` divides scores by the root of the width, as attention does unless its family says otherwise.
+    # `attend` divides scores by the square root of the width. Some families use another scale.
     factor = scaling * query.shape[-1] ** 0.5
     if abs(factor - 1) > 1e-6:
         query = query * factor
-    # Under autocast some layers rotate in float32 what they projected in bfloat16.
+    # Under autocast, some layers rotate bfloat16 projections in float32.
     return attend(query.to(value.dtype), key.to(value.dtype), value).transpose(1, 2), None
 
 
@@ -53,7 +53,7 @@ def block_record(config: Any, count: int) -> dict[str, Any]:
         record["layer_types"] = ["full_attention"] * count
     if record.get("mlp_layer_types") is not None:
         record["mlp_layer_types"] = record["mlp_layer_types"][-1:] * count
-    if "first_k_dense_replace" in record:  # the modules are mixtures of experts, as the last layers are
+    if "first_k_dense_replace" in record:  # the modules are mixtures of experts, like the last layers
         record["first_k_dense_replace"] = 0
     if "mlp_only_layers" in record:
         record["mlp_only_layers"] = []
@@ -63,7 +63,7 @@ def block_record(config: Any, count: int) -> dict[str, Any]:
 
 
 class BlockMaker:
-    """Layers, norms and rotary positions of one family, from `block_record`."""
+    """Layers, norms and rotary embedding of one family, from `block_record`."""
 
     def __init__(self, record: dict[str, Any]) -> None:
         config = AutoConfig.for_model(**record)
@@ -71,7 +71,7 @@ class BlockMaker:
         if kind not in (*FIXED_ROTATIONS, "proportional"):
             raise UserError(f"rotary positions of kind {kind} depend on the text's length; such modules cannot be used")
         decoder: Any = AutoModel.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
-        if "experts" in str(decoder):  # the loop over experts knows every type of number, autocast and float64 included
+        if "experts" in str(decoder):  # the loop over experts supports every dtype, autocast and float64 included
             decoder.set_experts_implementation("eager")
         self.layers: list[nn.Module] = [TargetBlock(layer) for layer in decoder.layers]
         self.norm: Callable[[], nn.Module] = lambda: type(decoder.norm)(config.hidden_size, eps=config.rms_norm_eps)
@@ -92,7 +92,7 @@ class TargetBlock(nn.Module):
         return hidden
 
     def _apply(self, fn: Any, recurse: bool = True) -> "TargetBlock":
-        """Keep the dtype of a router's score correction: in bfloat16 it would choose other experts."""
+        """Keep the dtype of a router's score correction. In bfloat16 it would choose other experts."""
         kept = {name: buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in kept.items():

@@ -1,15 +1,15 @@
-"""A static key/value cache whose rows stand at different lengths, in the form that any Hugging Face causal LM takes.
+"""A static KV cache whose rows have different lengths, for any Hugging Face causal LM.
 
-Every sequence owns a row of `capacity` slots. A step says which slots its tokens go to (`aim`); each layer then
-writes there and hands the model views of the static tensors. What a query may see is the mask's business: sliding
-layers keep all slots too, because a rolling window cannot take back a rejected draft.
+Every sequence owns a row of `capacity` slots. `aim` sets the slots of a step's tokens; each layer then writes to them
+and passes views of the static tensors to the model. Only the mask restricts what a query sees. Sliding-window layers
+keep all slots too, since a rolling window cannot take back a rejected draft.
 
-A recurrent layer has one state where others have slots. It keeps the states behind the newest tokens, that behind the
-first p tokens of a row in place p mod R. A step whose first token is in slot p begins with that one, and before a
-text's first token with zeros: so rejected drafts, finished rows and new texts need no word, just as with slots.
+A recurrent layer has states instead of slots. It keeps the states after the newest tokens: the state after the first p
+tokens of a row has index p mod R. A step whose first token is in slot p begins with that state, or with zeros at a
+text's first token. So rejected drafts, finished rows and new texts need no special handling, just as with slots.
 
-Letters: B rows, N tokens of a step, S slots a row, E slots shown to attention, H key-value heads, Dh head width, R
-recurrent states kept.
+Letters: B rows, N tokens of a step, S slots per row, E visible slots, H key-value heads, Dh head width, R recurrent
+states kept.
 """
 
 import inspect
@@ -21,12 +21,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 def cache_name(module: nn.Module) -> str:
-    """The name under which a module takes a cache and gives it back: transformers 5.24 changed it."""
+    """Return the name of a module's cache argument and output, which transformers 5.24 changed."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 class HFCacheLayer(CacheLayerMixin):
-    """One layer's keys and values, (B, S, H, Dh) each, in storage that all layers of the same form share."""
+    """One layer's keys and values, (B, S, H, Dh) each, in storage that all layers of the same shape share."""
 
     is_compileable = True
     is_sliding = False
@@ -34,7 +34,7 @@ class HFCacheLayer(CacheLayerMixin):
     values: Tensor
     flat_keys: Tensor  # (B * S, H, Dh), the same storage
     flat_values: Tensor
-    shown_keys: Tensor  # (B', H, E, Dh), a view: what attention reads
+    shown_keys: Tensor  # (B', H, E, Dh), the view that attention reads
     shown_values: Tensor
 
     def __init__(self, cache: "HFCache") -> None:
@@ -42,7 +42,7 @@ class HFCacheLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take storage of the form that the model's first keys and values show."""
+        """Allocate storage with the shapes and dtypes of the model's first keys and values."""
         self.keys = self.cache.storage("keys", key_states)
         self.values = self.cache.storage("values", value_states)
         self.flat_keys, self.flat_values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
@@ -50,13 +50,13 @@ class HFCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def show(self) -> None:
-        """Renew the views after the rows or the extent changed."""
+        """Update the views after the rows or the extent changed."""
         rows, extent = self.cache.rows, self.cache.extent
         self.shown_keys = self.keys[rows, :extent].transpose(1, 2)
         self.shown_values = self.values[rows, :extent].transpose(1, 2)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the step's keys and values (B', H, N, Dh) to the slots aimed at; return all that is shown."""
+        """Write the step's keys and values (B', H, N, Dh) to the slots set by `aim`. Return all visible ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots = self.cache.slots
@@ -65,48 +65,49 @@ class HFCacheLayer(CacheLayerMixin):
         return self.shown_keys, self.shown_values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys shown, and the first one's slot."""
+        """Return the number of visible keys, and the slot of the first one."""
         return self.cache.extent, 0
 
     def get_seq_length(self) -> int:
-        """Slots shown. Rows differ in length and the device alone knows it; positions and masks are always given."""
+        """Return the number of visible slots. Rows differ in length, which only the device knows. Positions and masks
+        are always given."""
         return self.cache.extent
 
     def get_max_length(self) -> int:
-        """Slots a row."""
+        """Return the number of slots per row."""
         return self.cache.capacity
 
 
 class RecurrentState:
-    """One layer's states of the current step's rows, asked for and renewed as transformers' modules do it."""
+    """One layer's states of the current step's rows, with the methods that transformers' modules call."""
 
     def __init__(self, cache: "HFCache") -> None:
         self.cache = cache
         self.kept: dict[tuple[str, int], Tensor] = {}  # (B * R, ..) each
-        self.current: dict[tuple[str, int], Tensor] = {}  # (B', ..) each; none before the first step of all
+        self.current: dict[tuple[str, int], Tensor] = {}  # (B', ..) each; empty before the first step
 
     def recall(self) -> None:
-        """Begin a step with the states behind the tokens before it."""
+        """Begin a step with the states after the preceding tokens."""
         cache = self.cache
         for kind, kept in self.kept.items():
             states = kept[cache.state_slots[:, 0]]
             self.current[kind] = states.masked_fill_(cache.is_first.view(-1, *[1] * (states.ndim - 1)), 0)
 
     def keep(self, count: int) -> None:
-        """Keep the states behind the first `count` tokens of the step."""
+        """Keep the states after the first `count` tokens of the step."""
         for kind, states in self.current.items():
             if kind not in self.kept:
                 self.kept[kind] = states.new_zeros(self.cache.batch_size_ * self.cache.num_states, *states.shape[1:])
             self.kept[kind].index_copy_(0, self.cache.state_slots[:, count], states)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The inputs that the convolution still sees (B', C, W)."""
+        """Return the inputs that the convolution still sees (B', C, W), None before the first step."""
         return self.current.get(("conv", state_idx))
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
     ) -> Tensor:
-        """Take new inputs (B', C, N). Return them behind those before them."""
+        """Append new inputs (B', C, N). Return the earlier inputs, followed by the new ones."""
         before = self.get_conv_state(layer_idx, state_idx)
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
@@ -115,16 +116,16 @@ class RecurrentState:
         return seen
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state (B', ..), which some modules write to."""
+        """Return the state (B', ..), which some modules update in place; None before the first step."""
         return self.current.get(("recurrent", state_idx))
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
-        """Take the state behind the newest token."""
+        """Set the state after the newest token."""
         self.current["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False: inputs are no longer kept than they are seen."""
+        """Return False: inputs are kept only as long as the convolution sees them."""
         return False
 
 
@@ -141,27 +142,28 @@ class HFCache(Cache):
         num_states: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`num_stored`: layers with keys, by default all. `num_states`: R, one more than the tokens of any step that
-        may be taken back in part; 0 for a model without recurrent layers."""
+        """`num_stored`: number of layers with keys, by default all. `num_states`: R, one more than the number of tokens
+        of any step whose tokens may be rejected; 0 for a model without recurrent layers."""
         self.batch_size_, self.capacity, self.num_states = batch_size, capacity, num_states
         self.rows, self.extent = slice(0, batch_size), capacity
         self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)
         self.prompt = False
-        """True if the step aimed at reads prompts whole."""
+        """True if the next step reads whole prompts."""
         self.marks: Tensor | None = None  # (B, S) bool: slots of an encoder's input; None without an encoder
-        self.slots = self.row_starts  # (B' * N,) once aimed: where the next step's keys go, in flat storage
+        self.slots = self.row_starts  # (B' * N,) after `aim`: the slots of the next step's keys in flat storage
         self.stores: dict[str, list[Tensor]] = {"keys": [], "values": []}
         self.free: dict[str, list[Tensor]] = {"keys": [], "values": []}  # parts of the first stores
-        self.state_slots = self.row_starts  # (B', N + 1) once aimed: where the states around the step's tokens are kept
-        self.is_first = self.row_starts[:, 0] == 0  # (B',) bool once aimed: the step begins a text
+        self.state_slots = self.row_starts  # (B', N + 1) after `aim`: indices of the states before and after each token
+        self.is_first = self.row_starts[:, 0] == 0  # (B',) bool after `aim`: True if the step begins a text
         self.recurrent: dict[int, RecurrentState] = {}
         self.num_stored = num_layers if num_stored is None else num_stored
         self.row_layers = [HFCacheLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.row_layers))
 
     def aim(self, slots: Tensor, *, extent: int, row: int | None = None, prompt: bool = False) -> None:
-        """Send the next step's tokens to `slots` (B, N) of every row, or (1, N) of one row; show the first `extent`
-        slots. `prompt`: the tokens are those of a prompt, which an encoder or a recurrent layer reads at once."""
+        """Set the slots of the next step's tokens: `slots` (B, N) of every row, or (1, N) of one row. Attention sees
+        the first `extent` slots. `prompt`: the tokens are a prompt, which an encoder or a recurrent layer reads at
+        once."""
         self.prompt = prompt
         rows = slice(0, self.batch_size_) if row is None else slice(row, row + 1)
         self.slots = (slots + self.row_starts[rows]).flatten()
@@ -178,18 +180,18 @@ class HFCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write to a layer and show it, called by the model's attention."""
+        """Write to a layer and return its visible keys and values. The model's attention calls this."""
         return self.row_layers[layer_idx].update(key_states, value_states)
 
     def recall(self, layer_idx: int) -> RecurrentState:
-        """Return a recurrent layer's states, those before the step aimed at, called by the layer itself."""
+        """Return a recurrent layer's states before the next step. The layer itself calls this."""
         state = self.recurrent.setdefault(layer_idx, RecurrentState(self))
         state.recall()
         return state
 
     def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
-        """Move, in every layer, what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
-        is written."""
+        """Move the slots slots_from[b] of row b to slots_to[b], (B, P) each, in every layer. All slots are read before
+        any is written."""
         sources, goals = (slots_from + self.row_starts).flatten(), (slots_to + self.row_starts).flatten()
         for store in (*self.stores["keys"], *self.stores["values"]):
             flat = store.flatten(1, 2)  # (layers, B * S, H, Dh)
@@ -197,13 +199,13 @@ class HFCache(Cache):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one row's recurrent states behind one token, of all layers."""
+        """Bytes of one row's recurrent states after one token, in all layers."""
         kept = [tensor for state in self.recurrent.values() for tensor in state.kept.values()]
         return sum(tensor[0].numel() * tensor.element_size() for tensor in kept)
 
     def storage(self, kind: str, states: Tensor) -> Tensor:
-        """(B, S, H, Dh) of zeros for one layer. The first layer's form is taken for all, so that `compact` is a few
-        large copies; a layer of another form gets its own."""
+        """Return zeros (B, S, H, Dh) for one layer. All layers with the first layer's shape share one tensor, so that
+        `compact` is a few large copies. A layer of another shape gets its own tensor."""
         _, H, _, Dh = states.shape
         stores, free = self.stores[kind], self.free[kind]
         shape = (self.batch_size_, self.capacity, H, Dh)

@@ -1,15 +1,15 @@
-"""Encoder-decoder models of the T5 family (arXiv 1910.10683) in the form of a causal LM: one sequence, one cache.
+"""Encoder-decoder models of the T5 family (arXiv 1910.10683) as causal LMs: one sequence, one cache.
 
     [input tokens ... </s>] [start] [answer tokens ...]
      read by the encoder     read by the decoder, which also sees the encoder's states of the input
 
 Everything before the first start token of a document is the encoder's input. So prompts, packed documents, masks,
-caches and draft trees are what they are for any other target; only the pass over the tokens is this file's. Relative
-position biases are formed from the positions given: T5's own count cache slots, which rows of different lengths and
-trees make wrong.
+caches and draft trees work as for any other target, and only the pass over the tokens differs. Relative position biases
+are computed from the given positions. T5's own code counts cache slots, which is wrong for trees and for rows of
+different lengths.
 
-The decoder also runs over the input, where nothing reads its states, so that shapes depend on no token. Input tokens
-attend to input tokens there, and answer tokens to answer tokens.
+The decoder also runs over the input, where nothing reads its states, so that shapes do not depend on the tokens. There,
+input tokens attend to input tokens, and answer tokens to answer tokens.
 
 Letters: B rows, N tokens of a step, S key slots, D hidden, H heads, L decoder layers.
 """
@@ -36,11 +36,11 @@ TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ eos_token + start_token }}{%- endif -%}"
 )
-"""Chat template of conversations of one turn as such sequences; tokenizers of the family have none."""
+"""Chat template that writes one-turn conversations as such sequences. The family's tokenizers have none."""
 
 
 class EncoderDecoder(nn.Module):
-    """The two stacks of a model as one decoder."""
+    """The encoder and decoder stacks of a model as one decoder."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class EncoderDecoder(nn.Module):
         self, tokens: Tensor, *, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: HFCache | None
     ) -> Tensor:
         """Return the decoder's states after its final norm (B, N, D); arguments as in `FrozenTarget.features`. A step
-        that reads prompts (`HFCache.aim`) has whole prompts from position 0 on."""
+        that reads prompts (`HFCache.aim`) must have whole prompts from position 0 on."""
         embedded = self.decoder.embed_tokens(tokens)
         is_input = self.is_input(tokens, visible, cache)  # (B, N)
         keys_are_input = is_input if cache is None else mark(cache, is_input)  # (B, S)
@@ -83,15 +83,15 @@ class EncoderDecoder(nn.Module):
         bias = self.bias(self.decoder, positions, key_positions, bidirectional=False)
         hidden, name = embedded, cache_name(self.layers[0])
         for layer in self.layers:
-            # The encoder's states are read where there are some; else their keys are in the cache, and only that there
-            # is an encoder matters.
+            # The layer reads the encoder's states if they are given. Else their keys are in the cache, and `source`
+            # only enables cross-attention.
             source = embedded if states is None else states
             hidden = layer(hidden, own, bias, source, cross, None, **{name: pair})[0]
         normed: Tensor = self.decoder.final_layer_norm(hidden)
         return normed
 
     def is_input(self, tokens: Tensor, visible: Tensor, cache: HFCache | None) -> Tensor:
-        """(B, N) bool: tokens of the encoder's input, before the first start token of their document."""
+        """Return (B, N) bool, True for the encoder's input: tokens before the first start token of their document."""
         starts = tokens == self.start
         if cache is None:
             return ~(visible & starts[:, None]).any(-1)
@@ -112,7 +112,7 @@ class EncoderDecoder(nn.Module):
         return normed
 
     def bias(self, stack: Any, positions: Tensor, key_positions: Tensor, *, bidirectional: bool) -> Tensor:
-        """Return (B, H, N, S), the bias that a stack adds to its scores by the distance from query to key."""
+        """Return (B, H, N, S), the bias that a stack adds to its scores, which depends on the query-key distance."""
         attention = stack.block[0].layer[0].SelfAttention
         bucket = attention._relative_position_bucket(
             key_positions[:, None] - positions[:, :, None],
@@ -140,7 +140,7 @@ class EncoderDecoder(nn.Module):
 
 
 class CrossCache:
-    """Layers L .. 2L - 1 of a row cache: keys and values of the encoder's states, each in the slot of its token."""
+    """Layers L .. 2L - 1 of an `HFCache`: keys and values of the encoder's states, each in the slot of its token."""
 
     def __init__(self, cache: HFCache, num_layers: int) -> None:
         self.cache, self.first = cache, num_layers
@@ -151,25 +151,25 @@ class CrossCache:
         ]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Keep the encoder's states of a prompt."""
+        """Store keys and values of the encoder's states of a prompt."""
         return self.cache.update(key_states, value_states, self.first + layer_idx)
 
 
 class RowPair(EncoderDecoderCache):
-    """One row cache as the pair of caches that the family's layers expect, made anew for every step."""
+    """One `HFCache` as the pair of caches that the family's layers expect, rebuilt for every step."""
 
     def __init__(self, cache: HFCache, num_layers: int) -> None:
-        untyped: Any = self  # annotated with the library's own kinds of cache
+        untyped: Any = self  # transformers annotates the attributes with its own cache classes
         untyped.self_attention_cache, untyped.cross_attention_cache = cache, CrossCache(cache, num_layers)
         self.is_updated = dict.fromkeys(range(num_layers), not cache.prompt)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return a constant that is not read: every bias is given."""
+        """Return a value that has no effect, since every bias is given."""
         return self.self_attention_cache.get_seq_length(layer_idx)
 
 
 def mark(cache: HFCache, is_input: Tensor) -> Tensor:
-    """Record the aimed slots that hold input (B, N); return (B, S) bool for all visible slots."""
+    """Record which of the next step's slots hold encoder input (B, N). Return (B, S) bool for all visible slots."""
     if cache.marks is None:
         cache.marks = torch.zeros(cache.batch_size_, cache.capacity, dtype=torch.bool, device=is_input.device)
     cache.marks.view(-1).index_copy_(0, cache.slots, is_input.flatten())
@@ -197,7 +197,7 @@ def count_layers(base: nn.Module, config: Any) -> int:
 
 
 def cache_layers(base: nn.Module, config: Any) -> int:
-    """Return the number of layers in the row cache: with an encoder, two for each decoder layer."""
+    """Return the number of layers in the `HFCache`: with an encoder, two for each decoder layer."""
     return count_layers(base, config) * (2 if isinstance(base, EncoderDecoder) else 1)
 
 
@@ -207,7 +207,7 @@ def auto_class(config: Any) -> Any:
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase, start: int) -> None:
-    """Give a tokenizer without a chat template one that writes a question and its answer as one sequence."""
+    """Set a chat template that writes a question and its answer as one sequence, if the tokenizer has none."""
     if tokenizer.chat_template is None:
         token = tokenizer.convert_ids_to_tokens(start)
         tokenizer.chat_template = TEMPLATE.replace("start_token", repr(token))

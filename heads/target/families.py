@@ -1,4 +1,4 @@
-"""Differences among Hugging Face families of causal LMs that concern a draft head: masks, layers, the output head.
+"""Differences among Hugging Face families of causal LMs that matter to a draft head: masks, layers, the output head.
 
 Letters: B batch, N queries, S key slots, D hidden, V vocabulary.
 """
@@ -15,43 +15,44 @@ from heads.errors import UserError
 
 
 class MiMoConfig(Qwen2Config):
-    """The config of MiMo's checkpoints."""
+    """Config of MiMo's checkpoints."""
 
     model_type = "mimo"
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """The model without its prediction modules, which `heads.formats.mtp.read_native` reads."""
+    """MiMo without its prediction modules, which `heads.formats.mtp.read_native` reads."""
 
     config_class = MiMoConfig
     _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]  # noqa: RUF012 - as transformers declares it
 
 
 def register_mimo() -> None:
-    """Let transformers load MiMo's checkpoints without their own code."""
+    """Register MiMo, so that transformers loads its checkpoints without their own code."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
     AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 
 
 FIXED_ROTATIONS = ("default", "linear", "yarn", "llama3")
-"""Kinds of rotary positions whose angle depends on the position alone, not on how long the text has become."""
+"""Rotary embedding types whose angles depend only on the position, not on the current length of the text."""
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid"}
 RECURRENT_LAYERS = {"linear_attention", "hybrid"}
 READABLE_LAYERS = ATTENTION_LAYERS | RECURRENT_LAYERS | {"mlp", "moe"}
-"""Kinds of layers by their names in a config. A hybrid one is both; the last two keep nothing."""
+"""Supported layer types, by their names in a config. A hybrid layer has attention and a recurrent state. `mlp` and
+`moe` layers have no cache."""
 OTHER_PARTS = re.compile(
     r"(^|\.)(mtp|nextn|visual|vision|image|audio|speech|multi_modal|mm_|talker|token2wav|code2wav)\w*\."
     r"|rotary_emb\.inv_freq$|\.position_ids$|\.(attn|attention)\.(bias|masked_bias)$"
 )
 MODULE = re.compile(r"(.*\blayers\.(\d+)\.)")
 PREDICTION = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
-"""Names in a multi-token prediction module that no decoder layer has. Some families number such modules after their
-layers."""
+"""Weights of multi-token prediction modules that no decoder layer has. Some families number such modules as layers
+after their decoder layers."""
 
 
 def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
-    """Refuse families whose past is neither keys and values behind a mask nor a state that transformers' cache holds:
-    chunked attention, recurrent layers with a cache of their own."""
+    """Raise UserError for families whose layers keep neither maskable keys and values nor a state in transformers'
+    cache, such as chunked attention and recurrent layers with their own cache."""
     named = set(getattr(config, "layer_types", None) or ())
     kinds = sorted(named - READABLE_LAYERS)
     if not named & ATTENTION_LAYERS and getattr(model, "_is_stateful", False):
@@ -70,11 +71,11 @@ def count_attention(config: Any, num_layers: int) -> int:
 
 
 def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
-    """The weights of a checkpoint without which its model, of `num_layers` decoder layers, is another one.
+    """Return the unexpected weights of a checkpoint that change the model if they are dropped.
 
-    `unexpected`: those that its class has no place for and does not know itself to be left out. Of no account are
-    modules of multi-token prediction, whatever family's, other modalities' parts, and masks and frequencies that old
-    checkpoints hold beside the weights.
+    `unexpected`: names that the model's class, with `num_layers` decoder layers, neither uses nor declares as ignored.
+    Multi-token prediction modules of any family, parts of other modalities, and masks and frequencies in old
+    checkpoints may be dropped.
     """
     names = sorted(unexpected)
     modules = {match[0] for name in names if (match := MODULE.match(name)) and int(match[2]) >= num_layers}
@@ -97,7 +98,7 @@ def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
 
 
 def final_norm(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Any:
-    """Return the norm behind a decoder's layers; None where no such norm is found."""
+    """Return the norm after a decoder's layers, or None if there is none."""
     inside = set(layers.modules())
     norms: list[Any] = [m for m in base.modules() if m not in inside and getattr(m, "weight", None) is not None]
     norms = [m for m in norms if m.weight.shape == (hidden_size,)]
@@ -106,10 +107,10 @@ def final_norm(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Any:
 
 @torch.no_grad()
 def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Tensor:
-    """(D,) what the decoder's final norm multiplies normed states with; ones where no such norm is found.
+    """Return the scale (D,) of the decoder's final norm; ones if there is no such norm.
 
-    The norm is asked by what it makes of +1, -1, +1, ..., which RMS and layer norms alike leave as it is: some families
-    store the scale less one, some have a bias.
+    The scale is measured on the input +1, -1, +1, ..., which both RMS and layer norms leave unchanged, since some
+    families store the scale minus one and some have a bias.
     """
     norm = final_norm(base, layers, hidden_size)
     if norm is None:
@@ -136,10 +137,10 @@ def attention_masks(
 
 
 def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:
-    """Return what a family's decoder takes as its mask, from `mask`, which makes one for a sliding window or None.
+    """Return the mask argument of a family's decoder. `mask` makes a mask for a sliding window, or for None.
 
-    Decoders take one mask for all layers; those with layers of several kinds take a dict. `layer_types` says which
-    layers have the window; without it all of them do.
+    Decoders take one mask for all layers, or a dict if they have several kinds of layers. `layer_types` names the
+    layers with a window; without it, all layers have one.
     """
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or {"sliding_attention"})
@@ -147,27 +148,27 @@ def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:
         return mask(None)
     if kinds == {"sliding_attention"}:
         return mask(window)
-    # Recurrent layers need no mask: padding stands behind a text.
+    # Recurrent layers need no mask, since padding is after the text.
     return {"full_attention": mask(None), "sliding_attention": mask(window), "linear_attention": None}
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, N, S) bool -> (B, 1, N, S) to be added to scores, which is what every attention kernel understands.
+    """Return the mask (B, 1, N, S) to add to scores, which every attention kernel supports, for visible (B, N, S) bool.
 
-    Eager attention would add a boolean mask as 0 and 1, and -inf turns a row that sees nothing into NaN.
+    Eager attention would add a boolean mask as 0 and 1. -inf would turn a row that sees nothing into NaN.
     """
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
 class OutputHead:
-    """Output head: hidden states after the final norm -> logits in float32 or wider, with the family's scaling and soft
-    cap."""
+    """Output head, with the family's scaling and soft cap: hidden states after the final norm -> logits in float32 or
+    wider."""
 
     def __init__(self, head: Any, config: Any) -> None:
         self.head = head
         self.scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
-        if getattr(config, "scale_decoder_outputs", False):  # T5's first form
+        if getattr(config, "scale_decoder_outputs", False):  # the original T5
             self.scale *= config.hidden_size**-0.5
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
 
@@ -182,7 +183,7 @@ class OutputHead:
 
 
 def rope_theta(config: Any) -> float:
-    """Return the target's rotary base. transformers 5 keeps it in `rope_parameters`, by layer type if there are
+    """Return the target's rotary base. transformers 5 stores it in `rope_parameters`, per layer type if there are
     several."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in parameters:

@@ -1,7 +1,7 @@
-"""Forward passes of a Hugging Face decoder: under a mask, and over packed rows of documents.
+"""Forward passes of a Hugging Face decoder: with a mask, and over packed rows of documents.
 
-Over packed rows no tensor of (T, T) is made. The decoder is given a block mask of FlexAttention, which transformers'
-decoders hand to their attention function as it is: `by_flex` on a GPU, elsewhere `by_tiles`.
+A pass over packed rows makes no (T, T) tensor. The decoder gets a FlexAttention block mask, which transformers'
+decoders pass unchanged to their attention function: `by_flex` on a GPU, else `by_tiles`.
 
 Letters: B batch, T tokens, N queries, S key slots, D hidden, H query heads, d head dimension, E keys that a tile sees.
 """
@@ -64,10 +64,10 @@ def decode_packed(
     documents: Tensor,
     attention: str | None = None,
 ) -> Tensor:
-    """Return the states of packed rows after the final norm, (B, T, D); attention is causal and stays inside each
-    document. All arguments (B, T). `attention` names the function, None chooses by device.
+    """Return the states of packed rows after the final norm, (B, T, D). Attention is causal and stays inside each
+    document. Tensor arguments are (B, T). `attention` names the attention function; None chooses by device and length.
 
-    Families whose masks can be nothing but a tensor, as transformers says of them, get one of (T, T).
+    Families that do not support block masks, according to transformers, get a (T, T) mask.
     """
     if not takes_block_masks(base, config):
         visible = packed_visible(documents)
@@ -82,8 +82,8 @@ def decode_packed(
 
 
 def takes_block_masks(base: Any, config: Any) -> bool:
-    """Return True if a decoder hands block masks to its attention functions. Hybrids do: transformers means their
-    recurrent layers where it says that they do not."""
+    """Return True if a decoder passes block masks to its attention functions. Hybrids do, although transformers denies
+    it because of their recurrent layers."""
     if isinstance(base, EncoderDecoder):
         return False
     return bool(base._supports_flex_attn) or bool(
@@ -93,7 +93,7 @@ def takes_block_masks(base: Any, config: Any) -> bool:
 
 @contextmanager
 def attention_function(config: Any, name: str) -> Iterator[None]:
-    """Let the layers of `config` call the attention function of this name."""
+    """Make the layers of `config` call the attention function `name` within the context."""
     usual = config._attn_implementation
     config._attn_implementation = name
     try:
@@ -105,7 +105,7 @@ def attention_function(config: Any, name: str) -> Iterator[None]:
 def by_flex(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, **settings: Any
 ) -> tuple[Tensor, Any]:
-    """transformers' FlexAttention, in one dtype: under autocast some families rotate in float32."""
+    """Run transformers' FlexAttention in one dtype, since some families rotate in float32 under autocast."""
     made: tuple[Tensor, Any] = flex_attention_forward(
         module, query.to(value.dtype), key.to(value.dtype), value, mask, **settings
     )
@@ -123,13 +123,14 @@ def by_tiles(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers' interface: a tile of queries after the other, over the keys from the first
-    tile that any of its rows sees to the last. query (B, H, T, d), key and value (B, Hkv, T, d) -> (B, T, H, d).
+    """Attention function for transformers' interface, one tile of queries at a time, over the keys from the first tile
+    that any of its rows sees to its own. query (B, H, T, d), key and value (B, Hkv, T, d) -> (B, T, H, d).
 
-    `softcap` bends scores; `s_aux` (H,) are the scores of attention sinks. Backward makes each tile's weights anew.
+    `softcap` is the soft cap on scores; `s_aux` (H,) are the scores of attention sinks. The backward pass recomputes
+    each tile's attention weights.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
-    first = mask.kv_indices[:, 0, :, 0].amin(0).tolist()  # a tile sees itself, and its keys are those before
+    first = mask.kv_indices[:, 0, :, 0].amin(0).tolist()  # a tile sees keys from this tile to itself
     outs = []
     for i, tile in enumerate(first):
         start, stop = i * TILE, min((i + 1) * TILE, query.shape[2])
@@ -153,7 +154,7 @@ def _tile(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of the queries before slot `stop` over the keys before it, as many as are given."""
+    """Attention of the last queries before slot `stop` over the last keys before it."""
     row, key = (torch.arange(stop - x.shape[2], stop, device=q.device) for x in (q, k))
     batch = torch.arange(len(q), device=q.device)[:, None, None]
     visible = mask(batch, batch, row[:, None], key)  # (B, rows, E)

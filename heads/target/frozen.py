@@ -2,8 +2,8 @@
 LM.
 
 An auxiliary hidden state h_k is the residual stream that ENTERS decoder layer k (h_0 the embeddings, h_n the last
-layer's output before the final norm). Hooks read the auxiliary layers only. The caller gives the slots that each query
-may see, and sliding windows follow from positions, so that draft trees need no code of their own.
+layer's output before the final norm). Only auxiliary layers have hooks. The caller passes the slots that each query may
+see, and sliding windows follow from positions, so that draft trees need no special code.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ from heads.target.recurrent_layers import find_mixers, step_by_step
 from heads.tree import TreeShape, is_chain
 
 FINGERPRINT_SAMPLES = 512
-"""Number of weights read of each parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
+"""Number of weights read per parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
 MEND_GENERATION = "replace it, or delete it to end texts by config.json alone"
 
 
@@ -55,7 +55,7 @@ class Features:
 
 
 class LanguageModel:
-    """A causal language model in parts, from which decoders are made: a target, or a draft model."""
+    """Parts of a causal language model, a target or a draft model, from which decoders are built."""
 
     def __init__(self, base: nn.Module, head: Any, lm_head: Callable[[Tensor], Tensor], config: Any, name: str) -> None:
         """`base`: the decoder without its output head `head`; `lm_head`: as `SharedLayers.lm_head`."""
@@ -63,7 +63,8 @@ class LanguageModel:
         self.num_layers = count_layers(base, config)
         self.layers = find_layers(decoder_of(base), self.num_layers, name)
         self.is_recurrent = bool(find_mixers(self.layers))
-        """True if layers keep a state of all tokens before: it reads one document a row, and verifies chains."""
+        """True if any layer has a recurrent state. Such a model reads one document per row, and verifies only
+        chains."""
         self.attention_layers = count_attention(config, self.num_layers)
         """Number of layers with keys and values."""
 
@@ -87,10 +88,10 @@ class LanguageModel:
         cache: Cache | None = None,
         aux_layer_ids: Sequence[int] = (),
     ) -> Features:
-        """One forward pass without logits.
+        """Run one forward pass without logits.
 
-        tokens (B, N) int64; positions (B, N); visible (B, N, S) bool, the key slots each query may see before any
-        sliding window (S = N without a cache); key_positions (B, S), the position each slot holds.
+        tokens (B, N) int64; positions (B, N); visible (B, N, S) bool, the key slots that each query may see before any
+        sliding window is applied (S = N without a cache); key_positions (B, S), the position of each slot's token.
         """
         return self.catch(
             aux_layer_ids,
@@ -108,7 +109,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def catch(self, aux_layer_ids: Sequence[int], run: Callable[[], Tensor]) -> Features:
-        """Return the features of a forward pass, which `run` makes."""
+        """Return the features of the forward pass that `run` computes."""
         caught: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             for k in aux_layer_ids:
@@ -133,16 +134,16 @@ class LanguageModel:
 
 
 class FrozenTarget(LanguageModel):
-    """A causal LM that is never trained, with its features, embeddings and output head."""
+    """A causal LM that is not trained, with its features, embeddings and output head."""
 
     def __init__(self, model: PreTrainedModel, name: str, *, quantize: str | None = None) -> None:
         untyped: Any = model
         untyped.eval()
         self.model = model.requires_grad_(False)
         self.checkpoint_config: Any = model.config
-        """The whole config of its checkpoint, where the model is the language model of a multimodal one."""
+        """The checkpoint's whole config, which differs from `config` if the checkpoint is multimodal."""
         self.trust_remote_code = False
-        """True if the user lets Python code run that comes with its files."""
+        """True if the user allows Python code in its files to run."""
         config = model.config.get_text_config()
         check_layers(model, config, name)
         base, head = find_base(model, name), untyped.get_output_embeddings()
@@ -151,8 +152,7 @@ class FrozenTarget(LanguageModel):
         super().__init__(base, head, OutputHead(head, config), config, name)
         step_by_step(find_mixers(self.layers))
         self.start_token = self.base.start if isinstance(self.base, EncoderDecoder) else None
-        """Token that separates the encoder's input from the decoder's tokens in every sequence; None without an
-        encoder."""
+        """Token between the encoder's input and the decoder's tokens in every sequence; None without an encoder."""
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.head.weight.shape[0]
         self.context_length: int = getattr(config, "max_position_embeddings", None) or 2048
@@ -165,28 +165,27 @@ class FrozenTarget(LanguageModel):
         self.quantize = quantize
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
         self.backend: str | None = None
-        """Backend that decodes it, one of `heads.backends.selection.BACKENDS`; None takes the fastest there is."""
+        """Name of the decoding backend, one of `heads.backends.selection.BACKENDS`; None for the fastest available."""
         self.placement: Literal["whole", "sharded", "absent"] = "whole"
-        """Of the decoder layers (`heads.target.placement`). Only a whole target decodes."""
+        """Placement of the decoder layers (`heads.target.placement`). Only a whole target decodes."""
         self.remote: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Features] | None = None
-        """Computes `packed_features` where the layers are in no process of this launch."""
+        """Computes `packed_features` if no process of this launch has the layers."""
         self.adapter: dict[str, Any] | None = None
-        """Record of the adapter merged into the weights, if there is one. The fingerprint is of the weights without
-        it."""
+        """Record of the adapter merged into the weights, if any. The fingerprint is that of the weights without it."""
         self.template: Mapping[str, Any] = {}
-        """Arguments that its chat template is given, such as `enable_thinking`."""
+        """Arguments passed to its chat template, such as `enable_thinking`."""
         if quantize:
             quantize_layers(self.layers, quantize, name)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D) the output embeddings, tied or not."""
+        """Output embeddings (V, D), tied or not."""
         weight: Tensor = self.head.weight
         return weight
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent states behind one token of a row, found by a pass over a token; 0 without any."""
+        """Bytes of a row's recurrent states after one token, measured with a pass over one token; 0 without any."""
         if not self.is_recurrent:
             return 0
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -197,16 +196,16 @@ class FrozenTarget(LanguageModel):
 
     @property
     def logit_scale(self) -> float:
-        """Factor of the family's output head. Heads with an output head of their own, which has no factor, start with
-        it in their weights."""
+        """Factor on the logits of the family's output head. Draft heads with an output head of their own have no
+        factor. They start with it multiplied into their weights."""
         lm_head = self.lm_head
         return lm_head.scale if isinstance(lm_head, OutputHead) else 1.0
 
     def packed_features(
         self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
     ) -> Features:
-        """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T). UserError
-        for several documents in a row of a recurrent target."""
+        """Return the features of packed rows. Attention is causal and stays inside each document. Tensor arguments are
+        (B, T). Raises UserError for several documents in a row of a recurrent target."""
         if self.remote is not None:
             return self.remote(tokens, positions, documents, aux_layer_ids)
         if self.is_recurrent and bool((documents > documents[:, :1]).any()):
@@ -218,7 +217,8 @@ class FrozenTarget(LanguageModel):
         return self.catch(aux_layer_ids, lambda: decode_packed(*given, positions=positions, documents=documents))
 
     def sample(self, length: int, starts: Sequence[int]) -> Tensor:
-        """Return (1, length) sample token ids. With an encoder, `starts`, and no other positions, begin answers."""
+        """Return sample token ids (1, length). With an encoder, answers begin at the positions `starts` and only
+        there."""
         ids = (torch.arange(length, device=self.device) + 1) * self.vocab_size // (length + 2)
         if self.start_token is not None:
             ids[ids == self.start_token] = (self.start_token + 1) % self.vocab_size
@@ -226,8 +226,8 @@ class FrozenTarget(LanguageModel):
         return ids[None]
 
     def arguments(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Return the arguments of the model itself for whole sequences (B, T); its logits are those of the last
-        slots."""
+        """Return the arguments of the Hugging Face model for whole sequences (B, T). With an encoder, it returns logits
+        of the last slots only."""
         if not isinstance(self.base, EncoderDecoder):
             return {"input_ids": tokens}
         inputs, answers = self.base.split(tokens)
@@ -236,14 +236,14 @@ class FrozenTarget(LanguageModel):
     @torch.no_grad()
     def alone(self, tokens: Tensor) -> Tensor:
         """Return the states after the final norm as the model computes them for whole sequences (B, T) with its own
-        masks: with an encoder those of the last slots, else all."""
+        masks: with an encoder, those of the last slots, else all."""
         if isinstance(self.base, EncoderDecoder):
             return self.base.alone(tokens)
         hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden
 
     def check_shape(self, shape: TreeShape | None) -> None:
-        """UserError for drafts that it cannot verify; None stands for a tree that a head has yet to grow."""
+        """Raise UserError for drafts that the target cannot verify. None means a tree that a head will grow."""
         if self.is_recurrent and (shape is None or not is_chain(shape)):
             raise UserError(
                 f"{self.name}: its recurrent layers have one state behind each token, and every branch of the tree "
@@ -252,8 +252,8 @@ class FrozenTarget(LanguageModel):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Refuse a model whose logits differ from those of `packed_features` and `shared`. A short document, packed
-        behind another where it can be, must get the logits that the model gives it alone. Encoders, ignored masks and
+        """Raise UserError for a model whose logits differ from those of `packed_features` and `shared`. A short
+        document, packed after another one if possible, must get the same logits as alone. Encoders, ignored masks and
         unknown scalings of the logits fail this check."""
         slot = torch.arange(12, device=self.device)[None]
         ids, document = self.sample(12, starts=(3, 8)), (slot >= 5).long()
@@ -270,7 +270,7 @@ class FrozenTarget(LanguageModel):
             distance = float((ours - own).norm() / own.norm())
             reason = f"its logits differ by {distance:.0%}"
             fits = distance < (0.2 if self.dtype.itemsize < 4 else 0.01)
-        except Exception as error:  # each family fails in its own way at arguments it does not know
+        except Exception as error:  # each family raises its own errors for arguments that it does not support
             fits, reason = False, first_line(error)
         if damaged:
             raise UserError(f"{self.name}: its logits are not finite: its weights are damaged; fetch or make it again")
@@ -284,8 +284,8 @@ class FrozenTarget(LanguageModel):
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a short hash of the architecture and of a sample of every parameter, the same in every dtype wider than
-    bfloat16."""
+    """Return a short hash of the architecture and of a sample of every parameter, rounded to bfloat16, so that wider
+    copies of a checkpoint have the same hash."""
     digest, files = hashlib.sha256(type(model).__name__.encode()), MappedFiles()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
@@ -310,12 +310,12 @@ def load_target(
     quantize: str | None = None,
     place: Place | None = None,
 ) -> FrozenTarget:
-    """Load a target from a folder or the Hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless another is
-    named.
+    """Load a target from a folder or the Hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless `dtype` is
+    given.
 
-    `place`: one of `heads.target.placement`, which moves the weights in the place of `Module.to`. Weights in their
-    stored dtype are a mapping of their files, which all processes of a machine share, so a wider dtype is `place`'s
-    work too.
+    `place`: a function of `heads.target.placement` that moves the weights, instead of `Module.to`. Weights in their
+    stored dtype are memory-mapped files, which all processes of a machine share, so `place` also converts them to a
+    wider dtype.
 
     Raises UserError if there is nothing at `path`, if it is damaged, or if it is not a causal LM with readable
     auxiliary hidden states and replaceable masks.
@@ -332,12 +332,12 @@ def load_target(
         loaded: Any = auto_class(config).from_pretrained(
             repo, config=config, trust_remote_code=trust_remote_code, **how
         )
-    except Exception as error:  # transformers, safetensors and torch raise many kinds, and their own
+    except Exception as error:  # transformers, safetensors and torch raise many kinds of errors
         remedy = "install the package" if isinstance(error, ImportError) else "name a folder or hub id of one"
         raise _fault(path, what, error, remedy) from error
     model, info = loaded
     absent = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
-    if absent:  # transformers makes them up at random, with a warning
+    if absent:  # transformers initializes them at random, with a warning
         made = " ".join(config.architectures or ["?"])
         raise UserError(
             f"{path}: a {made} that lacks {len(absent)} weights of {type(model).__name__}, {absent[0]} first; "
@@ -361,20 +361,20 @@ def load_target(
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Load the configuration of the model at `path`. UserError says what is missing."""
+    """Load the configuration of the model at `path`. Raises UserError if it is missing or damaged."""
     if is_here(path) and not (Path(path) / "config.json").is_file():
         raise UserError(f"{path}: expected a model folder, found no config.json in it")
     register_mimo()
     repo, revision = repo_and_revision(path)
     try:
         return AutoConfig.from_pretrained(repo, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # OSError, ValueError, KeyError and the validators' own
+    except Exception as error:  # OSError, ValueError, KeyError and the validators' own errors
         raise _fault(path, "no model that can be read", error, "mend its config.json, or name another") from error
 
 
 def _check_generation_config(path: str) -> None:
-    """UserError if the folder's generation_config.json is damaged: transformers would ignore it, and the tokens that
-    end a text with it."""
+    """Raise UserError if the folder's generation_config.json is damaged. transformers would ignore the file, and lose
+    its EOS tokens."""
     file = Path(path) / "generation_config.json"
     if not is_here(path) or not os.path.lexists(file):
         return
@@ -387,13 +387,13 @@ def _check_generation_config(path: str) -> None:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the target. UserError if there is none."""
+    """Load the tokenizer of the target. Raises UserError if there is none."""
     repo, revision = repo_and_revision(path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             repo, revision=revision, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # the tokenizer backends raise bare Exception, TypeError and OSError alike
+    except Exception as error:  # tokenizer backends raise bare Exception, TypeError and OSError
         is_there = is_here(path) and (Path(path) / "tokenizer.json").is_file()
         remedy = "replace its tokenizer files" if is_there else "put tokenizer.json beside config.json"
         raise _fault(path, "no tokenizer that can be loaded", error, remedy) from error
@@ -401,7 +401,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:
-    """Turn an exception of a loader of transformers into one line."""
+    """Return a one-line UserError for an exception of transformers' loaders."""
     if "trust_remote_code" in str(error):
         return UserError(
             f"{path}: comes with Python code of its own, which is not run unasked; read it, then set "

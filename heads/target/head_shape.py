@@ -1,4 +1,4 @@
-"""The shape that a head takes over from its target."""
+"""Shape settings that a head takes from its target."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from heads.target.frozen import FrozenTarget
 
 
 def check_one_width(target: FrozenTarget, kind: str) -> None:
-    """Refuse a target whose output head has another width than its layers, for heads that start with its matrix."""
+    """Raise UserError if the widths of the target's output head and layers differ, for heads that start with the output
+    head's weights."""
     width = target.lm_head_weight.shape[1]
     if width != target.hidden_size:
         raise UserError(
@@ -18,11 +19,12 @@ def check_one_width(target: FrozenTarget, kind: str) -> None:
 
 
 def block_settings(target: FrozenTarget, num_heads: int | None = None) -> dict[str, Any]:
-    """Return the settings of a `heads.layers.BlockConfig` of the target's shape; `num_heads` replaces the target's."""
+    """Return the settings of a `heads.layers.BlockConfig` with the target's shape. `num_heads` overrides the target's
+    number of heads."""
     config = target.config
     D, heads = target.hidden_size, num_heads or config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    if num_heads is None and heads % key_heads:  # latent attention has none, whatever its config says
+    if num_heads is None and heads % key_heads:  # latent attention has no key heads, whatever its config says
         key_heads = heads
     return {
         "hidden_size": D,

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub: OWNER/NAME as it stands, or OWNER/NAME@REVISION, a branch, a tag or a commit."""
+"""Names of models on the Hugging Face Hub: OWNER/NAME, or OWNER/NAME@REVISION with a branch, a tag or a commit."""
 
 import re
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Any
 NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 PINNED = re.compile(rf"({NAME}/{NAME})@([A-Za-z0-9_][A-Za-z0-9_./-]*)")
 MODEL = re.compile(rf"(?:{NAME}/)?{NAME}")
-"""Names of models without an owner: a few old ones."""
+"""Names of models, with or without an owner. A few old models have none."""
 
 
 def is_here(name: str) -> bool:
-    """Return True if there is such a file or folder; False also for a name that cannot be a path, such as one too
-    long."""
+    """Return True if a file or folder `name` exists. Return False for a name that cannot be a path, such as one that is
+    too long."""
     try:
         return Path(name).exists()
     except (OSError, ValueError):
@@ -20,8 +20,8 @@ def is_here(name: str) -> bool:
 
 
 def repo_and_revision(name: str) -> tuple[str, str | None]:
-    """Split a name into the Hub's arguments, repository and revision. A local folder and a name without @ stay
-    whole."""
+    """Return the repository and the revision of a name. For a local folder, and for a name without @, return the name
+    and None."""
     pinned = PINNED.fullmatch(name)
     if pinned is None or is_here(name):
         return name, None
@@ -29,19 +29,19 @@ def repo_and_revision(name: str) -> tuple[str, str | None]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return True for OWNER/NAME as the Hub has them, with or without @REVISION, unless it is a folder here."""
+    """Return True for an OWNER/NAME that is valid on the Hub, with or without @REVISION, unless it exists locally."""
     repo, _ = repo_and_revision(name)
     whole = re.fullmatch(f"{NAME}/{NAME}", repo) is not None
     return whole and "--" not in repo and ".." not in repo and len(repo) <= 96 and not Path(name).exists()
 
 
 def name_of(path: str) -> str:
-    """A name that says nothing of this machine: of a path or an address the last part; an id of the Hub stays."""
+    """Return a name that reveals nothing of this machine: the last part of a path or URL. A Hub id is unchanged."""
     return path if "/" not in path or is_hub_id(path) else path.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 
 def with_names(value: Any) -> Any:
-    """A JSON value with names in the place of paths, those in lists with commas too."""
+    """Return a JSON value with paths replaced by names, including paths in comma-separated strings."""
     match value:
         case dict():
             return {key: with_names(item) for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""Weights that are a mapping of their files: all processes of a machine share the pages that they have read."""
+"""Memory-mapped weights: all processes of a machine share the pages that they have read."""
 
 import ctypes
 import mmap
@@ -13,7 +13,7 @@ DONT_NEED = 4  # MADV_DONTNEED, Linux's number on every machine
 
 
 class MappedFiles:
-    """The files that this process has mapped by now. There are none where the system does not say."""
+    """Files that this process had mapped at construction. Empty if the system does not list them."""
 
     def __init__(self) -> None:
         lines = MAPS.read_text().splitlines() if sys.platform == "linux" and MAPS.is_file() else []
@@ -22,7 +22,7 @@ class MappedFiles:
         self.regions = sorted((int(low, 16), int(high, 16)) for low, high in (field[0].split("-") for field in files))
 
     def forget(self, tensor: Tensor) -> None:
-        """Let go of the pages of a tensor on the CPU, if it lies in a mapped file: they are read again when needed."""
+        """Release the pages of a CPU tensor if it is in a mapped file. They are read again when needed."""
         start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         place = bisect_right(self.regions, (start, sys.maxsize)) - 1
         if tensor.device.type != "cpu" or place < 0 or start + size > self.regions[place][1]:

@@ -1,4 +1,4 @@
-"""The token that stands for those not drafted yet: an id of the target's embedding that no text has."""
+"""The mask token, which replaces tokens that are not drafted yet: an id of the target's embedding that no text has."""
 
 import re
 from typing import Any
@@ -9,15 +9,15 @@ from heads.errors import UserError, expect
 from heads.target.frozen import FrozenTarget, load_tokenizer
 
 RESERVED = re.compile(r"<\|?(reserved|unused|extra_id|mask)[\w ]*\|?>|\[(MASK|unused\d+)\]", re.IGNORECASE)
-"""Tokens that a tokenizer keeps for uses of its own."""
+"""Reserved tokens of tokenizers."""
 NO_TEXT = {True: ("À", "Á", "õ", "ÿ"), False: ("<0xC0>", "<0xC1>", "<0xF5>", "<0xFF>")}
-"""Bytes that no UTF-8 text has, as tokenizers of bytes write them, and those that fall back to bytes."""
+"""Bytes that no UTF-8 text has, as written by byte-level tokenizers (True) and by byte-fallback tokenizers (False)."""
 
 
 def unused_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int | None:
-    """Return an id that no text has, for a target with this number of embeddings: the first id behind the tokenizer's
-    own, as published heads have it, else a reserved token, else a byte that is no UTF-8, else the unknown token; None
-    where there is none of them."""
+    """Return an id that no text has, for a target with this number of embeddings: the first id after the tokenizer's
+    own, as in published heads, else a reserved token, else a byte that is not in UTF-8, else the unknown token. Return
+    None if there is none."""
     vocabulary = tokenizer.get_vocab()
     if len(tokenizer) < embeddings and max(vocabulary.values()) < embeddings - 1:
         return max(vocabulary.values()) + 1
@@ -32,7 +32,8 @@ def unused_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int | None
 
 
 def mask_token(target: FrozenTarget, given: int | None) -> int:
-    """The id of the mask token, chosen where none is given. UserError for one that has no embedding."""
+    """Return the id of the mask token, chosen if none is given. Raises UserError if it has no embedding, or if none can
+    be chosen."""
     if given is None:
         tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
         given = unused_id(tokenizer, target.vocab_size)

@@ -1,8 +1,8 @@
 """Targets whose decoder layers are not whole in the memory of one process.
 
-Either every process of a launch holds a share of each layer, and all of them make a forward pass together, or none
-holds any, and features come from elsewhere (`FrozenTarget.remote`). Embeddings, final norm and output head, which heads
-and losses read, are whole in every process.
+Either every process of a launch holds a shard of each layer, and all processes run a forward pass together. Or no
+process holds any layer, and features come from elsewhere (`FrozenTarget.remote`). Every process holds the whole
+embeddings, final norm and output head, which heads and losses read.
 """
 
 import torch
@@ -16,8 +16,8 @@ from heads.target.mapped_files import MappedFiles
 
 
 def shard_layers(target: FrozenTarget, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
-    """Keep this process's share of each decoder layer on the mesh's device: FSDP, forward only. A layer is gathered
-    while it computes. `dtype`: a wider one than the weights have; None keeps theirs. Called by every process."""
+    """Keep this process's shard of each decoder layer on the mesh's device: FSDP, forward only. A layer is gathered
+    while it computes. `dtype` widens narrower weights; None keeps their dtype. Every process must call this."""
     if target.start_token is not None or target.quantize or hasattr(target.config, "quantization_config"):
         what = "an encoder-decoder" if target.start_token is not None else "quantised"
         raise UserError(f"{target.name}: is {what}, whose layers are not sharded here; use features.kind=process")
@@ -27,16 +27,16 @@ def shard_layers(target: FrozenTarget, mesh: DeviceMesh, dtype: torch.dtype | No
     for layer in target.layers:
         stored = [parameter.data for parameter in layer.parameters()]
         _place(layer, torch.device("cpu"), dtype)
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # which a root of its own would not be
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # by default, a root module does not reshard
         for tensor in stored:
             files.forget(tensor)
-    if mesh.device_type != "cpu":  # a root lets the next layer be gathered while one computes
+    if mesh.device_type != "cpu":  # with a root, the next layer is gathered while one computes
         fully_shard(target.base, mesh=mesh, ignored_params=set(_outside(target)))
     target.placement = "sharded"
 
 
 def drop_layers(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Keep what is outside of the decoder layers, on `device`; of the layers only the shapes. `dtype`: as in
+    """Keep everything outside the decoder layers on `device`, and only the shapes of the layers. `dtype`: as in
     `shard_layers`."""
     _place_rest(target, device, dtype)
     target.layers.to("meta")
@@ -56,8 +56,7 @@ def _place_rest(target: FrozenTarget, device: torch.device, dtype: torch.dtype |
 
 
 def _place(module: nn.Module, device: torch.device, dtype: torch.dtype | None, *, recurse: bool = True) -> None:
-    """Move a module's tensors. Parameters that are narrower than `dtype` are widened; buffers have the type that their
-    family gave them."""
+    """Move a module's tensors. Parameters that are narrower than `dtype` are widened. Buffers keep their dtype."""
     for parameter in module.parameters(recurse):
         wider = dtype is not None and parameter.dtype.itemsize < dtype.itemsize
         parameter.data = parameter.data.to(device, dtype if wider else None)

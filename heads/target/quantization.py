@@ -1,10 +1,10 @@
-"""A target whose decoder layers store their matrices in int8: a quarter of float32's memory, half of bfloat16's.
+"""Targets whose decoder layers store their matrices in int8: a quarter of float32's memory, half of bfloat16's.
 
-    w_ij ~ s_i * round(w_ij / s_i)        each row i of a matrix has a scale s_i of its own
+    w_ij ~ s_i * round(w_ij / s_i)        each row i of a matrix has its own scale s_i
 
-Weights only: what a layer is given is not rounded, so that no row of a batch depends on another and drafts are
-verified as exactly as on any target. Embeddings, norms and the output head, which draft heads start from, stay as they
-are. torchao does it; it is an optional package.
+Only weights are quantized, not the inputs of a layer. So no row of a batch depends on another, and verification is as
+exact as on any target. Embeddings, norms and the output head, which draft heads start from, are not quantized. torchao,
+an optional package, does the quantization.
 """
 
 import logging
@@ -21,14 +21,16 @@ from heads.errors import UserError
 
 SCHEMES = ("int8",)
 LEAST_SHARE = 0.5
-"""Least share of the layers' weights to quantise. With less, little memory is saved and the name would mislead."""
+"""Minimum share of the layers' weights that is quantized. With less, little memory is saved and the name would
+mislead."""
 
 
 def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
-    """Quantise the linear layers inside `layers`, in place. UserError if they are too few, or torchao is missing."""
+    """Quantize the linear layers inside `layers` in place. Raises UserError if they hold too few of the weights, or if
+    torchao is missing."""
     if scheme not in SCHEMES:
         raise UserError(f"target.quantize: expected {' or '.join(SCHEMES)}, got {scheme!r}")
-    if sys.modules.get("torchao", torch) is None:  # hidden by a command, from libraries that import it for nothing
+    if sys.modules.get("torchao", torch) is None:  # a command hid it from libraries that import it needlessly
         del sys.modules["torchao"]
     try:
         with _quiet("torchao", "torch.utils._pytree"):
@@ -49,7 +51,7 @@ def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Suppress warnings of loggers: importing torchao logs four, about kernels for other machines and its own use of
+    """Suppress warnings of loggers. Importing torchao logs four, about kernels for other machines and its own use of
     torch."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -63,12 +65,12 @@ def _quiet(*names: str) -> Iterator[None]:
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Return the size of a module's weights in memory in bytes, with tied ones counted once."""
+    """Return the size of a module's weights in memory in bytes. Tied weights count once."""
     return sum(_bytes(parameter) for parameter in module.parameters())
 
 
 def _bytes(tensor: Any) -> int:
     if not is_traceable_wrapper_subclass(tensor):
         return int(tensor.numel() * tensor.element_size())
-    names, _ = tensor.__tensor_flatten__()  # the tensors that a quantised one is made of
+    names, _ = tensor.__tensor_flatten__()  # the parts of a quantized tensor
     return sum(_bytes(getattr(tensor, name)) for name in names)

@@ -1,9 +1,9 @@
-"""Recurrent layers of hybrid targets over a row cache: gated delta nets (Qwen3-Next, Qwen3.5), Mamba and its
+"""Recurrent layers of hybrid targets over an `HFCache`: gated delta nets (Qwen3-Next, Qwen3.5), Mamba and its
 successors.
 
 transformers' own modules compute everything. A prompt is read in one call. The tokens of a verified chain pass one by
-one through the code that decodes a single token, and the state behind each of them is kept (`HFCache.recall`), so that
-the numbers of an accepted token do not depend on how many were verified with it.
+one through the code that decodes a single token, and the state after each of them is kept (`RecurrentState.keep`). So
+an accepted token's values do not depend on the number of tokens verified with it.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from heads.target.cache import HFCache, cache_name
 
 
 class Stepwise:
-    """The forward pass of one recurrent module, in place of the module's own."""
+    """Forward pass that replaces that of one recurrent module."""
 
     def __init__(self, mixer: Any) -> None:
         name = state_name(mixer)
@@ -24,7 +24,7 @@ class Stepwise:
         self.whole, self.index, self.name = mixer.forward, mixer.layer_idx, name
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """hidden_states (B, N, D) -> (B, N, D). Without a row cache, whole texts from an empty state."""
+        """hidden_states (B, N, D) -> (B, N, D). Without an `HFCache`, call the module's own forward pass."""
         cache = kwargs.get(self.name)
         if not isinstance(cache, HFCache):
             whole: Tensor = self.whole(hidden_states, **kwargs)
@@ -40,8 +40,8 @@ class Stepwise:
 
 
 def state_name(module: Any) -> str | None:
-    """The name under which a module takes a recurrent state; None for modules that take none. From transformers 5.24 on
-    it is that of other caches, by which attention is called, too, but no attention has convolutions."""
+    """Return the name of a module's recurrent state argument, or None if it has none. From transformers 5.24 on,
+    attention has a cache argument of the same name, but no convolutions."""
     if isinstance(module.forward, Stepwise):
         return module.forward.name
     taken = inspect.signature(module.forward).parameters
@@ -52,7 +52,7 @@ def state_name(module: Any) -> str | None:
 
 
 def find_mixers(layers: nn.Module) -> list[nn.Module]:
-    """Return the recurrent modules of some decoder layers: those that take a state from a cache, the innermost."""
+    """Return the recurrent modules of some decoder layers: the innermost modules that take a state from a cache."""
     takers = [module for module in layers.modules() if state_name(module)]
     return [
         module for module in takers if not any(other in takers for other in module.modules() if other is not module)
@@ -60,7 +60,7 @@ def find_mixers(layers: nn.Module) -> list[nn.Module]:
 
 
 def step_by_step(mixers: list[nn.Module]) -> None:
-    """Let recurrent modules read a row cache. Other caches, and calls without one, stay as they are."""
+    """Make recurrent modules read an `HFCache`. Calls with other caches, or without one, do not change."""
     for mixer in mixers:
         if not isinstance(mixer.forward, Stepwise):
             mixer.forward = Stepwise(mixer)
@@ -68,8 +68,8 @@ def step_by_step(mixers: list[nn.Module]) -> None:
 
 @torch.no_grad()
 def single_steps(base: nn.Module, tokens: Tensor, count: int) -> Tensor:
-    """Return the states (B, count, D) of the last `count` of some tokens as a decoder computes them with transformers'
-    own cache, token by token: some recurrent layers clamp their steps in whole sequences alone."""
+    """Return the states (B, count, D) of the last `count` tokens as a decoder computes them token by token with
+    transformers' own cache, since some recurrent layers clamp their steps only in whole sequences."""
     made, cache, start, name = [], None, 0, cache_name(base)
     for end in range(tokens.shape[1] - count, tokens.shape[1] + 1):
         positions = torch.arange(start, end, device=tokens.device)[None]

@@ -1,4 +1,4 @@
-"""Rotary positions of heads: plain ones, or scaled as transformers makes them (YaRN, Llama 3's, linear)."""
+"""Rotary embeddings of heads: plain, or scaled as in transformers (YaRN, Llama 3's, linear)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ Rotary = Callable[[Tensor, torch.dtype], CosSin]
 
 @dataclass(frozen=True, kw_only=True)
 class RotarySettings:
-    """The setting of heads whose rotary positions may be scaled."""
+    """Setting of heads whose rotary positions may be scaled."""
 
     rope_scaling: dict[str, Any] | None = None
-    """Scaled rotary positions, as transformers has them in `rope_parameters`, without the base: `{rope_type: yarn,
-    factor: 4.0, original_max_position_embeddings: 8192}`. Kinds: `yarn`, `llama3`, `linear`. Null: plain positions."""
+    """Scaling of rotary positions, as in transformers' `rope_parameters` without the base: `{rope_type: yarn, factor:
+    4.0, original_max_position_embeddings: 8192}`. Types: `yarn`, `llama3`, `linear`. Null: plain positions."""
 
 
 def rotary_of(config: Any) -> Rotary:
-    """The rotary positions of a Llama with this head's base and, if it has one, its scaling. UserError for a scaling
-    that there is not."""
+    """Return the rotary embedding of a Llama with this head's base and its scaling, if any. Raises UserError for an
+    invalid scaling."""
     scaling = getattr(config, "rope_scaling", None)
     if scaling is None:
         return partial(rotation, head_dim=config.head_dim, theta=config.rope_theta)
@@ -44,7 +44,7 @@ def rotary_of(config: Any) -> Rotary:
             rope_parameters={**scaling, "rope_theta": config.rope_theta},
         )
         made = LlamaRotaryEmbedding(llama)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # each kind has settings of its own
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # each type has its own settings
         raise UserError(f"head.rope_scaling: {first_line(error)}") from error
     frequencies: Any = made.inv_freq
     are_positive = bool((frequencies.isfinite() & (frequencies > 0)).all())
@@ -53,9 +53,9 @@ def rotary_of(config: Any) -> Rotary:
 
 
 def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> CosSin:
-    """Cosines and sines (B, 1, T, d) of rotary positions (B, T), by a module of transformers."""
+    """Return cosines and sines (B, 1, T, d) of rotary positions (B, T), from a module of transformers."""
     like, maker = torch.empty((), dtype=dtype, device=positions.device), maker.to(positions.device)
-    if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are one in text
+    if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are equal in text
         positions = positions.expand(3, -1, -1)
     cos, sin = maker(like, positions)  # (B, T, d)
     return cos[:, None], sin[:, None]

@@ -1,6 +1,6 @@
-"""A target by its config alone: shapes without weights, from which a run is planned.
+"""A target from its config alone: shapes without weights, for planning a run.
 
-It is made, and asked for anything, inside a mode in which tensors have no values.
+Create and use it inside a mode in which tensors have no values.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from heads.target.frozen import Features, FrozenTarget, load_config
 
 
 class ShapeTarget(FrozenTarget):
-    """A target whose tensors have shapes and no values, so that any head of its shape may be its own."""
+    """A target whose tensors have shapes but no values. It accepts any head of its shape as its own."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         super().__init__(model, name)
@@ -35,8 +35,8 @@ class ShapeTarget(FrozenTarget):
 
 
 def load_shape(path: str, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> ShapeTarget:
-    """Return the shapes of a model by the config in a folder or on the Hub, in its stored dtype unless another is
-    named."""
+    """Return a target with the shapes given by the config in a folder or on the Hub, in its stored dtype unless `dtype`
+    is given."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
     try:
@@ -44,7 +44,7 @@ def load_shape(path: str, *, dtype: torch.dtype | None = None, trust_remote_code
             model: Any = auto_class(config).from_config(
                 config, dtype=dtype or stored, trust_remote_code=trust_remote_code
             )
-    except Exception as error:  # each family's config and class refuse in their own way
+    except Exception as error:  # each family's config and class raise their own errors
         raise UserError(
             f"{path}: its config.json describes no causal language model ({first_line(error)}); name another"
         ) from error

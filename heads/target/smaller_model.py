@@ -1,6 +1,6 @@
-"""A language model smaller than its target: one by path, kept layers of the target, or a fresh one.
+"""A language model smaller than its target: loaded from a path, made of some of the target's layers, or fresh.
 
-Whichever it is, it ends with as many vocabulary rows as the target has, and drafts only tokens that both knew before.
+In each case, it gets as many vocabulary rows as the target, and drafts only tokens that both models had before.
 """
 
 import copy
@@ -20,12 +20,12 @@ from heads.target.shape import ShapeTarget, load_shape
 DECIDED = frozenset(
     {"model_type", "vocab_size", "architectures", "dtype", "transformers_version", "auto_map", "quantization_config"}
 )
-"""Names in a model's config that `fresh` must not set."""
+"""Config settings that `fresh` must not change."""
 
 
 def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
-    """Load the causal LM at `path` in float32, and run code that comes with it if the target's may run. UserError if it
-    cannot take the masks of a draft, or has another tokenizer."""
+    """Load the causal LM at `path` in float32. Its own code runs only if the target's may run. Raises UserError if it
+    does not support the masks of a draft, or has another tokenizer."""
     loaded: FrozenTarget
     trusted = target.trust_remote_code
     if isinstance(target, ShapeTarget):
@@ -45,7 +45,7 @@ def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
 
 
 def check_tokenizers(path: str, target: str, *, trust_remote_code: bool) -> None:
-    """Refuse a draft whose token ids are not the target's. UserError names the first that differs."""
+    """Raise UserError for a draft whose token ids differ from the target's. It names the first one that differs."""
     tokenizers = [load_tokenizer(name, trust_remote_code=trust_remote_code) for name in (target, path)]
     vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
     ours, theirs = ({number: token for token, number in vocabulary.items()} for vocabulary in vocabularies)
@@ -58,7 +58,7 @@ def check_tokenizers(path: str, target: str, *, trust_remote_code: bool) -> None
 
 
 def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
-    """Copy the target with the decoder layers `layers` alone; embeddings, final norm and output head stay."""
+    """Copy the target with only the decoder layers `layers`. Embeddings, final norm and output head stay."""
     n = target.num_layers
     for k in layers:
         if not 0 <= k < n:
@@ -68,7 +68,7 @@ def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
     config = _own_config(target)
     for name, value in config.to_dict().items():
         if "layer" in name and isinstance(value, (list, tuple)) and len(value) == n:
-            setattr(config, name, [value[k] for k in layers])  # what is said of each layer
+            setattr(config, name, [value[k] for k in layers])  # a setting with one entry per layer
     if target.start_token is None:
         config.num_hidden_layers = len(layers)
     else:
@@ -116,22 +116,22 @@ def fresh_model(target: FrozenTarget, changes: dict[str, Any]) -> PreTrainedMode
             name for name, value in settings.items() if name.endswith("layer_types") and isinstance(value, list)
         }
     if settings.get("head_dim") == config.hidden_size // config.num_attention_heads:
-        dropped.add("head_dim")  # the target's own follows from its width
+        dropped.add("head_dim")  # the target's value follows from its width
     kept = {name: value for name, value in settings.items() if name not in dropped and name != "model_type"}
     try:
         return _build(AutoConfig.for_model(config.model_type, **kept, **changes), target)
     except UserError:
         raise
-    except Exception as error:  # each family's config refuses in its own way
+    except Exception as error:  # each family's config raises its own errors
         raise UserError(f"head.fresh: no {config.model_type} can be made of it ({first_line(error)})") from error
 
 
 def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> int:
-    """Bring a model to `vocab_size` rows of input and output embeddings. Return how many, from the
-    first on, it may draft.
+    """Resize a model's input and output embeddings to `vocab_size` rows. Return the number of first rows that it may
+    draft.
 
-    Families pad their vocabularies to different sizes. What only the target has is never drafted; its rows are the
-    mean of the others, because engines do read them.
+    Families pad their vocabularies to different sizes. Tokens that only the target has are never drafted. Their rows
+    are the mean of the other rows, since engines do read them.
     """
     untyped: Any = model
     embeddings: tuple[Any, Any] = untyped.get_input_embeddings(), untyped.get_output_embeddings()
@@ -150,7 +150,7 @@ def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> int:
 
 
 def empty_model(record: dict[str, Any]) -> PreTrainedModel:
-    """Make the model that `model_record` describes, with weights to be loaded later."""
+    """Build the model that `model_record` describes. Its weights are loaded later."""
     kept = {name: value for name, value in record.items() if name not in ("model_type", "transformers_version")}
     return _from_config(AutoConfig.for_model(record["model_type"], **kept))
 
@@ -164,7 +164,7 @@ def model_record(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's tensors under Hugging Face's names; a tied weight once."""
+    """Return a model's tensors by their Hugging Face names. A tied weight is included once."""
     seen: set[int] = set()
     weights = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
