@@ -131,7 +131,7 @@ class RecurrentSteps(ABC):
 
     @abstractmethod
     def logits(self, normed: Tensor) -> Tensor:
-        """(B, W, D) -> (B, W, Vd)."""
+        """Return the logits (B, W, Vd), given the output of `normed` (B, W, D)."""
 
     @abstractmethod
     def step(
@@ -186,7 +186,7 @@ class BlockSteps(ABC):
     head: Any
     """The head, with its linear layers replaced by the backend's products."""
     lm_head: Any
-    """(..., D) -> (..., V)."""
+    """The output head: (..., D) -> (..., V)."""
 
     def __init__(self, spec: BlockSpec) -> None:
         self.cos_sin_table = spec.cos_sin_table
@@ -242,14 +242,14 @@ class Backend:
     is_required: bool = False
     """True if the user named it, so that no other backend may replace it."""
     on_host: bool = True
-    """True if tensors are in host memory. Then reading them needs no synchronization, and padding brings no gain."""
+    """True if tensors are in host memory. Then reading them needs no synchronization, and padding only adds cost."""
     native: Callable[[LanguageModel], Any]
-    """Returns our own layers, a `heads.backends.torch.decoder.NativeDecoder`; None if the model's own code runs."""
+    """Builder of our own layers, a `heads.backends.torch.decoder.NativeDecoder`; None if the model's own code runs."""
     decoder: Callable[[LanguageModel, CacheSpec], CachedDecoder]
     recurrent: Callable[[RecurrentSpec], RecurrentSteps]
     block: Callable[[BlockSpec], BlockSteps]
     product: "Callable[[nn.Linear], Product]"
-    """Makes a draft head's product from the current weights."""
+    """Builder of a draft head's product from the current weights."""
     select: "Select"
     """Choice of a tree's nodes."""
     take_newest: Callable[..., None]

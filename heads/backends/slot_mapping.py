@@ -68,7 +68,7 @@ class Observed:
     count: Tensor | None  # (B,) int64; None if all are valid
     slot: Tensor  # (S,) int64, 0 .. S - 1
     number: int
-    """M"""
+    """The number of tokens M."""
 
     @cached_property
     def positions(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The residual streams of the target that a head reads."""
+"""Choice of the target's residual streams that a head reads."""
 
 from collections.abc import Sequence
 

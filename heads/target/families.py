@@ -192,8 +192,8 @@ def rope_theta(config: Any) -> float:
 
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the tokens that end a generation: those of the generation config, which chat models extend, else the model
-    config's."""
+    """Return the tokens that end a generation: those of the generation config, where chat models add some, else
+    those of the model config."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)

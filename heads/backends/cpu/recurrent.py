@@ -35,7 +35,7 @@ class CpuRecurrent(RecurrentSteps):
 
     weight_bytes = 2
     padding_slot = -1
-    """The slot number of padding: the kernels do not write it."""
+    """Slot number of padding, which the kernels do not write."""
 
     @classmethod
     def of(cls, spec: RecurrentSpec) -> "CpuRecurrent | None":
@@ -89,7 +89,7 @@ class CpuRecurrent(RecurrentSteps):
         return recycled
 
     def logits(self, recycled: Tensor) -> Tensor:
-        """(B, W, D) -> (B, W, Vd)."""
+        """Return the logits (B, W, Vd) of recycled states (B, W, D)."""
         B, W, D = recycled.shape
         states = recycled.contiguous()
         room, logits = torch.empty_like(states), states.new_empty(B, W, len(self.output.weight))

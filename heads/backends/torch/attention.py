@@ -98,7 +98,7 @@ class GroupedAttention:
 
     @property
     def slot_width(self) -> int:
-        """W."""
+        """Width W of a slot."""
         return 2 * self.num_key_heads * self.d
 
     def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:
@@ -114,7 +114,7 @@ class GroupedAttention:
         return self.out(self.attend(heads[:, :H], shown, step), residual)
 
     def attend(self, q: Tensor, shown: Tensor, step: Step) -> Tensor:
-        """q (R, H, d), shown (B, E, W) -> (R, H * d)."""
+        """Return attention (R, H * d) of queries q (R, H, d) over the visible slots (B, E, W)."""
         B, H, Hkv, d = step.batch_size, self.num_heads, self.num_key_heads, self.d
         if Hkv == 1 and q.device.type == "cpu":
             # The query heads act as additional queries of one head, and three small products beat the fused kernel.
@@ -159,7 +159,7 @@ class LatentAttention:
 
     @property
     def slot_width(self) -> int:
-        """W."""
+        """Width W of a slot."""
         return self.C + self.P
 
     def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:

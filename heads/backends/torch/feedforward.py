@@ -15,7 +15,7 @@ from heads.backends.torch.linear import Product
 
 Activation = Callable[[Tensor], Tensor]
 Multiply = Callable[[Tensor, Tensor], Tensor]
-"""(R, D), a weight (O, D) -> (R, O)."""
+"""Product of rows (R, D) and a weight (O, D) -> (R, O)."""
 STATIC_ROWS = 64
 """Maximum number of rows for which a GPU copies the experts' weights per token. With more rows, the host waits for the
 routing."""
@@ -102,7 +102,7 @@ class SoftmaxRouter:
         self.A, self.renormalise = int(config.num_experts_per_tok), renormalise
 
     def __call__(self, x: Tensor, multiply: Multiply = linear) -> tuple[Tensor, Tensor]:
-        """Route as `Router` does."""
+        """Same as `Router.__call__`."""
         weights, ids = multiply(x, self.weight).float().softmax(-1).topk(self.A, dim=-1)
         return (weights / weights.sum(-1, keepdim=True) if self.renormalise else weights), ids
 
@@ -119,7 +119,7 @@ class GroupedRouter:
         self.renormalise = self.bias is not None and config.norm_topk_prob
 
     def __call__(self, x: Tensor, multiply: Multiply = linear) -> tuple[Tensor, Tensor]:
-        """Route as `Router` does."""
+        """Same as `Router.__call__`."""
         logits = multiply(x.float(), self.weight)
         scores = logits.softmax(-1) if self.bias is None else logits.sigmoid()
         ranks = scores if self.bias is None else scores + self.bias

@@ -46,7 +46,7 @@ class Tree:
 
     length: Tensor  # (B,) number of slots that all tokens see
     behind: int
-    """P"""
+    """Number P of tokens that have slots after the length."""
     words: Tensor  # (B, N, W), from `heads.backends.triton.attention.ancestor_words`
     depths: Tensor | None  # (B, N), for windows and paths
     paths: Tensor | None  # (B, N, K + 1), for attention by paths

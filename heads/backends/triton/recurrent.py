@@ -84,7 +84,7 @@ class TritonRecurrent(RecurrentSteps):
         return read.view(recycled.shape)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """(B, W, D) -> (B, W, Vd)."""
+        """Return the logits (B, W, Vd), given the output of `normed` (B, W, D)."""
         return self.products(normed.flatten(0, 1), self.lm_head_weight).view(*normed.shape[:2], -1)
 
     def step(
