@@ -1,10 +1,10 @@
-"""Interface of a backend: a cached forward pass of a decoder, and the steps of a draft.
+"""Interface of a backend: a cached forward pass of a decoder, and the steps of a draft head.
 
-There are four: `huggingface` (the model's own code), `torch` (our decoders; the reference, always complete), `cpu` (C)
-and `triton` (kernels for a GPU). `heads.backends.selection` chooses one, once; it is passed down from there, so that
-nothing else asks where a tensor lies or what was compiled. Whatever a backend has no form of its own for, torch does.
+There are four backends: `huggingface` (the model's own code), `torch` (our decoders; the reference, always complete),
+`cpu` (C) and `triton` (GPU kernels). `heads.backends.selection` chooses one, once, and it is passed down from there, so
+that no other code checks a tensor's device or what was compiled. Backends fall back to torch for anything they lack.
 
-Letters: B rows, N tokens of a step, W tokens of each row, M rows of an observation, D hidden, L auxiliary layers, V
+Letters: B rows, N tokens of a step, W tokens per row, M rows of an observation, D hidden, L auxiliary layers, V
 vocabulary, Vd draft vocabulary, J modules.
 """
 
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecurrentSpec:
-    """A `heads.recurrent.draft.Recurrent` and the batch that it drafts for."""
+    """A `heads.recurrent.draft.Recurrent` head and the batch that it drafts for."""
 
     head: Any
     parts: HeadParts | None
-    """Its modules, where kernels may know them."""
+    """The head's modules, if kernels may support them; else None."""
     embed: Callable[[Tensor], Tensor]
     lm_head_weight: Tensor  # (Vd, D)
     cos_sin_table: tuple[Tensor, Tensor]  # (1, 1, S, d) each, of all slots
     batch_size: int
     shape: TreeShape
-    """The largest trees; shorter chains are drafted, too."""
+    """The largest tree. Shorter chains may be drafted too."""
 
 
 class CachedDecoder(ABC):
-    """A decoder with the cache of one batch, of a target or of a draft model."""
+    """Decoder of a target or a draft model, with the cache of one batch."""
 
     cache: Any
     native: Any = None
-    """Its layers as `heads.backends.torch.decoder.NativeDecoder`; None where the model's own code runs."""
+    """The layers as a `heads.backends.torch.decoder.NativeDecoder`; None if the model's own code runs."""
     reads_masks: bool = True
-    """True if a tree's pass needs `heads.backends.slot_mapping.ancestors`."""
+    """True if a pass over a tree needs `heads.backends.slot_mapping.ancestors`."""
 
     def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
         self.model, self.spec = model, spec
@@ -61,43 +61,43 @@ class CachedDecoder(ABC):
     def forward(
         self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
-        """One pass over new tokens (B, N); attention sees the first `extent` slots. `row`: the one that the tokens are
-        of, None for all. `prompt`: the tokens are a prompt's."""
+        """Run one pass over new tokens (B, N). Attention sees the first `extent` slots. `row` is the only row that the
+        tokens belong to, None for all rows. `prompt` is True if the tokens are part of a prompt."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider, or as kernels leave
-        them."""
+        """Return the logits (..., V) of hidden states (..., D) after the final norm: float32 or wider, or the dtype
+        that kernels produce."""
         return self.model.lm_head(hidden)[..., : self.spec.vocab_size]
 
     def choose(
         self, hidden: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor, *, random: bool
     ) -> Tensor | None:
-        """The choices (B, N) of rows that filter nothing, in the output head's own pass: hidden (B, N, D), positions
-        (B, N) of the tokens to be chosen, temperature and seed (B,). None where they are made from logits."""
+        """Return the choices (B, N), made in the output head's own pass, for rows without filters: hidden (B, N, D),
+        positions (B, N) of the tokens to choose, temperature and seed (B,). None if choices need the logits."""
         return None
 
     def multiply(self, x: Tensor, product: Any) -> Tensor:
-        """(R, K) -> (R, O): one of the products of `native`, as a pass forms it."""
+        """Compute one of the products of `native` as a pass does: (R, K) -> (R, O)."""
         made: Tensor = product(x)
         return made
 
     def compact(self, start: Tensor, path: Tensor, accepted: Tensor) -> None:
-        """Move what stands `path` (B, M) slots behind `start` (B,) to the first slots behind it, in order, at least as
-        far as accepted (B,)."""
+        """Move the slots at start (B,) + path (B, M) to the slots start, start + 1, ..., in order; at least the first
+        accepted (B,) of them."""
         self.cache.compact(start[:, None] + path, start[:, None] + self.slot[: path.shape[1]])
 
     def draft_chain(self, pick: Pick, previous: Tensor, root: Tensor, length: Tensor, depth: int) -> Proposal | None:
-        """A chain behind each root (B,), which stands at `length` (B,) behind the token `previous` (B,), in one call;
-        None where it takes steps."""
+        """Draft a chain after each root (B,) in one call. The root is at position `length` (B,), after the token
+        `previous` (B,). Return None if the backend drafts step by step."""
         return None
 
 
 @dataclass
 class StepsState:
-    """Static tensors of one batch of sequences that a head drafts for by steps of its own over a cache.
+    """Static tensors of one batch of sequences, for a head that drafts with its own steps over a cache.
 
-    Slot p of the cache holds the key of one token. Drafted tokens go to the slots behind the observed ones, which true
-    tokens take over later.
+    Slot p of the cache holds the key of one token. Draft tokens use the slots after the observed ones; accepted tokens
+    overwrite these slots later.
     """
 
     shape: TreeShape
@@ -108,22 +108,22 @@ class StepsState:
     length: Tensor  # (B,) int64, the root's position: slots before it are observed
 
     def extent(self, tokens: int) -> int:
-        """Slots that attention need look at when `tokens` more stand behind the observed ones; a device that the host
-        would have to wait for looks at all."""
+        """Return the number of slots that attention must read when `tokens` more follow the observed ones: all slots
+        on a GPU, where the host would have to wait for the lengths."""
         if not self.backend.on_host:
             return len(self.slot)
         return min(round_up(int(self.length.max()) + tokens), len(self.slot))
 
 
 class RecurrentSteps(ABC):
-    """State of a batch of a head that recycles its state, and its steps."""
+    """Batch state and steps of a head that recycles its state."""
 
     weight_bytes: int | None = None
-    """Bytes of one weight, as it is read; None for the head's own."""
+    """Bytes read per weight; None for the size in the head's own dtype."""
 
     @abstractmethod
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
-        """(B, W, L * D), (B, W, D) -> the state that the first step recycles (B, W, D)."""
+        """Return the state that the first step recycles (B, W, D), from features (B, W, L * D) and (B, W, D)."""
 
     @abstractmethod
     def normed(self, recycled: Tensor) -> Tensor:
@@ -131,41 +131,43 @@ class RecurrentSteps(ABC):
 
     @abstractmethod
     def logits(self, normed: Tensor) -> Tensor:
-        """(B, W, D) -> (B, W, Vd)."""
+        """Return the logits (B, W, Vd), given the output of `normed` (B, W, D)."""
 
     @abstractmethod
     def step(
         self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, mapping: Observed | Drafted, extent: int
     ) -> tuple[Tensor, Tensor]:
-        """One step of tokens (B, W), each beside a state (B, W', D): its own, or that of row `rows` (B, W).
+        """Run one step on tokens (B, W) and states (B, W', D). Each token takes its own state, or the one in row `rows`
+        (B, W) if given.
 
-        Attention sees the first `extent` slots. -> the states to recycle and those for the output head, (B, W, D)
+        Attention sees the first `extent` slots. Return the states to recycle and those for the output head, (B, W, D)
         each."""
 
     def extend(
         self, observation: Observation, slot: Tensor, extent: int, recycled: list[Tensor], root: Tensor, length: Tensor
     ) -> None:
-        """Take in true features, and renew what is drafted from: by module recycled (B, D), root (B,), length (B,)."""
+        """Extend with the target's features, and update the start of the next draft in place: recycled (B, D) of each
+        module, root (B,) and length (B,)."""
         tokens, start, count = observation.tokens, observation.start, observation.count
         mapping = Observed(start, count, slot, observation.hidden.shape[1])
         above = self.start(observation.aux_hidden_states, observation.hidden)
         for module, newest in enumerate(recycled):
             made, _ = self.step(module, tokens[:, 1:], above, None, mapping, extent)
             if module + 1 < len(recycled):
-                above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # what it made of the token before
+                above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # this module's state of the previous token
             take_newest(tokens, start, count, root, length, recycled=newest, made=made)
 
     def draft_chain(
         self, pick: Pick, kept: Tensor, recycled: Tensor, root: Tensor, length: Tensor, depth: int, extent: int
     ) -> Proposal | None:
-        """A chain behind each root (B,), which stands at `length` (B,), in one call, from the states (B, D) that the
-        first step recycles; kept (Vd,) the target's ids of the draft's. None where it takes steps."""
+        """Draft a chain after each root (B,) at position `length` (B,) in one call. The first step recycles the states
+        (B, D); kept (Vd,) maps draft ids to target ids. Return None if the backend drafts step by step."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockSpec:
-    """A `heads.block.draft.DraftBlockHead` and the batch that it drafts for."""
+    """A `heads.block.draft.DraftBlockHead` head and the batch that it drafts for."""
 
     head: Any
     lm_head_weight: Tensor  # (V, D)
@@ -175,37 +177,37 @@ class BlockSpec:
 
 
 class BlockSteps(ABC):
-    """The context of a batch of a head that drafts a block, and the pass over a block.
+    """Context of a batch for a head that drafts blocks, and the pass over a block.
 
-    Slot p holds the context's key of position p. A block's keys go to the slots from the root's on, and are taken over
-    by what is observed there.
+    Slot p holds the context's key of position p. A block's keys go to the slots from the root's onward, and are
+    overwritten when tokens are observed there.
     """
 
     head: Any
-    """The head with the backend's products in the place of its own."""
+    """The head, with its linear layers replaced by the backend's products."""
     lm_head: Any
-    """(..., D) -> (..., V)."""
+    """The output head: (..., D) -> (..., V)."""
 
     def __init__(self, spec: BlockSpec) -> None:
         self.cos_sin_table = spec.cos_sin_table
         self.row = torch.arange(spec.batch_size, device=self.cos_sin_table[0].device)[:, None]  # (B, 1)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, 1, T, d) of positions (B, T)."""
+        """Return cosines and sines (B, 1, T, d) of positions (B, T)."""
         return self.cos_sin_table[0][positions][:, None], self.cos_sin_table[1][positions][:, None]
 
     def slots(self, mapping: Observed) -> Tensor:
-        """(B, M); padding goes to the last slot, which no block reaches."""
+        """Return the slots (B, M). Padding goes to the last slot, which no block reaches."""
         return mapping.slots(len(self.cos_sin_table[0]) - 1)
 
     @abstractmethod
     def extend(self, aux_hidden_states: Tensor, mapping: Observed) -> None:
-        """Take in the context of true features (B, M, L * D)."""
+        """Extend the context with the target's features (B, M, L * D)."""
 
     @abstractmethod
     def run(self, x: Tensor, positions: Tensor, visible: Sequence[Tensor]) -> Tensor:
-        """The rows of a block x (B, R, D) at positions (B, R), over the slots that they see in each layer, (B, R, E)
-        -> (B, R, D) after the final norm."""
+        """Run a block's rows x (B, R, D) at positions (B, R); `visible` (B, R, E) are the slots that they see in each
+        layer. Return (B, R, D) after the final norm."""
 
 
 def take_newest(
@@ -219,9 +221,9 @@ def take_newest(
     recycled: Tensor | None = None,
     made: Tensor | None = None,
 ) -> None:
-    """Renew, in rows with new tokens, root and length (B,); previous (B,), the token before the root; and recycled
-    (B, D), taken from made (B, M, D), the states of the tokens but the first. Of tokens (B, M + 1), from position start
-    (B,) on, count (B,) and the next are true."""
+    """Update root and length (B,) in rows with new tokens; also previous (B,), the token before the root, and recycled
+    (B, D), from made (B, M, D), the states of all tokens except the first. tokens (B, M + 1) begin at position start
+    (B,); the first count (B,) + 1 of them are valid."""
     live, last = count > 0, (count - 1).clamp_min(0)
     if previous is not None:
         previous.copy_(torch.where(live, tokens.gather(1, last[:, None])[:, 0], previous))
@@ -234,29 +236,29 @@ def take_newest(
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """The forms that one backend has."""
+    """Functions and classes of one backend."""
 
     name: str
     is_required: bool = False
-    """True if it was named, so that no other may take its place."""
+    """True if the user named it, so that no other backend may replace it."""
     on_host: bool = True
-    """True if tensors lie in the host's memory: it may look at them at any time, and padding only costs."""
+    """True if tensors are in host memory. Then reading them needs no synchronization, and padding only adds cost."""
     native: Callable[[LanguageModel], Any]
-    """Layers of our own, `heads.backends.torch.decoder.NativeDecoder`; None where the model's own code runs."""
+    """Builder of our own layers, a `heads.backends.torch.decoder.NativeDecoder`; None if the model's own code runs."""
     decoder: Callable[[LanguageModel, CacheSpec], CachedDecoder]
     recurrent: Callable[[RecurrentSpec], RecurrentSteps]
     block: Callable[[BlockSpec], BlockSteps]
     product: "Callable[[nn.Linear], Product]"
-    """A draft's product, from its weights as they are now."""
+    """Builder of a draft head's product from the current weights."""
     select: "Select"
-    """Of a tree's nodes."""
+    """Choice of a tree's nodes."""
     take_newest: Callable[..., None]
-    """As the function of this name."""
+    """Same contract as `take_newest` in this module."""
     sampling: "type[RowSampling]"
-    """Noise, choices and a draft's picks."""
+    """Noise, the target's choices and the draft's picks."""
     match: Callable[[Proposal, Tensor, Tensor | None, int], Acceptance]
-    """As `heads.backends.torch.accept.match`."""
+    """Same contract as `heads.backends.torch.accept.match`."""
     take_path: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """As `heads.backends.torch.accept.take_path`."""
+    """Same contract as `heads.backends.torch.accept.take_path`."""
     commit: "type[Commit]"
-    """A round's outcome taken into the state of all rows."""
+    """Commit of a round's result to the state of all rows."""

@@ -1,15 +1,15 @@
-"""A head that recycles its state, in parts: what is computed, for forms that compute it by kernels of their own.
+"""Parts of a head that recycles its state, for backends that compute it with their own kernels.
 
-One description serves the kernels of a CPU (`heads.backends.cpu.recurrent`) and those of a GPU
-(`heads.backends.triton.recurrent`):
+The CPU kernels (`heads.backends.cpu.recurrent`) and the GPU kernels (`heads.backends.triton.recurrent`) share this
+description:
 
-    x = [token_norm(e); state_norm(s)]                      side by side; `state_first`: the other way round
+    x = [token_norm(e); state_norm(s)]                      concatenated; `state_first`: the other way round
     stream, x = s, x     or, with a projection,     stream = project(x), x = input_norm(stream)
                          or, with a normed residual, stream = state_norm(s)
     stream = stream + attention(x);  stream = stream + mlp(norm(stream))
-    recycled = leave_norm(stream);   what the output head reads = read_norm(recycled)
+    recycled = leave_norm(stream);   input of the output head = read_norm(recycled)
 
-A norm that is not there changes nothing.
+A missing norm is the identity.
 
 Letters: R rows, D hidden, L auxiliary layers.
 """
@@ -27,7 +27,7 @@ from heads.layers import MLP, Attention, RMSNorm
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModuleParts:
-    """One module: a decoder block of grouped-query attention, and the norms around it."""
+    """One module: a decoder block with grouped-query attention, and the norms around it."""
 
     attention: Attention
     mlp: MLP
@@ -37,7 +37,7 @@ class ModuleParts:
     state_norm: nn.Module
     input_norm: nn.Module | None = None
     project: nn.Linear | None = None
-    """(D, 2 D); it and `input_norm` go together."""
+    """(D, 2 D); present only together with `input_norm`."""
     leave_norm: nn.Module | None = None
     read_norm: nn.Module | None = None
     state_first: bool = False
@@ -45,7 +45,7 @@ class ModuleParts:
     """True if e is zero for the token at position 0."""
     normed_residual: bool = False
     window: int | None = None
-    """Positions that attention sees, the token's own included. None: all."""
+    """Number of positions that attention sees, including the token's own; None for all."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (part for part in vars(self).values() if isinstance(part, nn.Module))
@@ -53,23 +53,23 @@ class ModuleParts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadParts:
-    """A whole head but for its output head."""
+    """A whole head except its output head."""
 
     modules: Sequence[ModuleParts]
     fuse: nn.Linear | None = None
-    """(D, L * D): makes the first step's state of the auxiliary hidden states; None where that is the target's last
-    hidden state."""
+    """(D, L * D): projects the auxiliary hidden states to the first step's state; None if that state is the target's
+    last hidden state."""
     aux_norms: Sequence[RMSNorm] = ()
-    """As `heads.eagle3.Eagle3.aux_norms`."""
+    """Same as `heads.eagle3.Eagle3.aux_norms`."""
 
     @property
     def weight(self) -> Tensor:
-        """One of the weights, for their type and place."""
+        """One of the weights, for their dtype and device."""
         return self.modules[0].attention.q_proj.weight
 
     @property
     def plain(self) -> bool:
-        """True if products are plain ones, and all weights of one dtype and on one device."""
+        """True if all linear layers are plain `nn.Linear`, and all weights have one dtype and one device."""
         parts = [part for module in self.modules for part in module] + [*self.aux_norms]
         parts += [] if self.fuse is None else [self.fuse]
         products = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
@@ -78,12 +78,12 @@ class HeadParts:
 
     @cached_property
     def aux_scales(self) -> Tensor:
-        """(L * D,) what normed auxiliary hidden states are multiplied with."""
+        """(L * D,) scales of the normalized auxiliary hidden states."""
         return torch.cat([norm.weight.detach() for norm in self.aux_norms])
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor, fuse: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """The target's features, (R, L * D) and (R, D) -> the state that the first step recycles (R, D). `fuse`
-        multiplies with the weight of that name."""
+        """Return the state that the first step recycles (R, D), from the target's features (R, L * D) and (R, D).
+        `fuse` multiplies by the weight of that name."""
         if fuse is None:
             return hidden.to(self.weight.dtype)
         aux_hidden_states = aux_hidden_states.to(self.weight.dtype)

@@ -1,5 +1,4 @@
-"""The choice of a backend: the one place that asks where a tensor lies, whether Triton runs and whether C was
-compiled."""
+"""Choice of a backend. Only this module checks a tensor's device, whether Triton runs and whether C was compiled."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +36,7 @@ from heads.target.frozen import FrozenTarget
 
 
 def first(*forms: Callable[..., Any]) -> Callable[..., Any]:
-    """The first of some forms that does not give None."""
+    """Return a function that calls the given functions in order and returns the first result that is not None."""
     return lambda *given: next(made for form in forms if (made := form(*given)) is not None)
 
 
@@ -85,8 +84,8 @@ BACKENDS = {backend.name: backend for backend in (HUGGINGFACE, TORCH, CPU, TRITO
 
 
 def select_backend(target: FrozenTarget, backend: str | None = None) -> Backend:
-    """The backend of that name, by default the target's own choice, else the fastest there is where it lies. UserError
-    where it cannot be had."""
+    """Return the named backend; by default the target's own choice, else the fastest one on its device. Raises
+    UserError if the named backend is unavailable."""
     backend = backend or target.backend
     on_host = target.device.type != "cuda"
     if backend is None:
@@ -101,7 +100,7 @@ def select_backend(target: FrozenTarget, backend: str | None = None) -> Backend:
 
 
 def fastest(target: FrozenTarget) -> Backend:
-    """The fastest backend where the target lies; warns where a GPU does without kernels."""
+    """Return the fastest backend on the target's device. Warns if a GPU runs without kernels."""
     if target.device.type == "cuda":
         if (reason := why_not_triton(target)) is not None:
             warn_once(f"{target.name}: decoded without kernels of its own, slower: {reason}")
@@ -123,7 +122,7 @@ def why_not_backend(target: FrozenTarget, name: str) -> str | None:
 
 
 def why_not_triton(target: FrozenTarget) -> str | None:
-    """Return the reason why a GPU's kernels cannot run a target, or None."""
+    """Return the reason why the Triton kernels cannot run a target, or None."""
     if target.device.type == "cuda":
         reason = why_not(target.device)
     else:
@@ -132,6 +131,6 @@ def why_not_triton(target: FrozenTarget) -> str | None:
 
 
 def is_narrow(target: FrozenTarget) -> bool:
-    """Return True if products of other numbers of rows round differently: narrow numbers on a GPU. On a CPU a row does
-    not depend on its neighbours."""
+    """Return True if a product rounds differently when its number of rows changes: types under 32 bits on a GPU. On a
+    CPU a row's result does not depend on the other rows."""
     return target.device.type == "cuda" and target.dtype.itemsize < 4

@@ -1,9 +1,9 @@
-"""Heads that draft a block, on the CPU kernels: what `heads.backends.torch.block.TorchBlock` does, the layers one call.
+"""Heads that draft a block, as `heads.backends.torch.block.TorchBlock`; the CPU kernels run all layers in one call.
 
-Weights are held in bfloat16, as those of all drafts are.
+Weights are stored in bfloat16, as for all drafts.
 
 Letters: B batch, M observed tokens, R rows of a block, L layers of the head, D hidden, H key heads, d head dimension, S
-cache slots, E of them shown.
+cache slots, E visible slots.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from heads.target.families import additive
 
 
 class CpuBlock(BlockSteps):
-    """A batch's context in a cache of the kernels."""
+    """Steps of a block-drafting head, with a batch's context in the kernels' cache."""
 
     @classmethod
     def of(cls, spec: BlockSpec) -> "CpuBlock | None":
-        """Return the steps of a head, or None where the kernels do not know it."""
+        """Return the steps of a head, or None if the kernels do not support it."""
         if spec.lm_head_weight.dtype != torch.float32:
             return None
         config = spec.head.config

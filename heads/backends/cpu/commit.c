@@ -1,6 +1,6 @@
-/* What a round decided, taken into the state of all rows: `heads.backends.torch.commit` on a CPU.
+/* Commit of a round's result to the state of all rows: `heads.backends.torch.commit` on a CPU.
  *
- * Letters: B rows, N nodes, M tokens a round can emit, T tokens a report shows.
+ * Letters: B rows, N nodes, M tokens that a round can emit, T tokens of a report.
  */
 
 #include <string.h>
@@ -24,7 +24,7 @@ static void publish(const State *s, int64_t b)
         report[3 + t] = s->output[b * s->output_width + (from + t > 0 ? from + t : 0)];
 }
 
-/* accepted (B), emitted (B, M); depths (B, N), of each tree's nodes, or NULL where trees have M - 1 levels. */
+/* accepted (B), emitted (B, M); depths (B, N) of each tree's nodes, or NULL if all trees have M - 1 levels. */
 void commit(const State *s, const int64_t *accepted, const int64_t *emitted, const int64_t *depths, int64_t N)
 {
     const int64_t M = s->M;

@@ -1,4 +1,4 @@
-"""The end of a round in C: its outcome taken into the state of all rows in one call."""
+"""Commit of a round's result to the state of all rows, in one call of C."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ from heads.backends.torch.commit import Commit, CommitResult, RoundState
 
 
 class CpuCommit(Commit):
-    """`Commit` by the compiled function."""
+    """`Commit` that calls the compiled function."""
 
     def __init__(self, state: RoundState, eos: Tensor, depth: int) -> None:
         super().__init__(state, eos, depth)

@@ -1,7 +1,7 @@
-"""C beside our Python: compiled on first use, for this processor, where there is a compiler.
+"""Compilation of our C code, on first use and for this processor, if there is a compiler.
 
-CC names the compiler and CFLAGS adds to its flags, as they do elsewhere: CFLAGS=-march=x86-64-v3 compiles for
-processors without AVX-512, and CC=none does without C.
+As usual, CC names the compiler and CFLAGS adds flags. CFLAGS=-march=x86-64-v3 compiles for processors without AVX-512,
+and CC=none disables C.
 """
 
 import ctypes
@@ -19,15 +19,15 @@ from pathlib import Path
 
 FLAGS = (
     *("-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", "-ffp-contract=fast"),
-    *("-fno-trapping-math", "-fno-math-errno"),  # else a loop that chooses between two numbers is not vectorised
+    *("-fno-trapping-math", "-fno-math-errno"),  # else a loop that selects between two numbers is not vectorized
 )
 COMPILE_SECONDS = 300
 logger = logging.getLogger("draftsmith")
 
 
 def compiled(*sources: Path) -> ctypes.CDLL | None:
-    """The library made of files of C, and headers, of one folder, named after the first; None where it cannot be had,
-    which is said once."""
+    """Compile C files and headers of one folder and load the library, which is named after the first file. If that
+    fails, log the reason and return None."""
     compiler = find_compiler()
     if compiler is None:
         return None
@@ -40,7 +40,7 @@ def compiled(*sources: Path) -> ctypes.CDLL | None:
 
 @cache
 def find_compiler() -> str | None:
-    """The path of a C compiler: the one that CC names, else the first there is."""
+    """Return the path of a C compiler: the one that CC names, else the first one found; None if there is none."""
     names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
     found = next((path for name in names if (path := shutil.which(name))), None)
     if found is None or sys.platform == "win32":
@@ -50,8 +50,8 @@ def find_compiler() -> str | None:
 
 
 def build(sources: Sequence[Path], compiler: str) -> Path:
-    """Compile into the user's cache, unless the library is there whole: its name ends in the hash of what is in it,
-    since a process that loads half a library is killed."""
+    """Compile into the user's cache, unless it holds the complete library. A library's name ends in the hash of its
+    content, since loading a truncated library kills the process."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
     text = b"".join(source.read_bytes() for source in sources)
     flags = [*FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
@@ -66,12 +66,12 @@ def build(sources: Sequence[Path], compiler: str) -> Path:
         files = [str(source) for source in sources if source.suffix == ".c"]
         command = [compiler, *flags, *files, "-o", str(made), "-lm"]
         if run([*command, "-fopenmp"]).returncode:
-            run(command).check_returncode()  # one thread then
+            run(command).check_returncode()  # without OpenMP: one thread
         return made.replace(folder / f"{name}-{short_hash(made)}.so")
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
-    """A compiler's work: seconds, and no questions asked."""
+    """Run a compiler, with a time limit and no input."""
     return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_SECONDS)
 
 
@@ -81,7 +81,7 @@ def short_hash(path: Path) -> str:
 
 
 def processor() -> str:
-    """Return the processor's features, on which `-march=native` depends: one home folder may serve several machines."""
+    """Return the processor's features, on which `-march=native` depends. Machines may share one home folder."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), "") + os.uname().machine

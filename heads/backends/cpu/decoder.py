@@ -1,4 +1,4 @@
-"""A native decoder on a CPU in float32, in C as far as C knows it: all layers one call, or products and norms each.
+"""A native decoder in float32 on a CPU. C runs all layers in one call if it supports them, else products and norms.
 
 Letters: B batch, D hidden, S cache slots.
 """
@@ -29,7 +29,7 @@ _made: "WeakKeyDictionary[NativeDecoder, NativeDecoder]" = WeakKeyDictionary()
 
 @dataclass(frozen=True, eq=False)
 class CompiledDecoder(NativeDecoder):
-    """`NativeDecoder` whose layers are one call of C."""
+    """`NativeDecoder` whose layers run in one call of C."""
 
     stack: CpuStack
 
@@ -38,8 +38,8 @@ class CompiledDecoder(NativeDecoder):
 
 
 def compiled_decoder(model: LanguageModel, *, draft: bool = False) -> NativeDecoder | None:
-    """The model's native decoder in C, made once, as a `CompiledDecoder` where C knows whole layers; None where there
-    is none."""
+    """Return the model's native decoder in C, built once; a `CompiledDecoder` if C supports whole layers. Return None
+    if the model has no native decoder."""
     native = native_decoder(model, draft=draft)
     if native is None or native in _made:
         return None if native is None else _made[native]
@@ -56,7 +56,7 @@ def compiled_decoder(model: LanguageModel, *, draft: bool = False) -> NativeDeco
 
 
 class CpuDecoder(TorchDecoder):
-    """A compiled decoder with the cache of one batch; a chain of a draft model is one call."""
+    """A compiled decoder with the cache of one batch. A draft model drafts a chain in one call."""
 
     make_native: ClassVar[Callable[..., Any]] = staticmethod(compiled_decoder)
 
@@ -66,7 +66,7 @@ class CpuDecoder(TorchDecoder):
         self.struct: Any = None
         if spec.draft and self.stack is not None and isinstance(native.output, CompiledProduct):
             output = STRUCTS["Product"].from_buffer_copy(native.output.struct)
-            output.O = spec.vocab_size or output.O  # those behind stay unread
+            output.O = spec.vocab_size or output.O  # later columns are not read
             self.table = native.embedding.contiguous()
             self.struct = STRUCTS["Model"](
                 *(ctypes.addressof(self.stack.structs), self.table.data_ptr(), native.norm.weight.data_ptr()),

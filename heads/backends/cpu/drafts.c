@@ -1,6 +1,5 @@
-/* Drafts: chains, of which each token is picked by the distribution that the ones before it gave; heads that recycle
- * their state, what a module makes of a token and a state, and what is read of that; and draft models, a few decoder
- * layers of their own, an embedding before them and an output head behind. */
+/* Drafting of chains, token by token; steps and logits of heads that recycle their state; and draft models, which have
+ * an embedding, a few decoder layers and an output head of their own. */
 
 #include <string.h>
 
@@ -12,7 +11,7 @@ static void begin_chain(const Chain *c, int64_t B)
         c->tokens[b * (c->depth + 1)] = c->root[b], c->scores[b * (c->depth + 1)] = 0;
 }
 
-/* The tokens of one level, counted from 1, by the logits. */
+/* Draws the tokens of one level, counted from 1, from the logits. */
 static void draw(const Chain *c, int64_t B, int64_t level)
 {
     for (int64_t b = 0; b < B; b++)
@@ -29,7 +28,8 @@ int64_t module_room(const Module *m, int64_t B, int64_t N, int64_t D, int64_t E)
     return scratch_size(&m->layer, B, N, D, E) + B * N * 2 * D;
 }
 
-/* made (R, D) of the embeddings table[tokens], or of the rows of `table` without tokens, and of states (R, D). */
+/* One step of a module: made (R, D) from states (R, D) and the embeddings table[tokens]; without tokens, from the rows
+ * of `table`. */
 void recycle(const Module *m, const Pass *given, const int64_t *tokens, const float *table, const float *states,
              float *made, float *keys, float *values)
 {
@@ -57,7 +57,7 @@ void recycle(const Module *m, const Pass *given, const int64_t *tokens, const fl
         normalise_rows(made, D, m->leave_norm, m->leave_eps, made, D, R, D);
 }
 
-/* logits (R, O) of states (R, D); scratch of as many floats. */
+/* logits (R, O) of states (R, D); scratch of R * D floats. */
 void read_out(const Module *m, const float *states, float *scratch, float *logits, int64_t R, int64_t D,
               int64_t threads)
 {
@@ -68,14 +68,15 @@ void read_out(const Module *m, const float *states, float *scratch, float *logit
     multiply(&m->output, states, D, NULL, logits, R, threads);
 }
 
-/* A chain from the states (B, D) that the first step recycles; the pass is of one token; room of 3 B D floats. */
+/* Drafts a chain from the states (B, D) that the first step recycles. The pass has one token per row; room of 3 B D
+ * floats. */
 void draft_chain(const Module *m, const Pass *given, const Chain *c, const float *table, const float *recycled,
                  float *keys, float *values, float *room)
 {
     Pass p = *given;
     const int64_t B = p.B, D = p.D;
     float *made = room, *next = made + B * D, *normed = next + B * D;
-    p.positions = p.slots = c->slots; /* a chain's tokens stand in the slots that they keep if they are accepted */
+    p.positions = p.slots = c->slots; /* a chain's tokens use the slots that they keep if they are accepted */
     begin_chain(c, B);
     for (int64_t level = 1; level <= c->depth; level++) {
         read_out(m, level > 1 ? made : recycled, normed, c->logits, B, D, p.threads);
@@ -90,8 +91,9 @@ void draft_chain(const Module *m, const Pass *given, const Chain *c, const float
     }
 }
 
-/* Take in the true states (B, N, D) of tokens (B, N + 1) from start[b] on, of which count[b] are true, and renew what is
- * drafted from: recycled (B, D), root (B), length (B). Rooms of B * N * D floats and 3 B N ids. */
+/* Extends with tokens (B, N + 1) from position start[b] on, of which count[b] + 1 are valid, and states (B, N, D) from
+ * the target's features. Updates the start of the next draft: recycled (B, D), root (B), length (B). Buffers: `made` of
+ * B * N * D floats, `room` of 3 B N ids. */
 void extend(const Module *m, const Pass *given, const int64_t *tokens, const int64_t *start, const int64_t *count,
              const float *table, const float *states, float *made, int64_t *room, float *keys, float *values,
              float *recycled, int64_t *root, int64_t *length)
@@ -115,8 +117,8 @@ void extend(const Module *m, const Pass *given, const int64_t *tokens, const int
         }
 }
 
-/* A chain behind each root and `previous` (B), the token before it, which may not have been read; the pass is of two
- * tokens; room of 3 B D floats. */
+/* Drafts a chain after each root and `previous` (B), the token before the root, which may not be in the cache yet. The
+ * pass has two tokens per row; room of 3 B D floats. */
 void model_chain(const Model *m, const Pass *given, const Chain *c, const int64_t *previous, float *keys,
                  int64_t key_stride, float *values, int64_t value_stride, float *room)
 {
@@ -128,7 +130,7 @@ void model_chain(const Model *m, const Pass *given, const Chain *c, const int64_
     for (int64_t b = 0; b < B; b++)
         for (int64_t n = 0; n < 2; n++) {
             const int64_t place = c->length[b] + n - 1;
-            c->slots[2 * b + n] = place > 0 ? place : 0; /* a row without a prompt stands at 0 */
+            c->slots[2 * b + n] = place > 0 ? place : 0; /* a row without a prompt is at 0 */
             memcpy(x + (2 * b + n) * D, m->table + (n ? c->root : previous)[b] * D, D * sizeof *x);
         }
     for (int64_t level = 1; level <= c->depth; level++) {
@@ -146,8 +148,8 @@ void model_chain(const Model *m, const Pass *given, const Chain *c, const int64_
     }
 }
 
-/* Go on behind the accepted tokens: rows (B, M + 1) from `start` on, of which count[b] came into the cache and the next
- * is the root. */
+/* Continues after the accepted tokens: rows (B, M + 1) begin at position `start`. The first count[b] of them entered
+ * the cache, and the next one is the root. */
 void advance(const int64_t *rows, const int64_t *start, const int64_t *count, int64_t *previous, int64_t *root,
              int64_t *length, int64_t B, int64_t M)
 {

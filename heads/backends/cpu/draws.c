@@ -1,12 +1,12 @@
-/* Gumbel noise, and what is chosen by it, on a CPU: `heads.backends.torch.sampling` in one pass over a row.
+/* Gumbel noise and choices with it, on a CPU: `heads.backends.torch.sampling` in one pass over a row.
  *
  *     G(seed, position, id) = -log(-log(1 - w)),  w = (k + 1/2) / 2^52,  k the high 52 bits of splitmix64
  *
- * Ids are taken in whole blocks, so each goes through the same instructions wherever it stands; the best is the same
- * in any order, and sums are added up in an order that depends on their own row alone. So a row's result is the same,
- * to the bit, whatever rows stand beside it.
+ * Ids are processed in whole blocks, so each id goes through the same instructions at any index. The best score is the
+ * same in any order, and sums run in an order that depends only on their own row. So a row's result is the same, to the
+ * bit, whatever the other rows are.
  *
- * Letters: B batch rows, W positions of each, R = B * W rows, V columns of a row.
+ * Letters: B batch rows, W positions per batch row, R = B * W rows, V columns of a row.
  */
 
 #include <float.h>
@@ -33,13 +33,13 @@ static inline uint64_t mix(uint64_t x)
 
 static uint64_t key_of(int64_t seed, int64_t position) { return mix(mix(seed) + (uint64_t)position * GAMMA); }
 
-/* The logarithm of a normal number, to about an ulp of float64. With x = 2^e m, m from sqrt(1/2) to sqrt(2), f = m - 1
+/* Logarithm of a normal number, to about one ulp of float64. With x = 2^e m, m from sqrt(1/2) to sqrt(2), f = m - 1
  * and s = f / (m + 1):  log m = 2 atanh s = 2 s + 2 s (s^2 / 3 + s^4 / 5 + ...)  and  2 s = f - s f. */
 static inline double logarithm(double x)
 {
     const Double given = {.value = x}, root = {.value = 0.70710678118654752440}, one = {.value = 1.0},
-                 whole = {.value = 4503599627370496.0}; /* 2^52: its low bits count by ones */
-    const uint64_t shifted = given.bits - root.bits + one.bits; /* its exponent is e's */
+                 whole = {.value = 4503599627370496.0}; /* 2^52, whose low bits are units */
+    const uint64_t shifted = given.bits - root.bits + one.bits; /* its exponent bits are those of 2^e */
     const Double exponent = {.bits = shifted >> 52 | whole.bits};
     const Double m = {.bits = given.bits - (shifted & ~(uint64_t)0 << 52) + one.bits};
     const double e = exponent.value - (4503599627370496.0 + 1023.0), f = m.value - 1.0, s = f / (2.0 + f), z = s * s;
@@ -57,7 +57,7 @@ static inline double logarithm(double x)
     return e * log_2_high + (f - (s * (f - 2.0 * z * p) - e * log_2_low));
 }
 
-/* noise[i] = G of ids[i], or of id i where there are no ids; room for whole blocks. */
+/* noise[i] = G of ids[i], or of id i if ids is NULL. `noise` has room for whole blocks. */
 static void make_noise(uint64_t key, const int64_t *ids, int64_t V, float *noise)
 {
     for (int64_t from = 0; from < V; from += BLOCK) {
@@ -69,7 +69,7 @@ static void make_noise(uint64_t key, const int64_t *ids, int64_t V, float *noise
             memcpy(id, ids + from, (V - from < BLOCK ? V - from : BLOCK) * sizeof *id);
         }
         for (int i = 0; i < BLOCK; i++) {
-            /* The bits make a number from 1 to 2; all that is done to it is exact, up to the logarithms. */
+            /* The bits form a number from 1 to 2. Every operation before the logarithms is exact. */
             const Double one_and = {.bits = mix(key + id[i] * GAMMA) >> 12 | (uint64_t)1023 << 52};
             const double w = one_and.value - 1.0 + 0x1p-53;
             noise[from + i] = (float)-logarithm(-logarithm(1.0 - w));
@@ -79,7 +79,7 @@ static void make_noise(uint64_t key, const int64_t *ids, int64_t V, float *noise
 
 static int64_t padded(int64_t V) { return (V + BLOCK - 1) / BLOCK * BLOCK; }
 
-/* Room for the noise of a row, and for its scores behind it. */
+/* Allocates a buffer for the noise of a row, followed by its scores. */
 static float *make_room(int64_t V)
 {
     float *room = malloc(2 * padded(V) * sizeof(float));
@@ -100,7 +100,7 @@ void gumbel(const int64_t *seeds, const int64_t *positions, const int64_t *ids, 
     free(room);
 }
 
-/* The highest of V numbers; NaN where one is. */
+/* The highest of V numbers; NaN if any of them is NaN. */
 static float highest(const float *x, int64_t V)
 {
     float best = -INFINITY;
@@ -113,7 +113,7 @@ static float highest(const float *x, int64_t V)
     return strange ? NAN : best;
 }
 
-/* The first place of the highest, or of the first NaN. */
+/* The first index of the highest number, or of the first NaN. */
 static int64_t first_best(const float *x, int64_t V)
 {
     const float best = highest(x, V);
@@ -123,7 +123,7 @@ static int64_t first_best(const float *x, int64_t V)
     return v;
 }
 
-/* The noise of row r, made anew unless the row before it stood at the same place: a level of a tree does. */
+/* Noise of a row, reused if the previous row has the same key, as all nodes of a tree level do. */
 typedef struct {
     float *noise;
     uint64_t key;
@@ -137,8 +137,8 @@ static void noise_of(Noise *n, uint64_t key, const int64_t *ids, int64_t V)
     n->key = key, n->made = 1;
 }
 
-/* argmax_v((logits[v] - max) / T + G), the lowest id on ties. Of logits that are not all finite numbers: where one is
- * NaN the first id, else the first of the infinite that are highest. */
+/* argmax_v((logits[v] - max) / T + G), the lowest id on ties. If a logit is NaN, id 0. Else, if the highest logit is
+ * infinite, the first id with that logit. */
 static int64_t choose_one(const float *logits, float temperature, const float *noise, int64_t V, float *score)
 {
     const float top = highest(logits, V);
@@ -170,7 +170,7 @@ void choose(const float *logits, const float *temperatures, const int64_t *seeds
     }
 }
 
-/* e^x for x <= 0, to about an ulp; 0 below -87. */
+/* e^x for x <= 0, to about one ulp; 0 below -87. */
 static inline float exponential(float x)
 {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
@@ -187,8 +187,8 @@ static inline float exponential(float x)
     return x < -87.0f ? 0 : (p * r * r + r + 1.0f) * power.f;
 }
 
-/* The `count` best of V scores, falling, lowest columns first on ties, and the logarithms of softmax(sharpness * score).
- */
+/* The `count` best of V scores in descending order, lowest columns first on ties, and the logarithms of
+ * softmax(sharpness * score). */
 static void take_best(const float *score, float sharpness, int64_t V, int64_t count, int64_t *columns, float *logp)
 {
     float sum = 0;
@@ -215,8 +215,8 @@ static void take_best(const float *score, float sharpness, int64_t V, int64_t co
         logp[i] = sharpness * (logp[i] - top) - rest;
 }
 
-/* A draft's best columns, by logits / T + G, or by logits where T is 0: logits (R, V), which stand for the target ids
- * `ids` (V) or NULL; positions (R) -> picked (R, count) ids, logp (R, count), sharper where T is 0. */
+/* A draft's best columns, by logits / T + G, or by logits if T is 0: logits (R, V), positions (R), ids (V) the target
+ * ids of the columns or NULL -> picked (R, count) ids, logp (R, count), with `sharpness` if T is 0. */
 void pick(const Sampling *sampling, const float *logits, const int64_t *positions, const int64_t *ids, int64_t *picked,
           float *logp, int64_t B, int64_t W, int64_t V, int64_t count)
 {

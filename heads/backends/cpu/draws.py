@@ -1,10 +1,10 @@
-"""Noise and choices on a CPU in C: `heads.backends.torch.sampling` in one pass over each row; and chains, which are
-drafted in one call, picks and all.
+"""Noise and choices in C on a CPU, and arguments of chains that are drafted in one call, including the picks.
 
-In float64 operations noise for thousands of ids is a good part of a small target's round. The two give the same to the
-bit, but for one value of the noise in some hundred millions.
+C does the work of `heads.backends.torch.sampling` in one pass over each row. With torch's float64 operations, noise for
+thousands of ids takes a large share of a small target's round. Both give the same bits, except for about one noise
+value in some hundred millions.
 
-Letters: B rows, W positions a row, V columns of the logits, K depth, N = K + 1 nodes.
+Letters: B rows, W positions per row, V columns of the logits, K depth, N = K + 1 nodes.
 """
 
 import ctypes
@@ -18,11 +18,11 @@ from heads.backends.torch.sampling import SHARPNESS, RowSampling
 from heads.tree import Proposal
 
 SERIAL_VALUES = 1 << 16
-"""Noise for fewer ids is not worth waking a second thread for."""
+"""Choices among fewer logits use one thread, since waking another would cost more."""
 
 
 class CpuSampling(RowSampling):
-    """`RowSampling` in C, but for rows that filter."""
+    """`RowSampling` in C, except for batches with filters."""
 
     def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
         super().__init__(batch_size, device)
@@ -49,8 +49,8 @@ class CpuSampling(RowSampling):
 
 
 class CompiledPick:
-    """`RowSampling.pick` of a batch's temperatures and seeds, (B,) each, which stay where they are; C that drafts a
-    whole chain picks by `struct`."""
+    """`RowSampling.pick` for a batch's temperatures and seeds, (B,) each, which are read in place. C code that drafts a
+    whole chain picks with `struct`."""
 
     def __init__(self, library: ctypes.CDLL, temperature: Tensor, seeds: Tensor) -> None:
         self.library, self.held = library, (temperature, seeds)
@@ -78,8 +78,8 @@ class Chain:
     def __init__(
         self, pick: CompiledPick, root: Tensor, length: Tensor, depth: int, vocab_size: int, kept: Tensor | None = None
     ) -> None:
-        """A chain behind each root (B,), which stands at `length` (B,); kept (Vd,) the target's ids of the draft's,
-        None where they are the same."""
+        """Draft a chain after each root (B,) at position `length` (B,). kept (Vd,) maps draft ids to target ids; None
+        if they are the same."""
         B, self.depth = len(root), depth
         self.tokens, self.scores = root.new_empty(B, depth + 1), torch.empty(B, depth + 1)
         room, ids = torch.empty(B * (vocab_size + 1)), root.new_empty(4, B)
@@ -93,13 +93,13 @@ class Chain:
         self.reference = ctypes.byref(self.struct)
 
     def proposal(self) -> Proposal:
-        """Return the chain as `heads.growth.grow` does, once it is drafted."""
+        """Return the drafted chain, as `heads.growth.grow` does."""
         return Proposal(self.tokens, *chain_nodes(len(self.tokens), self.depth), self.scores)
 
 
 @cache
 def chain_nodes(batch_size: int, depth: int) -> tuple[Tensor, Tensor]:
-    """The parents and the depths (B, N) of a chain's nodes."""
+    """Return the parents and depths (B, N) of a chain's nodes."""
     with torch.inference_mode(False):
         node = torch.arange(depth + 1).repeat(batch_size, 1)
         return (node - 1).clamp_min(0), node
@@ -108,7 +108,7 @@ def chain_nodes(batch_size: int, depth: int) -> tuple[Tensor, Tensor]:
 def take_newest(
     tokens: Tensor, start: Tensor, count: Tensor, root: Tensor, length: Tensor, *, previous: Tensor
 ) -> None:
-    """`heads.backends.base.take_newest` for a draft model."""
+    """Same as `heads.backends.base.take_newest`, for a draft model."""
     known = [x.contiguous() for x in (tokens, start, count)]
     where = (x.data_ptr() for x in (*known, previous, root, length))
     loaded().advance(*where, len(root), tokens.shape[1] - 1)

@@ -1,14 +1,15 @@
-/* What the kernels of a CPU take: decoder layers over few rows in float32, and the drafts made of them.
+/* Types and functions of the CPU kernels: decoder layers over a few rows in float32, and drafting with them.
  *
- * A step of 1 to 16 rows ought to cost the time to read the weights once. Libraries pack a weight anew at each product,
- * which for few rows costs several times the arithmetic, and twenty small operations a layer cost as much again in
- * dispatch. Here weights and keys lie packed, and a layer is one call.
+ * A step of 1 to 16 rows should cost the time to read the weights once. Libraries pack a weight again for each product,
+ * which for few rows costs several times the arithmetic, and the dispatch of twenty small operations per layer costs as
+ * much again. Here weights and keys are stored packed, and a layer is one call.
  *
- * Every sum runs in an order that depends on nothing but its own row: a row's result is the same, to the bit, whatever
- * rows stand beside it.
+ * Every sum runs in an order that depends only on its own row. So a row's result is the same, to the bit, whatever the
+ * other rows are.
  *
- * Letters: B batch rows, N tokens of each, R = B * N rows, K inputs, O outputs, D hidden, I intermediate width, H query
- * heads, Hkv key heads, G = H / Hkv, d head dimension, E slots shown, S slots a batch row, V columns of a draft's logits.
+ * Letters: B batch rows, N tokens per batch row, R = B * N rows, K inputs, O outputs, D hidden, I intermediate width, H
+ * query heads, Hkv key heads, G = H / Hkv, d head dimension, E visible slots, S slots per batch row, V columns of a
+ * draft's logits.
  */
 
 #include <stddef.h>
@@ -17,11 +18,11 @@
 typedef struct {
     const void *weight; /* packed: block b holds columns b * BLOCK .. of W^T as (K, BLOCK), the last padded with 0 */
     const float *bias;  /* (O) or NULL */
-    int64_t K, O, half; /* half: weights in bfloat16, which a draft may have */
+    int64_t K, O, half; /* half: weights in bfloat16, allowed for a draft */
 } Product;
 
 typedef struct { /* around a sublayer, over the tokens of a batch row; `heads.block.convolution` */
-    Product project;   /* to (2, taps, groups), of the sublayer's normed input */
+    Product project;   /* from the sublayer's normalized input to (2, taps, groups) */
     const float *base; /* (2, taps, D) */
     int64_t taps, groups; /* taps: 0 for none */
 } Convolution;
@@ -29,19 +30,19 @@ typedef struct { /* around a sublayer, over the tokens of a batch row; `heads.bl
 typedef struct {
     Product qkv, out, gate_up, down;
     Convolution attention_conv, feedforward_conv;
-    const float *attention_norm, *feedforward_norm; /* (D); the first NULL where the input comes normed */
+    const float *attention_norm, *feedforward_norm; /* (D); the first NULL if the input is already normalized */
     const float *head_norm;                         /* (H + Hkv, d) or NULL */
     float attention_eps, feedforward_eps, head_eps, scale;
     int64_t H, Hkv, d, window; /* window: 0 for none */
 } Layer;
 
 typedef struct {
-    float *x;                     /* (R, D) the residual stream, updated */
-    const float *input;           /* (R, K of qkv), where the layer has no norm of its own */
-    const float *cosines, *sines; /* (positions, d), the first half of the sines negative */
+    float *x;                     /* (R, D) the residual stream, updated in place */
+    const float *input;           /* (R, K of qkv), used if the layer has no attention norm */
+    const float *cosines, *sines; /* (positions, d), the first half of the sines negated */
     const int64_t *positions;     /* (R) */
-    const int64_t *slots;         /* (R), of each batch row; -1: the token is kept nowhere, and what it gives is padding */
-    const float *mask, *near_mask; /* (B, N, E), to be added to scores, the second in layers with a window; */
+    const int64_t *slots;         /* (R), in each batch row; -1: the token is padding, and its key is not stored */
+    const float *mask, *near_mask; /* (B, N, E), added to scores, the second in layers with a window; */
                                    /* NULL: a token sees the slots up to its own, within the window */
     float *scratch;               /* `scratch_size` floats */
     int64_t B, first_row, N, D, E, S, threads;
@@ -57,46 +58,46 @@ void decoder_layers(const Layer *layers, int64_t count, const Pass *p, float *ke
 void move_slots(float *keys, float *values, const int64_t *from, const int64_t *to, float *room, int64_t layers,
                 int64_t B, int64_t Hkv, int64_t S, int64_t d, int64_t P);
 
-typedef struct { /* how children are drawn: by logits / T + Gumbel noise, or by logits where T is 0 */
+typedef struct { /* how children are drawn: by logits / T + Gumbel noise, or by logits if T is 0 */
     const float *temperatures; /* (B) */
     const int64_t *seeds;      /* (B) */
-    double sharpness;          /* of the logarithms where T is 0 */
+    double sharpness;          /* factor on the logits in logp if T is 0 */
 } Sampling;
 
 void pick(const Sampling *sampling, const float *logits, const int64_t *positions, const int64_t *ids, int64_t *picked,
           float *logp, int64_t B, int64_t W, int64_t V, int64_t count);
 
-typedef struct { /* a chain drafted behind each root, token by token */
+typedef struct { /* a chain drafted after each root, token by token */
     Sampling sampling;
-    const int64_t *kept;          /* (V) the target's ids of the draft's, or NULL */
-    const int64_t *root, *length; /* (B) the roots, and where they stand */
-    float *logits, *logp;         /* (B, V), (B): room for the distribution of the next token */
-    int64_t *ids, *positions;     /* (B): the tokens drafted last, and where they stand */
-    int64_t *slots;               /* (2 B): room for the slots of what is read */
+    const int64_t *kept;          /* (V) target ids of the draft ids, or NULL */
+    const int64_t *root, *length; /* (B) the roots, and their positions */
+    float *logits, *logp;         /* (B, V), (B): buffers for the next token's logits and log-probability */
+    int64_t *ids, *positions;     /* (B): the tokens drafted last, and their positions */
+    int64_t *slots;               /* (2 B): buffer for the slots of the tokens that are read */
     int64_t *tokens;              /* (B, depth + 1), the root first */
-    float *scores;                /* (B, depth + 1), log-probability up to each */
+    float *scores;                /* (B, depth + 1), log-probability of the chain up to each token */
     int64_t depth, V;
 } Chain;
 
 typedef struct { /* a step of a head that recycles its state */
     Layer layer;
-    Product project, output; /* project: K = 0 where the layer reads the two halves themselves beside the state */
+    Product project, output; /* project: K = 0 if there is none, and the layer reads the two halves directly */
     const float *token_norm, *state_norm;         /* (D) */
-    const float *leave_norm, *read_norm;          /* (D) or NULL: of the state to recycle, and of what is read of it */
+    const float *leave_norm, *read_norm;          /* (D) or NULL: of the state to recycle, of the output head's input */
     float token_eps, state_eps, leave_eps, read_eps;
-    int64_t state_first, zero_first;              /* which half comes first; is the token at position 0 read as zeros */
-    int64_t normed_residual;                      /* is the residual the normed state */
+    int64_t state_first, zero_first;              /* the state half is first; the token at position 0 reads as zeros */
+    int64_t normed_residual;                      /* the residual is the normalized state */
 } Module;
 
 typedef struct { /* a draft model */
     const Layer *layers;
-    const float *table, *norm; /* (.., D) embeddings, (D) of the final norm */
-    Product output;            /* over the tokens that both can draft */
+    const float *table, *norm; /* (.., D) embeddings, (D) weight of the final norm */
+    Product output;            /* over the tokens that the draft and the target share */
     int64_t count;
     float eps;
 } Model;
 
-typedef struct { /* `heads.backends.torch.commit`: what is decided of a batch, and what a round adds */
+typedef struct { /* decided state of a batch, and the result of a round; see `heads.backends.torch.commit` */
     int64_t *length, *root, *limit, *output, *output_length, *rounds, *accepted, *reached, *report;
     uint8_t *done, *stops_at_eos;
     const int64_t *eos;

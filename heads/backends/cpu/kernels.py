@@ -1,7 +1,7 @@
-"""Products and norms of few rows on a CPU, in float32, with weights laid out for the kernels.
+"""Products and norms of a few rows in float32 on a CPU, with weights packed for the kernels.
 
-A verify step multiplies 2 to 16 rows with every weight of the target. It ought to cost what one row costs, the time to
-read the weights: how near it comes, `eval/bench.py --roofline` tells.
+A verify step multiplies 2 to 16 rows by every weight of the target. Ideally it costs as much as one row, the time to
+read the weights. `eval/bench.py --roofline` measures how close it comes.
 
 Letters: R rows, K inputs, O outputs.
 """
@@ -20,13 +20,13 @@ from heads.backends.torch.feedforward import Experts, GatedMLP
 from heads.backends.torch.linear import Norm, Product
 
 SERIAL_WEIGHTS = 1 << 16
-"""A matrix of fewer weights is not worth waking a second thread for."""
+"""Products with fewer weights use one thread, since waking another would cost more."""
 MOST_ROWS = 64
-"""Products of more rows are arithmetic, where libraries are good."""
+"""Products with more rows are compute-bound, so torch's libraries compute them."""
 
 
 class CompiledProduct(Product):
-    """Few rows by C, with a copy of the weight; `half`: in bfloat16."""
+    """Product of a few rows in C, with a packed copy of the weight, in bfloat16 if `half`."""
 
     def __init__(self, product: Product, *, half: bool = False) -> None:
         super().__init__(product.weight, product.bias)
@@ -45,7 +45,8 @@ class CompiledProduct(Product):
         return self.packed.element_size()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x (R, K), whose rows lie without gaps in themselves -> (R, O), the residual (R, O) added."""
+        """Return the product (R, O) of x (R, K), plus the residual (R, O) if given. Each row of x must be
+        contiguous."""
         if len(x) > MOST_ROWS:
             return super().__call__(x, residual)
         assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
@@ -57,7 +58,7 @@ class CompiledProduct(Product):
 
 
 class CompiledNorm(Norm):
-    """Rows by C."""
+    """RMS norm of rows in C."""
 
     def __init__(self, norm: Norm) -> None:
         self.weight, self.eps, self.library = norm.weight, norm.eps, loaded()
@@ -73,8 +74,8 @@ class CompiledNorm(Norm):
 
 
 def in_c(part: Any, *, draft: bool = False) -> Any:
-    """A part of a native decoder with its products and norms in C, those in float32; a `draft`'s weights are held in
-    bfloat16, half the bytes: the target judges what they give."""
+    """Return a part of a native decoder with its float32 products and norms in C. The weights of a `draft` are stored
+    in bfloat16, which halves the bytes; the target verifies its output."""
     if isinstance(part, Product | Norm) and part.weight.dtype == torch.float32:
         return CompiledProduct(part, half=draft) if isinstance(part, Product) else CompiledNorm(part)
     if isinstance(part, GroupedAttention | LatentAttention | GatedMLP | Experts):
@@ -86,6 +87,6 @@ def in_c(part: Any, *, draft: bool = False) -> Any:
 
 
 def draft_product(module: nn.Linear) -> Product:
-    """A draft's product, in C where it is in float32."""
+    """Return a draft's product, in C if its weight is float32."""
     made: Product = in_c(Product.of(module, draft=True), draft=True)
     return made

@@ -1,17 +1,17 @@
-/* Decoder layers over a few rows, their attention, and what their cache holds, moved from slot to slot. */
+/* Decoder layers over a few rows, their attention, and moves between cache slots. */
 
 #include <math.h>
 #include <string.h>
 
 #include "tiles.h"
 
-/* Fewer gates than that, or multiplications of queries and keys, are not worth waking a second thread for. */
+/* With fewer gates, or fewer multiplications of queries and keys, a second thread costs more to wake than it saves. */
 enum { SHARED_GATES = 1 << 14, SHARED_SCORES = 1 << 17, GATES = 512 };
 
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* e^x to about an ulp; 0 below -87. */
+/* e^x to about one ulp; 0 below -87. */
 static inline float exponential(float x)
 {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
@@ -29,7 +29,7 @@ static inline float exponential(float x)
     return x < -87.0f ? 0 : p * power.f;
 }
 
-/* (R, 2 I) -> (R, I): silu of the first half times the second. This is one share of it: GATES columns of a row. */
+/* (R, 2 I) -> (R, I): silu of the first half times the second half. Computes one share: GATES columns of a row. */
 static __attribute__((noinline)) void gate(const float *rows, float *out, int64_t I, int share)
 {
     const int64_t shares = (I + GATES - 1) / GATES, r = share / shares, from = share % shares * GATES;
@@ -46,7 +46,7 @@ static void gates(const float *rows, float *out, int64_t R, int64_t I, int64_t g
     SHARED(share, R * ((I + GATES - 1) / GATES), threads, gate(rows, out, I, share));
 }
 
-/* Turn one head, first half against second. */
+/* Applies the rotary embedding to one head, pairing the first half with the second. */
 static void turn(float *head, const float *cosine, const float *sine, int d)
 {
     const int half = d / 2;
@@ -57,10 +57,10 @@ static void turn(float *head, const float *cosine, const float *sine, int d)
     }
 }
 
-/* Score of a hidden slot, before or after scaling: far below all others, and finite. */
+/* Score of a masked slot, before or after scaling: far below all other scores, and finite. */
 #define HIDDEN (-1e30f)
 
-/* The slots up to the last that any of `count` tokens sees, in whole blocks. */
+/* Number of slots up to the last one that any of `count` tokens sees, in whole blocks. */
 static int extent(const Pass *p, const float *mask, int64_t token, int count)
 {
     const int E = p->E;
@@ -76,7 +76,7 @@ static int extent(const Pass *p, const float *mask, int64_t token, int count)
     return used < E ? used : E;
 }
 
-/* Scores of one query into weights of the first `used` slots, those it sees and 0 for all others. */
+/* Turns the scores of one query into attention weights of the first `used` slots; 0 for slots that it does not see. */
 static void weigh(float *score, const float *mask, int64_t slot, int64_t window, float scale, int used)
 {
     const int from = window && slot >= window ? slot - window + 1 : 0, to = most(slot, 0);
@@ -99,7 +99,7 @@ static void weigh(float *score, const float *mask, int64_t slot, int64_t window,
         score[e] /= sum;
 }
 
-/* The head `h` of a token's queries and keys, normed and turned in place. */
+/* Normalizes and rotates head `h` of a token's queries and keys in place. */
 static void place(const Layer *l, const Pass *p, int64_t token, int h, float *head)
 {
     const int64_t at = p->positions[token] * l->d;
@@ -110,13 +110,13 @@ static void place(const Layer *l, const Pass *p, int64_t token, int h, float *he
 
 static int64_t deep_of(const Layer *l) { return (l->d + LANES - 1) / LANES * LANES; }
 
-/* Of a batch row: one key head, by its number in all of them. */
+/* Index in the cache of one key head of a batch row. */
 static size_t store_of(const Layer *l, const Pass *p, int pair)
 {
     return (size_t)(p->first_row + pair / l->Hkv) * l->Hkv + pair % l->Hkv;
 }
 
-/* Put one key head of a batch row where it is kept: keys (.., S / BLOCK, d, BLOCK), values (.., S, deep). */
+/* Writes one key head of a batch row to the cache: keys (.., S / BLOCK, d, BLOCK), values (.., S, deep). */
 static void keep(const Layer *l, const Pass *p, int pair, float *qkv, float *keys, float *values)
 {
     const int d = l->d, deep = deep_of(l), head = l->H + pair % l->Hkv;
@@ -133,8 +133,8 @@ static void keep(const Layer *l, const Pass *p, int pair, float *qkv, float *key
     }
 }
 
-/* One key head of a batch row, for `count` of its tokens from `first` on. The queries that share it take part in two
- * products; q and scores are room for them. */
+/* Attention with one key head of a batch row, for `count` of its tokens from `first` on. All queries that share the key
+ * head go through two products; q and scores are buffers for them. */
 static void attend(const Layer *l, const Pass *p, int pair, int first, int count, const float *qkv, const float *keys,
                    const float *values, float *q, float *scores, float *out)
 {
@@ -157,7 +157,7 @@ static void attend(const Layer *l, const Pass *p, int pair, int first, int count
         const int64_t at = token + row / G;
         weigh(scores + (size_t)row * E, mask ? mask + at * E : NULL, p->slots[at], l->window, l->scale, used);
     }
-    float *sums = q; /* (rows, deep): the queries are done with */
+    float *sums = q; /* (rows, deep): the queries are no longer needed */
     memset(sums, 0, (size_t)rows * deep * sizeof(float));
     int i = 0;
     for (; i + BLOCK <= deep; i += BLOCK)
@@ -173,8 +173,8 @@ static int64_t room_of(const Layer *l, int64_t N, int64_t E) /* of one key head 
     return N * (l->H / l->Hkv) * (deep_of(l) + E);
 }
 
-/* out (R, H * d) of qkv (R, (H + 2 Hkv) * d), by key heads of batch rows, in `parts` by their tokens where these are
- * kept already. */
+/* One share of out (R, H * d) from qkv (R, (H + 2 Hkv) * d). A share is one key head of a batch row, or one of `parts`
+ * groups of its tokens; with several parts, `keep` must have run before. */
 static __attribute__((noinline)) void attend_share(const Layer *l, const Pass *p, float *qkv, float *keys,
                                                    float *values, float *rooms, float *out, int share, int parts)
 {
@@ -187,7 +187,8 @@ static __attribute__((noinline)) void attend_share(const Layer *l, const Pass *p
     attend(l, p, pair, first, count, qkv, keys, values, q, q + count * G * deep_of(l), out);
 }
 
-/* All of it. A thread takes key heads, or a part of the tokens where threads would be left with enough to do. */
+/* Attention of all rows. Threads divide the key heads. If there are fewer key heads than threads and enough work, they
+ * also divide the tokens. */
 static void attention(const Layer *l, const Pass *p, float *qkv, float *keys, float *values, float *rooms, float *out)
 {
     const int64_t pairs = p->B * l->Hkv, work = p->N * (l->H / l->Hkv) * p->E * l->d;
@@ -198,11 +199,11 @@ static void attention(const Layer *l, const Pass *p, float *qkv, float *keys, fl
     SHARED(share, pairs * parts, threads, attend_share(l, p, qkv, keys, values, rooms, out, share, parts));
 }
 
-/* One side of a convolution, in place: x (R, D), by the coefficients (R, 2 * taps * groups) beside the base. */
+/* One side of a convolution, in place: x (R, D), with the coefficients (R, 2 * taps * groups) added to the base. */
 static void convolve(const Convolution *c, const Pass *p, const float *coefficients, int side, float *x)
 {
     const int64_t D = p->D, wide = D / c->groups, T = c->taps, G = c->groups;
-    for (int64_t r = p->B * p->N - 1; r >= 0; r--) { /* the rows before it are as they were */
+    for (int64_t r = p->B * p->N - 1; r >= 0; r--) { /* the rows before r are still unchanged */
         const float *own = coefficients + (r * 2 + side) * T * G;
         for (int64_t i = 0; i < T && i <= r % p->N; i++)
             for (int64_t g = 0; g < G; g++) {
@@ -215,7 +216,8 @@ static void convolve(const Convolution *c, const Pass *p, const float *coefficie
     }
 }
 
-/* The normed input of a sublayer, convolved in place where it is; its coefficients for both sides. */
+/* Convolves the normalized input of a sublayer in place, and computes the coefficients of both sides. Does nothing
+ * without a convolution. */
 static void enter(const Convolution *c, const Pass *p, float *input, float *coefficients)
 {
     if (!c->taps)
@@ -224,7 +226,7 @@ static void enter(const Convolution *c, const Pass *p, float *input, float *coef
     convolve(c, p, coefficients, 0, input);
 }
 
-/* x += what the last product of a sublayer makes of its input, convolved where it is. */
+/* x += the output of a sublayer's last product, convolved if the sublayer has a convolution. */
 static void leave(const Convolution *c, const Pass *p, const Product *last, const float *input,
                   const float *coefficients, float *made)
 {
@@ -237,7 +239,7 @@ static void leave(const Convolution *c, const Pass *p, const Product *last, cons
         p->x[i] += made[i];
 }
 
-/* Of a token: its coefficients, and what a sublayer makes of it. */
+/* Scratch floats per token for its coefficients and a sublayer's output; 0 without convolutions. */
 static int64_t convolved_of(const Layer *l, int64_t D)
 {
     const int64_t most_coefficients = most(l->attention_conv.project.O, l->feedforward_conv.project.O);
@@ -253,7 +255,7 @@ int64_t scratch_size(const Layer *l, int64_t B, int64_t N, int64_t D, int64_t E)
     return B * N * (width_of(l) + narrow_of(l, D) + convolved_of(l, D)) + B * l->Hkv * room_of(l, N, E);
 }
 
-/* keys (rows, Hkv, S / BLOCK, d, BLOCK), values (rows, Hkv, S, d rounded up to LANES), of which the pass has the B rows
+/* keys (rows, Hkv, S / BLOCK, d, BLOCK), values (rows, Hkv, S, d rounded up to LANES). The pass uses B of these rows,
  * from first_row on. */
 static void decoder_layer(const Layer *l, const Pass *p, float *keys, float *values)
 {
@@ -274,8 +276,9 @@ static void decoder_layer(const Layer *l, const Pass *p, float *keys, float *val
     leave(&l->feedforward_conv, p, &l->down, narrow, coefficients, made);
 }
 
-/* Layers one after another, whose keys and values lie key_stride and value_stride apart. The stream that enters layer
- * aux_layer_ids[i] (ascending; `count` is what leaves the last) goes to columns i * D .. of aux_hidden_states (R, num_aux_layers * D). */
+/* Runs the layers in order. Their keys and values are key_stride and value_stride apart. The residual stream that
+ * enters layer aux_layer_ids[i] (ascending; `count` is the stream after the last layer) goes to columns i * D .. of
+ * aux_hidden_states (R, num_aux_layers * D). */
 void decoder_layers(const Layer *layers, int64_t count, const Pass *p, float *keys, int64_t key_stride, float *values,
                     int64_t value_stride, const int64_t *aux_layer_ids, int64_t num_aux_layers, float *aux_hidden_states)
 {
@@ -290,7 +293,7 @@ void decoder_layers(const Layer *layers, int64_t count, const Pass *p, float *ke
     }
 }
 
-/* One slot of a head: keys (S / BLOCK, d, BLOCK) and values (S, deep), out of the cache or into it. */
+/* Copies one slot of a head, keys (S / BLOCK, d, BLOCK) and values (S, deep), out of the cache or into it. */
 static void carry(float *keys, float *values, int64_t slot, int64_t d, int64_t deep, float *held, const int into)
 {
     float *key = keys + slot / BLOCK * BLOCK * d + slot % BLOCK, *value = values + slot * deep;
@@ -303,7 +306,7 @@ static void carry(float *keys, float *values, int64_t slot, int64_t d, int64_t d
     memcpy(into ? value : held + d, into ? held + d : value, deep * sizeof *value);
 }
 
-/* Of every row b, from[b, i] goes to to[b, i], (B, P) each; all is read before any is written. keys
+/* Moves slot from[b, i] of every row b to to[b, i], (B, P) each. All slots are read before any is written. keys
  * (layers, B, Hkv, S / BLOCK, d, BLOCK), values (layers, B, Hkv, S, deep); room of P (d + deep) floats. */
 void move_slots(float *keys, float *values, const int64_t *from, const int64_t *to, float *room, int64_t layers,
                 int64_t B, int64_t Hkv, int64_t S, int64_t d, int64_t P)

@@ -1,4 +1,4 @@
-"""The one library of C: its sources, and the structs and functions that they define."""
+"""The C library: its sources, and the structs and functions that they define."""
 
 import ctypes
 import re
@@ -21,7 +21,7 @@ def code_of(name: str) -> str:
 
 
 def structs_of(code: str) -> dict[str, Any]:
-    """Return the structs that a header defines, by their names, for ctypes."""
+    """Return the structs that a header defines, by name, as ctypes structures."""
     found: dict[str, Any] = {}
     for body, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", code, re.DOTALL):
         fields = []
@@ -35,7 +35,7 @@ def structs_of(code: str) -> dict[str, Any]:
 
 
 def declare_functions(library: ctypes.CDLL, code: str) -> None:
-    """Give the functions that a file defines, but for its static ones, their types."""
+    """Set the argument and result types of the non-static functions that a file defines."""
     for result, name, arguments in re.findall(r"^(void|int|int64_t) (\w+)\(([^)]*)\)\s*\{", code, re.MULTILINE):
         function, given = getattr(library, name), [] if arguments == "void" else arguments.split(",")
         function.restype = TYPES[result]
@@ -47,7 +47,7 @@ STRUCTS = structs_of(code_of("kernels.h"))
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """The compiled library; None where there is no compiler."""
+    """Return the compiled library, None if it cannot be compiled or loaded."""
     library = compiled(*(Path(__file__).with_name(name) for name in SOURCES))
     if library is not None:
         for name in SOURCES:
@@ -56,7 +56,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def loaded() -> ctypes.CDLL:
-    """The compiled library, for what is made only where there is one."""
+    """Return the compiled library, for code that runs only if there is one."""
     library = load()
     assert library is not None
     return library

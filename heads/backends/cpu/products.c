@@ -1,15 +1,15 @@
-/* Products with packed weights, and norms, of a few rows. */
+/* Products with packed weights, and norms, for a few rows. */
 
 #include <math.h>
 
 #include "tiles.h"
 
-enum { CHUNK = 8 * TILE, PANEL = 64 }; /* two panels of weights, and sums, fit the nearest cache */
+enum { CHUNK = 8 * TILE, PANEL = 64 }; /* two panels of weights and the sums fit the L1 cache */
 
 int block_size(void) { return BLOCK; }
 int lanes(void) { return LANES; }
 
-/* sums (rows, BLOCK) += x W of the block's columns. */
+/* sums (rows, BLOCK) += x W, for the block's columns. */
 static inline __attribute__((always_inline)) void add_block(const Product *p, int block, const float *x,
     int64_t x_stride, float *sums, int rows, const int half)
 {
@@ -46,7 +46,7 @@ static __attribute__((noinline)) void one_block(const Product *p, int block, con
     }
 }
 
-/* y = x W^T + bias + residual: x (R, K) with rows x_stride apart, residual (R, O) or NULL, y (R, O), which may be the
+/* y = x W^T + bias + residual: x (R, K) with row stride x_stride, residual (R, O) or NULL, y (R, O), which may be the
  * residual. */
 void multiply(const Product *p, const float *x, int64_t x_stride, const float *residual, float *y, int64_t R,
               int64_t threads)

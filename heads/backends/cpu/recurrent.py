@@ -1,10 +1,10 @@
-"""Heads that recycle their state, on the CPU kernels: what `heads.backends.torch.recurrent.TorchRecurrent` does, a step
-of it one call.
+"""Heads that recycle their state, as `heads.backends.torch.recurrent.TorchRecurrent`; the CPU kernels run each step in
+one call.
 
-Weights are held in bfloat16, as heads are trained: they are a draft's, which the target judges, and half the bytes.
+Weights are stored in bfloat16, in which heads are trained. That halves the bytes, and the target verifies the output.
 
-Letters: B batch, W tokens of each, R = B * W rows, D hidden, L auxiliary layers, Vd draft vocabulary, S cache slots, E
-of them shown, d head dimension.
+Letters: B batch, W tokens per row, R = B * W rows, D hidden, L auxiliary layers, Vd draft vocabulary, S cache slots, E
+visible slots, d head dimension.
 """
 
 import ctypes
@@ -31,15 +31,15 @@ from heads.tree import Pick, Proposal
 
 
 class CpuRecurrent(RecurrentSteps):
-    """State of a batch of the modules, and a step over it, by the weights as they were when this was made."""
+    """Batch state of the modules and a step over it, with the weights as they were at construction."""
 
     weight_bytes = 2
     padding_slot = -1
-    """The slot number of padding: the kernels do not write it."""
+    """Slot number of padding, which the kernels do not write."""
 
     @classmethod
     def of(cls, spec: RecurrentSpec) -> "CpuRecurrent | None":
-        """Return the steps of a head, or None where the kernels do not know it."""
+        """Return the steps of a head, or None if the kernels do not support it."""
         if spec.parts is None or spec.parts.weight.dtype != torch.float32:
             return None
         stacks = [stack_of(module) for module in spec.parts.modules]
@@ -63,7 +63,7 @@ class CpuRecurrent(RecurrentSteps):
         self.rooms: dict[tuple[int, ...], Tensor] = {}
 
     def _struct(self, parts: ModuleParts, stack: CpuStack) -> Any:
-        """A module as the kernels take it; what it points into is held."""
+        """Return a module's struct for the kernels. Keeps the tensors that it points to alive."""
         norms = [
             None if norm is None else Norm(norm)
             for norm in (parts.token_norm, parts.state_norm, parts.leave_norm, parts.read_norm)
@@ -80,16 +80,16 @@ class CpuRecurrent(RecurrentSteps):
         )
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
-        """(B, W, L * D), (B, W, D) -> (B, W, D)."""
+        """Same as `RecurrentSteps.start`: (B, W, L * D), (B, W, D) -> (B, W, D)."""
         made = self.parts.start(aux_hidden_states.flatten(0, 1), hidden.flatten(0, 1), self.fuse)
         return made.view(hidden.shape)
 
     def normed(self, recycled: Tensor) -> Tensor:
-        """Norms are a part of reading out."""
+        """Return the state unchanged, since `logits` applies the norm."""
         return recycled
 
     def logits(self, recycled: Tensor) -> Tensor:
-        """(B, W, D) -> (B, W, Vd)."""
+        """Return the logits (B, W, Vd) of recycled states (B, W, D)."""
         B, W, D = recycled.shape
         states = recycled.contiguous()
         room, logits = torch.empty_like(states), states.new_empty(B, W, len(self.output.weight))
@@ -107,7 +107,7 @@ class CpuRecurrent(RecurrentSteps):
         if rows is not None:
             states = states.gather(1, rows[..., None].expand(-1, -1, D))
         visible, window = mapping.visible(module, extent), self.parts.modules[module].window
-        if visible is not None and window is not None:  # drafted tokens, in slots of their own, are nearer
+        if visible is not None and window is not None:  # draft tokens only appear nearer: slot >= position
             visible = visible & (mapping.positions[..., None] - torch.arange(extent) < window)
         reference, cache = self.references[module], self.caches[module]
         mask = None if visible is None else additive(visible, torch.float32)
@@ -125,8 +125,8 @@ class CpuRecurrent(RecurrentSteps):
 
     @property
     def single(self) -> bool:
-        """True if extending and drafting a chain are one call each: for one module, with embeddings from a table's
-        rows."""
+        """True if extending and drafting a chain take one call each: with one module, and embeddings that are rows of a
+        table."""
         return len(self.references) == 1 and self.table is not None
 
     def draft_chain(
@@ -169,7 +169,8 @@ class CpuRecurrent(RecurrentSteps):
         slots: int | None = None,
         mask: int | None = None,
     ) -> Any:
-        """A pass through a module, of shape (B, W, D, E); the addresses of where its tokens stand, and of its mask."""
+        """Return the struct of a pass of shape (B, W, D, E) through a module, given the addresses of its positions,
+        slots and mask."""
         B, W, D, extent = shape
         room = self.rooms.get(shape)
         if room is None:
@@ -181,7 +182,7 @@ class CpuRecurrent(RecurrentSteps):
 
 
 def stack_of(parts: ModuleParts) -> CpuStack | None:
-    """A module's layer for the kernels; None where they cannot."""
+    """Return a module's layer for the kernels, None if they do not support it."""
     entering = None if parts.input_norm is None else Norm(parts.input_norm)
     kind = FULL if parts.window is None else SLIDING
     attention = in_c(GroupedAttention(parts.attention, kind, draft=True), draft=True)

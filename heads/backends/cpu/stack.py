@@ -1,7 +1,6 @@
-"""Decoder layers on a CPU, in float32: all of them one call of the kernels, over a cache that lies as they read it.
+"""Decoder layers in float32 on a CPU: all of them in one call of the kernels, over a cache in the kernels' layout.
 
-Letters: L layers, B rows, N tokens of a step, R = B * N, S slots a row, E slots shown, D hidden, d head dimension, K
-inputs of a first product.
+Letters: L layers, B rows, N tokens of a step, R = B * N, S slots per row, E visible slots, D hidden, d head dimension.
 """
 
 import ctypes
@@ -18,23 +17,24 @@ from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm
 
 Block = tuple[Norm | None, Any, Norm, Any]
-"""A layer: the norm before attention (None where the input comes normed), attention, the norm before the MLP, the
+"""A layer: the norm before attention (None if the input is already normalized), attention, the norm before the MLP, the
 MLP."""
 
 
 Convolutions = tuple[tuple[Any, Tensor], ...]
-"""Around attention and around the MLP: the product for the coefficients, and the base kernel (2, taps, D). Or none."""
+"""Convolutions around attention and around the MLP: each the product for the coefficients, and the base kernel
+(2, taps, D). Empty if there are none."""
 
 
 def signed(cos_sin_table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (S, d) as the kernels read them: sines with the first half negative."""
+    """Return cosines and sines (S, d) as the kernels read them: sines with the first half negated."""
     cos, sin = cos_sin_table
     half = cos.shape[1] // 2
     return cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
 
 
 class CpuKVCache:
-    """Keys with a block of slots side by side, values with each slot's by themselves; else as `KVCache`."""
+    """KV cache like `KVCache`, but keys are interleaved in blocks of slots. Each slot's values are contiguous."""
 
     def __init__(self, stack: "CpuStack", *, batch_size: int, capacity: int) -> None:
         block, lanes = stack.library.block_size(), stack.library.lanes()
@@ -52,13 +52,13 @@ class CpuKVCache:
         self.scratch = torch.empty(0)
 
     def aim(self, slots: Tensor, *, extent: int, row: int | None = None) -> None:
-        """Send the next step's tokens to `slots` (B, N) of every row, or (1, N) of one row; show the first `extent`
-        slots."""
+        """Set the slots of the next step's tokens: `slots` (B, N) of every row, or (1, N) of one row. Attention sees
+        the first `extent` slots."""
         self.slots, self.extent, self.first_row = slots, extent, row or 0
 
     def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
-        """Move, in every layer, what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
-        is written."""
+        """Move the slots slots_from[b] of row b to slots_to[b], (B, P) each, in every layer. All slots are read before
+        any is written."""
         held = slots_from.contiguous(), slots_to.contiguous()
         (L, B, heads, _, d, _), deep, P = self.keys.shape, self.values.shape[4], held[0].shape[1]
         self.library.move_slots(
@@ -67,17 +67,18 @@ class CpuKVCache:
         )
 
     def room(self, size: int) -> Tensor:
-        """Return at least `size` floats; the same ones again and again."""
+        """Return a scratch buffer of at least `size` floats, which calls reuse."""
         if len(self.scratch) < size:
             self.scratch = torch.empty(size)
         return self.scratch
 
 
 class CpuStack:
-    """Layers as the kernels take them, with the tensors they point into."""
+    """Structs of layers for the kernels, with the tensors that they point to."""
 
     def __init__(self, blocks: Sequence[Block], window: int, convolutions: Sequence[Convolutions] = ()) -> None:
-        """`window` of the layers that have one; convolutions around the sublayers of each layer, where it has them."""
+        """`window` is the sliding window of the layers that have one. `convolutions` has one entry per layer, or is
+        empty."""
         self.library, self.held = loaded(), (*blocks, *convolutions)
         self.num_layers = len(blocks)
         around = convolutions or [()] * len(blocks)
@@ -91,8 +92,8 @@ class CpuStack:
     def of(
         cls, blocks: Sequence[Block], window: int | None = None, convolutions: Sequence[Convolutions] = ()
     ) -> "CpuStack | None":
-        """Return the stack of `heads.backends.cpu.decoder.in_c` parts; None where the kernels cannot: other layers,
-        another dtype, another activation, layers of several widths."""
+        """Return the stack of layers whose parts come from `heads.backends.cpu.kernels.in_c`. Return None if the
+        kernels do not support the kind of layer, the dtype, the activation or layers of different widths."""
         if not all(isinstance(a, GroupedAttention) and isinstance(m, GatedMLP) for _, a, _, m in blocks):
             return None
         shapes = {(a.num_heads, a.num_key_heads, a.d, a.qkv.weight.shape, m.down.weight.shape) for _, a, _, m in blocks}
@@ -107,7 +108,7 @@ class CpuStack:
         return CpuKVCache(self, batch_size=batch_size, capacity=capacity)
 
     def scratch_size(self, *shape: int) -> int:
-        """Floats of scratch that a pass of shape (B, N, D, E) needs."""
+        """Return the number of scratch floats that a pass of shape (B, N, D, E) needs."""
         size = self.sizes.get(shape)
         if size is None:
             size = self.sizes[shape] = self.library.scratch_size(self.structs, *shape)
@@ -124,11 +125,11 @@ class CpuStack:
         near_mask: Tensor | None = None,
         aux_layer_ids: Sequence[int] = (),
     ) -> Tensor:
-        """Take the residual stream x (R, D) through all layers, in place; -> what enters the auxiliary ones, side by
-        side (R, auxiliary hidden states * D).
+        """Run the residual stream x (R, D) through all layers in place. Return the streams that enter the auxiliary
+        layers, concatenated (R, auxiliary layers * D).
 
-        positions (B, N); cos_sin_table of all positions there are, as `signed` makes it; masks (B, 1, N, E), to be
-        added to scores, in layers without and with a window; without masks a token sees the slots up to its own.
+        positions (B, N); cos_sin_table of all positions, in the form of `signed`. `mask` and `near_mask` (B, 1, N, E)
+        are added to scores in layers without and with a window. Without them, a token sees the slots up to its own.
         """
         B, N = positions.shape
         R, D = x.shape

@@ -1,4 +1,4 @@
-/* The innermost loop of all products here: a few rows times a few vectors of a packed weight. */
+/* The innermost loop of all products: a few rows times a few vectors of a packed weight. */
 
 #include "kernels.h"
 
@@ -9,19 +9,19 @@ enum { LANES = 4, VECTORS = 4 };
 #else
 enum { LANES = 8, VECTORS = 2 }; /* 12 sums, 2 weights and 1 input in 16 registers */
 #endif
-enum { BLOCK = LANES * VECTORS, TILE = 6, AHEAD = 4096 / BLOCK }; /* AHEAD inputs: 16 KB of weights are on their way */
+enum { BLOCK = LANES * VECTORS, TILE = 6, AHEAD = 4096 / BLOCK }; /* prefetch AHEAD inputs: 16 KB of float32 weights */
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(2)));
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
 
-/* The weights from `at` on, of either width. */
+/* Pointer to weight number `at`, for either width. */
 static inline __attribute__((always_inline)) const void *beyond(const void *w, int64_t at, const int half)
 {
     return half ? (const void *)((const uint16_t *)w + at) : (const float *)w + at;
 }
 
-/* LANES of them. */
+/* LANES weights from number `at`. */
 static inline __attribute__((always_inline)) Vector read(const void *w, int64_t at, const int half)
 {
     if (half)
@@ -29,8 +29,8 @@ static inline __attribute__((always_inline)) Vector read(const void *w, int64_t 
     return *(const Vector *)beyond(w, at, 0);
 }
 
-/* sums[r] += x[r] W over `count` inputs; `rows`, `vectors`, `half` and `lines` known beforehand. Meanwhile `lines` cache
- * lines for each input are fetched from `soon`: of the inputs ahead, or of what lies next. */
+/* sums[r] += x[r] W over `count` inputs. `rows`, `vectors`, `half` and `lines` are compile-time constants. Also
+ * prefetches `lines` vectors per input from `soon`: from the inputs ahead, or from the next panel. */
 static inline __attribute__((always_inline)) void add_tile(const float *x, int64_t x_stride, const void *w,
     int64_t w_stride, int count, float *sums, int64_t sums_stride, const int rows, const int vectors, const int half,
     const void *soon, int64_t soon_stride, const int lines)
@@ -41,7 +41,7 @@ static inline __attribute__((always_inline)) void add_tile(const float *x, int64
             sum[r][v] = *(const Vector *)(sums + r * sums_stride + v * LANES);
     for (int k = 0; k < count; k++) {
         Vector weight[VECTORS];
-        for (int v = 0; v < lines; v++) /* the more rows, the less of what is to come fits the processor's view */
+        for (int v = 0; v < lines; v++) /* the more rows, the less far ahead the processor loads by itself */
             __builtin_prefetch(beyond(soon, k * soon_stride + v * LANES, half));
         for (int v = 0; v < vectors; v++)
             weight[v] = read(w, k * w_stride + v * LANES, half);
@@ -54,13 +54,13 @@ static inline __attribute__((always_inline)) void add_tile(const float *x, int64
             *(Vector *)(sums + r * sums_stride + v * LANES) = sum[r][v];
 }
 
-/* How many of the rows left make the next tile. */
+/* Number of rows in the next tile, given the number of rows left. */
 static inline int tile_of(int rows)
 {
     return rows <= TILE ? rows : rows <= 8 ? 4 : rows <= 10 ? 5 : TILE;
 }
 
-/* The same for any number of rows, tile by tile. */
+/* `add_tile` for any number of rows, tile by tile. */
 static inline __attribute__((always_inline)) void add_rows(const float *x, int64_t x_stride, const void *w,
     int64_t w_stride, int count, float *sums, int64_t sums_stride, int rows, const int vectors, const int half)
 {
@@ -76,8 +76,9 @@ static inline __attribute__((always_inline)) void add_rows(const float *x, int64
         }
 }
 
-/* The same for more rows than a tile has, over a panel (count, BLOCK) behind which the next one lies: the first tile
- * alone would wait for memory, and the others leave it idle, so each of them fetches a part of the next panel. */
+/* `add_rows` for more rows than a tile, over a panel (count, BLOCK) that the next panel follows in memory. Without
+ * prefetching, the first tile would wait for memory and the other tiles would leave it idle. So each tile prefetches a
+ * part of the next panel. */
 static inline __attribute__((always_inline)) void add_panel(const float *x, int64_t x_stride, const void *w, int count,
     float *sums, int rows, const int half)
 {
@@ -105,7 +106,8 @@ static inline __attribute__((always_inline)) void add_panel(const float *x, int6
     }
 }
 
-/* `call` for each i below `count`, shared among `threads`. A team of one thread is spared: that, too, takes a while. */
+/* Runs `call` for each i below `count`, divided among `threads`. One thread runs it directly, since even a team of one
+ * takes time to start. */
 #define SHARED(i, count, threads, call)                                                                                \
     do {                                                                                                               \
         if ((threads) > 1) {                                                                                           \

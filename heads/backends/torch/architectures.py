@@ -1,4 +1,4 @@
-"""Architectures with a native decoder, and its construction from the Hugging Face model."""
+"""Architectures with a native decoder, and construction of the decoder from the Hugging Face model."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,15 +33,15 @@ def why_not_native(target: LanguageModel) -> str | None:
     for path, module in target.layers.named_modules():
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return f"{path} is a {type(module).__name__}"
-        if type(module).__module__.startswith("peft."):  # it bears the weight of the layer that it adapts
+        if type(module).__module__.startswith("peft."):  # it holds the weight of the layer that it adapts
             return f"{path} has an adapter"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("transformers.")]
-        if foreign or hasattr(module, "_hf_hook"):  # the library's own hooks only look
+        if foreign or hasattr(module, "_hf_hook"):  # transformers' own hooks only observe
             return f"{path} has hooks"
         dtypes = {target.dtype}
         if name in LATENT and path.endswith(".mlp.gate"):
-            dtypes.add(torch.float32)  # in which it routes, and is kept from transformers 5.24 on
+            dtypes.add(torch.float32)  # it routes in float32, and transformers >= 5.24 keeps its weight in float32
         for parameter in module.parameters(recurse=False):
             plain = type(parameter) is nn.Parameter and parameter.device == target.device
             if not plain or parameter.dtype not in dtypes:
@@ -50,13 +50,13 @@ def why_not_native(target: LanguageModel) -> str | None:
 
 
 def native_decoder(target: LanguageModel, *, draft: bool = False) -> NativeDecoder | None:
-    """The target's native decoder, made once; None where there is none (`why_not_native`). A `draft`'s weights
-    stay as they are (`heads.backends.torch.linear`)."""
+    """Return the target's native decoder, built once; None if it has none (`why_not_native`). The weights of a `draft`
+    are not fused in place (`heads.backends.torch.linear`)."""
     if why_not_native(target) is not None:
         return None
     state = tuple((p.data_ptr(), p._version) for p in target.base.parameters() if not p.is_inference())
     known = _made.get(target)
-    if known is None or known[0] != state:  # weights that were trained on, or moved, are read anew
+    if known is None or known[0] != state:  # the weights were trained or moved since: read them again
         with torch.inference_mode(False), torch.no_grad():
             decoder = read_decoder(target, draft=draft)
         state = tuple((p.data_ptr(), p._version) for p in target.base.parameters() if not p.is_inference())
@@ -65,7 +65,7 @@ def native_decoder(target: LanguageModel, *, draft: bool = False) -> NativeDecod
 
 
 def read_decoder(target: LanguageModel, *, draft: bool) -> NativeDecoder:
-    """Take the weights of a model of a known architecture."""
+    """Build the native decoder from the weights of a model with a known architecture."""
     base: Any = target.base
     kinds = getattr(target.config, "layer_types", None) or ["sliding_attention"] * target.num_layers
     layers = [_read_layer(layer, kind, target, draft) for layer, kind in zip(base.layers, kinds, strict=True)]

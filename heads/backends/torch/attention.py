@@ -1,7 +1,7 @@
-"""Attention of the native decoders over a static cache: grouped-query heads, and DeepSeek's shared latent.
+"""Attention of the native decoders over a static cache: grouped-query attention, and DeepSeek's latent attention.
 
 Letters: L layers, B rows, N tokens of a step, R = B * N, H query heads, G query heads per key head, d head dimension, S
-slots a row, E slots shown, C latent width, P rotary width, W width of a slot.
+slots per row, E visible slots, C latent width, P rotary width, W width of a slot.
 """
 
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ from heads.backends.torch.linear import Norm, Product, unit
 
 
 class KVCache:
-    """Every layer's past of a whole batch, a slot a row: keys and values of all heads side by side, or one latent.
+    """Cache of all layers for a whole batch. A slot holds the keys and values of all heads, or one latent.
 
-    Rows of the batch stand at different lengths; a step says which slots its tokens go to, and masks say what a query
-    may see.
+    Rows of the batch have different lengths. Each step sets the slots that its tokens go to, and masks set the slots
+    that a query may see.
     """
 
     def __init__(
@@ -28,14 +28,14 @@ class KVCache:
         self.store = torch.zeros(num_layers, batch_size * capacity, width, dtype=dtype, device=device)
         self.flat = list(self.store)  # per layer (B * S, W)
         self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)
-        self.slots = self.row_starts  # (B' * N,) once aimed: where the next step's tokens go, in flat storage
+        self.slots = self.row_starts  # (B' * N,) after `aim`: the next step's slots in flat storage
         self.shown: list[Tensor] = []  # per layer (B', E, W)
         self.rows, self.extent = slice(0, 0), 0
         self.aim(self.row_starts, extent=capacity)
 
     def aim(self, slots: Tensor, *, extent: int, row: int | None = None) -> None:
-        """Send the next step's tokens to `slots` (B, N) of every row, or (1, N) of one row; show the first `extent`
-        slots."""
+        """Set the slots of the next step's tokens: `slots` (B, N) of every row, or (1, N) of one row. Attention sees
+        the first `extent` slots."""
         rows = slice(0, self.batch_size) if row is None else slice(row, row + 1)
         alone = self.batch_size == 1
         self.slots = slots[0] if alone else (slots + self.row_starts[rows]).flatten()
@@ -45,13 +45,13 @@ class KVCache:
             self.shown = list(self.store.view(L, self.batch_size, self.capacity, W)[:, rows, :extent])
 
     def write(self, layer: int, states: Tensor) -> Tensor:
-        """Put the step's states (B' * N, W) into the slots aimed at; -> all that is shown, (B', E, W)."""
+        """Write the step's states (B' * N, W) to the slots set by `aim`. Return all visible slots (B', E, W)."""
         self.flat[layer].index_copy_(0, self.slots, states)
         return self.shown[layer]
 
     def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
-        """Move, in every layer, what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
-        is written."""
+        """Move the slots slots_from[b] of row b to slots_to[b], (B, P) each, in every layer. All slots are read before
+        any is written."""
         sources, goals = (slots_from + self.row_starts).flatten(), (slots_to + self.row_starts).flatten()
         self.store.index_copy_(1, goals, self.store.index_select(1, sources))
 
@@ -63,11 +63,11 @@ class Step:
     cache: KVCache
     batch_size: int
     cos_sin: tuple[Tensor, Tensor]  # (R, 1, d) each: cosines, and sines with the first half negative
-    masks: dict[str, Tensor]  # layer kind -> (B, 1, N, E), to be added to scores
+    masks: dict[str, Tensor]  # layer kind -> (B, 1, N, E), added to scores
     folded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def mask(self, kind: str, times: int = 1) -> Tensor:
-        """(B, N * times, E): the mask of a layer kind, each query's row `times` times; made once a step."""
+        """Return the mask of a layer kind with each query's row repeated `times` times, (B, N * times, E); cached."""
         made = self.folded.get((kind, times))
         if made is None:
             made = self.masks[kind][:, 0]
@@ -77,7 +77,7 @@ class Step:
 
 
 class GroupedAttention:
-    """Grouped-query attention with rotary positions. A slot holds the keys of all heads, then their values."""
+    """Grouped-query attention with rotary embeddings. A slot holds the keys of all heads, then their values."""
 
     def __init__(self, module: Any, kind: str, *, draft: bool = False) -> None:
         self.kind = kind
@@ -98,11 +98,11 @@ class GroupedAttention:
 
     @property
     def slot_width(self) -> int:
-        """W."""
+        """Width W of a slot."""
         return 2 * self.num_key_heads * self.d
 
     def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:
-        """(R, D) normed states, and the stream (R, D) they were made of -> the stream after it."""
+        """Return the residual stream (R, D) after attention, from normed states x (R, D) and the residual stream."""
         H, Hkv, d = self.num_heads, self.num_key_heads, self.d
         fused = self.qkv(x)  # (R, (H + 2 Hkv) d)
         heads = fused.view(-1, H + 2 * Hkv, d)
@@ -114,10 +114,10 @@ class GroupedAttention:
         return self.out(self.attend(heads[:, :H], shown, step), residual)
 
     def attend(self, q: Tensor, shown: Tensor, step: Step) -> Tensor:
-        """q (R, H, d), shown (B, E, W) -> (R, H * d)."""
+        """Return attention (R, H * d) of queries q (R, H, d) over the visible slots (B, E, W)."""
         B, H, Hkv, d = step.batch_size, self.num_heads, self.num_key_heads, self.d
         if Hkv == 1 and q.device.type == "cpu":
-            # Its query heads are as good as more queries of one head, and three small products beat the fused kernel.
+            # The query heads act as additional queries of one head, and three small products beat the fused kernel.
             q = q.reshape(B, -1, d)  # (B, N * H, d)
             scores = torch.baddbmm(step.mask(self.kind, H), q, shown[..., :d].mT, alpha=self.scale)
             return torch.bmm(scores.softmax(-1), shown[..., d:]).view(-1, H * d)
@@ -136,9 +136,9 @@ class GroupedAttention:
 class LatentAttention:
     """DeepSeek's multi-head latent attention (arXiv 2405.04434, section 2.1), never decompressed.
 
-    A slot holds the normed latent c (C values) and the rotary key r (P values), shared by all heads. Since the key of
-    head h is [U_h c; r], its score is [U_h^T q; q_r] . [c; r]; and since its value is V_h c, the weighted latents are
-    summed first and V_h applied to the sum.
+    A slot holds the normed latent c (C values) and the rotary key r (P values), shared by all heads. The key of head h
+    is [U_h c; r], so its score is [U_h^T q; q_r] . [c; r]. Its value is V_h c, so V_h is applied to the weighted sum of
+    the latents.
     """
 
     def __init__(self, module: Any, kind: str, *, interleaved: bool) -> None:
@@ -159,11 +159,11 @@ class LatentAttention:
 
     @property
     def slot_width(self) -> int:
-        """W."""
+        """Width W of a slot."""
         return self.C + self.P
 
     def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:
-        """(R, D) normed states, and the stream (R, D) they were made of -> the stream after it."""
+        """Return the residual stream (R, D) after attention, from normed states x (R, D) and the residual stream."""
         B, H, C, P = step.batch_size, self.num_heads, self.C, self.P
         fused = self.inputs(x)
         q, latent = fused[:, : -C - P], fused[:, -C - P :]
@@ -171,7 +171,7 @@ class LatentAttention:
             q = self.queries(self.q_norm(q))
         q = q.unflatten(1, (H, -1))  # (R, H, nope + P)
         cos_sin_table = [q[..., self.nope :], latent[:, None, C:]]
-        if self.interleaved:  # the pairs that turn together, side by side, go to the two halves; scores stay the same
+        if self.interleaved:  # move the adjacent values of each rotated pair to the two halves; scores do not change
             cos_sin_table = [cos_sin.unflatten(-1, (-1, 2)).mT.flatten(-2) for cos_sin in cos_sin_table]
         q_turned, key = (rotate_(cos_sin.contiguous(), step.cos_sin) for cos_sin in cos_sin_table)
         shown = step.cache.write(layer, torch.cat([self.latent_norm(latent[:, :C]), key[:, 0]], dim=-1))  # (B, E, W)
@@ -185,6 +185,6 @@ class LatentAttention:
 
 
 def rotate_(heads: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn heads (R, H, d) in place, first half against second."""
+    """Apply the rotary embedding to heads (R, H, d) in place, pairing the first half with the second."""
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     return heads.mul_(cos_sin[0]).addcmul_(swapped, cos_sin[1])

@@ -1,6 +1,6 @@
-"""Heads that draft a block, by torch's operations.
+"""Heads that draft a block, with torch operations.
 
-Letters: B batch, M observed tokens, R rows of a block, L auxiliary layers, D hidden, V vocabulary, E slots shown.
+Letters: B batch, M observed tokens, R rows of a block, L auxiliary layers, D hidden, V vocabulary, E visible slots.
 """
 
 import copy
@@ -15,7 +15,7 @@ from heads.layers import Attend, masked_attention
 
 
 class ProductModule(nn.Module):
-    """A backend's product in the place of a linear layer."""
+    """Module that runs a backend's product instead of a linear layer."""
 
     def __init__(self, product: Any) -> None:
         super().__init__()
@@ -26,8 +26,8 @@ class ProductModule(nn.Module):
 
 
 def with_products(module: Any, product: Callable[[nn.Linear], Any], without: str | None = None) -> Any:
-    """A module that shares the other's parameters, with a backend's products, of the weights as they are now, in the
-    place of its linear layers, but for those in the part `without`."""
+    """Return a copy of a module that shares its parameters and has a backend's products, made from the current weights,
+    instead of linear layers. Linear layers in the child `without` stay."""
     if isinstance(module, nn.Linear):
         return ProductModule(product(module))
     twin = copy.copy(module)
@@ -38,7 +38,7 @@ def with_products(module: Any, product: Callable[[nn.Linear], Any], without: str
 
 
 def output_head(spec: BlockSpec) -> ProductModule:
-    """The output head, by the backend's product."""
+    """Return the output head as the backend's product."""
     weight = spec.lm_head_weight
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -46,7 +46,7 @@ def output_head(spec: BlockSpec) -> ProductModule:
 
 
 class TorchBlock(BlockSteps):
-    """The steps by the very functions that training calls."""
+    """Steps that call the same functions as training."""
 
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__(spec)

@@ -1,6 +1,6 @@
-"""A native decoder by torch's operations, with the cache of one batch.
+"""A native decoder with torch operations and the cache of one batch.
 
-Letters: B rows, N tokens of a step, R = B * N, E slots shown, L auxiliary layers, D hidden.
+Letters: B rows, N tokens of a step, R = B * N, E visible slots, L auxiliary layers, D hidden.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class TorchDecoder(CachedDecoder):
 
     @classmethod
     def of(cls, model: LanguageModel, spec: CacheSpec) -> Self | None:
-        """Return the decoder of a model, or None where the architecture has no native one."""
+        """Return the decoder of a model, or None if the model has no native decoder."""
         native = cls.make_native(model, draft=spec.draft)
         return None if native is None else cls(model, spec, native)
 
@@ -47,8 +47,8 @@ class TorchDecoder(CachedDecoder):
         return Features(aux.view(B, N, -1), native.norm(x).view(B, N, -1))
 
     def masks(self, mapping: SlotMapping, visible: Tensor | None, extent: int) -> dict[str, Tensor]:
-        """Return what is added to scores (B, 1, N, E), by kind of layer; `visible` None: tokens see the slots up to
-        their own."""
+        """Return the masks (B, 1, N, E) to add to scores, by layer kind. With `visible` None, tokens see the slots up
+        to their own."""
         native, positions = self.native, mapping.positions
         if visible is None:
             key_positions = self.slot[:extent].expand(len(positions), -1)
@@ -59,8 +59,8 @@ class TorchDecoder(CachedDecoder):
         return made if isinstance(made, dict) else dict.fromkeys((part.attention.kind for part in native.layers), made)
 
     def run(self, x: Tensor, positions: Tensor, masks: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Take the residual stream (R, D) through all layers; -> what it has become, and what enters the auxiliary
-        ones, side by side (R, L * D)."""
+        """Run the residual stream x (R, D) through all layers. Return the final stream, and the streams that enter the
+        auxiliary layers, concatenated (R, L * D)."""
         place, ids = positions.flatten(), self.spec.aux_layer_ids
         cos_sin = self.cos_sin_table[0].index_select(0, place), self.cos_sin_table[1].index_select(0, place)
         step = Step(cache=self.cache, batch_size=len(positions), cos_sin=cos_sin, masks=masks)

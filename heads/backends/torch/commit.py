@@ -1,10 +1,10 @@
-"""The decisions of a batch between rounds, and their update by a round's outcome.
+"""Decided state of a batch between rounds, and the commit of a round's result to it.
 
-Some thirty tensor operations on a few integers cost their dispatch, or their launches. So on a CPU they are one call of
-C (`heads.backends.cpu.commit`), and on a GPU one kernel (`heads.backends.triton.commit`); the operations say what both
-do.
+The commit is about thirty tensor operations on a few integers, whose cost is dispatch or kernel launches. So the CPU
+backend runs it as one call of C (`heads.backends.cpu.commit`), and the GPU backend as one kernel
+(`heads.backends.triton.commit`). The torch operations here are their reference.
 
-Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, T tokens of a report.
+Letters: B rows, N nodes, K depth, M = K + 1 tokens that a round can emit, T tokens of a report.
 """
 
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RoundState:
-    """Decisions of a batch so far."""
+    """Decided state of a batch."""
 
     length: Tensor  # (B,) int64, tokens in the target's cache
     root: Tensor  # (B,) int64
     done: Tensor  # (B,) bool; rows without a request are done
-    limit: Tensor  # (B,) int64, most tokens to emit
+    limit: Tensor  # (B,) int64, maximum number of tokens to emit
     stops_at_eos: Tensor  # (B,) bool
     output: Tensor  # (B, capacity) int64, tokens emitted, the root included; padding after output_length
     output_length: Tensor  # (B,) int64
-    rounds: Tensor  # (B,) int64, rounds the row took part in
-    accepted: Tensor  # (B, capacity) int64, by round: drafted tokens that the output took
-    reached: Tensor  # (B, capacity) int64, by round: the deepest level put to the test, all levels above it accepted
-    report: Tensor  # (B, 3 + T) int64: done, output_length, length and the last T tokens, as the last round left them
+    rounds: Tensor  # (B,) int64, rounds in which the row was active
+    accepted: Tensor  # (B, capacity) int64, per round: number of draft tokens in the output
+    reached: Tensor  # (B, capacity) int64, per round: the deepest level verified, all levels above it accepted
+    report: Tensor  # (B, 3 + T) int64: done, output_length, length and the last T tokens, after the last round
 
     @classmethod
     def new(cls, *, batch_size: int, capacity: int, depth: int, device: torch.device, rounds: int = 1) -> "RoundState":
-        """Rows without requests; `capacity` is the most tokens a request emits; a report shows the tokens of `rounds`
-        rounds."""
+        """Return a state whose rows have no requests. `capacity` is the maximum number of tokens that a request emits.
+        A report shows the tokens of `rounds` rounds."""
         B, M = batch_size, depth + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -55,31 +55,31 @@ class RoundState:
 
 @dataclass(frozen=True)
 class CommitResult:
-    """New tokens of a round; valid until the next."""
+    """New tokens of a round; valid until the next round."""
 
-    tokens: Tensor  # (B, M + 1) int64, the root before the round, then what was emitted
-    start: Tensor  # (B,) int64, tokens in the target's cache before it
-    count: Tensor  # (B,) int64, tokens that came into it; 0 in rows that are done
+    tokens: Tensor  # (B, M + 1) int64, the root before the round, then the emitted tokens
+    start: Tensor  # (B,) int64, tokens in the target's cache before the round
+    count: Tensor  # (B,) int64, tokens added to the cache; 0 in rows that are done
 
 
 class Commit:
-    """Update of a state by the outcome of rounds of one depth."""
+    """Commit of the results of rounds of one depth to a state."""
 
     def __init__(self, state: RoundState, eos: Tensor, depth: int) -> None:
-        """eos: any number of ids, int64."""
+        """eos: any number of token ids, int64."""
         B, M, device = len(state.done), depth + 1, state.done.device
         self.state, self.eos, self.depth = state, eos, depth
         self.offsets = torch.arange(M, device=device)
         self.shown = torch.arange(state.report.shape[1] - 3, device=device)
         tokens, (start, count) = state.output.new_zeros(B, M + 1), state.output.new_zeros(2, B)
         self.result = CommitResult(tokens, start, count)
-        """Where kernels leave what they give."""
+        """Output buffers of kernels."""
 
     def __call__(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> CommitResult:
-        """Take the accepted tokens into the state, cut at EOS and at the limit.
+        """Commit the accepted tokens to the state, cut at EOS and at the limit.
 
-        accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N): of each tree's nodes, None where all trees
-        have K levels.
+        accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N): of each tree's nodes, None if all trees have K
+        levels.
         """
         state, count = self.state, accepted + 1
         kept, ended = self.cut(emitted, count)
@@ -95,13 +95,13 @@ class Commit:
         state.output_length.add_(kept)
         state.rounds.add_(active)
         state.length.add_(result.count)
-        # A row that is done may take any root: it is never read.
+        # A row that is done may have any root, since it is never read.
         state.root.copy_(emitted.gather(1, accepted[:, None])[:, 0])
         self.publish()
         return result
 
     def cut(self, emitted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of the first count[b] tokens that the output keeps, and True if it ends with them; (B,)
+        """Return how many of the first count[b] tokens the output keeps, and True if the output ends with them; (B,)
         each."""
         state = self.state
         room = state.limit - state.output_length
@@ -116,8 +116,8 @@ class Commit:
         return kept, ended
 
     def record(self, accepted: Tensor, kept: Tensor, depths: Tensor | None) -> None:
-        """Record the deepest level tested in the round. A round cut by the output's end tests only the levels that the
-        output shows."""
+        """Record the number of accepted tokens and the deepest level verified in the round. If the output ends in the
+        round, only the levels up to its end count."""
         state = self.state
         at, tested = state.rounds[:, None], torch.minimum(accepted + 1, kept)
         state.accepted.scatter_(1, at, torch.minimum(accepted, kept)[:, None])

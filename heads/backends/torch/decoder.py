@@ -1,7 +1,7 @@
-"""Native decoders: the target's layers as few functions of tensors, with fused weights and a static cache.
+"""Native decoders: the target's layers as a few tensor functions, with fused weights and a static cache.
 
-Known are the architectures of `heads.backends.torch.architectures`; each decodes as its Hugging Face model does, up to
-rounding. Every shape is static and nothing waits for the host, so that a CUDA graph can hold a step.
+`heads.backends.torch.architectures` lists the supported architectures. Each decodes as its Hugging Face model does, up
+to rounding. Every shape is static and nothing synchronizes with the host, so that a CUDA graph can capture a step.
 
 Letters: D hidden, V vocabulary.
 """
@@ -36,13 +36,13 @@ class NativeDecoder:
     layers: list[Layer]
     norm: Norm
     rotary: Any
-    """The model's own module of rotary positions, with whatever scaling it has."""
+    """The model's own rotary embedding module, with any scaling that it has."""
     output: Product | None
-    """The output head, where it is a plain product."""
+    """The output head if it is a plain product, else None."""
 
     def products(self) -> dict[str, list[Product]]:
-        """The large products by kind (`qkv`, `gate_up`, ...), those of one kind layer by layer; a mixture's experts and
-        its router are none of them, the experts that every token visits are."""
+        """Return the large products by kind (`qkv`, `gate_up`, ...), in layer order. Shared experts are included,
+        routed experts and routers are not."""
         found: dict[str, list[Product]] = {}
         for layer in self.layers:
             for block in (layer.attention, layer.feedforward, getattr(layer.feedforward, "shared", None)):
@@ -52,7 +52,7 @@ class NativeDecoder:
         return found
 
     def new_cache(self, *, batch_size: int, capacity: int) -> Any:
-        """A cache for `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
+        """Return a cache for `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
         return KVCache(
             num_layers=len(self.layers),
             batch_size=batch_size,
@@ -63,7 +63,7 @@ class NativeDecoder:
         )
 
     def cos_sin_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """(positions, 1, d) twice: cosines, and sines with the first half negative, of positions 0 .. ."""
+        """Return (num_positions, 1, d) twice, for positions from 0: cosines, and sines with the first half negated."""
         made = self.rotary(self.embedding[:1], torch.arange(num_positions, device=self.embedding.device)[None])
         if isinstance(made, tuple):
             cos, sin = (table[0, :, : table.shape[-1] // 2] for table in made)
@@ -73,8 +73,8 @@ class NativeDecoder:
         return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider; None where the output head
-        is more than a product."""
+        """Return the logits (..., V), float32 or wider, of hidden states (..., D) after the final norm; None if the
+        output head is not a plain product."""
         if self.output is None:
             return None
         logits: Tensor = self.output(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])

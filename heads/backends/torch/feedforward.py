@@ -1,6 +1,6 @@
-"""Feed-forward parts of a native decoder: a gated MLP, or a mixture of them behind a router.
+"""Feed-forward parts of a native decoder: a gated MLP, or a mixture of experts with a router.
 
-Letters: R rows, D hidden, I intermediate width, X experts, A experts active for a token.
+Letters: R rows, D hidden, I intermediate width, X experts, A experts active per token.
 """
 
 from collections.abc import Callable
@@ -15,29 +15,31 @@ from heads.backends.torch.linear import Product
 
 Activation = Callable[[Tensor], Tensor]
 Multiply = Callable[[Tensor, Tensor], Tensor]
-"""(R, D), a weight (O, D) -> (R, O)."""
+"""Product of rows (R, D) and a weight (O, D) -> (R, O)."""
 STATIC_ROWS = 64
-"""Rows up to which a GPU copies experts' weights rather than wait to learn which rows chose which."""
+"""Maximum number of rows for which a GPU copies the experts' weights per token. With more rows, the host waits for the
+routing."""
 
 
 class Router(Protocol):
-    """Choice of the experts of a token."""
+    """Choice of each token's experts."""
 
     weight: Tensor
     """(X, D)."""
 
     def __call__(self, x: Tensor, multiply: Multiply = linear) -> tuple[Tensor, Tensor]:
-        """(R, D) -> weights (R, A) and expert ids (R, A); `multiply` forms the product with `weight`."""
+        """Return weights (R, A) and expert ids (R, A) for x (R, D). `multiply` computes the product with `weight`."""
 
 
 def activation(module: Any) -> Activation:
-    """The module's own, SiLU where it names none; SiLU, which the kernels know, by one name."""
+    """Return the module's activation, SiLU if it has none. Every form of SiLU is returned as `silu`, which kernels
+    recognize."""
     own = getattr(module, "act_fn", silu)
     return silu if isinstance(own, (nn.SiLU, type(ACT2FN["silu"]))) else own
 
 
 class GatedMLP:
-    """down(act(gate(x)) * up(x)), gate and up as one product."""
+    """down(act(gate(x)) * up(x)), with gate and up as one product."""
 
     def __init__(self, module: Any, *, draft: bool = False) -> None:
         self.gate_up = Product.of(module.gate_proj, module.up_proj, draft=draft)
@@ -45,13 +47,13 @@ class GatedMLP:
         self.activation = activation(module)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """(R, D) normed states, and the stream (R, D) they were made of -> the stream after it."""
+        """Return the residual stream (R, D) after the MLP, from normed states x (R, D) and the residual stream."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(self.activation(gate).mul_(up), residual)
 
 
 class Experts:
-    """A router, its experts and, where the family has them, experts that every token visits."""
+    """Router and experts, with shared experts if the family has them."""
 
     def __init__(self, module: Any, router: Router) -> None:
         self.router = router
@@ -61,28 +63,29 @@ class Experts:
         self.shared = GatedMLP(module.shared_experts) if hasattr(module, "shared_experts") else None
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """(R, D) normed states, and the stream (R, D) they were made of -> the stream after it."""
+        """Return the residual stream (R, D) after the experts, from normed states x (R, D) and the residual stream."""
         weights, ids = self.router(x)
         if self.shared is not None:
             residual = self.shared(x, residual)
         return self.visit(x, ids, weights).add_(residual)
 
     def visit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The experts' outputs, weighted and summed over each token's own in the order of its list, whatever the other
-        tokens of the step."""
+        """Return each token's weighted sum of its experts' outputs, in the order of its list and independent of the
+        other tokens of the step."""
         static = x.device.type != "cpu" and len(x) <= STATIC_ROWS
         out = self.gathered(x, ids) if static else self.by_expert(x, ids)
         return torch.bmm(weights.to(x.dtype)[:, None], out)[:, 0]
 
     def gathered(self, x: Tensor, ids: Tensor) -> Tensor:
-        """(R, A, D): as many products as visits, each with a copy of its expert's weights; static, never waits."""
+        """Return (R, A, D) from one product per row and expert, each with a copy of the expert's weights. Shapes are
+        static, and nothing waits for the host."""
         R, A = ids.shape
         visits = x.repeat_interleave(A, dim=0)[..., None]  # (R * A, D, 1)
         gate, up = torch.bmm(self.gate_up[ids.flatten()], visits)[..., 0].chunk(2, dim=-1)
         return torch.bmm(self.down[ids.flatten()], self.activation(gate).mul_(up)[..., None]).view(R, A, -1)
 
     def by_expert(self, x: Tensor, ids: Tensor) -> Tensor:
-        """(R, A, D): one product an expert, with the rows that chose it."""
+        """Return (R, A, D) from one product per expert, over the rows that chose it."""
         out = x.new_empty(*ids.shape, x.shape[1])
         for expert in ids.unique().tolist():
             row, place = torch.where(ids == expert)
@@ -92,20 +95,20 @@ class Experts:
 
 
 class SoftmaxRouter:
-    """Mixtral's and Qwen's: the likeliest A experts by their softmax in float32."""
+    """Router of Mixtral and Qwen: the A likeliest experts, by a softmax in float32."""
 
     def __init__(self, gate: Any, config: Any, *, renormalise: bool) -> None:
         self.weight: Tensor = gate.weight.detach()
         self.A, self.renormalise = int(config.num_experts_per_tok), renormalise
 
     def __call__(self, x: Tensor, multiply: Multiply = linear) -> tuple[Tensor, Tensor]:
-        """Route as `Router` does."""
+        """Same as `Router.__call__`."""
         weights, ids = multiply(x, self.weight).float().softmax(-1).topk(self.A, dim=-1)
         return (weights / weights.sum(-1, keepdim=True) if self.renormalise else weights), ids
 
 
 class GroupedRouter:
-    """DeepSeek's (arXiv 2405.04434, section 2.1.2; 2412.19437, section 2.1.2): experts of the best groups only."""
+    """Router of DeepSeek (arXiv 2405.04434, section 2.1.2; 2412.19437, section 2.1.2): experts of the best groups."""
 
     def __init__(self, gate: Any, config: Any) -> None:
         self.weight: Tensor = gate.weight.detach().float()
@@ -116,7 +119,7 @@ class GroupedRouter:
         self.renormalise = self.bias is not None and config.norm_topk_prob
 
     def __call__(self, x: Tensor, multiply: Multiply = linear) -> tuple[Tensor, Tensor]:
-        """Route as `Router` does."""
+        """Same as `Router.__call__`."""
         logits = multiply(x.float(), self.weight)
         scores = logits.softmax(-1) if self.bias is None else logits.sigmoid()
         ranks = scores if self.bias is None else scores + self.bias

@@ -1,6 +1,6 @@
 """Matrix products and norms of a native decoder, on rows of states.
 
-Letters: R rows, K and O the inputs and outputs of a product.
+Letters: R rows, K inputs and O outputs of a product.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from torch.nn.functional import linear, rms_norm
 
 
 class Product:
-    """x W^T + b, for one projection or for several of the same input side by side."""
+    """x W^T + b, for one projection, or for several projections of the same input, concatenated."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight.detach(), bias  # (O, K), (O,)
 
     @classmethod
     def of(cls, *modules: nn.Linear, draft: bool = False) -> "Product":
-        """The target's modules go on with parts of the fused weight, so that it is kept once. A draft's may be in
-        training, so they stay as they are."""
+        """Return the product of the modules. A target's modules then use slices of the fused weight, so that it is
+        stored once. A draft's modules may be in training, so they keep their weights."""
         weight = fuse([module.weight for module in modules], shared=not draft)
         if all(module.bias is None for module in modules):
             return cls(weight)
@@ -29,17 +29,17 @@ class Product:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one weight, as it is read."""
+        """Bytes read per weight."""
         return self.weight.element_size()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """(R, K) -> (R, O), the residual (R, O) added."""
+        """Return the product (R, O) of x (R, K), plus the residual (R, O) if given."""
         y = linear(x, self.weight, self.bias)
         return y if residual is None else y.add_(residual)
 
 
 def fuse(weights: Sequence[Tensor], *, shared: bool) -> Tensor:
-    """The weights (O_i, K) as one tensor; where it is shared they become its parts."""
+    """Return the weights (O_i, K) as one tensor. If `shared`, the weights become slices of it."""
     if len(weights) == 1:
         return weights[0].detach()
     fused = torch.cat([weight.detach() for weight in weights])
@@ -65,6 +65,6 @@ class Norm:
 
 
 def unit(x: Tensor, eps: float) -> Tensor:
-    """(..., D) -> x / rms(x), in float32 as the library's norms compute it, even on float64."""
+    """Return x / rms(x) for x (..., D), computed in float32 even for float64, as transformers' norms do."""
     narrow = x.float()
     return (narrow * torch.rsqrt(narrow.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

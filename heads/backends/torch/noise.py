@@ -1,6 +1,6 @@
-"""Noise that depends on nothing but (seed, position, token id): the same numbers on every device, in every batch.
+"""Noise that depends only on (seed, position, token id): the same numbers on every device and in every batch.
 
-Letters: B rows of the batch, W positions a row, X ids.
+Letters: B rows of the batch, W positions per row, X ids.
 """
 
 from torch import Tensor
@@ -13,9 +13,9 @@ LOW_34, LOW_37, LOW_33, LOW_52 = (1 << 34) - 1, (1 << 37) - 1, (1 << 33) - 1, (1
 def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """Gumbel noise as a pure function: seeds (B,), positions (B, W), token_ids (Vx,) -> (B, W, Vx) float32.
 
-    Since G = -log(-log(1 - w)) for a uniform w, large noise comes from small w, where w is finest: values up to 36 are
-    drawn by their true distribution. float64 makes libraries' last-bit differences vanish in the cast (but for one
-    value in some hundred millions).
+    G = -log(-log(1 - w)) for a uniform w, so large noise comes from small w, where w has the finest resolution: values
+    up to 36 follow the true distribution. Computing in float64 makes last-bit differences between libraries vanish in
+    the cast (except for about one value in some hundred millions).
     """
     return uniform(seeds, positions, token_ids).neg_().log1p_().neg_().log_().neg_().float()
 
@@ -23,7 +23,7 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 def uniform(seeds: Tensor, counters: Tensor, ids: Tensor) -> Tensor:
     """Uniform noise as a pure function: seeds (B,), counters (B, W), ids (X,) -> (B, W, X) float64.
 
-    splitmix64 over the three integers gives 52 bits k, and (k + 1/2) / 2^52 lies strictly inside (0, 1), exactly.
+    splitmix64 over the three integers gives 52 bits k. (k + 1/2) / 2^52 is exact and strictly inside (0, 1).
     """
     keys = _mix(_mix(seeds)[:, None] + counters * GAMMA)  # (B, W)
     bits = _mix_(keys[..., None] + ids * GAMMA)
@@ -31,13 +31,13 @@ def uniform(seeds: Tensor, counters: Tensor, ids: Tensor) -> Tensor:
 
 
 def stream(seeds: Tensor, purpose: int) -> Tensor:
-    """Seeds (B,) of another noise, independent of the one that `seeds` themselves give; `purpose`: any 64-bit
+    """Return seeds (B,) of another noise, independent of the noise of `seeds` itself. `purpose` is any 64-bit
     number."""
     return _mix_(seeds ^ purpose)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64 tensors; a bijection. Shifts are arithmetic, so the sign's copies are masked
+    """splitmix64's finaliser on int64 tensors; a bijection. Shifts are arithmetic, so the copied sign bits are masked
     off."""
     return _mix_(x.clone())
 

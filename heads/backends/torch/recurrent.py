@@ -1,6 +1,6 @@
-"""Heads that recycle their state, by torch's operations.
+"""Heads that recycle their state, with torch operations.
 
-Letters: B batch, W tokens of each, D hidden, Vd draft vocabulary, S cache slots, E of them shown.
+Letters: B batch, W tokens per row, D hidden, Vd draft vocabulary, S cache slots, E visible slots.
 """
 
 import torch
@@ -12,13 +12,13 @@ from heads.layers import masked_attention
 
 
 class TorchRecurrent(RecurrentSteps):
-    """The steps by the very functions that training calls."""
+    """Steps that call the same functions as training."""
 
     def __init__(self, spec: RecurrentSpec) -> None:
         head, cos_sin_table, batch_size = spec.head, spec.cos_sin_table, spec.batch_size
         self.head, self.embed, self.lm_head_weight = head, spec.embed, spec.lm_head_weight
         slots = cos_sin_table[0].shape[2]
-        self.padding_slot = slots - 1  # the slot of padding: no token that is read ever stands there
+        self.padding_slot = slots - 1  # no token that is read is ever in this slot
         self.cos_sin_table = cos_sin_table[0][0, 0], cos_sin_table[1][0, 0]  # (S, d) each
         self.slot = torch.arange(slots, device=cos_sin_table[0].device)
         self.row = torch.arange(batch_size, device=cos_sin_table[0].device)[:, None]
@@ -31,7 +31,8 @@ class TorchRecurrent(RecurrentSteps):
         self.values = [new(batch_size, heads, slots, width) for _, (heads, width) in forms]
 
     def _form(self, cos_sin: tuple[Tensor, Tensor], module: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Heads and width of a module's keys, and of its values: whatever its block hands to attention."""
+        """Return the number of heads and the width of a module's keys and of its values, as its block passes them to
+        attention."""
         forms: list[tuple[int, int]] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class TorchRecurrent(RecurrentSteps):
         visible = mapping.visible(module, extent)
         if visible is None:
             visible = self.slot[:extent] <= positions[..., None]
-        if (window := self.head.sliding_window) is not None:  # drafted tokens, in slots of their own, are nearer
+        if (window := self.head.sliding_window) is not None:  # draft tokens only appear nearer: slot >= position
             visible = visible & (positions[..., None] - self.slot[:extent] < window)
         if rows is not None:
             states = states.gather(1, rows[..., None].expand(-1, -1, states.shape[2]))

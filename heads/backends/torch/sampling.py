@@ -1,17 +1,17 @@
-"""Choice of tokens: one processed distribution, and noise that depends only on (seed, position, token id).
+"""Choice of tokens from one processed distribution, with noise that depends only on (seed, position, token id).
 
-`RowSampling` is the reference, in torch's operations; `heads.backends.cpu.draws` and `heads.backends.triton.pick` have
-forms of their own for what a round asks most, which give the same tokens.
+`RowSampling` is the reference, in torch operations. `heads.backends.cpu.draws` and `heads.backends.triton.pick`
+implement the most frequent operations of a round with kernels, which give the same tokens.
 
     p_t      = min_p(top_p(top_k(softmax(logits_t / T))))          in float32; at T = 0 all of it on the argmax
     choice_t = argmax(log p_t + G(seed, t))                        lowest id on ties
 
-Whatever differs from log p_t by a constant serves as well, so no choice waits for a sum over the vocabulary. G is
-Gumbel noise, so the choice is a draw from p_t; and since G is a pure function of the seed, the absolute position and
-the token id, it is the same draw on every device, in every batch, tree and round. That makes sampled speculative
-decoding equal to plain decoding token for token, and lets a draft use the very noise the target will use.
+log p_t may be replaced by anything that differs from it by a constant, so no choice needs a sum over the vocabulary. G
+is Gumbel noise, so the choice is a draw from p_t. G is a pure function of the seed, the absolute position and the token
+id, so the draw is the same on every device, in every batch, tree and round. That makes sampled speculative decoding
+equal to plain decoding token for token, and lets a draft use the same noise as the target.
 
-Letters: B rows of the batch, W positions a row, V vocabulary, Vx the columns of a draft's logits.
+Letters: B rows of the batch, W positions per row, V vocabulary, Vx columns of a draft's logits.
 """
 
 from typing import Protocol
@@ -23,13 +23,14 @@ from heads.backends.torch import noise
 from heads.tree import Pick
 
 SHARPNESS = 1.5
-"""Factor of a greedy row's logits in the probabilities that rank the nodes of trees. The target takes its likeliest
-token every time, so that a draft's likeliest is right more often than its probability says. Chosen on the quickstart's
-heads, whose tau it raises by 2 to 3% (`eval/results/ranking.json`, `ranking-before.json`); sampled rows gain none."""
+"""Factor on a greedy row's logits in the probabilities that rank a tree's nodes. A greedy target always takes its
+likeliest token, so a draft's likeliest token is right more often than its probability. Chosen on the quickstart's
+heads, where it raises tau by 2 to 3% (`eval/results/ranking.json`, `ranking-before.json`). Sampled rows do not gain."""
 
 
 class Settings(Protocol):
-    """Sampling settings of a request; a temperature of 0 is greedy, and 0, 1 and 0 turn the filters off."""
+    """Sampling settings of a request. A temperature of 0 is greedy; top_k 0, top_p 1 and min_p 0 disable the
+    filters."""
 
     @property
     def temperature(self) -> float: ...
@@ -44,10 +45,10 @@ class Settings(Protocol):
 
 
 class RowSampling:
-    """Sampling settings of every row of a batch, as tensors, and the choices by them. Rows mix freely.
+    """Sampling settings of every row of a batch, as tensors, and the resulting choices. Rows may have any settings.
 
-    `random` and `filtered` are host flags (does any row sample? does any row filter?), so that a greedy batch costs
-    one argmax. They choose between forms of equal result, never the result.
+    The host flags `random` (any row samples) and `filtered` (any row filters) select cheaper computations with the same
+    result. A greedy batch costs one argmax.
     """
 
     def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
@@ -62,7 +63,7 @@ class RowSampling:
         """Pick children for the rule `match`: those with the highest scores, noise included."""
 
     def set_row(self, row: int, sampling: Settings) -> None:
-        """Set the row of a request."""
+        """Set the settings of one row."""
         self._rows[row] = sampling
         self.temperature[row] = sampling.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p
@@ -72,7 +73,7 @@ class RowSampling:
         self.filtered = any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in warm)
 
     def filters(self) -> Tensor:
-        """(B,) bool: the rows that filter."""
+        """Return (B,) bool, True for rows with filters."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     def row(self, row: int) -> "RowSampling":
@@ -83,15 +84,15 @@ class RowSampling:
         return alone
 
     def gumbel(self, seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-        """`heads.backends.torch.noise.gumbel`: seeds (B,), positions (B, W), token_ids (Vx,) -> (B, W, Vx) float32."""
+        """Same as `heads.backends.torch.noise.gumbel`: seeds (B,), positions (B, W), token_ids (Vx,) -> (B, W, Vx)."""
         return noise.gumbel(seeds, positions, token_ids)
 
     def log_distribution(self, logits: Tensor) -> Tensor:
-        """(B, W, V) logits -> (B, W, V) float32 log p; -inf where a filter excludes the token."""
+        """Return log p (B, W, V) in float32 of logits (B, W, V); -inf where a filter excludes the token."""
         return log_distribution(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
 
     def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """(B, W, V) logits, (B, W) the positions of the tokens to be chosen -> (B, W) token ids."""
+        """Return the chosen token ids (B, W), given logits (B, W, V) and positions (B, W) of the tokens to choose."""
         if not self.random:
             return logits.argmax(dim=-1)
         perturbation = self.gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
@@ -101,7 +102,7 @@ class RowSampling:
     def pick_likeliest(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A `heads.tree.Pick` of the likeliest tokens."""
+        """Pick the likeliest tokens; a `heads.tree.Pick`."""
         W = logits.shape[1]
         if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # independent heads: one distribution for all
             ids, logp = self.pick_likeliest(logits[:, :1], positions[:, :1], count, token_ids)
@@ -111,18 +112,17 @@ class RowSampling:
     def pick_of_each(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`pick_likeliest` of nodes with a distribution each."""
+        """Pick the likeliest tokens of nodes that each have their own distribution."""
         if not self.random:
             return best_columns(logits, SHARPNESS, count, token_ids)
         sharpness = torch.where(self.temperature > 0, 1.0, SHARPNESS)[:, None, None]
         return best_columns(self.perturb(logits, positions, token_ids), sharpness, count, token_ids)
 
     def perturb(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Return the scores by which a draft ranks its candidates, with the noise that `choose` will use at the same
-        position.
+        """Return the scores that rank a draft's candidates, with the noise that `choose` will use at the same position.
 
-        logits (B, W, Vx); positions (B, W) of the drafted tokens; token_ids (Vx,) the target ids of the columns, None
-        where they are 0 .. Vx - 1. Greedy rows come back as float32 logits, unchanged.
+        logits (B, W, Vx); positions (B, W) of the draft tokens; token_ids (Vx,) the target ids of the columns, None if
+        they are 0 .. Vx - 1. For greedy rows, the scores are the logits in float32.
         """
         logits = logits.float()
         if not self.random:
@@ -131,7 +131,7 @@ class RowSampling:
             token_ids = torch.arange(logits.shape[-1], device=logits.device)
         hot = (self.temperature > 0)[:, None, None]
         warmth = torch.where(hot, self.temperature[:, None, None], 1.0)
-        together = positions.shape[1] > 1 and positions.stride(1) == 0  # a level of a tree stands at one position
+        together = positions.shape[1] > 1 and positions.stride(1) == 0  # all nodes of a tree level have one position
         perturbation = self.gumbel(self.seed, positions[:, :1] if together else positions, token_ids)
         return torch.where(hot, logits / warmth + perturbation, logits)
 
@@ -139,10 +139,10 @@ class RowSampling:
 def log_distribution(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
 ) -> Tensor:
-    """Return the processed distribution in logarithms: temperature, then top-k, top-p and min-p, each renormalising the
-    result of the one before.
+    """Return the log of the processed distribution: temperature, then top-k, top-p and min-p, each renormalizing the
+    result of the previous one.
 
-    logits (B, W, V); the settings (B,) each; -> (B, W, V) float32. Whatever draws a token draws it from this.
+    logits (B, W, V); the settings (B,) each; -> (B, W, V) float32. Every draw of a token uses this distribution.
     """
     return scaled(logits, temperature, top_k, top_p, min_p, filtered=filtered).log_softmax(dim=-1)
 
@@ -150,11 +150,11 @@ def log_distribution(
 def scaled(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
 ) -> Tensor:
-    """Return `log_distribution` up to a constant of each position: 0 at the likeliest token."""
+    """Return `log_distribution` up to a constant per position, with 0 at the likeliest token."""
     hot = (temperature > 0)[:, None, None]  # (B, 1, 1)
     top = logits.argmax(dim=-1, keepdim=True)
     greedy = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, top, 0.0)
-    # The maximum is taken off first: logits divided by a very low temperature would overflow to inf - inf.
+    # Subtract the maximum first: logits divided by a very low temperature would overflow to inf - inf.
     warm = (logits - logits.gather(-1, top)).float() / torch.where(hot, temperature[:, None, None], 1.0)
     if filtered:
         warm = warm.masked_fill(~_kept(warm, top_k, top_p, min_p), -torch.inf)
@@ -163,14 +163,14 @@ def scaled(
 
 def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return (B, W, V) bool, True for tokens that pass all three filters. Each filter keeps a prefix of the tokens in
-    falling order, so one sort is enough."""
+    descending order, so one sort is enough."""
     V = scaled.shape[-1]
     falling, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(V, device=scaled.device)
     k = torch.where(top_k > 0, top_k, V)[:, None, None]
     kept = rank < k
-    # A token stays while the mass before it is short of top_p, so the likeliest always does. Sums that only rounding
-    # brought to 1 must cut nothing off, hence the second term.
+    # Keep a token if the mass before it is less than top_p, so the likeliest token is always kept. With top_p = 1, a
+    # sum that reaches 1 by rounding must not cut tokens off, hence the second term.
     share = falling.masked_fill(~kept, -torch.inf).softmax(dim=-1)
     before = share.cumsum(dim=-1) - share
     p = top_p[:, None, None]
@@ -181,8 +181,8 @@ def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
 def best_columns(
     scores: Tensor, sharpness: Tensor | float, count: int, token_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The `count` (R) best columns of scores (B, W, Vx), best first: target ids (B, W, R) int64, and the log-softmax of
-    sharpness (B, 1, 1) * scores, float32. Which of equal ones stands first is not said."""
+    """Return the `count` (R) best columns of scores (B, W, Vx), best first: target ids (B, W, R) int64, and the float32
+    log-softmax of sharpness (B, 1, 1) * scores. The order of equal scores is unspecified."""
     scores = scores.float()
     best, columns = scores.max(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1)
     logp = sharpness * best - (sharpness * scores).logsumexp(-1, keepdim=True)

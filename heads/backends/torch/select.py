@@ -1,17 +1,17 @@
-"""Choosing the nodes of a draft tree, by torch's operations.
+"""Choice of a draft tree's nodes, with torch operations.
 
 A dynamic tree (EAGLE-2, arXiv 2406.16858, section 4) draws K children of each of the K likeliest nodes of a level, and
-keeps the N likeliest of all that it drew. `widen` takes a level's draws in and finds the next nodes to expand; `prune`
-keeps the best. A static tree knows which draws it takes: `place` takes them in.
+keeps the N likeliest of all drawn nodes. `widen` adds a level's draws and finds the next nodes to expand. `prune` keeps
+the best nodes. A static tree's draws are fixed beforehand: `place` adds them.
 
-Nodes are ranked by score, the lowest index first among equals. A parent's score is never below its child's, and its
-index is lower, so that it is never left out for its child: not where both scores are -inf or the draft was certain of
-the child, and not where a sum of logarithms is so large that a penalty of depth is lost in its last bit. A distribution
-that is not a number counts as one that gives its tokens no chance, for it must not displace the root.
+Nodes are ranked by score, then by lowest index. A parent's score is never below its child's, and its index is lower, so
+a parent is never dropped before its child. This includes scores that are both -inf, a child of draft probability 1, and
+sums of logarithms so large that the depth penalty is lost in rounding. NaN log-probabilities count as -inf, so that
+they cannot displace the root.
 
-Letters: B rows of the batch, T nodes drawn, root included, N of them kept, K children drawn for a node and nodes
-expanded at a level, W nodes expanded at the level before (1 or K), R children drawn for each, M nodes placed at a level
-of a static tree, P of them expanded.
+Letters: B rows of the batch, T nodes drawn including the root, N nodes kept, K children drawn per node and nodes
+expanded per level, W nodes expanded at the previous level (1 or K), R children drawn for each, M nodes placed at a
+level of a static tree, P of them expanded.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ class Nodes:
 
     tokens: Tensor  # (B, T) int64
     parents: Tensor  # (B, T) int64
-    scores: Tensor  # (B, T) float32 as a rule, log-probability of the path
-    expanded: Tensor  # (B, T) int64, each one's index among the expanded; -1 where it is not
-    depths: Tensor  # (T,) int64 while a tree grows, (B, N) when it is pruned
+    scores: Tensor  # (B, T) usually float32, log-probability of the path
+    expanded: Tensor  # (B, T) int64, the node's index among the expanded nodes; -1 if it is not expanded
+    depths: Tensor  # (T,) int64 while a tree grows, (B, N) after `prune`
 
 
 @dataclass(frozen=True)
 class Beam:
-    """The W nodes that are expanded at one level; `heads.growth.Expand` says what rows and paths are."""
+    """The W nodes expanded at one level. `heads.growth.Expand` describes rows and paths."""
 
     tokens: Tensor  # (B, W) int64
     scores: Tensor  # (B, W) float32
@@ -44,7 +44,7 @@ class Beam:
 
 
 def new_nodes(root: Tensor, depths: Tensor, dtype: torch.dtype = torch.float32) -> Nodes:
-    """Room for nodes of these depths (T,) below root (B,), with scores of that type; what is not drawn yet is
+    """Return empty nodes of the given depths (T,) for root (B,), with scores of type `dtype`. Nodes not yet drawn are
     padding."""
     B, T = len(root), len(depths)
     tokens, parents, expanded = root.new_empty(3, B, T)
@@ -56,15 +56,15 @@ class Level:
     """A static tree's nodes of one depth: M of them, P expanded."""
 
     first: int
-    """The first of them; the others follow."""
+    """Index of the level's first node. Its other nodes follow."""
     count: int
     """Children drawn for each node of the level above."""
-    row: Tensor  # (M,) int64, each one's parent among the nodes expanded above
-    rank: Tensor  # (M,) int64, which of its parent's children it is
-    above: Tensor  # (M,) int64, its parent
-    expanded: Tensor  # (P,) int64, which of the M are expanded
-    rows: Tensor  # (P,) int64, their parents among the nodes expanded above
-    paths: Tensor  # (P, the level) int64, the indices of those above, and their own
+    row: Tensor  # (M,) int64, index of each node's parent among the nodes expanded at the previous level
+    rank: Tensor  # (M,) int64, rank of each node among its parent's children
+    above: Tensor  # (M,) int64, each node's parent
+    expanded: Tensor  # (P,) int64, which of the M nodes are expanded
+    rows: Tensor  # (P,) int64, indices of their parents among the nodes expanded at the previous level
+    paths: Tensor  # (P, level) int64, the expanded indices of their ancestors and their own
 
 
 def first_node(K: int, level: int) -> int:
@@ -75,15 +75,15 @@ def first_node(K: int, level: int) -> int:
 def widen(
     nodes: Nodes, root: Tensor, beam: Beam | None, picked: Tensor, logp: Tensor, level: int, *, last: bool
 ) -> Beam | None:
-    """Take in picked and logp (B, W, K), the children of the beam's nodes and their log-probabilities, best first; of
-    the root (B,), whose beam is None, at level 1. Returns the next beam, None at the last level."""
+    """Add picked and logp (B, W, K), the children of the beam's nodes and their log-probabilities, best first. At level
+    1, beam is None and the children are the root's (B,). Return the next beam, None at the last level."""
     B, W, K = picked.shape
     start, end, children = first_node(K, level), first_node(K, level + 1), picked.flatten(1)
     totals = nodes.scores[:, start:end]
     if beam is None:
         nodes.parents.zero_(), nodes.expanded.fill_(-1)
         nodes.tokens[:, 0] = root
-        nodes.scores[:, 0].zero_()  # to assign a number would be a copy from the host
+        nodes.scores[:, 0].zero_()  # assigning a number would copy it from the host
         totals.copy_(logp[:, 0])
     else:
         nodes.parents[:, start:end].view(B, W, K).copy_(beam.nodes[..., None])
@@ -92,7 +92,7 @@ def widen(
     nodes.tokens[:, start:end] = children
     if last:
         return None
-    if beam is None:  # all are expanded, in the order they were drawn in
+    if beam is None:  # all are expanded, in the order in which they were drawn
         best, rows, scores = torch.arange(K, device=root.device).expand(B, K), torch.zeros_like(picked[:, 0]), totals
         paths = best[..., None]
     else:
@@ -106,7 +106,8 @@ def widen(
 
 
 def prune(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
-    """The root and the `count` - 1 (N) best others by score less penalty (T,), in order, parents renumbered."""
+    """Return the root and the `count` (N) - 1 other nodes with the best score - penalty (T,), in order, with parents
+    renumbered."""
     rank = nodes.scores - penalties
     rank[:, 0].fill_(torch.inf)
     kept = rank.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values  # (B, N)
@@ -122,8 +123,8 @@ def prune(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
 
 
 def place(tokens: Tensor, scores: Tensor, root: Tensor, picked: Tensor, logp: Tensor, level: Level) -> Tensor:
-    """Take in those of picked and logp (B, W, R) that are nodes of a level of a static tree; the root (B,) goes with
-    the first. tokens and scores (B, N) are the tree's. Returns the tokens (B, P) of those that are expanded."""
+    """Write the entries of picked and logp (B, W, R) that are nodes of a static tree's level to the tree's tokens and
+    scores (B, N); at the first level also the root (B,). Return the tokens (B, P) of the expanded nodes."""
     if level.first == 1:
         tokens[:, 0] = root
         scores[:, 0].zero_()
@@ -134,7 +135,7 @@ def place(tokens: Tensor, scores: Tensor, root: Tensor, picked: Tensor, logp: Te
 
 @dataclass(frozen=True)
 class Select:
-    """The forms of one backend."""
+    """Functions of one backend that choose a tree's nodes."""
 
     widen: Callable[..., Beam | None] = widen
     prune: Callable[..., Nodes] = prune

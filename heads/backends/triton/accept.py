@@ -1,4 +1,4 @@
-"""The rule `match` and the accepted nodes' features, a kernel each: many small operations of a round as two.
+"""The acceptance rule `match` and the features of the accepted nodes. Each is one kernel, instead of many small ones.
 
 Letters: B rows, N nodes, K depth, M = K + 1, D hidden, X width of the auxiliary hidden states.
 """
@@ -11,12 +11,12 @@ from heads.backends.triton.availability import constexpr, jit, next_power_of_2, 
 from heads.tree import Acceptance, Proposal
 
 MOST_NODES = 128
-"""A program compares all nodes with all: larger trees would not fit its registers."""
+"""Maximum number of nodes. A program compares all pairs of nodes, and larger trees would not fit its registers."""
 
 
 def match(proposal: Proposal, choice: Tensor, above: Tensor | None, depth: int) -> Acceptance:
-    """`heads.backends.torch.accept.match` of choice (B, N), which needs no ancestors here: the path is walked from the
-    root."""
+    """Same as `heads.backends.torch.accept.match`, for choice (B, N). The kernel walks from the root and needs no
+    ancestors."""
     B, N = choice.shape
     if N > MOST_NODES:
         return twin.match(proposal, choice, ancestors(proposal.parents, depth) if above is None else above, depth)
@@ -36,8 +36,8 @@ def _accept(  # type: ignore[no-untyped-def]
     TOKENS, PARENTS, DEPTHS, CHOICE, ACCEPTED, PATH, EMITTED, N, tokens_b, parents_b, depths_b, choice_b,
     K: constexpr, PAD: constexpr, PAD_M: constexpr,
 ):  # fmt: skip
-    """One row: mark what follows the root level by level, take the deepest, then write its path from below, and zeros
-    behind it."""
+    """Process one row: mark the nodes that follow the root, level by level, take the deepest, then write its path from
+    its end to the root, and zeros after it."""
     b, j = tl.program_id(0), tl.arange(0, PAD)
     TOKENS += b * tokens_b
     PARENTS += b * parents_b
@@ -52,7 +52,7 @@ def _accept(  # type: ignore[no-untyped-def]
     follows = real & (token == wanted) & (depth == above + 1)
     alive = (j == 0).to(tl.int32)
     for level in range(1, K + 1):
-        # A node of this level lives if its parent does: which nodes live, as parent by node.
+        # A node of this level that follows is alive if its parent is.
         held = tl.sum(tl.where(parent[:, None] == j[None], alive[None], 0), 1)
         alive = tl.where(follows & (depth == level), held, alive)
     score = tl.where((alive > 0) & real, depth * PAD + (PAD - 1 - j), -1)
@@ -74,7 +74,7 @@ def _accept(  # type: ignore[no-untyped-def]
 
 
 def take_path(aux_hidden_states: Tensor, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
-    """`heads.backends.torch.accept.take_path` as a kernel."""
+    """Same as `heads.backends.torch.accept.take_path`, as a kernel."""
     (B, N, D), X, M = hidden.shape, aux_hidden_states.shape[2], path.shape[1]
     taken = aux_hidden_states.new_empty(B, M, X), hidden.new_empty(B, M, D)
     block = min(2048, next_power_of_2(max(D, X)))
@@ -90,7 +90,7 @@ def take_path(aux_hidden_states: Tensor, hidden: Tensor, path: Tensor) -> tuple[
 def _take_path(  # type: ignore[no-untyped-def]
     AUX, HIDDEN, PATH, AUX_TAKEN, HIDDEN_TAKEN, N, M, X, D, aux_blocks, BLOCK: constexpr,
 ):  # fmt: skip
-    """One block of one node's auxiliary hidden states, or of its hidden state."""
+    """Copy one block of one node's auxiliary hidden states, or of its hidden state."""
     goal, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = goal // M * N + tl.load(PATH + goal)
     if block < aux_blocks:

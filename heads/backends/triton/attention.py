@@ -1,18 +1,18 @@
 """Attention of a draft tree over a static cache: split over the keys, masked by ancestor bits.
 
-A query sees every slot before its sequence's length, and of the tree's own slots (length + j for node j) its ancestors
-and itself, which are bits in words of 64. Slots that no query of a tile sees are not read: what stands there may be
-anything. The queries are all nodes of a tree under test, or those of one level of a tree that is growing. Query heads
-that share a key head, and all nodes, are rows of one tile, so that keys and values are read once. Each sequence is cut
-into splits of fixed sizes, not a fixed number, and the parts are merged in order, by whichever program ends last: a
-row's sums are made in the same order whatever else is in the batch or the tree, which is what makes chains
-bit-identical to plain decoding. Flash decoding (Dao et al., 2023) is the form.
+A query sees every slot before its sequence's length. Of the tree's own slots (length + j for node j), it sees its
+ancestors and itself, given as bits in words of 64. Slots that no query of a tile sees are not read, and may hold
+anything. The queries are all nodes of a tree in verification, or the nodes of one level of a growing tree. Query heads
+that share a key head, and all nodes, are rows of one tile, so that keys and values are read once. The method is flash
+decoding (Dao et al., 2023). Each sequence is cut into splits of fixed sizes, not a fixed number, and the last program
+to finish merges the parts in order. So a row's sums are computed in the same order whatever else is in the batch or the
+tree, which makes chains bit-identical to plain decoding.
 
-Keys may be wider than values and end in a part of their own (`rope` columns): latent attention (DeepSeek-V2, arXiv
-2405.04434) keeps one vector a token that serves as key and, without its last columns, as value.
+Keys may be wider than values, with additional columns at the end (`rope`): latent attention (DeepSeek-V2, arXiv
+2405.04434) stores one vector per token, which is the key and, without its last columns, the value.
 
-Letters: B rows of the batch, N nodes, P nodes that have slots, W words, H query heads, Hkv key heads, G query heads a
-key head, S slots a row, d head width, dv width of values.
+Letters: B rows of the batch, N nodes, P nodes that have slots, W words, H query heads, Hkv key heads, G query heads per
+key head, S slots per row, d head width, dv width of values.
 """
 
 import math
@@ -23,18 +23,19 @@ from torch import Tensor
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 
 FINE, COARSE = 1024, 256
-"""The first FINE slots are cut so that they alone give every processor work, those behind into splits of COARSE.
-Numbers of the function: others round differently."""
+"""The first FINE slots are cut finely enough to give every processor work, later slots into splits of COARSE. Other
+values change the rounding."""
 CHUNK = 16
-"""Splits whose parts are merged before the chunks are; another number rounds differently, too."""
+"""Number of splits whose parts are merged into one chunk, before chunks are merged. Other values change the
+rounding."""
 
 
 def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Return the ancestors of each node in trees of at most `depth` (K) levels: words (B, N, W) int64, whose word j //
-    64 has bit j % 64 set if node j is the node itself or above it; and paths (B, N, K + 1) int64, these nodes, root
+    """Return the ancestors of each node in trees of at most `depth` (K) levels: words (B, N, W) int64, where word j //
+    64 has bit j % 64 set if node j is the node itself or its ancestor; and paths (B, N, K + 1) int64, these nodes, root
     first.
 
-    parents, depths (B, N): of `heads.tree.Proposal`; nodes hang one level below their parents.
+    parents, depths (B, N): as in `heads.tree.Proposal`; each node is one level below its parent.
     """
     B, N = parents.shape
     W = -(-N // 64)
@@ -46,13 +47,13 @@ def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor,
 
 
 def splits_of(slots: int, split: int = 64) -> int:
-    """Return the number of splits of `slots`; the first ones have `split` slots each."""
+    """Return the number of splits of `slots` slots. The first splits have `split` slots each."""
     return -(-min(slots, FINE) // split) + -(-max(slots - FINE, 0) // COARSE)
 
 
 def new_counters(rows: int, heads: int, slots: int, device: torch.device) -> Tensor:
-    """Counters for `tree_attention` of at most these rows (batch times nodes), query heads and slots: zeros, left so by
-    every call."""
+    """Return counters for `tree_attention` with at most these rows (batch times nodes), query heads and slots. They are
+    zero before and after every call."""
     return torch.zeros(rows * heads * (1 + -(-splits_of(slots) // CHUNK)), dtype=torch.int32, device=device)
 
 
@@ -71,19 +72,19 @@ def tree_attention(
     paths: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> Tensor:
-    """q (B, N, H, d); keys (B, S, Hkv, d); values (B, S, Hkv, dv) -> (B, N, H, dv) in q's dtype.
+    """Return attention (B, N, H, dv) in q's dtype: q (B, N, H, d); keys (B, S, Hkv, d); values (B, S, Hkv, dv).
 
-    words (B, N, W): `ancestor_words`; length (B,) int64: slots before the tree; depths (B, N) int64: query j stands at
-    position length + depth_j, which is asked only with paths or a window; behind: P, N if None; window: keys fewer
-    positions away are seen, 0 for all, and where P is not N a key stands at the position of its slot, if not nearer;
-    scale: of the scores, 1 / sqrt(d) if None;
-    rope: how many of the last of d columns the kernel handles apart, where d is no power of two but for them.
+    words (B, N, W): from `ancestor_words`; length (B,) int64: slots before the tree; depths (B, N) int64: query j is at
+    position length + depth_j, required only with paths or a window; behind: P, N if None; window: only keys fewer
+    positions away are visible, 0 for all; if P is not N, a key's slot is used as its position, which only makes draft
+    tokens appear nearer; scale: factor on the scores, 1 / sqrt(d) if None; rope: number of d's last columns that the
+    kernel handles separately, if d is a power of two only without them.
 
-    paths (B, N, K + 1), of `ancestor_words`: then every node reads its ancestors in the order of its path, as plain
-    decoding would find them in the cache, so that trees too are bit-identical to it. Each node is a tile of its own,
-    which reads all keys again.
+    paths (B, N, K + 1): from `ancestor_words`. With paths, every node reads its ancestors in the order of its path, as
+    in the cache of plain decoding, so that trees are bit-identical to it too. Each node is then a separate tile, which
+    reads all keys again.
 
-    counters: of `new_counters`, for calls one after another; made for the call where they are too few.
+    counters: from `new_counters`, reused by sequential calls; allocated for the call if None or too small.
     """
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     behind = q.shape[1] if behind is None else behind
@@ -91,13 +92,13 @@ def tree_attention(
     assert depths is not None or (paths is None and not window)
     S, Hkv, dv = keys.shape[1], keys.shape[2], values.shape[3]
     G = H // Hkv
-    wide = dv > 256  # latents: sums of few rows fill the registers, and so do operands in float32
+    wide = dv > 256  # latents: the sums of a few rows fill the registers; float32 operands do too
     small = wide or q.element_size() > 2
     tiled = G if paths is not None else N * G
-    rows = max(16, min(16 if small else 64, next_power_of_2(tiled)))  # tensor cores want sixteen rows at least
+    rows = max(16, min(16 if small else 64, next_power_of_2(tiled)))  # tensor cores need at least 16 rows
     tiles = triton.cdiv(tiled, rows)
     groups = tiles * (N if paths is not None else 1)
-    most = Hkv * groups * FINE // 128  # slots of a split, if the first FINE are to give 128 programs
+    most = Hkv * groups * FINE // 128  # slots per split so that the first FINE slots give 128 programs
     split = max(64, min(COARSE, 1 << most.bit_length() - 1))
     splits = splits_of(S, split)
     chunks = triton.cdiv(splits, CHUNK)
@@ -133,10 +134,10 @@ def _attention(  # type: ignore[no-untyped-def]
     D: constexpr, PAD_D: constexpr, ROPE: constexpr, DV: constexpr, PAD_DV: constexpr,
     WINDOW: constexpr, OWN_PATH: constexpr, BY_SLOT: constexpr,
 ):  # fmt: skip
-    """One split of one key head for ROWS (node, head) rows: unnormalised sums, their maxima and masses. The program
-    that ends as the last of a chunk of splits merges them, and the last of these the chunks, first to last.
+    """Process one split of one key head for ROWS (node, head) rows: unnormalized sums, their maxima and masses. The
+    last program of a chunk of splits to finish merges the chunk, and the last of these merges the chunks, in order.
 
-    WORDS are the nodes' ancestors in bits; with OWN_PATH they are paths of W nodes, and the rows are of one node.
+    WORDS are the nodes' ancestor bits. With OWN_PATH they are paths of W nodes, and all rows belong to one node.
     """
     b, h = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
     part = tl.program_id(1).to(tl.int64)
@@ -145,7 +146,7 @@ def _attention(  # type: ignore[no-untyped-def]
     fine: constexpr = FINE // SPLIT
     begin = tl.where(part < fine, part * SPLIT, FINE + (part - fine) * COARSE)
     size = tl.where(part < fine, SPLIT, COARSE)
-    if begin >= end:  # nothing stands here, and no merge looks
+    if begin >= end:  # the split is empty, and no merge reads it
         return
     if OWN_PATH:
         r = tl.program_id(2) % tiles * ROWS + tl.arange(0, ROWS)
@@ -164,7 +165,7 @@ def _attention(  # type: ignore[no-untyped-def]
     if WINDOW:
         position = length + tl.load(DEPTHS + b * N + node, mask=live, other=0)
     words = WORDS + (b * N + node) * W
-    if not OWN_PATH and W == 1:  # before the loop, whose registers are short
+    if not OWN_PATH and W == 1:  # before the loop, which is short of registers
         word = tl.load(words, mask=live, other=0)
         shown = tl.reduce_or(word, 0)
     top = tl.full([ROWS], -float("inf"), tl.float32)
@@ -183,7 +184,7 @@ def _attention(  # type: ignore[no-untyped-def]
         elif W == 1:
             bit = (word[:, None] >> behind[None]) & 1
             here = here & ((j < 0) | ((shown >> behind) & 1 == 1))
-        else:  # the slots of a tile are bits of two words at most
+        else:  # a tile's slots are bits of at most two words
             first = tl.maximum(begin + start - length, 0) // 64
             low = tl.load(words + tl.minimum(first, W - 1), mask=live, other=0)
             high = tl.load(words + tl.minimum(first + 1, W - 1), mask=live, other=0)
@@ -197,7 +198,7 @@ def _attention(  # type: ignore[no-untyped-def]
             k_rope = tl.load(k_at[None] + D + rotated[:, None], mask=here[None], other=0.0)
             x += tl.dot(q_rope, k_rope, input_precision="ieee")
         x = x * scale
-        if OWN_PATH:  # noqa: SIM108 - the other has no bits
+        if OWN_PATH:  # noqa: SIM108 - paths have no bits
             seen = live[:, None] & here[None]
         else:
             seen = here[None] & ((j < 0)[None] | (bit == 1))
@@ -219,7 +220,7 @@ def _attention(  # type: ignore[no-untyped-def]
     rows = N * HKV * G  # of one split
     used = tl.cdiv(tl.minimum(end, FINE), SPLIT) + tl.cdiv(tl.maximum(end - FINE, 0), COARSE)
     chunk, chunks, most = part // CHUNK, tl.cdiv(used, CHUNK), tl.cdiv(splits, CHUNK)
-    at = b * (splits + most) * rows + node * (HKV * G) + head  # of the first part; the chunks' stand behind the splits'
+    at = b * (splits + most) * rows + node * (HKV * G) + head  # of the first part; chunks' parts follow the splits'
     tl.store(TOPS + at + part * rows, top, mask=live)
     tl.store(MASSES + at + part * rows, mass, mask=live)
     sums_at = SUMS + (at + part * rows)[:, None] * DV + dv[None]
@@ -242,8 +243,9 @@ def _merge(  # type: ignore[no-untyped-def]
     SUMS, TOPS, MASSES, OUT, first, step, count, goal, live,
     ROWS: constexpr, DV: constexpr, PAD_DV: constexpr, DONE: constexpr,
 ):  # fmt: skip
-    """Add `count` parts, first to last, to a part at `goal`, or to the row of OUT there; some columns at a time, so
-    that a program has several parts under way. Parts come from the memory that all processors share."""
+    """Merge `count` parts, first to last, into a part at `goal`, or into row `goal` of OUT. Processes a few columns at
+    a time, so that a program can load several parts at once. Loads bypass the L1 cache, since other processors wrote
+    the parts."""
     COLUMNS: constexpr = min(PAD_DV, 2048 // ROWS if ROWS < 64 else 16)  # as registers allow
     for start in range(0, PAD_DV, COLUMNS):
         dv = start + tl.arange(0, COLUMNS)
@@ -273,9 +275,9 @@ def _merge(  # type: ignore[no-untyped-def]
 
 @jit
 def _is_last(COUNTER, number):  # type: ignore[no-untyped-def]
-    """Return True in the last of `number` programs to come here, which may read what the others have stored. The
-    counter is 0 before and after."""
-    tl.debug_barrier()  # all threads have stored before one of them counts
+    """Return True in the last of `number` programs to call this. That program may read what the other programs have
+    stored. The counter is 0 before the first call and after the last."""
+    tl.debug_barrier()  # all threads store before one of them counts
     last = tl.atomic_add(COUNTER, 1, sem="acq_rel", scope="gpu") == number - 1
     if last:
         tl.store(COUNTER, 0)
@@ -284,7 +286,7 @@ def _is_last(COUNTER, number):  # type: ignore[no-untyped-def]
 
 @jit
 def _ancestors(PARENTS, DEPTHS, WORDS, PATHS, N, W, LEVELS: constexpr, PAD: constexpr):  # type: ignore[no-untyped-def]
-    """One word of every node of one row: walk up from each, a level at a time."""
+    """Compute one word of every node of one row: walk up from all nodes, one level at a time."""
     b, w, j = tl.program_id(0), tl.program_id(1), tl.arange(0, PAD)
     real = j < N
     at = j.to(tl.int64)
@@ -293,7 +295,7 @@ def _ancestors(PARENTS, DEPTHS, WORDS, PATHS, N, W, LEVELS: constexpr, PAD: cons
     for back in range(0, LEVELS):
         word = word | tl.where(at // 64 == w, tl.full([PAD], 1, tl.int64) << (at % 64), 0)
         if w == 0:
-            # The path ends at the node itself; behind it stand zeros.
+            # The path ends at the node itself, followed by zeros.
             place = tl.where(back <= depth, depth - back, back)
             tl.store(PATHS + (b * N + j) * LEVELS + place, tl.where(back <= depth, at, 0), mask=real)
         at = tl.load(PARENTS + b * N + at, mask=real, other=0)

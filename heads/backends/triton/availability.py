@@ -1,9 +1,8 @@
 """Availability of Triton kernels.
 
-Every kernel is specified by torch operations: those of whole rounds run where no kernel can (`heads.backends.torch`),
-the others are twins in tests.
-In Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported) kernels take CPU tensors too, slowly, for
-tests.
+Torch operations specify every kernel. Those of whole rounds run if no kernel can (`heads.backends.torch`). The others
+are references in tests. In Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported), kernels also take
+CPU tensors, slowly, for tests.
 """
 
 from collections.abc import Sequence
@@ -17,14 +16,14 @@ from torch import Tensor
 
 from heads.errors import first_line
 
-triton: Any = import_module("triton") if find_spec("triton") else None  # CPU builds of torch come without
+triton: Any = import_module("triton") if find_spec("triton") else None  # CPU builds of torch do not include it
 tl: Any = import_module("triton.language") if find_spec("triton") else None
 
 constexpr: Any = tl.constexpr if triton is not None else None
-"""The annotation of a kernel's compile-time arguments."""
+"""Annotation of a kernel's compile-time arguments."""
 
 ON_CPU = False
-"""Tests set it, under the interpreter."""
+"""True in tests that run kernels on a CPU in the interpreter."""
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -42,20 +41,20 @@ def why_not(device: torch.device) -> str | None:
         return f"a GPU of compute capability {capability[0]}.{capability[1]} has no bfloat16; 8.0 has"
     try:
         launch_once(device)
-    except Exception as error:  # of whatever kind, kernels are not to be had
+    except Exception as error:  # whatever fails, kernels are unavailable
         return f"Triton fails ({first_line(error)})"
     return None
 
 
 def launch_once(device: torch.device) -> None:
-    """Triton needs a C compiler, too, and asks for it at the first launch."""
-    with torch.cuda.device(device):  # a kernel is launched on the current device, wherever its tensors are
+    """Launch an empty kernel, since Triton also needs a C compiler and uses it only at the first launch."""
+    with torch.cuda.device(device):  # a kernel launches on the current device, not on that of its tensors
         _nothing[(1,)](torch.empty(1, device=device))
 
 
 def jit(function: Any, plain: Sequence[str] = ()) -> Any:
-    """`triton.jit`, or the plain function where there is no triton: it is never called there. `plain`: numbers for
-    whose being 1, or a multiple of 16, nothing is compiled anew."""
+    """Return `triton.jit` of a function, or the function itself without triton, where it is never called. `plain` names
+    integer arguments without separate compilations for 1 and for multiples of 16."""
     return triton.jit(function, do_not_specialize=plain) if triton is not None else function
 
 
@@ -65,5 +64,5 @@ def _nothing(X):  # type: ignore[no-untyped-def]
 
 
 def next_power_of_2(n: int) -> int:
-    """The width of the tile that holds n columns."""
+    """Return the smallest power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

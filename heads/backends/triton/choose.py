@@ -1,15 +1,15 @@
-"""The chosen token straight from the output head's tiles: no (M, V) logits are ever written.
+"""Choice of tokens directly from the output head's tiles. The (M, V) logits are never written.
 
     choice_m = argmax_v(h_m . w_v / T + G(seed, position, v))        lowest id on ties; no noise at T = 0
 
-A score that is not a number counts as the highest, as in torch, so that every choice is an id of the vocabulary.
+A NaN score counts as the highest, as in torch, so that every choice is an id of the vocabulary.
 
-A program forms one tile of logits in float32 for all M rows, adds the noise of `heads.backends.torch.noise.gumbel` and
-keeps the tile's best; a second pass compares the tiles in order. Filters (top-k, top-p, min-p) need the whole
-distribution and take the path with logits. Dividing by T leaves the argmax of log p + G as it is: log p differs from it
-by a constant.
+A program computes one tile of logits in float32 for up to ROWS rows, adds the noise of
+`heads.backends.torch.noise.gumbel` and keeps the tile's best. A second pass compares the tiles in order. Filters
+(top-k, top-p, min-p) need the whole distribution and use logits. log p and logits / T differ by a constant, so they
+have the same choices.
 
-Letters: B rows of the batch, M hidden states, as many of each, D width, V vocabulary.
+Letters: B rows of the batch, M hidden states, equally many per row, D width, V vocabulary.
 """
 
 import torch
@@ -19,10 +19,10 @@ from heads.backends.triton.availability import constexpr, jit, next_power_of_2, 
 from heads.backends.triton.noise import key_of, noise_of
 
 TILE = 64
-"""Ids of one tile; with the depth of a product's step it makes the weight tile that a program streams."""
+"""Ids per tile. A program streams weight tiles of TILE x DEPTH."""
 DEPTH = 64
 ROWS = 64
-"""Maximum number of hidden states in a program; more would not fit its registers."""
+"""Maximum number of hidden states per program. More would not fit its registers."""
 
 
 def choose(
@@ -35,11 +35,12 @@ def choose(
     noisy: bool,
     tile: int = 0,
 ) -> Tensor:
-    """hidden (M, D), weight (V, D), temperature (B,) float32, seeds (B,) and positions (M,) int64 -> (M,) int64 ids.
+    """Return the chosen ids (M,) int64: hidden (M, D), weight (V, D), temperature (B,) float32, seeds (B,) and
+    positions (M,) int64.
 
-    The batch's rows stand one after another in M. `noisy`: whether any row has a temperature above 0. `tile`: rows that
-    a program makes room for, if more than M: steps whose numbers are compared should have the same. Scaled or
-    soft-capped logits are not for this.
+    M holds the batch's rows in order. `noisy` is True if any row has a temperature above 0. `tile`: rows that a program
+    allocates, if more than M; steps whose results are compared need the same value. Scaled or soft-capped logits are
+    not supported.
     """
     (M, D), V = hidden.shape, len(weight)
     tiles = triton.cdiv(V, TILE)
@@ -57,12 +58,13 @@ def choose(
 
 
 def rows_of(M: int, tile: int) -> int:
-    """Rows of a program."""
+    """Return the number of rows of a program."""
     return min(ROWS, max(16, next_power_of_2(max(M, tile))))
 
 
 def logits(hidden: Tensor, weight: Tensor, tile: int = 0) -> Tensor:
-    """(M, V) float32: the very numbers that `choose` compares, for whatever needs the whole distribution."""
+    """Return the logits (M, V) in float32, the same numbers that `choose` compares, if the whole distribution is
+    needed."""
     (M, D), V = hidden.shape, len(weight)
     out = hidden.new_empty(M, V, dtype=torch.float32)
     rows = rows_of(M, tile)
@@ -78,9 +80,10 @@ def _best_of_tile(  # type: ignore[no-untyped-def]
     HIDDEN, WEIGHT, TEMPERATURE, SEEDS, POSITIONS, BEST, IDS, M, V, each, h_m, w_v,
     D: constexpr, DEPTH: constexpr, TILE: constexpr, ROWS: constexpr, NOISY: constexpr, WRITE: constexpr,
 ):  # fmt: skip
-    """The best score and id of one tile of the vocabulary, for ROWS rows; with WRITE the tile's logits, to BEST.
+    """Compute the best score and id of one tile of the vocabulary for ROWS rows; with WRITE, write the tile's logits to
+    BEST instead.
 
-    All rows' programs of one tile run side by side, so that its weights come from memory once.
+    All rows' programs of one tile run at the same time, so that its weights are read from memory once.
     """
     m, tile = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     v = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
@@ -110,7 +113,7 @@ def _best_of_tile(  # type: ignore[no-untyped-def]
 
 @jit
 def _best_of_tiles(BEST, IDS, OUT, M, tiles, PAD: constexpr):  # type: ignore[no-untyped-def]
-    """The best tile of one row, the first on ties."""
+    """Find the best tile of one row, the first on ties."""
     m, t = tl.program_id(0), tl.arange(0, PAD)
     best = tl.load(BEST + t * M + m, mask=t < tiles, other=-float("inf"))
     ids = tl.load(IDS + t * M + m, mask=t < tiles, other=2**62)

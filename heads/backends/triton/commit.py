@@ -1,8 +1,8 @@
-"""Commit of a round into the state of all rows by one kernel: `heads.backends.torch.commit` on a GPU.
+"""Commit of a round to the state of all rows in one kernel: `heads.backends.torch.commit` on a GPU.
 
-A program is one row and one warp: each fact is read before it is written, which a single warp does in that order.
+A program handles one row with one warp. Each value is read before it is written, and a single warp keeps that order.
 
-Letters: B rows, N nodes, M tokens a round can emit, T tokens a report shows.
+Letters: B rows, N nodes, M tokens that a round can emit, T tokens of a report.
 """
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from heads.backends.triton.availability import constexpr, jit, next_power_of_2, 
 
 
 class TritonCommit(Commit):
-    """`Commit` by one kernel."""
+    """`Commit` as one kernel."""
 
     def __call__(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> CommitResult:
         state, eos, result = self.state, self.eos, self.result
@@ -64,7 +64,7 @@ def _commit(  # type: ignore[no-untyped-def]
         tl.store(KEPT + at, tl.minimum(accepted, kept))
         tl.store(REACHED + at, tl.minimum(tl.minimum(count, kept), levels))
 
-    # The report's tokens that are new come from what was emitted, since nothing says when stores can be read again.
+    # New tokens of the report come from EMITTED, since stores to OUTPUT may not be readable yet.
     now = before + kept
     place = tl.maximum(now - T + t, 0)
     old = tl.load(OUTPUT + b * output_width + place, mask=(t < T) & (place < before), other=0)

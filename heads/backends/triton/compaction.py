@@ -1,6 +1,6 @@
-"""Accepted nodes' entries in a cache go to the slots that they keep, in all layers at once.
+"""Move of accepted nodes' cache entries to their final slots, in all layers at once.
 
-Letters: L layers, B rows, S slots a row, X width of a slot, K depth.
+Letters: L layers, B rows, S slots per row, X width of a slot, K depth.
 """
 
 from torch import Tensor
@@ -9,17 +9,17 @@ from heads.backends.triton.availability import constexpr, jit, next_power_of_2, 
 
 
 def compact(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) -> None:
-    """Move the accepted nodes' entries to the slots they keep, in place.
+    """Move the accepted nodes' entries to their final slots, in place.
 
-    cache (L, B, S, X); what node path[b, i] wrote to slot length[b] + path[b, i] goes to length[b] + i, for i up to
-    accepted[b]. Paths ascend, so copying in order never overwrites what is still to be read.
+    cache (L, B, S, X); the entry of node path[b, i] moves from slot length[b] + path[b, i] to length[b] + i, for i up
+    to accepted[b]. Each program reads its part of all entries before it writes any.
     """
     L, B, _, X = cache.shape
     K = path.shape[1] - 1
     if K == 0:
         return
     most = next_power_of_2(K)
-    block = max(16, min(next_power_of_2(X), 8192 // most))  # as many numbers as a program's registers hold at ease
+    block = max(16, min(next_power_of_2(X), 8192 // most))  # as many values as a program's registers easily hold
     _compact[(L, B, -(-X // block))](
         cache, length, path.contiguous(), accepted, X, cache.stride(0), cache.stride(1), cache.stride(2),
         K=K, MOST=most, BLOCK=block,
@@ -30,7 +30,7 @@ def compact(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) -> No
 def _compact(  # type: ignore[no-untyped-def]
     CACHE, LENGTH, PATH, ACCEPTED, X, by_layer, by_row, by_slot, K: constexpr, MOST: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """BLOCK numbers of every slot that one row of a layer keeps: all read at once, and then all written."""
+    """Move BLOCK values of every slot that one row of a layer keeps: read all, then write all."""
     layer, b, x = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     i = 1 + tl.arange(0, MOST)  # the root stays where it is
     length, accepted = tl.load(LENGTH + b), tl.load(ACCEPTED + b)
@@ -38,5 +38,5 @@ def _compact(  # type: ignore[no-untyped-def]
     moves = ((i <= accepted) & (node != i))[:, None] & (x < X)[None]
     row = CACHE + layer.to(tl.int64) * by_layer + b * by_row + x[None]
     values = tl.load(row + ((length + node) * by_slot)[:, None], mask=moves)
-    tl.debug_barrier()  # no thread may write what another has yet to read
+    tl.debug_barrier()  # no thread may write a value that another thread has not read yet
     tl.store(row + ((length + i) * by_slot)[:, None], values, mask=moves)

@@ -1,12 +1,11 @@
-"""A native decoder by kernels, on a GPU, with the cache of one batch: prompts, trees under test, levels of a draft's
-trees. A layer is eight kernels, and no mask is ever written.
+"""A native decoder with GPU kernels and the cache of one batch, for prompts, verification and levels of draft trees.
 
-Attention takes ancestors as bits, so that the slots shown cost nothing where no token stands. The weights are the
-decoder's own. What no kernel does (how a router ranks experts, how latent attention turns) are torch's operations, row
-by row, as in `heads.backends.torch`. Whatever sums over a row's own numbers does so in an order that no other row
-changes.
+A layer is eight kernels, and no mask is ever written. Attention takes ancestors as bits, so slots without tokens cost
+nothing. The weights are those of the native decoder. Operations without a kernel (how a router ranks experts, rotary
+embeddings of latent attention) run in torch, row by row, as in `heads.backends.torch`. Every sum over a row's values
+runs in an order that does not depend on other rows.
 
-Letters: B rows, N tokens of a step, R = B * N, S slots a row, P tokens that have slots behind the length, D hidden, H
+Letters: B rows, N tokens of a step, R = B * N, S slots per row, P tokens that have slots after the length, D hidden, H
 query heads, Hkv key heads, d head dimension, C latent width, V vocabulary.
 """
 
@@ -37,27 +36,27 @@ from heads.target.families import OutputHead
 from heads.target.frozen import Features, LanguageModel
 
 MOST_BYTES = 1 << 29
-"""Maximum number of bytes of the parts of one attention."""
+"""Maximum number of bytes for the partial sums of one attention call."""
 DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The slots of one pass's tokens, and what each sees of the tokens behind the length."""
+    """Slots of one pass's tokens, and which of the tokens after the length each of them sees."""
 
-    length: Tensor  # (B,) slots that all of them see
+    length: Tensor  # (B,) number of slots that all tokens see
     behind: int
-    """P"""
-    words: Tensor  # (B, N, W), of `heads.backends.triton.attention.ancestor_words`
+    """Number P of tokens that have slots after the length."""
+    words: Tensor  # (B, N, W), from `heads.backends.triton.attention.ancestor_words`
     depths: Tensor | None  # (B, N), for windows and paths
     paths: Tensor | None  # (B, N, K + 1), for attention by paths
     slots: Tensor  # (R,) in flat storage
-    cos_sin: tuple[Tensor, Tensor]  # (R, d / 2) each, cosines and sines; with positions, of all there are
-    counters: Tensor  # of `heads.backends.triton.attention.new_counters`
+    cos_sin: tuple[Tensor, Tensor]  # (R, d / 2) each, cosines and sines; if `positions` is given, of all positions
+    counters: Tensor  # from `heads.backends.triton.attention.new_counters`
     positions: Tensor | None = None  # (R,)
 
     def of(self, rows: slice) -> "Tree":
-        """Slots and masks of some rows for attention."""
+        """Return the tree of some rows, for attention."""
         depths = None if self.depths is None else self.depths[rows]
         paths = None if self.paths is None else self.paths[rows]
         return replace(self, length=self.length[rows], words=self.words[rows], depths=depths, paths=paths)
@@ -72,8 +71,8 @@ def grouped(
     products: Products,
     window: int = 0,
 ) -> Tensor:
-    """Grouped-query attention over store (B', S, 2, Hkv, d), whose `rows` are the tokens': (R, D) normed states ->
-    (R, D) to be added to the stream, or parts of it (P, R, D)."""
+    """Apply grouped-query attention over store (B', S, 2, Hkv, d) to normed states x (R, D) of its `rows`. Return
+    (R, D) to add to the residual stream, or its parts (P, R, D)."""
     H, Hkv, d = attention.num_heads, attention.num_key_heads, attention.d
     B, N = tree.words.shape[:2]
     norms: dict[str, Any] = {}
@@ -88,7 +87,8 @@ def grouped(
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tree, scale: float, window: int, rope: int = 0) -> Tensor:
-    """`tree_attention` of a pass; a row at a time where the parts of all would fill the memory, as prompts' may."""
+    """Run `tree_attention` for a pass. If the parts of all rows would need too much memory, as with prompts, run it
+    row by row."""
     B, N, H, _ = q.shape
     if B > 1 and 4 * B * splits_of(keys.shape[1]) * N * H * values.shape[3] > MOST_BYTES:
         rows = [slice(b, b + 1) for b in range(B)]
@@ -100,7 +100,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tree, scale: float, wi
 
 
 def gated(block: GatedMLP, x: Tensor, products: Products) -> Tensor:
-    """(R, D) normed states -> (R, D) to be added to the stream, or parts of it (P, R, D)."""
+    """Apply a gated MLP to normed states x (R, D). Return (R, D) to add to the residual stream, or its parts
+    (P, R, D)."""
     if block.activation is silu:
         mixed = products.gated(x, block.gate_up.weight, block.gate_up.bias)
     else:
@@ -109,7 +110,7 @@ def gated(block: GatedMLP, x: Tensor, products: Products) -> Tensor:
 
 
 def activated(fused: Tensor, block: GatedMLP | Experts) -> Tensor:
-    """Gate and up side by side -> the gated product."""
+    """Return the gated product of concatenated gate and up projections."""
     if block.activation is silu:
         return silu_mul(fused)
     gate, up = fused.chunk(2, dim=-1)
@@ -117,14 +118,14 @@ def activated(fused: Tensor, block: GatedMLP | Experts) -> Tensor:
 
 
 class TritonDecoder(CachedDecoder):
-    """The passes of one batch over one cache; no mask is ever made."""
+    """Passes of one batch over one cache, without masks."""
 
     native: NativeDecoder
     reads_masks = False
 
     @classmethod
     def of(cls, model: LanguageModel, spec: CacheSpec) -> "TritonDecoder | None":
-        """Return the decoder of a model, or None where the kernels have none for its architecture or its numbers."""
+        """Return the decoder of a model, or None if the kernels do not support its architecture or dtype."""
         native = native_decoder(model, draft=spec.draft)
         return None if native is None or model.dtype not in DTYPES else cls(model, spec, native)
 
@@ -134,9 +135,9 @@ class TritonDecoder(CachedDecoder):
         output, lm_head = native.output, model.lm_head
         plain = isinstance(lm_head, OutputHead) and lm_head.scale == 1 and lm_head.soft_cap is None
         self.is_product = plain and type(model.head) is nn.Linear and (spec.draft or model.head.bias is None)
-        """True if the output head is a product, so that the target's choice comes from its tiles."""
+        """True if the output head is a product, so that `choose` can choose the target's tokens from its tiles."""
         self.nodes = max(spec.widths, default=0)
-        """Of a verify step, to which smaller trees are padded."""
+        """Number of nodes of a verify step. Smaller trees are padded to it."""
         self.rows = spec.batch_size * self.nodes
         self.cache: KVCache = native.new_cache(batch_size=spec.batch_size, capacity=spec.capacity)
         cos, sin = native.cos_sin_table(spec.capacity + spec.depth)
@@ -151,13 +152,14 @@ class TritonDecoder(CachedDecoder):
         self.products = choose_products([*self.weights(), *others], rows)
 
     def weights(self) -> list[Tensor]:
-        """The weights of all products of a step but the output head's, those of experts and those of each head."""
+        """Return the weights of all products of a step except those of the output head, of experts and per attention
+        head."""
         products = [product.weight for kind in self.native.products().values() for product in kind]
         mixtures = [layer.feedforward for layer in self.native.layers if isinstance(layer.feedforward, Experts)]
         return products + [mixture.router.weight for mixture in mixtures]
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions (R,), (R, d / 2) each."""
+        """Return cosines and sines (R, d / 2) of positions (R,)."""
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
     def forward(
@@ -172,18 +174,18 @@ class TritonDecoder(CachedDecoder):
         return Features(made.aux_hidden_states[:, :given], made.hidden[:, :given])
 
     def padded(self, tokens: Tensor, mapping: Verified) -> tuple[Tensor, Verified]:
-        """Trees (B, N) with as many nodes as the largest, more of them at the root's position, which no other sees.
+        """Pad trees (B, N) to the size of the largest tree. The added nodes are at the root's position, and no other
+        node sees them.
 
-        Products and tiles of other numbers of rows round differently. The passes over smaller trees therefore have as
-        many rows as those over the largest: what an adaptive draft decodes cannot depend on which candidate the clock
-        prefers.
+        Products and tiles with other numbers of rows round differently. Passes over smaller trees therefore have as
+        many rows as those over the largest, so that the output of an adaptive draft does not depend on timing.
         """
         missing = (0, self.nodes - tokens.shape[1])
         parents, depths = pad(mapping.parents, missing), pad(mapping.depths, missing)
         return pad(tokens, missing), replace(mapping, parents=parents, depths=depths, above=None)
 
     def tree(self, mapping: SlotMapping, row: int | None) -> Tree:
-        """Return the slots that each token sees, and its own."""
+        """Return each token's slot and the slots that it sees."""
         if isinstance(mapping, Verified):
             words, strict = ancestor_words(mapping.parents, mapping.depths, mapping.levels)
             slots = (mapping.slots() + self.cache.row_starts).flatten()
@@ -193,7 +195,7 @@ class TritonDecoder(CachedDecoder):
                 mapping.length, N, words, mapping.depths,
                 paths=strict if self.spec.strict else None, slots=slots, cos_sin=cos_sin, counters=self.counters,
             )  # fmt: skip
-        if row is not None:  # a target's prompt
+        if row is not None:  # the prompt of a target
             positions, C = mapping.positions[0], mapping.positions.shape[1]
             levels = torch.arange(C, device=positions.device)[None]
             words, _ = ancestor_words((levels - 1).clamp_min(0), levels, C - 1)
@@ -204,7 +206,7 @@ class TritonDecoder(CachedDecoder):
         paths: Tensor | None = None
         if isinstance(mapping, Drafted):
             length, behind = mapping.length, self.spec.scratch
-            if self.window:  # which is asked of positions, and slots say them of a node's own path only
+            if self.window:  # windows need positions, which slots give only along a node's own path
                 paths, behind = mapping.paths.contiguous(), mapping.paths.shape[2]
                 depths = torch.full_like(paths[..., 0], behind - 1)
         else:
@@ -214,7 +216,7 @@ class TritonDecoder(CachedDecoder):
         return Tree(length, behind, at.words, depths, paths, at.slots, self.cos_sin(at.positions), self.counters)
 
     def features(self, tokens: Tensor, tree: Tree, row: int | None) -> Features:
-        """One pass over tokens (B, N); `row`: the one that they are of, None for all."""
+        """Run one pass over tokens (B, N). `row` is the only row that they belong to, None for all rows."""
         (B, N), native, aux_layer_ids = tokens.shape, self.native, self.spec.aux_layer_ids
         rows = slice(0, B) if row is None else slice(row, row + 1)
         x = native.embedding.index_select(0, tokens.flatten())  # (R, D), the residual stream
@@ -235,7 +237,8 @@ class TritonDecoder(CachedDecoder):
     def attention(
         self, attention: GroupedAttention | LatentAttention, x: Tensor, tree: Tree, layer: int, rows: slice
     ) -> Tensor:
-        """(R, D) normed states -> (R, D) to be added to the stream; windowed where the layer's kind is."""
+        """Apply attention to normed states x (R, D), with a window if the layer's kind has one. Return what to add to
+        the residual stream, as `grouped`."""
         window = self.window if attention.kind == "sliding_attention" else 0
         slots = self.cache.flat[layer].view(self.cache.batch_size, self.cache.capacity, -1)  # (B', S, width)
         if isinstance(attention, LatentAttention):
@@ -246,8 +249,8 @@ class TritonDecoder(CachedDecoder):
     def latent(
         self, attention: LatentAttention, x: Tensor, tree: Tree, store: Tensor, rows: slice, window: int
     ) -> Tensor:
-        """The same by `heads.backends.torch.attention.LatentAttention`, absorbed, over store (B', S, C + rotary
-        width)."""
+        """Apply latent attention as `heads.backends.torch.attention.LatentAttention`, with absorbed projections, over
+        store (B', S, C + rotary width)."""
         H, C, rotary_width = attention.num_heads, attention.C, attention.P
         B, N = tree.words.shape[:2]
         fused = self.multiply(x, attention.inputs)
@@ -274,11 +277,11 @@ class TritonDecoder(CachedDecoder):
         return self.multiply(values.flatten(1), attention.out)
 
     def feed(self, block: GatedMLP | Experts, x: Tensor) -> Tensor:
-        """(R, D) normed states -> (R, D) to be added to the stream."""
+        """Apply an MLP or experts to normed states x (R, D). Return what to add to the residual stream, as `gated`."""
         if isinstance(block, GatedMLP):
             return gated(block, x, self.products)
         weights, ids = block.router(x, self.products)
-        # In parts, since to sort rows by expert the host would have to know how many each has.
+        # In parts, since sorting rows by expert would require the host to know each expert's number of rows.
         parts = zip(x.split(MOST_ROWS), ids.split(MOST_ROWS), strict=True)
         tile = min(len(x), MOST_ROWS)
         visits = torch.cat([self.visit(block, *part, tile) for part in parts])
@@ -286,7 +289,7 @@ class TritonDecoder(CachedDecoder):
         return weigh_visits(visits, weights, added)
 
     def visit(self, block: Experts, x: Tensor, ids: Tensor, tile: int) -> Tensor:
-        """(R, A, D): what each of at most `MOST_ROWS` tokens gets of its experts (R, A)."""
+        """Return the outputs (R, A, D) of the experts ids (R, A) for at most `MOST_ROWS` tokens."""
         fused = expert_mm(x, ids, block.gate_up, tile)  # (R, A, 2 I)
         return expert_mm(activated(fused.flatten(0, 1), block).view(*ids.shape, -1), ids, block.down, tile)
 

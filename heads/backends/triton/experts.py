@@ -1,10 +1,11 @@
-"""Products with the experts' weights that a step's tokens chose, each chosen expert's read once, and their sums.
+"""Products with the weights of the experts that a step's tokens chose, and their weighted sums.
 
-A program takes a tile of one expert's outputs. It exits where no token chose the expert; else it multiplies the tile
-with all tokens of the step and keeps the visits: at up to 64 tokens the product costs nothing beside the weights. The
-grid covers every expert, so that nothing waits to learn which were chosen.
+A chosen expert's weights are read once. A program computes a tile of one expert's outputs, and exits if no token chose
+the expert. Else it multiplies the tile by all tokens of the step and stores the results of the tokens that chose it:
+for up to 64 tokens, the arithmetic costs nothing compared with reading the weights. The grid covers every expert, so
+that nothing waits for the routing.
 
-Letters: M rows (tokens), A experts active for a token, X experts, K columns of a weight, N rows of a weight.
+Letters: M rows (tokens), A experts active per token, X experts, K columns of a weight, N rows of a weight.
 """
 
 from torch import Tensor
@@ -18,9 +19,9 @@ OUTS, DEPTH = 64, 128
 def expert_mm(x: Tensor, ids: Tensor, weight: Tensor, tile: int = 0) -> Tensor:
     """Return the products of each token with its experts: (M, A, N) in x's dtype, summed in float32.
 
-    x (M, K), one input a token, or (M, A, K), one a visit; ids (M, A) int64, a token's all different; weight (X, N, K);
-    M at most 64. `tile`: tokens that a program makes room for, at least M, if not as many as there are: parts of one
-    step should have the same.
+    x (M, K), one input per token, or (M, A, K), one per token and expert; ids (M, A) int64, distinct for each token;
+    weight (X, N, K); M at most 64. `tile`: tokens that a program allocates, if more than M; parts of one step need the
+    same value.
     """
     (M, A), (X, N, K) = ids.shape, weight.shape
     out = x.new_empty(M, A, N)
@@ -39,13 +40,13 @@ def _experts(  # type: ignore[no-untyped-def]
     X, IDS, WEIGHT, OUT, M, N, x_m, x_a, w_x, w_n,
     K: constexpr, A: constexpr, ACTIVE: constexpr, TOKENS: constexpr, OUTS: constexpr, DEPTH: constexpr,
 ):  # fmt: skip
-    """OUTS outputs of one expert, for the tokens that chose it."""
+    """Compute OUTS outputs of one expert for the tokens that chose it."""
     n, expert = tl.program_id(0) * OUTS + tl.arange(0, OUTS), tl.program_id(1)
     m, a, depth = tl.arange(0, TOKENS), tl.arange(0, ACTIVE), tl.arange(0, DEPTH)
     chosen = tl.load(IDS + m[:, None] * A + a[None], mask=(m < M)[:, None] & (a < A)[None], other=-1) == expert
     visits = tl.sum(chosen.to(tl.int32), 1)
     if tl.sum(visits, 0) > 0:
-        place = tl.sum(tl.where(chosen, a[None], 0), 1)  # which of the token's experts this one is
+        place = tl.sum(tl.where(chosen, a[None], 0), 1)  # index of this expert in the token's list
         total = tl.zeros([OUTS, TOKENS], tl.float32)
         own = WEIGHT + expert.to(tl.int64) * w_x
         for start in range(0, K, DEPTH):
@@ -60,8 +61,8 @@ def _experts(  # type: ignore[no-untyped-def]
 
 
 def weigh_visits(visits: Tensor, weights: Tensor, added: Tensor | None) -> Tensor:
-    """visits (M, A, N), weights (M, A) float32 -> (M, N) in the visits' dtype: a token's visits, each times its weight,
-    summed in float32 in the order of its list, and what is `added` (M, N) last."""
+    """Return each token's weighted sum (M, N) of its experts' outputs, in the dtype of visits (M, A, N), with weights
+    (M, A) float32. The sum is in float32 in the order of the token's list, with `added` (M, N) last."""
     M, A, N = visits.shape
     out = visits.new_empty(M, N)
     _weigh_visits[(M, triton.cdiv(N, 1024))](
@@ -73,7 +74,7 @@ def weigh_visits(visits: Tensor, weights: Tensor, added: Tensor | None) -> Tenso
 
 @jit
 def _weigh_visits(VISITS, WEIGHTS, ADDED, OUT, N, A: constexpr, ADDS: constexpr, BLOCK: constexpr):  # type: ignore[no-untyped-def]
-    """One block of one token."""
+    """Compute one block of one token."""
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for a in range(0, A):

@@ -1,12 +1,12 @@
 """First and last operations of a draft's step, one kernel each.
 
-    stand        where the tokens stand, and the bits of what they see
-    enter        the same for a head that recycles its state, and beside it the tokens' embeddings and the states that
-                 they stand beside, each normed, side by side; and the states themselves, which the stream begins with
-    take_newest  what was made of the last true token of each row becomes what is drafted from
+    stand        positions and slots of the tokens, and the bits of what they see
+    enter        the same for a head that recycles its state, and also the tokens' normed embeddings concatenated with
+                 their normed states, and the states themselves, with which the residual stream begins
+    take_newest  update of the start of the next draft from the last valid token of each row
 
-Letters: B batch, W tokens of each, R = B * W rows, D hidden, V vocabulary, S cache slots a row, P nodes that have slots
-behind the observed ones, A states of each row.
+Letters: B batch, W tokens per row, R = B * W rows, D hidden, V vocabulary, S cache slots per row, P nodes that have
+slots after the observed ones, A states per row.
 """
 
 from dataclasses import dataclass
@@ -26,18 +26,19 @@ class Stand:
 
     positions: Tensor  # (R,) int64
     slots: Tensor  # (R,) int64, in flat storage
-    words: Tensor  # (B, W, P / 64, rounded up; of observed tokens W / 64) int64, as `attention.ancestor_words`
+    words: Tensor  # (B, W, P / 64 rounded up; W / 64 for observed tokens) int64, as `attention.ancestor_words`
 
 
 def stand(mapping: Observed | Drafted, *, behind: int) -> Stand:
-    """behind: P; what is not true goes to the last slot of its row, and sees none behind the length."""
+    """Return the tokens' positions, slots and bits. behind: P. Invalid tokens go to the last slot of their row, and see
+    no slot after the length."""
     made, given, options = _rows(mapping, behind)
     _stand[(len(made.positions),)](*given, **options)
     return made
 
 
 def _rows(mapping: Observed | Drafted, behind: int) -> tuple[Stand, tuple[Any, ...], dict[str, Any]]:
-    """Return the tensors to fill in, and the arguments of the kernels that do, for `_place`."""
+    """Return the tensors that `_place` fills, and its arguments and options."""
     S = len(mapping.slot)
     if isinstance(mapping, Drafted):
         first, paths, count = mapping.length, mapping.paths, None
@@ -74,9 +75,9 @@ def enter(
     state_first: bool = False,
     zero_first: bool = False,
 ) -> tuple[Tensor, Tensor, Stand]:
-    """tokens (B, W) int64; embedded: a table (V, D), or each token's own row (B, W, D); states (B, A, D); rows (B, W)
-    int64: which of its row's states each token stands beside, its own if None; behind: P; zero_first: read the token at
-    position 0 as zeros. -> both halves, normed, (R, 2 D); the states (R, D); where the tokens stand."""
+    """Return both halves, normed and concatenated (R, 2 D), the states (R, D), and the result of `stand`. tokens (B, W)
+    int64; embedded: a table (V, D), or each token's row (B, W, D); states (B, A, D); rows (B, W) int64: the index of
+    each token's state, its own if None; behind: P; zero_first: read the token at position 0 as zeros."""
     (B, W), (A, D) = tokens.shape, states.shape[1:]
     x, stream = states.new_empty(B * W, 2 * D), states.new_empty(B * W, D)
     at, given, options = _rows(mapping, behind)
@@ -91,7 +92,7 @@ def enter(
 
 
 STEPS = ("W", "S", "level", "path_b", "path_w")
-"""Return the arguments that differ from level to level."""
+"""Arguments that differ from level to level."""
 
 
 @partial(jit, plain=STEPS)
@@ -119,14 +120,14 @@ def _place(  # type: ignore[no-untyped-def]
         for k in tl.static_range(WORDS):
             above = tl.load(path + j, mask=j < level, other=0)
             bits = tl.where(above // 64 == k, tl.full([LEVELS], 1, tl.int64) << (above % 64), 0)
-            tl.store(BITS + r * WORDS + k, tl.sum(tl.where(j < level, bits, 0), 0))  # no node twice
+            tl.store(BITS + r * WORDS + k, tl.sum(tl.where(j < level, bits, 0), 0))  # nodes are distinct
     else:
         position = tl.minimum(first + w, S - 2)
         tl.store(POSITIONS + r, position)
         true = w < (W if ALL else tl.load(COUNT + b))
         tl.store(SLOTS + r, b * S + tl.where(true, position, S - 1))
         for k in tl.static_range(WORDS):
-            last = w - 64 * k  # of the word's bits, the token's own
+            last = w - 64 * k  # the token's own bit in this word
             bits = (tl.full([], 2, tl.int64) << tl.minimum(tl.maximum(last, 0), 62)) - 1
             bits = tl.where(last >= 63, -1, tl.where(last >= 0, bits, 0))
             tl.store(BITS + r * WORDS + k, tl.where(true, bits, 0))
@@ -141,7 +142,7 @@ def _enter(  # type: ignore[no-untyped-def]
     DRAFTED: constexpr, ALL: constexpr, WORDS: constexpr, LEVELS: constexpr,
     D: constexpr, PAD: constexpr, TABLE: constexpr, PARENTS: constexpr, STATE_FIRST: constexpr, ZERO_FIRST: constexpr,
 ):  # fmt: skip
-    """Half a row of x, the token's or the state's; who does the token's says where it stands, too."""
+    """Compute half a row of x, the token's or the state's. The program of the token's half also calls `_place`."""
     r, half, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PAD)
     b, w, inside = r // W, r % W, i < D
     if half == 0:
@@ -177,7 +178,7 @@ def take_newest(
     recycled: Tensor | None = None,
     made: Tensor | None = None,
 ) -> None:
-    """`heads.backends.base.take_newest` by one kernel."""
+    """Same as `heads.backends.base.take_newest`, as one kernel."""
     (B, D), M = (len(root), 1) if recycled is None else recycled.shape, tokens.shape[1] - 1
     _take_newest[(B,)](
         tokens, start.contiguous(), count.contiguous(), root, length, root if previous is None else previous,

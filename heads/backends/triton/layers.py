@@ -1,10 +1,10 @@
-"""The small parts of a decoder layer, one kernel each, where single operations would each read and write memory once.
+"""Small parts of a decoder layer, one fused kernel each, since separate operations would each read and write memory.
 
     add_norm      residual <- residual + x;  RMS norm of it                       (Zhang and Sennrich, arXiv 1910.07467)
-    rope_write    q and k normed by head if asked, turned by their positions, k and v written to their cache slots
+    rope_write    q and k normed per head (optional), rotated by their positions, k and v written to their cache slots
     silu_mul      SiLU(gate) * up of a fused projection's two halves
 
-Statistics are in float32 whatever the tensors are. A row is one program: its sums never depend on its neighbours.
+Statistics are in float32 for every dtype. No program works on two rows, so a row's sums never depend on other rows.
 
 Letters: M rows (batch times tokens), D width, H query heads, Hkv key heads, d head width, I intermediate width.
 """
@@ -17,7 +17,7 @@ from heads.backends.triton.gemm import silu_of
 
 
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds x (M, D) to residual (M, D) in place, if there is one, and returns the RMS norm of the sum; x may be parts
+    """Add x (M, D), if given, to residual (M, D) in place, and return the RMS norm of the sum. x may be the parts
     (P, M, D) of a product (`heads.backends.triton.gemm.skinny_parts`)."""
     M, D = residual.shape
     out = torch.empty_like(residual)
@@ -29,13 +29,13 @@ def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> 
 
 
 def parts_in(x: Tensor) -> int:
-    """P"""
+    """Return the number of parts P, 1 if x has no parts."""
     return len(x) if x.dim() == 3 else 1
 
 
 @jit
 def _load_sum(AT, inside, by_part, PARTS: constexpr, kind: constexpr):  # type: ignore[no-untyped-def]
-    """Numbers in float32; where there are parts, their sum from first to last, rounded as the whole product is."""
+    """Load values in float32; if there are parts, their sum from first to last, rounded to `kind` as a product is."""
     total = tl.load(AT, mask=inside, other=0.0).to(tl.float32)
     if PARTS > 1:
         for part in range(1, PARTS):
@@ -73,11 +73,11 @@ def rope_write(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The queries (M, H, d), turned; keys and values go to their slots.
+    """Return the rotated queries (M, H, d), and write keys and values to their slots.
 
     qkv (M, (H + 2 Hkv) * d), a fused projection's output, or its parts (P, M, ..); cos, sin (M, d / 2): of each row's
-    position, or with `positions` (M,) int64 of all there are; slots (M,) int64 into keys and values (slots in all, Hkv,
-    d); q_norm, k_norm (d,): RMS norms of each head before the turn (Qwen3).
+    position, or of all positions if `positions` (M,) int64 is given; slots (M,) int64 into keys and values (total
+    slots, Hkv, d); q_norm, k_norm (d,): RMS norms of each head before the rotation (Qwen3).
     """
     M, Hkv, d = qkv.shape[-2], keys.shape[1], keys.shape[2]
     queries = keys.new_empty(M, num_heads, d)
@@ -97,7 +97,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     H: constexpr, HKV: constexpr, HALF: constexpr, PAD: constexpr, NORM: constexpr, LOOK_UP: constexpr,
     PARTS: constexpr,
 ):  # fmt: skip
-    """One head of one row: a query, a key or a value."""
+    """Process one head of one row: a query, a key or a value."""
     row, head, i = tl.program_id(0), tl.program_id(1), tl.arange(0, PAD)
     inside = i < HALF
     source = QKV + row * row_stride + head * 2 * HALF
@@ -109,7 +109,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
         if NORM:
             scale = 1.0 / tl.sqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
             norm = Q_NORM if head < H else K_NORM
-            # Rounded as a norm of its own would be.
+            # Rounded as a separate norm would round.
             first = (first * scale * tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)).to(kind)
             second = (second * scale * tl.load(norm + HALF + i, mask=inside, other=0.0).to(tl.float32)).to(kind)
             first, second = first.to(tl.float32), second.to(tl.float32)
@@ -129,7 +129,8 @@ def _rope_write(  # type: ignore[no-untyped-def]
 
 
 def silu_mul(fused: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """fused (M, 2 I): gate, then up, or parts of it (P, M, 2 I) to be rounded to dtype -> SiLU(gate) * up (M, I)."""
+    """Return SiLU(gate) * up (M, I) of fused (M, 2 I), the gate, then the up, or of its parts (P, M, 2 I), which are
+    rounded to dtype."""
     M, I = fused.shape[-2], fused.shape[-1] // 2  # noqa: E741 - the field's letter
     out = fused.new_empty(M, I, dtype=dtype)
     block = min(1024, next_power_of_2(I))

@@ -1,4 +1,4 @@
-"""The noise of `heads.backends.torch.noise.gumbel` inside kernels: its bits and formula, so the very same numbers."""
+"""The noise of `heads.backends.torch.noise.gumbel` inside kernels: the same bits and formula, so the same numbers."""
 
 from heads.backends.triton.availability import jit, tl
 
@@ -11,8 +11,8 @@ def key_of(seed, position):  # type: ignore[no-untyped-def]
 
 @jit
 def noise_of(key, token):  # type: ignore[no-untyped-def]
-    """Gumbel noise of a token id, float32; log(1 - w) loses what small w say, and w / (1 - (1 - w)) times it gives that
-    back (Kahan's log1p)."""
+    """Return the Gumbel noise of a token id, float32. log(1 - w) loses precision for small w, and the factor
+    w / (1 - (1 - w)) restores it (Kahan's log1p)."""
     bits = _mix(key + token.to(tl.uint64) * _golden())
     w = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
     u = 1.0 - w

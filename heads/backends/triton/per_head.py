@@ -1,7 +1,8 @@
-"""Products of a few rows with a small weight for each head: latent attention's absorbed projections.
+"""Products of a few rows with a small weight per head: latent attention's absorbed projections.
 
-A program takes one head, a tile of its outputs and a tile of the rows, whose size follows from the number of rows in
-all; it sums over the inputs in one order, so that a row's result depends on no other row and not on where it stands.
+A program computes one head, for a tile of its outputs and a tile of the rows. The number of rows sets the size of the
+row tile. A program sums over the inputs in a fixed order, so that a row's result depends neither on other rows nor on
+its index.
 
 Letters: M rows, H heads, K inputs and N outputs of one head.
 """
@@ -11,13 +12,13 @@ from torch import Tensor
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 
 OUTS, DEPTH, ROWS = 64, 64, 64
-"""A tile's outputs, its inputs at a time, and its rows at most."""
+"""Outputs of a tile, inputs per step, and maximum number of rows."""
 
 
 def per_head_mm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """x (M, H, K), weight (H, K, N) -> (M, H, N) in x's dtype, summed in float32; written to `out` if it is given.
+    """Return x (M, H, K) times weight (H, K, N) per head, (M, H, N) in x's dtype, summed in float32; in `out` if given.
 
-    Any strides, but for the last of x and of `out`, which are 1.
+    Strides may be any, except that the last strides of x and `out` must be 1.
     """
     (M, H, K), N = x.shape, weight.shape[2]
     out = x.new_empty(M, H, N) if out is None else out

@@ -1,11 +1,11 @@
-"""The likeliest children of a level's nodes, noise and all, straight from a draft's logits: two kernels.
+"""Choice of the likeliest children of a level's nodes, noise included, directly from a draft's logits: two kernels.
 
     score_v = logit_v / T + G(seed, position, id_v)        the logit alone at T = 0
 
-and what is given is the log-softmax of the scores of the R best, SHARPNESS times as large at T = 0, by which trees rank
-them. A program takes BLOCK columns of all nodes that stand at one position, whose noise is the same, and keeps the best
-few of each beside the block's share of its softmax; a second pass compares the blocks' best. Among equal scores the
-lowest column stands first; one that is not a number stands last. The twin is
+The result is the R best columns and the log-softmax of their scores, which trees rank them by. At T = 0 the scores are
+multiplied by SHARPNESS in the softmax. A program takes BLOCK columns of several nodes at one position, which share
+their noise. It keeps the best columns of each node and the block's share of its softmax. A second kernel compares the
+blocks' best. Equal scores rank by lowest column, and NaN scores rank last. The reference is
 `heads.backends.torch.sampling.RowSampling.pick_of_each`.
 
 Letters: B rows of the batch, W nodes, V columns, R columns picked.
@@ -21,18 +21,18 @@ from heads.backends.triton.availability import constexpr, jit, next_power_of_2, 
 from heads.backends.triton.noise import key_of, noise_of
 
 TILE = 8192
-"""Scores that a program holds, at most."""
+"""Maximum number of scores in a program."""
 NODES = 16
-"""Nodes that a program takes, at most."""
+"""Maximum number of nodes in a program."""
 BLOCK = 1024
-"""Columns that a program takes, at most: noise is long arithmetic, which many programs share."""
+"""Maximum number of columns in a program. Noise is long arithmetic, so many programs should share it."""
 
 COMPARED = 1 << 13
 """Maximum number of the blocks' best columns that one program compares. With more, torch's operations run."""
 
 
 class TritonSampling(RowSampling):
-    """`RowSampling` whose picks are kernels."""
+    """`RowSampling` that picks with kernels."""
 
     def pick_of_each(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
@@ -45,20 +45,20 @@ class TritonSampling(RowSampling):
 
 @dataclass(frozen=True)
 class Noise:
-    """Inputs of the noise of a level's nodes, and its weight."""
+    """Inputs of the noise of a level's nodes, and the temperature."""
 
     positions: Tensor  # (B, W) int64, of the tokens to be picked
-    temperature: Tensor  # (B,) float32; at 0 there is none
+    temperature: Tensor  # (B,) float32; at 0 there is no noise
     seeds: Tensor  # (B,) int64
 
 
 def best_columns(
     logits: Tensor, count: int, token_ids: Tensor | None = None, noise: Noise | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The `count` (R) best children of each node, best first: target ids (B, W, R) int64 and logarithms (B, W, R)
-    float32, by kernels.
+    """Return the `count` (R) best children of each node, best first, with kernels: target ids (B, W, R) int64 and
+    log-probabilities (B, W, R) float32.
 
-    logits (B, W, V); token_ids (V,) int64 the target ids of the columns, None where they are 0 .. V - 1.
+    logits (B, W, V); token_ids (V,) int64 the target ids of the columns, None if they are 0 .. V - 1.
     """
     logits = logits if logits.stride(2) == 1 else logits.contiguous()
     B, W, V = logits.shape
@@ -115,9 +115,9 @@ def _best_of_block(  # type: ignore[no-untyped-def]
     best, first = tl.full([NODES], float("inf"), tl.float32), tl.full([NODES], -1, tl.int32)
     for r in range(0, COUNT):
         after = (x < best[:, None]) | ((x == best[:, None]) & (v[None] > first[:, None]))
-        left = after & real[None]  # what stands behind those that are taken
+        left = after & real[None]  # the columns that rank after those already taken
         best = tl.max(tl.where(left, x, -float("inf")), 1)
-        first = tl.min(tl.where(left & (x == best[:, None]), v[None], V), 1)  # V where no column is left
+        first = tl.min(tl.where(left & (x == best[:, None]), v[None], V), 1)  # V if no column is left
         tl.store(VALUES + row * COUNT + r, best, mask=live)
         tl.store(COLUMNS + row * COUNT + r, first, mask=live)
 
@@ -127,7 +127,7 @@ def _best_of_blocks(  # type: ignore[no-untyped-def]
     TOPS, MASSES, VALUES, COLUMNS, TEMPERATURE, TOKEN_IDS, IDS, LOGP, W, V, blocks,
     COUNT: constexpr, NAMED: constexpr, NOISY: constexpr, SHARPNESS: constexpr, PAD: constexpr, ALL: constexpr,
 ):  # fmt: skip
-    """One node: the blocks' best against each other."""
+    """Compare the blocks' best columns of one node."""
     row, block, j = tl.program_id(0).to(tl.int64), tl.arange(0, PAD), tl.arange(0, ALL)
     tops = tl.load(TOPS + row * blocks + block, mask=block < blocks, other=-float("inf"))
     masses = tl.load(MASSES + row * blocks + block, mask=block < blocks, other=0.0)
@@ -152,7 +152,7 @@ def _best_of_blocks(  # type: ignore[no-untyped-def]
 
 @jit
 def _sharpness(AT, NOISY: constexpr, SHARPNESS: constexpr):  # type: ignore[no-untyped-def]
-    """Return the factor of a row's scores, whose temperature stands at AT."""
+    """Return the factor of the scores of a row whose temperature is at AT."""
     if NOISY:
         return tl.where(tl.load(AT) > 0, 1.0, SHARPNESS)
     else:
@@ -161,5 +161,5 @@ def _sharpness(AT, NOISY: constexpr, SHARPNESS: constexpr):  # type: ignore[no-u
 
 @jit
 def _finite(top):  # type: ignore[no-untyped-def]
-    """Return the value to subtract before exp: 0 if no column has a chance."""
+    """Return the value to subtract before exp: `top`, or 0 if all scores are -inf."""
     return tl.where(top > -float("inf"), top, 0.0)

@@ -1,9 +1,9 @@
-"""Choice of the code for each matrix product of a step: the library's, or the kernel for few rows.
+"""Choice between the library and our kernel for a few rows, for each matrix product of a step.
 
-The library is kept where it is at least as fast and its rows are independent: each row's sums made in the same order
-whatever stands in the other rows. Only then does a node of a chain get, bit for bit, what plain decoding through a step
-of as many rows gives (`EngineOptions.pinned`). What is chosen for a shape is chosen once, and kept in the user's cache
-by device, shape, rows and versions, so that all engines, ranks and later runs agree.
+The library is chosen if it is at least as fast and its rows are independent: each row is summed in the same order
+whatever the other rows are. Only then is a chain node's result bit-identical to plain decoding with a step of as many
+rows (`EngineOptions.pinned`). The choice for a shape is made once, and stored in the user's cache by device, shape,
+rows and versions, so that all engines, ranks and later runs agree.
 
 Letters: M rows, K inputs, N outputs of a product.
 """
@@ -31,9 +31,9 @@ logger = logging.getLogger("draftsmith")
 Shape = tuple[int, int, torch.dtype]
 """Shape of a weight: N, K, dtype."""
 COLD = 1 << 28
-"""Bytes of weights taken in turn: several times what a card caches."""
+"""Bytes of weights to cycle through: several times the size of a GPU's cache."""
 MOST_COPIES = 64
-"""Maximum number of copies of a weight that is too small to matter much."""
+"""Copies are added only up to this number of weights. It limits only small weights, which matter little."""
 _chosen: dict[tuple[int, Shape, torch.device], str] = {}
 
 
@@ -45,14 +45,14 @@ MAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Products:
-    """The products of steps of some numbers of rows; other steps (prompts) take the library's."""
+    """Products of steps with certain numbers of rows. Other steps (prompts) use the library."""
 
     def __init__(self, makers: dict[int, dict[Shape, str]]) -> None:
-        """`makers`: by M, for each shape of weight one of MAKERS, where it is not the library."""
+        """`makers` maps M and a weight's shape to a key of MAKERS; missing entries mean the library."""
         self.makers = makers
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (M, K), weight (N, K), bias (N,) or None -> (M, N)."""
+        """Return the product (M, N) of x (M, K) and weight (N, K), plus bias (N,) if given."""
         maker = self.makers.get(len(x), {}).get(shape_of(weight), "library")
         if maker == "library":
             return linear(x, weight, bias)
@@ -60,12 +60,13 @@ class Products:
         return y if bias is None else y.add_(bias)
 
     def parts(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The same for a kernel that adds parts itself: (M, N), or `heads.backends.triton.gemm.skinny_parts`."""
+        """Return the product (M, N), or its `heads.backends.triton.gemm.skinny_parts` for a kernel that adds parts."""
         tile = self.tile(x, weight)
         return self(x, weight, bias) if tile is None or bias is not None else skinny_parts(x, weight, tile)
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (M, K), weight (2 I, K) of gates, then ups -> SiLU(gate) * up (M, I), by the same kernel where it can."""
+        """Return SiLU(gate) * up (M, I) of x (M, K) and weight (2 I, K), the gates, then the ups; in one kernel if
+        possible."""
         tile = self.tile(x, weight)
         if tile is None or bias is not None:
             return silu_mul(self(x, weight, bias))
@@ -73,7 +74,7 @@ class Products:
         return made if made.dim() == 2 else silu_mul(made, x.dtype)
 
     def tile(self, x: Tensor, weight: Tensor) -> Tile | None:
-        """The kernel's tile, None where the library makes the product."""
+        """Return the kernel's tile, None if the library computes the product or x has more than MOST_ROWS rows."""
         tile = BY_NAME.get(self.makers.get(len(x), {}).get(shape_of(weight), "library"))
         return tile if len(x) <= MOST_ROWS else None
 
@@ -84,9 +85,9 @@ def shape_of(weight: Tensor) -> Shape:
 
 
 def choose_products(weights: Sequence[Tensor], rows: Collection[int]) -> Products:
-    """Measure, on the device, every shape among the weights (N, K) for steps of each number of `rows`.
+    """Choose products by timing every shape among the weights (N, K) on the device, for steps of each number of `rows`.
 
-    A shape's weights are taken in turn, so that what is timed is reading them, not finding them in a cache.
+    Timing cycles through a shape's weights, so that it measures reading them from memory, not from a cache.
     """
     by_shape: dict[Shape, list[Tensor]] = {}
     for weight in weights:
@@ -103,8 +104,8 @@ def choose_products(weights: Sequence[Tensor], rows: Collection[int]) -> Product
 
 
 def choice_file(weight: Tensor, rows: int) -> Path | None:
-    """Return the file that keeps the choice for a weight's shape, on its device, by these versions; None if there is no
-    choice."""
+    """Return the file that stores the choice for a weight's shape on its device with the current versions; None if
+    kernels cannot run, so that there is no choice."""
     if not (weight.is_cuda and runs_kernels(weight)):
         return None
     device = torch.cuda.get_device_properties(weight.device)
@@ -116,8 +117,8 @@ def choice_file(weight: Tensor, rows: int) -> Path | None:
 
 
 def kept_choice(path: Path | None, choose: Callable[[], str]) -> str:
-    """Return the file's choice, or a new one, which is written to it. Of several processes that choose at once the
-    first to write decides for all."""
+    """Return the file's choice, or make a new one and write it. If several processes choose at once, the first to write
+    decides for all."""
     if path is None:
         return "library"
     if not path.is_file():
@@ -139,7 +140,7 @@ def kept_choice(path: Path | None, choose: Callable[[], str]) -> str:
 
 
 def choose_maker(weights: Sequence[Tensor], rows: int) -> str:
-    """One of MAKERS for weights (N, K) of one shape, on a GPU."""
+    """Return the key of the fastest of MAKERS with independent rows for weights (N, K) of one shape, on a GPU."""
     weight = weights[0]
     made_for = [name for name in MAKERS if name not in BY_NAME or rows >= BY_NAME[name].least]
     sound = [name for name in made_for if rows_are_independent(MAKERS[name], weight, rows)]
@@ -152,7 +153,7 @@ def choose_maker(weights: Sequence[Tensor], rows: int) -> str:
 
 
 def rows_are_independent(multiply: Callable[[Tensor, Tensor], Tensor], weight: Tensor, rows: int) -> bool:
-    """Return True if a row's product is the same, bit for bit, in every row and beside any others."""
+    """Return True if a row's product is bit-identical at every row index and with any other rows."""
     draw = torch.Generator(device="cpu").manual_seed(0)
     x = torch.randn(rows, weight.shape[1], generator=draw).to(weight)
     made = multiply(x, weight)
@@ -166,7 +167,8 @@ def rows_are_independent(multiply: Callable[[Tensor, Tensor], Tensor], weight: T
 
 
 def product_seconds(multiply: Callable[[Tensor, Tensor], Tensor], weights: Sequence[Tensor], rows: int) -> float:
-    """Seconds of one product, with every weight in turn; of a draft, which has one of a shape, with copies."""
+    """Return the seconds per product, cycling through the weights. If they are too few, as in a draft, copies are
+    added."""
     enough = min(COLD // (weights[0].numel() * weights[0].element_size()), MOST_COPIES)
     in_turn = [*weights, *(weights[0].clone() for _ in range(enough - len(weights)))]
     x = torch.randn(rows, weights[0].shape[1], device=weights[0].device).to(weights[0].dtype)

@@ -1,13 +1,13 @@
-"""Heads that recycle their state, on a GPU: what `heads.backends.torch.recurrent.TorchRecurrent` does, a step of it
-some twelve kernels.
+"""Heads that recycle their state, as `heads.backends.torch.recurrent.TorchRecurrent`, on a GPU. A step is about twelve
+kernels:
 
-    enter; q, k, v; turn and write; attention; out; add, norm; gate and up, SiLU; down; add, norm
+    enter; q, k, v; rotate and write; attention; out; add, norm; gate and up, SiLU; down; add, norm
 
-and the output head's product. A draft streams its weights once a step, at 4.8 TB/s 10 microseconds for 50 MB, so that
-every small kernel shows. No mask is ever made: attention takes what a node sees as bits.
+and the output head's product. A draft reads its weights once per step, which takes 10 microseconds for 50 MB at
+4.8 TB/s, so the time of every small kernel matters. There are no masks: attention takes the visible nodes as bits.
 
-Letters: B batch, W tokens of each, R = B * W rows, D hidden, L auxiliary layers, Vd draft vocabulary, S cache slots, H
-query heads, Hkv key heads, d head dimension, P nodes that have slots behind the observed ones.
+Letters: B batch, W tokens per row, R = B * W rows, D hidden, L auxiliary layers, Vd draft vocabulary, S cache slots, H
+query heads, Hkv key heads, d head dimension, P nodes that have slots after the observed ones.
 """
 
 from functools import partial
@@ -31,12 +31,12 @@ from heads.tree import level_widths, scratch_slots
 
 
 class TritonRecurrent(RecurrentSteps):
-    """Cache of the module for one batch, and a step over it, by its weights as they were when this was made; fused ones
-    are copies."""
+    """Cache of the module for one batch and a step over it, with the weights as they were at construction. Fused
+    weights are copies."""
 
     @classmethod
     def of(cls, spec: RecurrentSpec) -> "TritonRecurrent | None":
-        """Return the steps of one module, normed once after its layer, of numbers that the kernels take; else None."""
+        """Return the steps of a head with one module, one norm after its layer and a supported dtype; else None."""
         parts = spec.parts
         if parts is None or len(parts.modules) > 1 or parts.weight.dtype not in DTYPES:
             return None
@@ -68,29 +68,29 @@ class TritonRecurrent(RecurrentSteps):
         weights = [product.weight for product in products if product is not None] + [spec.lm_head_weight]
         rows = {batch_size * width for width in (1, *level_widths(shape))}
         self.products = choose_products(weights, [M for M in sorted(rows) if M <= MOST_ROWS])
-        most = max(*rows, batch_size * (shape.depth + 1))  # tokens of a level, or accepted in a round
+        most = max(*rows, batch_size * (shape.depth + 1))  # tokens of a level, or tokens accepted in a round
         self.counters = new_counters(most, self.attention.num_heads, len(self.cos), like.device)
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
-        """(B, W, L * D), (B, W, D) -> the state that the first step recycles (B, W, D)."""
+        """Same as `RecurrentSteps.start`: (B, W, L * D), (B, W, D) -> (B, W, D)."""
         fuse = None if self.fuse is None else partial(self.products, weight=self.fuse.weight, bias=self.fuse.bias)
         return self.parts.start(aux_hidden_states.flatten(0, 1), hidden.flatten(0, 1), fuse).view(hidden.shape)
 
     def normed(self, recycled: Tensor) -> Tensor:
-        """(B, W, D): what the output head reads of a recycled state."""
+        """Return the input (B, W, D) of the output head for a recycled state."""
         if self.read_norm is None:
             return recycled
         read = add_norm(recycled.flatten(0, 1), None, self.read_norm.weight, self.read_norm.eps)
         return read.view(recycled.shape)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """(B, W, D) -> (B, W, Vd)."""
+        """Return the logits (B, W, Vd), given the output of `normed` (B, W, D)."""
         return self.products(normed.flatten(0, 1), self.lm_head_weight).view(*normed.shape[:2], -1)
 
     def step(
         self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, mapping: Observed | Drafted, extent: int
     ) -> tuple[Tensor, Tensor]:
-        """Whatever the extent, what is read is where tokens stand."""
+        """Same as `RecurrentSteps.step`. The extent is not used, since only slots with tokens are read."""
         B, W = tokens.shape
         embedded = self.embed(tokens) if self.table is None else self.table
         x, stream, at = enter(

@@ -1,9 +1,9 @@
-"""Choosing the nodes of a draft tree on a GPU, as `heads.backends.torch.select`: one kernel a level and one at the
-end, or a level's kernel alone.
+"""Choice of a draft tree's nodes on a GPU, as `heads.backends.torch.select`: one kernel per level, and for dynamic
+trees one more at the end.
 
-Letters: B rows of the batch, T nodes drawn, root included, N of them kept, K children drawn for a node and nodes
-expanded at a level, W nodes expanded at the level before (1 or K), R children drawn for each, M nodes placed at a level
-of a static tree, P of them expanded.
+Letters: B rows of the batch, T nodes drawn including the root, N nodes kept, K children drawn per node and nodes
+expanded per level, W nodes expanded at the previous level (1 or K), R children drawn for each, M nodes placed at a
+level of a static tree, P of them expanded.
 """
 
 import torch
@@ -14,19 +14,19 @@ from heads.backends.torch.select import Beam, Level, Nodes, first_node
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 
 MOST_CHILDREN = 1024
-"""Draws of a level that a kernel compares with each other; more take torch's operations."""
+"""Maximum number of a level's draws that a kernel compares. With more, torch's operations run."""
 MOST_NODES = 4096
-"""Draws of a tree that a kernel ranks; more take torch's operations."""
+"""Maximum number of a tree's nodes that a kernel ranks. With more, torch's operations run."""
 COMPARED = 4096
-"""Comparisons, or places of paths, that a program holds at once."""
+"""Number of comparisons, or of path entries, that a program holds at once."""
 PLACED = 256
-"""Nodes of a static tree's level that a program takes."""
+"""Maximum number of nodes of a static tree's level in a program."""
 
 
 def widen(
     nodes: Nodes, root: Tensor, beam: Beam | None, picked: Tensor, logp: Tensor, level: int, *, last: bool
 ) -> Beam | None:
-    """`heads.backends.torch.select.widen` as a kernel."""
+    """Same as `heads.backends.torch.select.widen`, as a kernel."""
     (B, W, K), T = picked.shape, nodes.tokens.shape[1]
     if logp.dtype != torch.float32 or W * K > MOST_CHILDREN:
         return select.widen(nodes, root, beam, picked, logp, level, last=last)
@@ -51,7 +51,7 @@ def _widen(  # type: ignore[no-untyped-def]
     T, first, level, K, C,
     FIRST: constexpr, LAST: constexpr, PAD: constexpr, TILE: constexpr, LEVELS: constexpr, CHUNK: constexpr,
 ):  # fmt: skip
-    """One row: its C draws to their places; those with fewer than K better ones to the next beam."""
+    """Process one row: write its C draws to the tree, and those with fewer than K better draws to the next beam."""
     b, c = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
     real, row = c < C, c // K
     if FIRST:
@@ -96,7 +96,7 @@ def _widen(  # type: ignore[no-untyped-def]
 
 @jit
 def _total(SCORES, LOGP, l_w, l_k, c, K, C, FIRST: constexpr):  # type: ignore[no-untyped-def]
-    """The scores of draws c; -inf for what is not a number, and behind the last."""
+    """Return the scores of draws c; -inf for NaN scores and for c beyond the last draw."""
     total = tl.load(LOGP + c // K * l_w + c % K * l_k, mask=c < C, other=-float("inf"))
     if not FIRST:
         total = tl.load(SCORES + c // K, mask=c < C, other=0.0) + total
@@ -104,7 +104,7 @@ def _total(SCORES, LOGP, l_w, l_k, c, K, C, FIRST: constexpr):  # type: ignore[n
 
 
 def prune(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
-    """`heads.backends.torch.select.prune` as a kernel."""
+    """Same as `heads.backends.torch.select.prune`, as a kernel."""
     B, T = nodes.tokens.shape
     if nodes.scores.dtype != torch.float32 or T > MOST_NODES:
         return select.prune(nodes, penalties, count)
@@ -125,18 +125,19 @@ def _prune(  # type: ignore[no-untyped-def]
     KEPT_TOKENS, KEPT_PARENTS, KEPT_SCORES, KEPT_PLACES, KEPT_DEPTHS, T, N,
     BITS: constexpr, PAD: constexpr,
 ):  # fmt: skip
-    """One row: the N-th best key, BITS by BITS from the highest; then whoever is better, and the first as good."""
+    """Process one row: find the N-th best key, BITS bits at a time from the highest; then keep all better keys, and the
+    first of the equal ones."""
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
     real = i < T
     score = tl.load(SCORES + b * T + i, mask=real, other=0.0)
     rank = tl.where(i == 0, float("inf"), score - tl.load(PENALTIES + i, mask=real, other=0.0))
-    bits = tl.where(rank == 0, 0.0, rank).to(tl.uint32, bitcast=True)  # of the two zeros, the positive
-    key = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)  # whole numbers in the order of the floats
+    bits = tl.where(rank == 0, 0.0, rank).to(tl.uint32, bitcast=True)  # -0.0 becomes 0.0
+    key = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)  # integers in the order of the floats
     key = tl.where(real, key, 0)
     least, digit = tl.zeros([], tl.uint32), tl.arange(0, 1 << BITS).to(tl.uint32)
     for step in range(0, 32, BITS):
         trial = least | (digit << (32 - BITS - step))
-        reached = tl.sum((key[:, None] >= trial[None]).to(tl.int32), 0) >= N  # by the lowest digits, if by any
+        reached = tl.sum((key[:, None] >= trial[None]).to(tl.int32), 0) >= N  # True for digits up to the N-th best's
         least = tl.max(tl.where(reached, trial, 0), 0)
     better, equal = (key > least).to(tl.int32), (key == least).to(tl.int32)
     kept = (better == 1) | ((equal == 1) & (tl.cumsum(equal, 0) <= N - tl.sum(better, 0)))
@@ -151,7 +152,7 @@ def _prune(  # type: ignore[no-untyped-def]
 
 
 def place(tokens: Tensor, scores: Tensor, root: Tensor, picked: Tensor, logp: Tensor, level: Level) -> Tensor:
-    """`heads.backends.torch.select.place` as a kernel."""
+    """Same as `heads.backends.torch.select.place`, as a kernel."""
     (B, N), M, P = tokens.shape, len(level.row), len(level.expanded)
     beam = root.new_empty(B, P)
     _place[(B, triton.cdiv(M, PLACED))](
@@ -166,7 +167,7 @@ def _place(  # type: ignore[no-untyped-def]
     ROOT, PICKED, LOGP, p_b, p_w, p_k, l_b, l_w, l_k, ROW, RANK, ABOVE, EXPANDED, TOKENS, SCORES, BEAM, N, M, P,
     first, FIRST: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Some nodes of a level of one row, and as many of those that are expanded."""
+    """Write BLOCK nodes of a level of one row, and the tokens of BLOCK of its expanded nodes."""
     b, m = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if FIRST and tl.program_id(1) == 0:
         tl.store(TOKENS + b * N, tl.load(ROOT + b))

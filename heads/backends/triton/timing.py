@@ -1,4 +1,4 @@
-"""Time of some work on the device, without launches."""
+"""Timing of work on the device, without the time of launches."""
 
 import math
 import time
@@ -9,15 +9,15 @@ import torch
 
 REPEATS = 5
 ENOUGH, MOST = 5e-4, 100
-"""Seconds below which work is captured several times over, and how often at most: what starts a graph would show beside
-it."""
+"""Seconds below which work is repeated within one graph, and the maximum number of repeats. Else the time to start the
+graph would distort the result."""
 
 
 def device_seconds(work: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
-    """Seconds of `work`, the best of some repeats after a first that does not count.
+    """Return the seconds of `work`, the best of `repeats` after a warm-up.
 
-    On a GPU its operations are captured as a graph and replayed, so that the host's part is left out; `work` must not
-    wait for the host.
+    On a GPU, its operations are captured as a CUDA graph and replayed, so that host time is excluded. `work` must not
+    synchronize with the host.
     """
     if device.type != "cuda":
         work()
@@ -41,15 +41,15 @@ def device_seconds(work: Callable[[], Any], device: torch.device, repeats: int =
 def captured(work: Callable[[], Any], stream: torch.cuda.Stream, times: int) -> torch.cuda.CUDAGraph:
     """Return a graph of `work`, repeated `times` times."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # others may allocate
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # other threads may allocate
         for _ in range(times):
             work()
     return graph
 
 
 def replay_seconds(graph: torch.cuda.CUDAGraph, repeats: int = REPEATS) -> float:
-    """Seconds of one replay, the best of `repeats`; each is launched while the one before it runs, so that the device
-    does not wait for the host in between."""
+    """Return the seconds of one replay, the best of `repeats`. Each timed replay is launched while another one runs, so
+    that the device does not wait for the host in between."""
     best = float("inf")
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
