@@ -103,7 +103,7 @@ class Evaluation:
     def estimate(self, head: nn.Module, mixture: Mixture, begin: int, accelerator: Accelerator) -> Measured:
         """Return tau and acceptance by depth of greedy chains as deep as the tree, estimated with the training step on
         the rows from index `begin` of the data on. Called by every process, since the target's layers may be sharded.
-        Only the main process uses its `head`."""
+        Only the main process drafts with its `head`."""
         drafts, dtype = cast(DraftHead, head), next(head.parameters()).dtype
         rows = mixture.rows(range(begin, begin + max(1, ESTIMATE_TOKENS // mixture.row_length)))
         parts = [rows.part(row) for row in range(len(rows.tokens))]

@@ -47,7 +47,7 @@ class Adapter(Settings):
     """A LoRA adapter of the target, trained together with Medusa's heads (Medusa-2, arXiv 2401.10774, section 2.2.2).
 
     `train.lr` is the adapter's learning rate. The loss is KL(original target || adapted target) on every label, plus
-    `heads_weight` times the heads' loss. A head trained this way drafts for the adapted target, not for the original.
+    `heads_weight` times the heads' loss. The heads then draft for the adapted target, whose text the output is.
     """
 
     first_step: Step

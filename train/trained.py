@@ -13,7 +13,7 @@ from heads.base import Batch, DraftHead, HeadLoss
 
 @dataclass(frozen=True)
 class Part:
-    """A group of parameters with the same optimizer and learning rate."""
+    """A module whose parameters share their settings in the optimizer."""
 
     module: nn.Module
     by_muon: bool = True
