@@ -37,8 +37,8 @@ class Answers(Settings):
     prompts: Annotated[int, Field(ge=1, le=10**8)]
     """Number of prompts to take from the sources. The sources must have that many."""
     prompt_tokens: Count = 512
-    """Maximum number of tokens of a prompt. Prompts cut from text are shortened to it; longer conversations are left
-    out."""
+    """Maximum number of tokens of a prompt. Prompts cut from text are shortened to it. Conversations whose first prompt
+    is longer are left out."""
     new_tokens: Count = 256
     """Maximum number of tokens of an answer."""
     batch_size: Count = 8
