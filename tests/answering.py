@@ -1,5 +1,5 @@
-"""A server on this machine that answers as vLLM or SGLang would, with a function's answers; and, as a process of its
-own, with those of a target: python -m tests.answering TARGET."""
+"""A local server with the protocol of vLLM or SGLang. A function gives its answers or, in its own process, a target:
+python -m tests.answering TARGET."""
 
 import json
 import sys
@@ -25,17 +25,17 @@ Reply = tuple[int, bytes]
 
 @dataclass
 class Stub:
-    """The server's behaviour, which may change while it runs, and what it saw."""
+    """The server's behaviour, which may change while it runs, and a record of its requests."""
 
     answer: Answer
     model: str = "tiny"
     speaks: str = "vllm"
-    """`vllm`, `sglang` or `text`."""
+    """The protocol: `vllm`, `sglang` or `text`."""
     key: str | None = None
     fault: Callable[[int], Reply | None] = lambda number: None
-    """The reply in place of the answer to request `number`, counted from 0."""
+    """Returns a reply that replaces the answer to request `number`, counted from 0, or None."""
     hold: Callable[[], None] = lambda: None
-    """Waited for before every answer."""
+    """Called before every answer; it may block."""
     asked: list[Request] = field(default_factory=list)
     answered: int = 0
     in_flight: int = 0
@@ -44,7 +44,7 @@ class Stub:
     lock: Any = field(default_factory=threading.Lock)
 
     def reply(self, path: str, body: dict[str, Any]) -> Reply:
-        """The reply to a prompt."""
+        """Return the reply to a prompt."""
         ids, sampling = body.get("prompt"), body
         length, seed = "max_tokens", "seed"
         if path == "/generate" and self.speaks == "sglang":
@@ -77,20 +77,20 @@ class Stub:
 
 
 class QuietServer(ThreadingHTTPServer):
-    """A server that says nothing on the terminal."""
+    """A server that prints nothing on the terminal."""
 
     daemon_threads = True
     request_queue_size = 256
 
     def handle_error(self, *_: object) -> None:
-        """A client that goes away is no fault."""
+        """Ignore clients that disconnect."""
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Reads JSON, and sends what it is given."""
+    """A handler that reads JSON bodies and sends replies, without log lines."""
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Print nothing."""
 
     def body(self) -> Any:
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -124,7 +124,7 @@ class _Handler(QuietHandler):
 
 @contextmanager
 def serving(stub: Stub, port: int = 0) -> Iterator[Stub]:
-    """Serve for the time of a `with` block, at `stub.url`."""
+    """Serve at `stub.url` for a `with` block."""
     with _Server(("127.0.0.1", port), _Handler) as server:
         server.stub, stub.url = stub, f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -137,7 +137,7 @@ def serving(stub: Stub, port: int = 0) -> Iterator[Stub]:
 
 
 def by_engine(target: FrozenTarget, max_length: int = 128) -> Answer:
-    """The target's own answers."""
+    """Return a function that gives the target's own answers."""
     engine, lock = Engine(target, None, EngineOptions(max_length=max_length)), threading.Lock()
 
     def answer(request: Request) -> list[int]:
@@ -148,7 +148,7 @@ def by_engine(target: FrozenTarget, max_length: int = 128) -> Answer:
 
 
 def main() -> None:
-    """Serve a target until the process is ended, and print the address."""
+    """Print the address, and serve a target until the process is ended."""
     target, _ = load_pair(sys.argv[1], dtype="auto", device=torch.device("cpu"), trust_remote_code=False)
     with serving(Stub(by_engine(target, target.context_length), model=sys.argv[1])) as stub:
         print(stub.url, flush=True)

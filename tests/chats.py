@@ -1,4 +1,4 @@
-"""One conversation as documents, as a source of conversations makes them."""
+"""Conversion of one conversation to documents, as in a `chat` source."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def encode_chat(
     last_only: bool = False,
     **arguments: Any,
 ) -> list[Document]:
-    """The documents of a conversation. RecordError for one that cannot be trained on."""
+    """Return the documents of a conversation. RecordError if it cannot be trained on."""
     template = ChatTemplate(tokenizer, chat_template, arguments)
     conversation = read_conversation(template, messages, place=place, tools=tools, last_only=last_only)
     (found,) = encode_conversations(template, [conversation])
@@ -34,12 +34,12 @@ def encode_chat(
 
 
 def reader_of(tokenizer: PreTrainedTokenizerBase, said: list[str] | None = None, **arguments: Any) -> Reader:
-    """The reader of a run of one process; `said` gathers its lines."""
+    """Return the reader of a run of one process. `said`: a list to which its lines are added."""
     lines = [] if said is None else said
     return Reader(ChatTemplate(tokenizer, arguments=arguments), Accelerator(cpu=True), lines.append)
 
 
 def bracketed(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[str]:
-    """Each document's text with its labels in brackets."""
+    """Return each document's text with its labels in brackets."""
     brackets = {ord(OPEN): "[", ord(CLOSE): "]"}
     return [marked(tokenizer, document).translate(brackets) for document in documents]

@@ -1,20 +1,20 @@
-"""Fixtures shared by all tests: a tiny random target with a tokenizer, saved as a user would have it."""
+"""Fixtures shared by all tests, such as a tiny random target with a tokenizer, saved in a user's format."""
 
 import logging
 import os
 import sys
 
-# Before torch is imported: with more threads than free cores, OpenMP's barriers make small models many times slower.
+# Set before torch is imported: with more threads than free cores, OpenMP's barriers make small models much slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["HF_TOKEN_PATH"] = os.devnull  # no test finds the token of whoever runs it
-# Before torchao is, which transformers imports where it is installed: four lines of warnings.
+os.environ["HF_TOKEN_PATH"] = os.devnull  # hides the user's token from all tests
+# Set before transformers imports torchao, which would print four lines of warnings.
 if "torchao" not in sys.modules:
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-# Before triton is: kernels run in its interpreter where there is no GPU.
+# Set before triton is imported: without a GPU, kernels run in its interpreter.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -37,10 +37,10 @@ PROCESSES = 2
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Share the files of a whole run, or of a folder's, between processes, where pytest-xdist is installed and the
-    command line says nothing of it. A file stays whole, since its tests share what is costly to make."""
+    """Distribute the test files of the command line's folders over processes, if pytest-xdist is installed and has no
+    options. A file stays in one process, since its tests share costly fixtures."""
     options = config.option
-    is_one_of_them = "PYTEST_XDIST_WORKER" in os.environ  # which asks this hook, too, and must not share in its turn
+    is_one_of_them = "PYTEST_XDIST_WORKER" in os.environ  # a worker also calls this hook, and must not distribute
     if is_one_of_them or not config.pluginmanager.hasplugin("xdist"):
         return
     if options.numprocesses is not None or options.dist != "no":
@@ -52,7 +52,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no process waits long for another at the end."""
+    """Move files with slow tests to the front, so that no process waits long for another at the end."""
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
 
@@ -66,7 +66,8 @@ CHAT_TEMPLATE = (
 
 
 def teach_bfloat16() -> None:
-    """Triton's interpreter keeps bfloat16 as its bits, and takes them for whole numbers in a product of tiles."""
+    """Fix tile products of bfloat16 in Triton's interpreter, which stores bfloat16 as bits and multiplies them as
+    integers."""
     from triton import language
     from triton.runtime import interpreter
 
@@ -84,9 +85,9 @@ def teach_bfloat16() -> None:
 
 
 def quicken_interpreter() -> None:
-    """Spare Triton's interpreter half of its time, which goes into two things that change no result: putting its
-    operations into the language anew for every launch and every call inside a kernel, and checking each sum and product
-    of whole numbers for overflow, which only its debug mode uses."""
+    """Halve the time of Triton's interpreter, by skipping two things that do not change results: patching its
+    operations into the language again for every launch and every call inside a kernel, and checking each sum and
+    product of integers for overflow, which only its debug mode uses."""
     from triton import language
     from triton.runtime import interpreter
 
@@ -98,7 +99,7 @@ def quicken_interpreter() -> None:
         if speaks_language not in patched:
             patched.add(speaks_language)
             patch(fn)
-        return interpreter._LangPatchScope()  # with nothing to restore
+        return interpreter._LangPatchScope()  # has nothing to restore
 
     interpreter._patch_lang = patch_once
     builder = interpreter.interpreter_builder
@@ -111,7 +112,7 @@ if find_spec("triton") and os.environ.get("TRITON_INTERPRET"):
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 128 tokens: 6 special ones, ASCII text, and the commonest pairs of letters."""
+    """Return a byte-level BPE of 128 tokens: 6 special tokens, ASCII text, and the most common pairs of letters."""
     characters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ", "ĉ"]  # byte-level names of space, newline, tab
     pairs = "Ġt Ġa Ġs Ġi Ġf Ġd Ġn er in on re th se or en at lf ĠĠ ĊĠ el de st Ġ= Ġc Ġr"
     merges = [(pair[0], pair[1]) for pair in pairs.split()]
@@ -136,7 +137,7 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session", autouse=True)
 def fresh_data_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing is tokenised already, as an earlier version of the code would have done it."""
+    """An empty data cache, so that no test reads data that an earlier version of the code has tokenised."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path_factory.mktemp("data-cache")))
         yield
@@ -154,7 +155,7 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        initializer_range=0.2,  # wide, so that logits differ and greedy text wanders
+        initializer_range=0.2,  # wide, so that logits differ and greedy text varies
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=1,
@@ -181,7 +182,7 @@ def interpreted() -> Iterator[None]:
 
 @pytest.fixture(params=[True, False], ids=["C", "torch"])
 def with_c(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Both ways of a CPU: through C, and without it."""
+    """Both backends of a CPU: True with C, False without it."""
     if request.param:
         need_c()
         yield True

@@ -1,4 +1,4 @@
-"""Small heads that draft by kernels and by torch, whose drafts must be the same.
+"""Small heads that draft with kernels and with torch. Both must give the same drafts.
 
 Letters: B rows, D hidden, V vocabulary, M tokens of an observation.
 """
@@ -40,7 +40,7 @@ HEADS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 
 
 def some_head(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Recurrent:
-    """A small random head of HEADS."""
+    """Return a small random head of HEADS."""
     kind, config, settings = HEADS[name]
     made = config(**SMALL | settings)
     vocab = build_vocab(torch.arange(made.vocab_size) % 9, made.draft_vocab_size)
@@ -65,17 +65,17 @@ def head_rounds(
     table: bool = True,
     pick: Pick | None = None,
 ) -> list[Proposal]:
-    """Return the drafts of a head by that backend for two rows: after the prompt of each, one after the other, and
-    after rounds of a few tokens until the first row's cache is full. `table`: whether it sees the target's embeddings
-    as such."""
+    """Return a head's drafts with a backend for two rows: after the prompt of each, one after the other, and after
+    rounds of a few tokens until the first row's cache is full. `table`: pass the target's embeddings as a module, not
+    as a function."""
     D, V = head.config.hidden_size, head.config.vocab_size
     draw = torch.Generator().manual_seed(2)
-    rows, out = torch.randn(2, V, D, generator=draw).bfloat16().float().to(device)  # as kernels of a CPU hold them
+    rows, out = torch.randn(2, V, D, generator=draw).bfloat16().float().to(device)  # the precision of a CPU's kernels
     embed = torch.nn.Embedding.from_pretrained(rows) if table else lambda ids: rows[ids]
     shared = SharedLayers(embed_tokens=embed, lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out)
     state = head.new_state(shared, batch_size=2, capacity=prompt + 7, shape=parse_shape(shape), backend=backend)
     assert f".{backend.name}." in type(state.steps).__module__
-    pick = pick or TRITON.sampling(2, device).pick  # the same for all
+    pick = pick or TRITON.sampling(2, device).pick  # the same for all backends
     proposals, start = [], torch.zeros(2, dtype=torch.int64)
     for counts in ([0, 3], [prompt, 0], [3, 2], [0, 4], [4, 1]):
         count, M = torch.tensor(counts), max(4, *counts)
@@ -94,41 +94,41 @@ def head_rounds(
 def drafts_are_those_of_torch(
     name: str, shape: str, device: torch.device, *, prompt: int = 5, table: bool = True
 ) -> None:
-    """Compare tokens, parents, and scores within rounding, in float32."""
+    """Assert that a head's drafts with kernels and with torch agree, in float32."""
     head = some_head(name, device)
     ours = head_rounds(head, shape, TRITON, device, prompt=prompt, table=table)
     agree(ours, head_rounds(head, shape, TORCH, device, prompt=prompt))
 
 
 def agree(ours: list[Proposal], theirs: list[Proposal]) -> None:
-    """Tokens and parents equal, scores within the rounding of float32."""
+    """Assert that tokens and parents are equal, and scores equal within the rounding of float32."""
     for found, expected in zip(ours, theirs, strict=True):
         assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
         torch.testing.assert_close(found.scores, expected.scores, atol=2e-4, rtol=2e-4)
 
 
 def draft_of(target: FrozenTarget) -> Draft:
-    """Two of the target's three layers."""
+    """Return a draft model of two of the target's three layers."""
     head = build_head("draft", {"layers": [0, 2]}, target, torch.ones(target.vocab_size, dtype=torch.int64))
     assert isinstance(head, Draft)
     return head.to(target.device, target.dtype)
 
 
 def model_drafts_are_those_of_torch(target: FrozenTarget, shape: str, *, prompt: int = 5) -> None:
-    """Compare drafts by kernels and without, of a target in float32."""
+    """Assert that a draft model's drafts with kernels and with torch agree, for a target in float32."""
     head = draft_of(target)
     ours, theirs = (model_rounds(head, target, shape, prompt, backend) for backend in (TRITON, TORCH))
     agree(ours, theirs)
 
 
 def model_rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, backend: Backend) -> list[Proposal]:
-    """Return drafts for two rows; paths are accepted, of all lengths; then one after rounds without drafts."""
+    """Return drafts for two rows after accepted paths of all lengths, and a last one after rounds without drafts."""
     state = head.new_state(target.shared, batch_size=2, capacity=prompt + 40, shape=parse_shape(shape), backend=backend)
     assert isinstance(state.decoder, TritonDecoder) == (backend is TRITON)
     ids = (torch.arange(2 * (prompt + 1)) * 7 % target.vocab_size).view(2, prompt + 1).to(target.device)
     start, count = torch.zeros_like(ids[:, 0]), torch.tensor([prompt, 2], device=target.device)
     accepted_tokens = Observation(ids, *nothing(prompt), start, count, None)
-    proposals, pick = [], TRITON.sampling(2, target.device).pick  # the same for both
+    proposals, pick = [], TRITON.sampling(2, target.device).pick  # the same for both backends
     for number in range(4):
         head.extend(state, accepted_tokens)
         proposals.append(head.propose(state, pick))
@@ -139,7 +139,8 @@ def model_rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, bac
 
 
 def accepted(state: DraftState, proposal: Proposal, number: int) -> Observation:
-    """One row's last path down to level `number`, the other's first, and a root of its own behind each."""
+    """Return accepted paths down to level `number`, each followed by its own root: the last path of one row, and the
+    first path of the other."""
     B, M = len(state.root), state.shape.depth + 1
     tokens, nodes = torch.zeros(B, M + 1, dtype=torch.int64), torch.zeros(B, M, dtype=torch.int64)
     count = torch.zeros(B, dtype=torch.int64)
@@ -154,5 +155,5 @@ def accepted(state: DraftState, proposal: Proposal, number: int) -> Observation:
 
 
 def nothing(number: int) -> tuple[Tensor, Tensor]:
-    """Features of two rows that no draft model reads."""
+    """Return empty features of two rows, which a draft model does not read."""
     return torch.zeros(2, number, 0), torch.zeros(2, number, 0)

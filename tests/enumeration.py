@@ -1,4 +1,4 @@
-"""Distributions small enough to sum over all that can happen in a round."""
+"""Distributions that are small enough to sum over all outcomes of a round."""
 
 from collections.abc import Sequence
 from itertools import permutations, product
@@ -13,9 +13,9 @@ from heads.tree import Pick, Proposal, TreeShape, is_chain
 
 
 class Toy:
-    """Distributions over a few tokens, p and q, random after every prefix: small enough to sum over all outcomes.
+    """Distributions p and q over a few tokens, random after every prefix.
 
-    `support`: q gives only that many tokens after each prefix, as a small draft vocabulary or a filter would.
+    `support`: number of tokens that q can give after each prefix, as with a small draft vocabulary or a filter.
     """
 
     def __init__(self, vocab: int, depth: int, seed: int, support: int | None = None) -> None:
@@ -32,23 +32,23 @@ class Toy:
             table /= table.sum(1, keepdim=True)
 
     def flat(self, which: str) -> tuple[Tensor, list[int]]:
-        """All logits in one table, and where each depth's begin."""
+        """Return all logits in one table, and the index at which each depth begins."""
         tables = self.p if which == "p" else self.q
         return torch.cat(tables).log(), [sum(map(len, tables[:d])) for d in range(len(tables))]
 
     def distribution(self, length: int) -> Tensor:
-        """(V^length,) the target's distribution of its first tokens."""
+        """Return (V^length,) the target's distribution of its first `length` tokens."""
         return self.complete(torch.ones(1, dtype=torch.float64), length)
 
     def complete(self, distribution: Tensor, length: int) -> Tensor:
-        """A distribution of the first few tokens, (V^d,), continued by the target to `length` of them."""
+        """Return a distribution of the first d tokens, (V^d,), continued by the target to `length` tokens."""
         depth = next(d for d in range(length + 1) if self.vocab**d == len(distribution))
         for d in range(depth, length):
             distribution = (distribution[:, None] * self.p[d]).flatten()
         return distribution
 
     def grow(self, shape: TreeShape, pick: Pick, rows: int) -> tuple[Proposal, Tensor]:
-        """`rows` trees as `heads.growth.grow` draws them -> and the nodes' prefixes, (rows, N) numbers in base V."""
+        """Return `rows` trees from `heads.growth.grow`, and the prefixes of the nodes, (rows, N) numbers in base V."""
         V, codes = self.vocab, torch.zeros(rows, 1, dtype=torch.int64)
 
         def expand(tokens: Tensor, above: Tensor, paths: Tensor, level: int) -> Tensor:
@@ -62,21 +62,21 @@ class Toy:
         return proposal, prefixes_of(proposal, V, root)
 
     def at(self, prefixes: Tensor, depths: Tensor) -> Tensor:
-        """p after each node: (rows, N, V)."""
+        """Return p after each node: (rows, N, V)."""
         table, starts = torch.cat(self.p), torch.tensor([sum(map(len, self.p[:d])) for d in range(len(self.p))])
         return table[starts[depths] + prefixes]
 
 
 class EveryDraw:
-    """A pick that draws everything that can be drawn, each row of the batch its own way; `weight` says how likely."""
+    """A pick that enumerates all possible draws, one per row of the batch. `weight`: the probability of each row."""
 
     def __init__(self, counts: Sequence[int], vocab: int, *, replace: bool) -> None:
-        """`counts`: children of each node that is drawn for, in order."""
+        """`counts`: number of children that are drawn at each node, in order."""
         ways = [list(product(range(vocab), repeat=n) if replace else permutations(range(vocab), n)) for n in counts]
         self.ways = list(product(*ways))
         self.replace, self.done = replace, 0
         self.weight = torch.ones(len(self.ways), dtype=torch.float64)
-        self.likeliest = torch.ones(len(self.ways), dtype=torch.float64)  # 1 where every child is the best there is
+        self.likeliest = torch.ones(len(self.ways), dtype=torch.float64)  # 1 if all children are the likeliest
         self.distributions: list[Tensor] = []
         self.token_ids = None
 
@@ -92,7 +92,7 @@ class EveryDraw:
         for r in range(count):
             x = picked[..., r, None]
             mass = left.sum(-1, keepdim=True)
-            # Where nothing is left to draw, any token will do, and a real pick takes some one: say, the lowest.
+            # If no probability is left, a real pick takes some token; here the lowest unused one.
             lowest = min_unused(picked[..., :r], logits.shape[2])[..., None]
             chance = torch.where(mass > 0, left.gather(-1, x) / mass, (x == lowest).double())
             self.weight *= chance[..., 0].prod(1)
@@ -105,13 +105,13 @@ class EveryDraw:
 
 
 def min_unused(used: Tensor, vocab: int) -> Tensor:
-    """The lowest token that is not among the last dimension's."""
+    """Return the lowest token that is not among those in the last dimension."""
     taken = (used[..., None] == torch.arange(vocab)).any(-2)
     return (~taken).long().argmax(-1)
 
 
 def draws_of(shape: TreeShape) -> list[int]:
-    """Number of children that `grow` asks for at each node."""
+    """Return the number of children that `grow` draws at each node."""
     if shape.paths is None:
         return [shape.top_k] * (1 + (shape.depth - 1) * shape.top_k)
     counts = []
@@ -122,7 +122,7 @@ def draws_of(shape: TreeShape) -> list[int]:
 
 
 def prefixes_of(proposal: Proposal, vocab: int, root: Tensor) -> Tensor:
-    """The text up to each node, (rows, N) numbers in base V, below the roots' (rows,)."""
+    """Return the text up to each node, (rows, N) numbers in base V, after those of the roots, (rows,)."""
     prefixes = root[:, None].repeat(1, proposal.tokens.shape[1])
     for j in range(1, proposal.tokens.shape[1]):
         above = prefixes.gather(1, proposal.parents[:, j, None])[:, 0]
@@ -133,8 +133,8 @@ def prefixes_of(proposal: Proposal, vocab: int, root: Tensor) -> Tensor:
 def sum_over_tests(
     rule: Rejection, proposal: Proposal, verdict: Verdict, prefixes: Tensor, drawn: Tensor
 ) -> list[Tensor]:
-    """The distribution of what comes out by the number n of tokens accepted, (V^n, V), summed over every outcome of the
-    tests; drawn (rows,): how likely each draft is."""
+    """Return the distribution of the emitted tokens for each number n of accepted tokens, (V^n, V), summed over all
+    outcomes of the tests. `drawn` (rows,): the probability of each draft."""
     K, V, rows = rule.shape.depth, verdict.rest.shape[2], len(drawn)
     above = None if is_chain(rule.shape) else ancestors(proposal.parents, K)
     parts = [torch.zeros(V**n, V, dtype=torch.float64) for n in range(K + 1)]

@@ -1,4 +1,4 @@
-"""Faults in the midst of a run: a signal, a loss that is no number, a full disk."""
+"""Faults during a run: a signal, a loss that is not a number, a full disk, little memory."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ from train.trained import Trained
 
 @contextmanager
 def signal_at(call: int, number: signal.Signals = signal.SIGTERM) -> Iterator[None]:
-    """Send this process a signal in the midst of its `call`-th forward pass of training."""
+    """Send this process a signal during its `call`-th forward pass of training."""
     calls = iter(range(1, 1_000))
 
     def make(*arguments: Any) -> Any:
@@ -34,7 +34,7 @@ def signal_at(call: int, number: signal.Signals = signal.SIGTERM) -> Iterator[No
 
 @contextmanager
 def nan_at(call: int) -> Iterator[None]:
-    """Let the `call`-th loss of training be no number."""
+    """Make the `call`-th loss of training NaN."""
     calls, loss = iter(range(1, 1_000)), Trained.loss
 
     def make(trained: Trained, *arguments: Any) -> HeadLoss:
@@ -48,7 +48,7 @@ def nan_at(call: int) -> Iterator[None]:
 
 @contextmanager
 def full_disk(step: int) -> Iterator[None]:
-    """Leave no space for the optimizer's states in the checkpoint of `step`."""
+    """Simulate a full disk when the optimizer's state is written in the checkpoint of `step`."""
     write = Path.write_bytes
 
     def write_part(path: Path, data: bytes) -> int:
@@ -65,7 +65,7 @@ def full_disk(step: int) -> Iterator[None]:
 
 @contextmanager
 def small_files(most: int) -> Iterator[None]:
-    """Let no file of this process exceed `most` bytes, as a disk quota does."""
+    """Limit the files that this process writes to `most` bytes, like a disk quota."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:
@@ -76,7 +76,7 @@ def small_files(most: int) -> Iterator[None]:
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """Leave no room for a copy of any target."""
+    """Simulate too little memory for a copy of any target."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.features.base.ROOM", 1e9)
         yield

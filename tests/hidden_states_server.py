@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server with `extract_hidden_states`: its answers, its files, its locks, and its faults."""
+"""A stub of a vLLM server with `extract_hidden_states`: its answers, files, locks and faults."""
 
 import fcntl
 import json
@@ -18,21 +18,21 @@ from tests.answering import QuietHandler, QuietServer
 
 
 class StubServer(QuietServer):
-    """Serves the streams `ids` of a target in a thread of its own, as a context manager."""
+    """A server of the streams `ids` of a target, in its own thread. It is a context manager."""
 
     def __init__(self, target: FrozenTarget, folder: Path, ids: Sequence[int]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.target, self.folder, self.ids = target, folder, list(ids)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.engine = ThreadPoolExecutor(1)  # hooks see every pass that is made at the same time
+        self.engine = ThreadPoolExecutor(1)  # one pass at a time, since hooks see all concurrent passes
         self.shift = 0
-        """Added to the ids, as by a server that counts layers from another one."""
+        """Added to the ids, like a server that numbers layers differently."""
         self.post_norm = False
-        """The last stream is behind the final norm."""
+        """True: the last stream is taken after the final norm."""
         self.away = 0
-        """Requests that get status 503."""
+        """Number of next requests that get status 503."""
         self.lost = 0
-        """Requests whose file is never written."""
+        """Number of next requests whose file is never written."""
         self.completions = "/v1/completions"
         self.busy = self.most_busy = self.served = 0
 
@@ -45,7 +45,7 @@ class StubServer(QuietServer):
         self.server_close()
 
     def states(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The streams (T, S, D) of a document, and its states behind the final norm (T, D)."""
+        """Return the streams (T, S, D) of a document, and its hidden states (T, D) after the final norm."""
         target, n = self.target, self.target.num_layers
         ids = [min(max(k + self.shift, 0), n) for k in self.ids]
         row, known = torch.tensor([tokens]), sorted(set(ids))
@@ -58,23 +58,23 @@ class StubServer(QuietServer):
         return torch.stack(streams, 1), features.hidden[0]
 
     def log_probabilities(self, hidden: torch.Tensor, tokens: list[int]) -> list[Any]:
-        """Log-probabilities of a document, as vLLM gives them."""
+        """Return the log-probabilities of a document in vLLM's form."""
         logits = self.target.lm_head(hidden[:-1]).log_softmax(-1)
         own = logits.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
         return [None, *({str(token): {"logprob": value}} for token, value in zip(tokens[1:], own, strict=True))]
 
     def write(self, path: Path, lock: Any, states: torch.Tensor, tokens: list[int]) -> None:
-        """Write a file a while after its request was answered."""
+        """Write a file shortly after its request was answered."""
         time.sleep(0.002)
         save_file({"hidden_states": states.contiguous(), "token_ids": torch.tensor(tokens)}, path)
         lock.close()
 
 
 class Handler(QuietHandler):
-    """The two addresses that are asked."""
+    """The handler of the server's two paths."""
 
     server: StubServer
-    protocol_version = "HTTP/1.1"  # connections are kept, as vLLM keeps them
+    protocol_version = "HTTP/1.1"  # connections are kept alive, as by vLLM
     wbufsize = -1
 
     def answer(self, status: int, body: Any) -> None:

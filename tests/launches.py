@@ -1,5 +1,5 @@
-"""Launches on a GPU by a piece of work, counted where there is none: in Triton's interpreter, whose tensors may
-be of no memory if nothing is run."""
+"""Counts of a GPU's kernel launches without a GPU, in Triton's interpreter. If no kernel is run, tensors need no
+memory."""
 
 from collections import Counter
 from typing import Any
@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 class Launches(TorchDispatchMode):
-    """Counts kernels by name, torch's and our own; views, and memory from a pool, are nothing."""
+    """A mode that counts launches by name, of torch's kernels and our own. Views and allocations do not count."""
 
     def __init__(self, *, runs: bool = True) -> None:
-        """`runs`: whether our own kernels are run, too."""
+        """`runs`: also run our own kernels."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: Counter[str] = Counter()
         self.runs = runs
@@ -25,7 +25,7 @@ class Launches(TorchDispatchMode):
         def counted(executor: Any, *args: Any, **kwargs: Any) -> None:
             self.names[executor.fn.__name__] += 1
             if self.runs:
-                with _disable_current_modes():  # the interpreter is the host
+                with _disable_current_modes():  # operations of the interpreter are not launches
                     launch(executor, *args, **kwargs)
 
         self.patch: Any = patch.object(GridExecutor, "__call__", counted)

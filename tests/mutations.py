@@ -1,4 +1,4 @@
-"""Seeded damage to files, as bit rot, other programs and people's editors do it."""
+"""Seeded damage to files, like that from bit rot, other programs and editors."""
 
 import copy
 import random
@@ -13,7 +13,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 def mutate(value: Any, rng: random.Random) -> Any:
-    """A deep copy of a JSON value with one to three faults somewhere in it."""
+    """Return a deep copy of a JSON value with one to three random faults."""
     changed = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         changed = _damage(changed, rng)
@@ -45,7 +45,7 @@ def _damage(value: Any, rng: random.Random) -> Any:
 
 
 def odd_value(rng: random.Random) -> Any:
-    """A value that belongs in no such file."""
+    """Return a value that does not belong in any file of settings."""
     nested: Any = copy.deepcopy(rng.choice(ODD_VALUES))
     if rng.random() < 0.05:
         for _ in range(rng.choice((50, 400))):
@@ -54,7 +54,7 @@ def odd_value(rng: random.Random) -> Any:
 
 
 def damage_bytes(data: bytes, rng: random.Random, within: int | None = None) -> bytes:
-    """The same cut short, or with bytes changed, put in or taken out, in its first `within` bytes."""
+    """Return the data truncated, or with bytes changed, inserted or deleted, in its first `within` bytes."""
     within = min(within or len(data), len(data))
     changed = bytearray(data)
     match rng.randrange(4):
@@ -73,7 +73,7 @@ def damage_bytes(data: bytes, rng: random.Random, within: int | None = None) -> 
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in a JSON value as its holder and its key there."""
+    """Return every entry in a JSON value as its container and its key."""
     found, open_ones = [], [value]
     while open_ones:
         holder = open_ones.pop()

@@ -1,6 +1,6 @@
-"""Small random targets on disk whose checkpoints hold modules of multi-token prediction, under their families' names.
+"""Small random targets on disk whose checkpoints contain multi-token prediction modules, with their families' names.
 
-The names are written out here as the published checkpoints have them, not made by the code under test.
+The names are written out here as in the published checkpoints. The code under test does not generate them.
 """
 
 import json
@@ -34,7 +34,7 @@ QWEN = dict(
     linear_key_head_dim=8, linear_value_head_dim=8,
 )  # fmt: skip
 ATTENTION = {"layer_types": ["full_attention"] * 4}
-"""Of Qwen's: without its recurrent layers, which no target here may have."""
+"""Attention layers only, in place of Qwen's recurrent layers."""
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("qwen2", MIMO),
     "deepseek": ("deepseek_v3", DEEPSEEK),
@@ -97,7 +97,7 @@ def deepseek_shapes(i: int) -> Shapes:
 
 
 def glm_shapes(i: int) -> Shapes:
-    """GLM-4.5's, with DeepSeek's names around an attention of its own."""
+    """Return the shapes of GLM-4.5, which has DeepSeek's names around its own attention."""
     p = f"model.layers.{3 + i}.self_attn"
     widths = {"q": 4 * 16, "k": 2 * 16, "v": 2 * 16}
     return {
@@ -111,7 +111,7 @@ def glm_shapes(i: int) -> Shapes:
 
 
 def qwen_dense_shapes(i: int) -> Shapes:
-    """Qwen3.5's smaller models."""
+    """Return the shapes of the smaller Qwen3.5 models."""
     assert i == 0
     p = "mtp.layers.0"
     return {
@@ -129,7 +129,7 @@ def qwen_dense_shapes(i: int) -> Shapes:
 
 
 def qwen_shapes(i: int) -> Shapes:
-    """Qwen3-Next's and those of Qwen3.5's mixtures of experts."""
+    """Return the shapes of Qwen3-Next and of Qwen3.5's mixtures of experts."""
     p = "mtp.layers.0.mlp"
     shapes = {name: shape for name, shape in qwen_dense_shapes(i).items() if ".mlp." not in name}
     shapes |= {f"{p}.gate.weight": (4, D), f"{p}.shared_expert_gate.weight": (1, D)}
@@ -140,7 +140,7 @@ def qwen_shapes(i: int) -> Shapes:
 
 
 def qwen_fused_shapes(i: int) -> Shapes:
-    """Those of Qwen3.6's mixtures of experts: one tensor for all experts."""
+    """Return the shapes of Qwen3.6's mixtures of experts, with one tensor for all experts."""
     shapes = {name: shape for name, shape in qwen_shapes(i).items() if ".experts." not in name}
     p = "mtp.layers.0.mlp.experts"
     return shapes | {f"{p}.gate_up_proj": (4, 2 * 16, D), f"{p}.down_proj": (4, D, 16)}
@@ -162,8 +162,8 @@ SHAPES = {
 def write_native(
     folder: Path, family: str, *, modules: int = 1, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """A target of `family` with its modules in `folder`, stored in `dtype`, a router's score correction in float32; the
-    modules' own tensors, in bfloat16's numbers."""
+    """Write a target of `family` with its modules to `folder`, and return the modules' own tensors. They are stored in
+    `dtype`, with values that bfloat16 can represent; a router's score correction is in float32."""
     model_type, size = TARGETS[family]
     config = AutoConfig.for_model(model_type, **COMMON, **size, num_nextn_predict_layers=modules)
     auto: Any = AutoModelForCausalLM
@@ -177,7 +177,7 @@ def write_native(
                 native[name] = value.bfloat16().to(torch.float32 if name.endswith("correction_bias") else dtype)
     weights = load_file(folder / "model.safetensors")
     shared = {}
-    if family in ("deepseek", "glm"):  # stored once more, as the published checkpoint does
+    if family in ("deepseek", "glm"):  # stored a second time, as in the published checkpoint
         for i in range(modules):
             shared[f"model.layers.{3 + i}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
             shared[f"model.layers.{3 + i}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
@@ -188,7 +188,7 @@ def write_native(
 
 
 def make_multimodal(folder: Path) -> None:
-    """Turn a Qwen3.5 into the language model of a multimodal checkpoint, as the published ones are."""
+    """Turn a Qwen3.5 checkpoint into that of a multimodal model, like the published ones."""
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"].removesuffix("_text")
     (name,) = config["architectures"]
@@ -202,7 +202,7 @@ def make_multimodal(folder: Path) -> None:
 
 
 def shard(folder: Path) -> None:
-    """Spread the checkpoint's one file over three, with an index; modules lie in more than one."""
+    """Split the checkpoint's file into three shards with an index. The modules are in more than one shard."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = [f"model-{n}-of-00003.safetensors" for n in ("00001", "00002", "00003")]
@@ -219,7 +219,7 @@ def shard(folder: Path) -> None:
 
 
 def change_weights(folder: Path, **changes: Tensor | None) -> None:
-    """Replace tensors of the checkpoint, or take them away; two underscores stand for a dot."""
+    """Replace tensors of the checkpoint, or remove those given as None. Two underscores in a name mean a dot."""
     weights = load_file(folder / "model.safetensors")
     for name, value in changes.items():
         weights.pop(name.replace("__", "."), None)

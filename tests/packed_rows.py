@@ -1,4 +1,4 @@
-"""Rows of several documents with padding behind them."""
+"""Packed rows of several documents, with padding at the end."""
 
 import torch
 
@@ -6,7 +6,7 @@ from train.data.packing import Rows, empty_rows
 
 
 def packed_rows(vocab_size: int = 128, lengths: tuple[tuple[int, ...], ...] = ((20, 9), (31,))) -> Rows:
-    """Random rows of 32 tokens, with documents of these lengths."""
+    """Return random rows of 32 tokens, with documents of these lengths."""
     rows, draw = empty_rows(len(lengths), 32), torch.Generator().manual_seed(0)
     for row, documents in enumerate(lengths):
         begin = 0

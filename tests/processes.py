@@ -1,4 +1,4 @@
-"""Runs as processes of their own, as users start them."""
+"""Runs in their own processes, as users start them."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ def start(
     script: Path = ROOT / "train/eagle.py",
     folder: Path = ROOT,
 ) -> subprocess.Popen[str]:
-    """One run of an entry in a session of its own, so that a signal can reach the process that trains."""
+    """Start one run of an entry in its own session, so that a signal can reach the process that trains."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [*(launcher or [sys.executable]), str(script), str(recipe), *overrides]
@@ -42,7 +42,7 @@ def launcher(*flags: str) -> list[str]:
 
 
 def wait_for(run: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Until the run's record has a line of `step`."""
+    """Wait until metrics.jsonl of the run has a line of `step`."""
     while process.poll() is None:
         metrics = run / "metrics.jsonl"
         if metrics.is_file() and f'"step": {step}' in metrics.read_text():

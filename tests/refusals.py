@@ -1,4 +1,4 @@
-"""The text of a refusal."""
+"""The text of a UserError."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from heads.errors import UserError
 
 
 def refused(action: Callable[..., object], *arguments: object) -> str:
-    """The one line of the UserError that an action raises."""
+    """Return the text of the UserError that an action raises. It must be a single line."""
     with pytest.raises(UserError) as caught:
         action(*arguments)
     text = str(caught.value)

@@ -1,4 +1,4 @@
-"""Training runs of small recipes, and what they leave."""
+"""Training runs of small recipes, and their files."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ WriteRecipe = Callable[[Settings], Path]
 
 
 def forget_accelerator() -> None:
-    """Reset the state that Accelerate keeps for the life of the process."""
+    """Reset Accelerate's state, which otherwise lasts as long as the process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
@@ -32,19 +32,19 @@ def forget_accelerator() -> None:
 
 
 def train(recipe: Path, *overrides: str) -> Outcome:
-    """A whole run, without the measurement that ends it."""
+    """Make a whole run without its final measurement."""
     read = load_recipe(recipe, overrides)
     with open_run(read) as run:
         return fit(read, run)
 
 
 def train_in(settings: Settings, write_recipe: WriteRecipe) -> Path:
-    """The folder of a whole run."""
+    """Make a whole run without its final measurement, and return its folder."""
     return Path(train(write_recipe(settings)).recipe.output_dir)
 
 
 def weights(run: Path, step: int, name: str = "head") -> dict[str, Tensor]:
-    """The tensors of a checkpoint, in memory of their own: a test may change the file."""
+    """Return copies of a checkpoint's tensors, since a test may change the file."""
     return {
         key: tensor.clone() for key, tensor in load_file(run / f"checkpoints/step-{step}/{name}.safetensors").items()
     }
@@ -55,7 +55,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def measured_run(name: str, settings: Settings, write_recipe: WriteRecipe) -> tuple[Path, dict[str, Any]]:
-    """The folder and the results of a whole run of train/NAME.py, all of whose output was the target's own."""
+    """Make a whole run of train/NAME.py, and return its folder and results. All outputs must be the target's own."""
     assert attempt(name, [str(write_recipe(settings))]) == 0
     folder = Path(settings["output_dir"])
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
@@ -64,13 +64,13 @@ def measured_run(name: str, settings: Settings, write_recipe: WriteRecipe) -> tu
 
 
 def lines(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a run's record, all or of one kind."""
+    """Return the lines of a run's metrics.jsonl, all of them or those of one kind."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in found if kind in (None, line["kind"])]
 
 
 def the_error(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of error that was printed."""
+    """Return the single error line that was printed."""
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return line
 
@@ -85,8 +85,8 @@ def audit(
     max_length: int = 64,
     adaptive: Sequence[str] = (),
 ) -> None:
-    """Decode with drafts of each tree, and adaptively with those of `adaptive`: every output is plain decoding's, and
-    some drafted tokens came out."""
+    """Decode with each tree, and adaptively with each tree in `adaptive`. Assert that every output equals that of plain
+    decoding, and that some draft tokens are accepted."""
     plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=max_length)).generate(requests)]
     drafted = 0
     cases = [*((tree, False) for tree in trees), *((tree, True) for tree in adaptive)]

@@ -1,4 +1,4 @@
-"""Rows of a batch by their sampling settings, and the integer arithmetic of their noise."""
+"""The sampling settings of a batch's rows, and the integer arithmetic of their noise."""
 
 from typing import TypeVar
 

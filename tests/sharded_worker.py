@@ -1,7 +1,7 @@
-"""One of two processes that share a target: python -m tests.sharded_worker RANK PORT TARGET DTYPE OUT.
+"""One of two processes that shard a target: python -m tests.sharded_worker RANK PORT TARGET DTYPE OUT.
 
-Writes its features of packed rows, its share of the layers' weights and the target's fingerprint. Process 0 reads the
-memory of both while they load and make the pass.
+Each process writes its features of packed rows, its share of the layers' weights, the target's fingerprint, and the
+peak memory of both processes while they load the target and run the forward pass.
 """
 
 import json
@@ -27,13 +27,13 @@ AUX_LAYER_IDS = (2, 4, 8)
 
 
 def memory(process: int) -> int:
-    """Bytes of a process, with those that it shares with others in equal parts."""
+    """Return the memory of a process in bytes. Shared memory is divided equally between its users."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 class Peak(threading.Thread):
-    """The most memory that some processes have together, beyond what they had at first."""
+    """A thread that measures the peak memory of several processes together, above their memory at its creation."""
 
     def __init__(self, processes: list[int]) -> None:
         super().__init__(daemon=True)

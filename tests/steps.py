@@ -1,5 +1,5 @@
-"""Training steps of a small head, as a program that any launch runs: the parts of a run between its data and its
-measurements.
+"""Training steps of a small head, as a program for any launch. It generates its own data, and measures nothing. The
+command is:
 
     accelerate launch ... tests/steps.py JOB.json
 """
@@ -36,7 +36,7 @@ T = 24
 
 @dataclass(frozen=True)
 class Job:
-    """Steps `begin` to `end`, from the checkpoint of `begin` on, which end in a checkpoint."""
+    """Settings of the steps from `begin` to `end`. They start from the checkpoint of `begin`, and end in another."""
 
     folder: str
     end: int
@@ -48,7 +48,7 @@ class Job:
     train: dict[str, Any] = field(default_factory=dict)
 
     def write(self) -> Path:
-        """The file of the job."""
+        """Write the job to a file, and return its path."""
         path = Path(self.folder) / f"{self.begin}-{self.end}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self)))
@@ -56,7 +56,7 @@ class Job:
 
 
 def make_mixture() -> Mixture:
-    """Texts of several lengths, whose labels are some of their tokens."""
+    """Return texts of several lengths, in which some tokens are labels."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(6, T + 1, 64)
     documents = [
@@ -67,11 +67,11 @@ def make_mixture() -> Mixture:
 
 
 def make_steps(job: Job) -> None:
-    """Do a job in this process and its peers."""
+    """Run a job in this process, as all processes of the launch do."""
     settings = Train(max_steps=100, batch_size=1, lr=0.01, weight_decay=0.1, precision="fp32", **job.train)
     dtype, folder = getattr(torch, job.dtype), Path(job.folder)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else CPU
-    # Before ZeRO-3 is on, which would take the target apart.
+    # Load the target before ZeRO-3 is on, which would shard it.
     target, mixture = make_target("llama", dtype, device, **SIZES), make_mixture()
     accelerator = make_accelerator(settings)
     torch.manual_seed(1)
@@ -87,7 +87,7 @@ def make_steps(job: Job) -> None:
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint of any form."""
+    """Return all tensors of a checkpoint of any form."""
     found: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
     with warnings.catch_warnings():

@@ -13,7 +13,7 @@ LOADERS = (compiling.find_compiler, library.load)
 
 @contextmanager
 def without_c() -> Iterator[None]:
-    """Hide the compiler: what is built inside takes torch's operations."""
+    """Hide the C compiler: everything built inside uses torch's operations."""
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CC", "none")
@@ -24,14 +24,14 @@ def without_c() -> Iterator[None]:
 
 
 def forget_libraries() -> None:
-    """Have every library looked for again."""
+    """Clear the caches of the compiler and the library, so that both are searched for again."""
     for loader in LOADERS:
         loader.cache_clear()
 
 
 @contextmanager
 def kernels_on_cpu() -> Iterator[None]:
-    """Run Triton's kernels on CPU tensors, in its interpreter, and no C."""
+    """Run Triton's kernels on CPU tensors in its interpreter, without C."""
     before = availability.ON_CPU
     with without_c():
         availability.ON_CPU = True
@@ -43,13 +43,13 @@ def kernels_on_cpu() -> Iterator[None]:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Take the same steps as on a GPU: no C, and no head asks how long its texts are."""
+    """Take the same code path as on a GPU: no C, and heads do not read the lengths of their texts."""
     with without_c(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("heads.recurrent.draft.RecurrentState.extent", lambda state, tokens: len(state.slot))
         yield
 
 
 def need_c() -> None:
-    """Skip a test where there is no C compiler."""
+    """Skip a test if there is no C compiler."""
     if library.load() is None:
         pytest.skip("no C compiler")

@@ -1,4 +1,4 @@
-"""The import order and the file names that keep `accelerate launch train/x.py` sound; every recipe loads."""
+"""Tests of the import order, of file names, so that `accelerate launch train/x.py` works, and of every recipe."""
 
 import ast
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself and the ones before it
-LEAN = {"torch", "transformers", "safetensors", "numpy", "triton"}  # all that heads/ and eval/runtime/ may need
+LEAN = {"torch", "transformers", "safetensors", "numpy", "triton"}  # what heads/ and eval/runtime/ may import
 OPTIONAL = {"heads/target/quantization.py": {"torchao"}}
 DEPENDENCIES = LEAN | {
     *("accelerate", "aiohttp", "datasets", "deepspeed", "huggingface_hub", "hypothesis", "jinja2", "matplotlib"),
@@ -36,7 +36,7 @@ def modules(folder: str) -> list[Path]:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """The dotted name of everything a file imports, at the top or inside a function."""
+    """Yield the dotted names of all imports of a file, at the top or inside a function."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -66,7 +66,7 @@ def test_what_runs_a_head_needs_few_packages(folder: str) -> None:
 
 
 def imported_files(path: Path) -> Iterator[str]:
-    """The files of ours that a file imports, but for what only its types ask for."""
+    """Yield the modules of this repository that a file imports, without imports under TYPE_CHECKING."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     hidden = {id(node) for block in typing for node in ast.walk(block)}
@@ -78,7 +78,7 @@ def imported_files(path: Path) -> Iterator[str]:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
-    """The sets of nodes that reach each other."""
+    """Return the sets of nodes that can reach each other."""
     reach = {node: set(near) for node, near in graph.items()}
     for middle in graph:
         for node in graph:
@@ -88,14 +88,14 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def folder_of(name: str) -> str:
-    """A folder is one node; files that stand beside folders are nodes themselves."""
+    """Return the node of a module: its folder, or the module itself if its folder has subfolders."""
     parts = name.split(".")
     beside = any(path.is_dir() and path.name != "__pycache__" for path in (ROOT / "/".join(parts[:-1])).iterdir())
     return name if beside else ".".join(parts[:-1])
 
 
 def test_no_two_files_import_each_other() -> None:
-    """Nor do any folders of heads/, those of C and Triton among them."""
+    """The same is true of the folders of heads/, including those of C and Triton."""
     paths = [path for folder in ORDER[:-1] for path in modules(folder)]
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
     files = {names[path]: set(imported_files(path)) for path in paths}
@@ -109,7 +109,7 @@ def test_no_two_files_import_each_other() -> None:
 
 @pytest.mark.parametrize("module", ["heads.base", "heads.eagle3", "heads.medusa", "heads.mtp", "heads.draft_model"])
 def test_a_head_is_imported_without_triton_and_without_a_loader_of_c(module: str) -> None:
-    """Its states are made by the backend that they are given."""
+    """The backend that a head is given creates the head's states."""
     seen, left = set(), [module]
     while left:
         name = left.pop()
@@ -121,7 +121,7 @@ def test_a_head_is_imported_without_triton_and_without_a_loader_of_c(module: str
 
 
 def test_no_file_shadows_another_module() -> None:
-    """Python puts a script's own folder first on sys.path: train/queue.py would hide queue from everything."""
+    """Python puts a script's own folder first on sys.path: train/queue.py would hide the module queue."""
     everything = [name for folder in ORDER for path in modules(folder) for name in imported_names(path)]
     taken = sys.stdlib_module_names | DEPENDENCIES | {name.split(".")[0] for name in everything} | set(ORDER)
     for folder in ("train", "eval", "scripts"):
@@ -157,13 +157,14 @@ STAGES = ("files", "runtime", "command", "benchmark", "reporting", "commands")  
 
 
 def stage(module: str) -> int:
-    """The place of a module of eval/ in the order of its stages."""
+    """Return the index of a module of eval/ in the order of STAGES."""
     part = module.split(".")[1]
     return STAGES.index(part) if part in STAGES else len(STAGES)
 
 
 def test_eval_measures_before_it_reports() -> None:
-    """Entries import commands, commands reports, reports measurements, measurements the runtime; none goes back."""
+    """Entries import commands, commands import reports, reports import measurements, and measurements import the
+    runtime. There are no imports in the other direction."""
     for path in modules("eval"):
         own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         names = [name for name in imported_names(path) if name.startswith("eval.")]
@@ -173,7 +174,7 @@ def test_eval_measures_before_it_reports() -> None:
 
 @pytest.mark.parametrize("folder", ORDER)
 def test_no_docstring_begins_as_a_question(folder: str) -> None:
-    """Docstrings are noun phrases or imperatives, as in PyTorch's documentation; those below a field too."""
+    """Docstrings, also those below a field, are noun phrases or imperatives, as in PyTorch's documentation."""
     found = []
     for path in modules(folder):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

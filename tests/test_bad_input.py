@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong: exit status 2, one clear line, nothing written and nothing lost."""
+"""Tests of users' errors: exit status 2, one clear line, nothing written and nothing lost."""
 
 import fcntl
 import json
@@ -31,7 +31,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """A folder with a recipe, its data, and the finished run of it."""
+    """A folder with a recipe, its data, and its finished run."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "data.jsonl").write_text("".join(f'{{"text": "{TEXT[n:]}{TEXT[:n]}"}}\n' for n in range(0, 80, 5)))
     (folder / "prompts.jsonl").write_text('{"text": "the sea is near"}\n{"text": "there are ten"}\n')
@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> 
 
 @pytest.fixture
 def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of it, as the current folder."""
+    """A copy of the folder `trained`, as the current folder."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -62,7 +62,7 @@ def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture
 def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[[], int]], str]:
-    """Runs a command that must be refused, and gives the one line it says."""
+    """A function that runs a command, which must be refused, and returns its error line."""
 
     def run(command: Callable[[], int]) -> str:
         before = contents(here)
@@ -78,7 +78,7 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Callabl
 
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
-    """Every file with its bytes, and every folder; a lock holds the number of whoever had it last."""
+    """Return every file with its bytes, and every folder, except locks: they contain their last owner's process id."""
     paths = [path for path in folder.rglob("*") if path.name != ".lock"]
     return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
@@ -93,7 +93,7 @@ def measure(head: str = "run", *options: str) -> int:
 
 
 def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> None:
-    """Another target beside a tiny one's tokenizer."""
+    """Write another target with the tokenizer of the target `like`."""
     config = LlamaConfig(**{**json.loads((like / "config.json").read_text()), **changes})
     shutil.copytree(like, folder, ignore=lambda *_: [WEIGHTS])
     with torch.random.fork_rng():
@@ -185,7 +185,7 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
 def test_a_target_s_small_files_are_read_or_refused(
     name: str, data: bytes, fault: str, here: Path, tiny_target_dir: Path, refused: Any
 ) -> None:
-    """Without generation_config.json, which transformers ignores if it is damaged, texts would end elsewhere."""
+    """A damaged generation_config.json must be refused: transformers ignores it, and texts would end elsewhere."""
     shutil.copytree(tiny_target_dir, here / "other")
     (here / "other" / name).write_bytes(data)
     assert fault in refused(lambda: measure("run", "--target", "other"))
@@ -202,7 +202,7 @@ def test_a_target_that_was_moved_can_be_named(here: Path, tiny_target_dir: Path,
 
 
 def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_dir: Path, refused: Any) -> None:
-    """bfloat16 keeps the small weights that float16 cuts off."""
+    """bfloat16 keeps small weights that float16 rounds to zero."""
     shutil.copytree(tiny_target_dir, here / "faint")
     model = LlamaForCausalLM.from_pretrained(tiny_target_dir)
     model.model.layers[0].mlp.down_proj.weight.data.mul_(1e-6)
@@ -271,7 +271,7 @@ def test_a_run_with_other_settings(refused: Any) -> None:
 
 
 def test_nothing_to_draft_is_given_at_the_first_measurement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tau that is no number would stay the best one."""
+    """A tau that is NaN would stay the best one."""
     assert train("eval.max_new_tokens=1", "train.eval_every=1") == 2
     assert "prompts.jsonl: every output ended with its first token" in capsys.readouterr().err.splitlines()[-1]
     assert not (here / "a/b/new/head").exists()
@@ -286,7 +286,7 @@ def test_results_are_of_the_head_that_lies_there_and_of_the_settings_asked_for(h
     assert measured() == first
     assert train("output_dir=run", "eval.report.temperatures=[0, 1]") == 0
     assert measured()["settings"]["temperatures"] == [0.0, 1.0]
-    shutil.rmtree(here / "run/checkpoints")  # begun anew
+    shutil.rmtree(here / "run/checkpoints")  # so that the run starts again
     forget_accelerator()
     assert train("output_dir=run", "eval.report.temperatures=[0, 1]", "train.lr=0.02") == 0
     again = read_config(here / "run/head")["sha256"]

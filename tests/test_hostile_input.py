@@ -1,4 +1,4 @@
-"""Input that is worse than wrong: each is one UserError, and none of it hangs or passes unseen."""
+"""Tests of hostile input: each gives one UserError. None of it hangs or is accepted."""
 
 import errno
 from pathlib import Path
@@ -22,7 +22,7 @@ from train.recipe import load_recipe
 
 
 def laughs(levels: int) -> str:
-    """YAML whose size doubles with every level."""
+    """Return YAML whose expanded size doubles with every level."""
     return "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, levels))
 
 

@@ -1,4 +1,4 @@
-"""A training and a measurement as on other machines: AVX2 alone, and no C compiler; one thread each."""
+"""Training and measurement as on other machines, with one thread: with AVX2 only, and without a C compiler."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""The READMEs are true: every command is understood and runs, every path exists, every figure is a record's.
+"""Tests of the READMEs: every command parses and runs, every path exists, every figure is in a record.
 
-A `bash` block whose first line is a comment `# needs ...` is understood and not run. Other commands run, shortened by
-the options in TINY, in a copy of the checkout.
+A `bash` block whose first line is a comment `# needs ...` is parsed but not run. Other commands run in a copy of the
+checkout, shortened with the options in TINY.
 """
 
 import json
@@ -41,7 +41,7 @@ from train.target_recipe import load_target_recipe
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("heads", "eval", "train", "recipes", "scripts", "tests")
 FIRST = ROOT / "README.md"
-# Runs are made in this order.
+# Commands run in this order.
 PAGES = [FIRST, ROOT / "eval/results/README.md"]
 PAGES += sorted({page for name in FOLDERS for page in (ROOT / name).rglob("README.md")} - {*PAGES})
 PAGES += [ROOT / ".github/CONTRIBUTING.md"]
@@ -51,7 +51,7 @@ ELSEWHERE = {
     "scripts/make_target.py": "tests/scripts/test_make_target.py",
     "scripts/recipe_keys.py": "tests/train/test_recipe_keys.py",
 }
-"""Program -> what runs it."""
+"""Program -> the file that runs it."""
 TRAIN = (
     "train.max_steps=2 train.warmup_steps=0 train.eval_every=2 train.checkpoint_every=2 data.sources.0.limit=20 "
     "eval.num_prompts=2 eval.max_new_tokens=8 eval.report.num_prompts=2 eval.report.max_new_tokens=8 "
@@ -73,7 +73,7 @@ TINY = {
     "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1 --long 9",
     "scripts/grow_target.py": f"{GROWN} --num-hidden-layers 20",
 }
-"""Program -> the options that make it quick."""
+"""Program -> options that make it fast."""
 METHODS = {
     "eagle3": "EAGLE-3",
     "mtp": "MTP",
@@ -100,7 +100,7 @@ class Command:
 
     @property
     def program(self) -> str:
-        """The file in the checkout that runs, or the name of a program of others."""
+        """The file in the checkout that runs, or the name of an external program."""
         return next((word for word in self.words if word.endswith(".py")), self.words[0])
 
     @property
@@ -113,12 +113,12 @@ class Command:
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of a language."""
+    """Return the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def commands_of(page: Path) -> Iterator[Command]:
-    """The commands of the `bash` blocks, and those that stand in a sentence."""
+    """Yield the commands in the `bash` blocks and in sentences."""
     text = page.read_text(encoding="utf-8")
     for block in blocks(page, "bash"):
         needs = re.match(r"# (needs .*)\n", block)
@@ -185,7 +185,7 @@ def test_every_run_that_is_named_is_made_by_some_command() -> None:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout's folders, as links in a folder where runs are written."""
+    """A folder with links to the checkout's folders, in which runs are written."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in FOLDERS:
         (folder / name).symlink_to(ROOT / name)
@@ -193,7 +193,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shortened(command: Command) -> list[str]:
-    """The words of a command that does the same in seconds."""
+    """Return the words of a command that does the same in seconds."""
     launch, _, _ = command.text.partition(command.program)
     launcher = ["-m", "accelerate.commands.launch", *shlex.split(launch)[2:]] if "accelerate" in launch else []
     extra = next((options for program, options in TINY.items() if command.program.startswith(program)), "")
@@ -205,7 +205,7 @@ def shortened(command: Command) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUN, ids=lambda command: f"{command.page}: {command.text}")
 def test_a_command_runs(command: Command, checkout: Path) -> None:
-    # One after the other, as a reader would: later ones measure what earlier ones trained.
+    # In order, as a reader would run them: later commands measure what earlier ones trained.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
     done = subprocess.run(
         shortened(command), cwd=checkout, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -251,7 +251,7 @@ def test_the_command_for_your_own_data_trains_on_the_lines_above_it(
         (tmp_path / name).write_text(example)
     recipe, *overrides = command.arguments
     target = shutil.copytree(tiny_target_dir, tmp_path / "target")
-    template = target / "chat_template.jinja"  # it reads what the recipe says of Qwen3's
+    template = target / "chat_template.jinja"  # it reads the recipe's argument for Qwen3's template
     template.write_text(template.read_text() + "{% if enable_thinking %}{% endif %}")
     small = f"{TRAIN} target.path={target} target.dtype=float32 head.draft_vocab_size=64 head.depth=2"
     small += " data.context_length=192 train.tokens_per_step=384 data.regenerate.new_tokens=8 train.precision=fp32"
@@ -263,7 +263,7 @@ def test_the_command_for_your_own_data_trains_on_the_lines_above_it(
 
 
 def engine_words(kind: str, engine: str) -> list[str]:
-    """The words that serve the head of the first page's recipe, if it were of a kind."""
+    """Return the command that serves the head of the first page's recipe, as if it were of this kind."""
     command = HEADS[kind].format.readers.get(engine)
     return shlex.split(command("Qwen/Qwen3-8B", "runs/eagle3-qwen3-8b/head", 5)) if command else []
 
@@ -331,14 +331,14 @@ def test_every_key_of_a_sweep_is_listed() -> None:
 
 
 def measurements(record: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """(method, draft) -> what a record says of it."""
+    """Return (method, draft) -> the measurement in a record."""
     results = json.loads((RECORDS / f"{record}.json").read_text())
     kinds = {head["name"]: METHODS[head["kind"]] for head in results["heads"]}
     return {(kinds[found["head"]], found["tree"]): found for found in results["measurements"]}
 
 
 def interval(figure: dict[str, Any], unit: str = "") -> str:
-    """A tau or a speedup with its interval."""
+    """Return the text of a tau or a speedup with its interval."""
     value = figure["mean"] if "mean" in figure else figure["measured"]
     return f"{value:.2f}{unit} [{figure['ci95'][0]:.2f}, {figure['ci95'][1]:.2f}]"
 

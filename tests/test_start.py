@@ -1,4 +1,4 @@
-"""Start of a command: --help imports nothing heavy, and no library speaks before we do."""
+"""Tests of the start of a command: --help imports no heavy package, and no library prints anything."""
 
 import json
 import os
@@ -80,7 +80,7 @@ raise SystemExit(exit_status(show))
 
 
 def test_a_table_that_nobody_reads_ends_a_command_quietly() -> None:
-    """`rich` would end it with status 1, which says that an output was not the target's own."""
+    """`rich` would end the command with status 1, which means that an output was not the target's own."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -100,7 +100,7 @@ def test_a_launch_by_the_configuration_that_comes_with_it_says_nothing_itself() 
 
 @pytest.mark.slow
 def test_no_library_speaks_before_a_command_does(tmp_path: Path) -> None:
-    """One that loads a model: nothing but our own lines on either stream, and torchao is left alone."""
+    """The command loads a model. Both streams have only our own lines, and torchao is not imported."""
     options = ["--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--repeats", "1", "--tree", "chain:2"]
     (tmp_path / "prompts.jsonl").write_text('{"text": "import os"}\n{"text": "def main("}\n')
     options[1] = str(tmp_path / "prompts.jsonl")

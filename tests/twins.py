@@ -1,4 +1,4 @@
-"""Triton's kernels as torch operations: what each must give."""
+"""Reference implementations of the Triton kernels, with torch operations."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from heads.backends.triton.inputs import Stand
 
 
 def pack_bits(above: Tensor) -> Tensor:
-    """(B, N, N) bool -> (B, N, W) int64."""
+    """Pack (B, N, N) bool into (B, N, W) int64, 64 bits per word."""
     B, N, _ = above.shape
     W = -(-N // 64)
     padded = torch.nn.functional.pad(above, (0, W * 64 - N)).view(B, N, W, 64)
@@ -37,7 +37,7 @@ def tree_attention_twin(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """In float32 or wider."""
+    """Return the attention of a tree's nodes, computed in float32 or wider."""
     (B, N, H, _), (S, Hkv) = q.shape, keys.shape[1:3]
     wide = torch.promote_types(q.dtype, torch.float32)
     slot = torch.arange(S, device=q.device)
@@ -77,7 +77,7 @@ def compact_twin(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) 
 
 
 def add_parts_twin(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the same order."""
+    """Return the sum of the parts, added in the kernel's order."""
     total = torch.zeros_like(sums[0])
     for part in sums:
         total += part
@@ -91,7 +91,7 @@ def add_norm_twin(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x by its root mean square, in float32."""
+    """Return x divided by its root mean square and scaled by `weight`, computed in float32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
@@ -130,7 +130,7 @@ def per_head_mm_twin(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def expert_mm_twin(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
-    """With a copy of the weights for every visit."""
+    """Return each visit's product with its expert's matrix, which is copied for every visit."""
     visits = x[:, None].expand(-1, ids.shape[1], -1) if x.dim() == 2 else x
     return torch.einsum("mank,mak->man", weight[ids], visits)
 

@@ -1,4 +1,4 @@
-"""The watch for operations that would make a GPU's host wait."""
+"""Detection of operations that would make the host wait for a GPU."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ WAITS = {
     *("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::equal"),
     *("aten::is_nonzero", "aten::unique_dim", "aten::_unique2", "aten::bincount"),
 }
-"""Operations for which a GPU's host waits: sizes or values that only the device knows."""
+"""Operations for which the host waits, since they need sizes or values that only the GPU knows."""
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails at the first operation that would wait."""
+    """A mode that fails at the first operation for which the host would wait."""
 
     def __init__(self, *, constants: bool = True) -> None:
-        """`constants`: whether the host may make some, which it would send to a GPU."""
+        """`constants`: allow constants that the host creates, which it would copy to a GPU."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits = WAITS if constants else WAITS | {"aten::lift_fresh"}
 

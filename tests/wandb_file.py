@@ -1,4 +1,4 @@
-"""A wandb run that was recorded offline, read back from its file."""
+"""A reader of the file of an offline wandb run."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ FIRST, LAST = 2, 4
 
 
 def records(file: Path) -> Iterator[Any]:
-    """The records: parts of a log of 32 KiB blocks, each part after its checksum, length and kind."""
+    """Yield the records of a file. It is a log of 32 KiB blocks; each part of a record follows its checksum, length and
+    kind."""
     data, at, held = file.read_bytes(), FILE_HEADER, b""
     while at < len(data):
         if BLOCK - at % BLOCK < PART_HEADER:
@@ -23,14 +24,14 @@ def records(file: Path) -> Iterator[Any]:
         at += PART_HEADER + length
         held = part if kind in (1, FIRST) else held + part
         if kind in (1, LAST):
-            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined] # made when it is imported
+            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined] # created at import
             record.ParseFromString(held)
             yield record
 
 
 def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, list[str]], int | None]:
-    """The only offline run below a folder: its last values by name, a slash between the parts; the paths of each
-    model's files; and its exit code."""
+    """Return the last values, the paths of each model's files, and the exit code of the only offline run in a folder.
+    Values are indexed by name, with a slash between its parts."""
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     values: dict[str, Any] = {}
     artifacts: dict[str, list[str]] = {}

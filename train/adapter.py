@@ -1,15 +1,15 @@
-"""LoRA (Hu et al., arXiv 2106.09685) through peft, of a target and of a draft model.
+"""LoRA adapters (Hu et al., arXiv 2106.09685) of a target and of a draft model, with peft.
 
-A draft model is trained by adapters where the recipe has `head.lora`. Merged, W + alpha / rank * B A, its weights have
-the names and shapes that they have without adapters, so measuring and saving need not know of them.
+If the recipe has `head.lora`, a draft model is trained through adapters. Merged as W + alpha / rank * B A, its weights
+have the same names and shapes as without adapters, so the code that measures and saves need not know of them.
 
-A target's adapter is Medusa-2 (Cai et al., arXiv 2401.10774, sections 2.2.2 and 2.3.2), trained with a head:
+A target's adapter is Medusa-2 (Cai et al., arXiv 2401.10774, sections 2.2.2 and 2.3.2). It is trained with a head:
 
-    loss = heads_weight * loss of the head on the adapted target's states + KL(p_0 || p) on every label
+    loss = heads_weight * loss of the head on the adapted target's hidden states + KL(p_0 || p) on every label
 
-p is the adapted target's distribution and p_0 the target's own, with the adapter off: the text may become easier to
-foresee but must stay the target's. First the head is trained alone, then both, the head at a multiple of the adapter's
-rate.
+p is the adapted target's distribution, and p_0 is the original target's, with the adapter off. The text may become
+easier to predict, but must stay close to the target's. First the head is trained alone, then both, the head at a
+multiple of the adapter's learning rate.
 
 Letters: B batch, T tokens, D hidden, V vocabulary, K depth, R labels.
 """
@@ -40,7 +40,7 @@ from train.trained import Part, Trained
 
 
 class TargetAdapter(nn.Module):
-    """The trainable matrices that peft puts into a target's linear layers; on, unless said otherwise."""
+    """The trainable matrices that peft adds to a target's linear layers. They are active except inside `off()`."""
 
     def __init__(self, target: FrozenTarget, settings: Adapter) -> None:
         from peft import get_peft_model
@@ -50,8 +50,8 @@ class TargetAdapter(nn.Module):
         more = {"lora_dropout": settings.dropout, "task_type": "CAUSAL_LM"}
         config = _lora_config(settings, settings.modules or "all-linear", **more)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft's, not the user's
-            # In a list, since the target is no part of this module's state. Its layers are changed in place.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # caused by peft
+            # A list keeps the target out of this module's state. peft changes its layers in place.
             self.model: list[Any] = [get_peft_model(target.model, config)]
         named = [(name, p) for name, p in target.model.named_parameters() if p.requires_grad]
         self.matrices = nn.ParameterDict({name.replace(".", "/"): parameter for name, parameter in named})
@@ -62,12 +62,12 @@ class TargetAdapter(nn.Module):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The target as it was."""
+        """Switch the adapter off: inside, the target is the original one."""
         with self.model[0].disable_adapter():
             yield
 
     def hidden(self, batch: Batch) -> Tensor:
-        """(B, T, D) the adapted target's last hidden state after its final norm, with gradient, dropout at work."""
+        """Return (B, T, D) the adapted target's last hidden state after its final norm, with gradient and dropout."""
         target = self.target
         for dropout in self.dropouts:
             dropout.train()
@@ -79,7 +79,7 @@ class TargetAdapter(nn.Module):
                 dropout.eval()
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write peft's folder, and return the adapter's entry in a head's record."""
+        """Write the adapter in peft's format, and return its entry in a head's record."""
         self.model[0].save_pretrained(str(folder), save_embedding_layers=False)
         for extra in folder.iterdir():
             if extra.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -93,14 +93,14 @@ class TargetAdapter(nn.Module):
 
 
 class Joint(Trained):
-    """A head and its target's adapter as what the loop trains.
+    """A head together with its target's adapter, as the module that the loop trains.
 
-    Its last depth is no depth: there the loss is the adapted target's divergence from the target as it was, and its
-    metrics give their agreement.
+    The last entry of the loss is not a depth of the head. It is the divergence of the adapted target from the original
+    target, and its metrics are their agreement.
     """
 
     def __init__(self, head: nn.Module, target: FrozenTarget, settings: Adapter, seed: int) -> None:
-        """Put an adapter into the target, which changes nothing until it is trained."""
+        """Add an adapter to the target. It changes nothing until it is trained."""
         super().__init__(head)
         torch.manual_seed(seed)
         self.adapter = TargetAdapter(target, settings)
@@ -130,7 +130,7 @@ class Joint(Trained):
         return DraftHead.loss_scale(cast(DraftHead, self), counts)
 
     def begin_step(self, number: int) -> None:
-        """Enter the stage that step `number`, from 0, is in."""
+        """Train the adapter too from its first step on. `number` counts from 0."""
         self.begun = number >= self.adapter.settings.first_step
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Joint(Trained):
         return torch.cat([self.drafts.counts(loss_mask, documents), labels.float()[None]])
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        """`batch` holds the features of the target as it was."""
+        """Return the loss. `batch` holds the features of the original target."""
         if not self.begun:
             return _with_last(self.drafts.loss(batch, scale[:-1]), None)
         adapted = self.adapter.hidden(batch).to(batch.hidden.dtype)
@@ -146,7 +146,7 @@ class Joint(Trained):
         return _with_last(own, self.drift(batch, adapted, scale[-1:]))
 
     def drift(self, batch: Batch, adapted: Tensor, scale: Tensor) -> HeadLoss:
-        """KL(p_0 || p) over all labels; adapted (B, T, D) with gradient."""
+        """Return KL(p_0 || p) over all labels. `adapted`: (B, T, D) with gradient."""
         row, label = supervised(batch.loss_mask, batch.documents, 1, pad=True).nonzero(as_tuple=True)
         target = self.adapter.target
         distribution = target.shared.lm_head
@@ -167,7 +167,7 @@ class Joint(Trained):
 
 
 def _with_last(own: HeadLoss, last: HeadLoss | None) -> HeadLoss:
-    """The head's loss with one more entry for the adapter's; metrics that it lacks are 0."""
+    """Return the head's loss with one more entry for the adapter. Metrics that the adapter lacks are 0 there."""
     nothing = own.sums.new_zeros(1)
     metrics = {
         name: torch.cat([value, nothing.to(value.dtype) if last is None else last.metrics.get(name, nothing)])
@@ -179,7 +179,7 @@ def _with_last(own: HeadLoss, last: HeadLoss | None) -> HeadLoss:
 
 
 def check_adapter(settings: Adapter, target: FrozenTarget, head: DraftHead) -> None:
-    """Refuse an adapter that the launch, the target or the head cannot have, before time is spent on data."""
+    """Raise UserError for an adapter that does not work with the launch, the target or the head."""
     if wanted_mode() != "ddp":
         raise UserError("target.adapter: is not cut up by DeepSpeed or FSDP; launch without them")
     if head.aux_layer_ids:
@@ -200,7 +200,7 @@ def _lora_config(settings: Any, modules: str | list[str], **more: Any) -> Any:
 
 
 def add_adapters(head: DraftHead) -> None:
-    """Put adapters, which change nothing yet, into a head that asks for them; all else is frozen."""
+    """Add adapters, which change nothing yet, to a head with `lora` settings. Freeze its other parameters."""
     model: Any = head.language_model
     if model is None or (settings := head.config.lora) is None:
         return
@@ -215,8 +215,8 @@ def add_adapters(head: DraftHead) -> None:
 def linear_layers(
     model: nn.Module, output: nn.Module, wanted: Sequence[str] | None, setting: str, whose: str
 ) -> list[str]:
-    """The full names of the linear layers whose names end in one of `wanted`, all of them if None; never the output
-    head. UserError, in the name of the setting and of whose layers they are, where one fits none."""
+    """Return the full names of the linear layers whose names end in one of `wanted`, or of all if it is None, without
+    the output head. UserError if a wanted name fits none; `setting` and `whose` are for its text."""
     linear = [
         name
         for name, module in model.named_modules()
@@ -239,7 +239,7 @@ def _fits(layer: str, name: str) -> bool:
 
 
 def merged_weights(head: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a head with adapters as that of the same head without."""
+    """Return the state dict of a head with its adapters merged, with the names of a head without adapters."""
     drafts = cast(DraftHead, head)
     if drafts.language_model is None or (settings := drafts.config.lora) is None:
         return weights

@@ -1,4 +1,4 @@
-"""Training figures between two log lines: summed on the device, averaged over rows when the line is written."""
+"""Training metrics between two log lines: summed on the device, and averaged over rows when the line is written."""
 
 import time
 from dataclasses import dataclass, field
@@ -16,46 +16,46 @@ LOSS = "loss_by_depth"
 
 @pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(strict=True, extra="forbid"))
 class Sums:
-    """An interval that a checkpoint cuts in two, as plain numbers."""
+    """The sums of an interval at a checkpoint, as plain numbers."""
 
     seconds: float
-    """Spent on its steps so far."""
+    """Time spent on the interval's steps so far."""
     tokens: int
     counts: list[float]
     """Supervised rows by depth."""
     sums: dict[str, list[float]]
-    """The loss and the head's other metrics by depth, over all processes."""
+    """The loss and the head's other metrics by depth, summed over all processes."""
 
     def fits(self, depths: int) -> bool:
-        """True for figures of a head of `depths`."""
+        """Return True if the sums belong to a head of `depths` depths."""
         return LOSS in self.sums and all(len(row) == depths for row in (self.counts, *self.sums.values()))
 
 
 @dataclass
 class Interval:
-    """Sums over the steps since the last log line; a step need not wait for the device to have them."""
+    """Sums over the steps since the last log line. Adding a step does not wait for the device."""
 
     counts: Tensor | None = None  # (K,) float64, over all processes
     sums: dict[str, Tensor] = field(default_factory=dict)  # LOSS, and each other metric -> (K,), this process's
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
     unchecked: list[Tensor] = field(default_factory=list)
-    """() for each step since the last check, of this process: finite if its figures are."""
+    """() for each step since the last check, in this process: finite if the step's loss and gradients are."""
 
     def add_micro(self, sums: Tensor, metrics: dict[str, Tensor]) -> None:
-        """One micro-batch of this process."""
+        """Add one micro-batch of this process."""
         for name, value in {LOSS: sums, **metrics}.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def add_step(self, counts: Tensor, tokens: int, norm: Tensor) -> None:
-        """One step of all processes: supervised rows by depth, tokens, and the gradients' norm ()."""
+        """Add one step of all processes: supervised rows by depth, tokens, and the gradients' norm ()."""
         self.counts = counts if self.counts is None else self.counts + counts
         self.tokens += tokens
         self.unchecked.append(self.sums[LOSS].sum() + norm)
 
     def check(self, accelerator: Accelerator, step: int) -> None:
-        """Refuse to go on where the loss or the gradients of one of the first `step` steps were not finite. Called by
-        every process, before anything is made of the weights."""
+        """Raise UserError if the loss or the gradients of a step since the last check were not finite. `step`: steps
+        made so far. Called by every process, before the weights are measured or saved."""
         if not self.unchecked:
             return
         wrong = (~torch.stack(self.unchecked).isfinite()).double()
@@ -71,11 +71,11 @@ class Interval:
         self.unchecked.clear()
 
     def leave_out(self, seconds: float) -> None:
-        """Time that was not spent on steps."""
+        """Exclude time that was not spent on steps."""
         self.started += seconds
 
     def cut(self, accelerator: Accelerator) -> Sums | None:
-        """The sums that a resumed run goes on from; None between two intervals. Called by every process."""
+        """Return the sums from which a resumed run goes on, or None between two intervals. Called by every process."""
         if self.counts is None:
             return None
         names, sums = self._sums(accelerator)
@@ -88,7 +88,8 @@ class Interval:
 
     @classmethod
     def resumed(cls, before: Sums | None, accelerator: Accelerator) -> Self:
-        """The rest of an interval that began with `before`, if anything; the main process has all its sums."""
+        """Return an interval that continues from `before`, or a new one if that is None. The main process holds the
+        sums of `before`; the other processes begin with zeros."""
         if before is None:
             return cls()
         share = 1.0 if accelerator.is_main_process else 0.0
@@ -99,7 +100,8 @@ class Interval:
         return cls(counts, sums, before.tokens, started)
 
     def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
-        """`loss`, and by depth `loss_by_depth`, `accuracy` and the head's other metrics; None where no row was."""
+        """Return `loss`, and by depth `loss_by_depth`, `accuracy` and the head's other metrics. A depth without rows
+        has None."""
         assert self.counts is not None
         names, sums = self._sums(accelerator)
         counts = self.counts.tolist()
@@ -112,7 +114,7 @@ class Interval:
         return {"loss": sum(weight * value for weight, value in by_depth if value is not None), **rows}
 
     def _sums(self, accelerator: Accelerator) -> tuple[list[str], Tensor]:
-        """Names, and a row of sums (K,) float64 over all processes for each."""
+        """Return the names of the metrics and, for each, a row of sums (K,) float64 over all processes."""
         sums = torch.stack([value.double() for value in self.sums.values()])
         if accelerator.num_processes > 1:
             sums = accelerator.reduce(sums, reduction="sum")

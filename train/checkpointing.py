@@ -1,9 +1,9 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped, written whole or not at all.
+"""Checkpoints: everything a run needs to continue as if it had never stopped, written completely or not at all.
 
 `checkpoints/step-N/` holds the head's weights and the optimizer's state as safetensors, `state.json`, and
 `manifest.json` with the hash of each file. The data position, the learning rate and the random state are functions of
-the step, so the step is all of them; the optimizer's settings are the recipe's. Under FSDP every process writes its
-part of the tensors, by torch.distributed.checkpoint. A run of any form and number of processes reads both.
+the step, so only the step is stored. The optimizer's settings are in the recipe. Under FSDP every process writes its
+part of the tensors with torch.distributed.checkpoint. A run of any form and number of processes can read both layouts.
 """
 
 import json
@@ -37,7 +37,7 @@ Natural = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 
 @pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 class RunState:
-    """The state of a run beside its weights and its optimizer."""
+    """The state of a run apart from its weights and its optimizer."""
 
     data: str
     """Hash of the training data."""
@@ -46,18 +46,18 @@ class RunState:
     rows: Natural
     """Rows of a step, over all processes."""
     precision: Literal["no", "bf16"]
-    """Of products, in Accelerate's words."""
+    """Precision of matrix products, in Accelerate's terms."""
     step: Natural = 0
-    """Optimizer steps made."""
+    """Optimizer steps made so far."""
     tokens: Natural = 0
-    """Tokens seen, padding left out."""
+    """Tokens seen, without padding."""
     seconds: Annotated[float, pydantic.Field(ge=0)] = 0.0
     best_tau: float | None = None
     best_step: Natural | None = None
     measured_step: Natural | None = None
     """The last step after which tau was measured."""
     interval: Sums | None = None
-    """Figures of the steps since the last line of the log."""
+    """Sums over the steps since the last log line."""
 
     def __post_init__(self) -> None:
         measured = [self.best_tau, self.best_step, self.measured_step]
@@ -68,7 +68,7 @@ class RunState:
 
 
 def save_checkpoint(form: Replicas, folder: Path, state: RunState, *, keep: int) -> None:
-    """Write `step-N` and then, only then, delete all but the newest `keep`. Called by every process."""
+    """Write `step-N`. After that, delete all but the newest `keep` checkpoints. Called by every process."""
     final = folder / f"step-{state.step}"
     temporary = temporary_of(final)
     weights, moments = form.weights(), form.moments()
@@ -96,15 +96,15 @@ def save_checkpoint(form: Replicas, folder: Path, state: RunState, *, keep: int)
 
 
 def load_checkpoint(form: Replicas, folder: Path) -> None:
-    """Put a checkpoint's weights and optimizer state in place. Called by every process, each of which reads for itself.
-    UserError if they are another head's."""
+    """Load a checkpoint's weights and optimizer state. Called by every process; each reads the files itself. UserError
+    if they belong to another head."""
 
     def read(tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if name not in stored or stored[name].size != tensor.shape:
                 raise ValueError(f"{name} is missing or of another shape")
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # reading needs no others
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each process reads alone
             state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
     try:
@@ -115,7 +115,7 @@ def load_checkpoint(form: Replicas, folder: Path) -> None:
 
 
 def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:
-    """The newest whole checkpoint. A broken one is named, and the one before it taken."""
+    """Return the newest intact checkpoint, or None. A damaged one is reported, and the one before it is used."""
     for path in reversed(list_checkpoints(folder)):
         fault = find_fault(path)
         if fault is None:
@@ -125,7 +125,8 @@ def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:
 
 
 def check_continues(path: Path, state: RunState, now: RunState, depths: int, say: Say) -> None:
-    """Refuse a checkpoint of another run; `now` is the state of a run that begins, with a head of `depths`."""
+    """Raise UserError for a checkpoint of another run. `now`: the state of the run at its start. `depths`: the number
+    of depths of its head."""
     if state.data != now.data:
         raise UserError(
             f"{path}: was trained on other data than the recipe's sources give now; "
@@ -149,10 +150,10 @@ def check_continues(path: Path, state: RunState, now: RunState, depths: int, say
 
 
 def begun_in(folder: Path) -> str | None:
-    """The precision of the run whose newest checkpoint lies in `folder`; None where there is none to read."""
+    """Return the precision of the newest readable checkpoint in `folder`, or None if there is none."""
     try:
         found = list_checkpoints(folder)
-    except (OSError, ValueError):  # a path that cannot be is refused where the folder is locked
+    except (OSError, ValueError):  # locking the folder raises the error for an impossible path
         return None
     for path in reversed(found):
         with suppress(OSError, ValueError):
@@ -161,13 +162,13 @@ def begun_in(folder: Path) -> str | None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints, oldest first."""
+    """Return the paths of all checkpoints, oldest first."""
     found = [path for path in folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdecimal()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def find_fault(path: Path) -> str | None:
-    """The fault of a checkpoint, by its manifest; None for a whole one."""
+    """Return what is wrong with a checkpoint according to its manifest, or None if it is intact."""
     try:
         manifest = _read_json(path / "manifest.json")
         for name, expected in manifest.items():
@@ -192,26 +193,26 @@ def find_fault(path: Path) -> str | None:
 
 
 def read_state(path: Path) -> RunState:
-    """The state in a checkpoint's folder. ValueError for one that is none."""
+    """Return the state in a checkpoint's folder. ValueError if the file is not a valid state."""
     return pydantic.TypeAdapter(RunState).validate_json((path / "state.json").read_bytes())
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed process left half written."""
+    """Delete incomplete checkpoints that a killed process has left."""
     for path in folder.glob(".step-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
 def _explained(final: Path) -> Iterator[None]:
-    """Turn a full disk, of whichever process, into a UserError."""
+    """Turn the error for a full disk, in any process, into a UserError."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         if not any(is_full_disk(cause) for cause in causes):
             raise
-        shutil.rmtree(temporary_of(final), ignore_errors=True)  # every process has ended its writing
+        shutil.rmtree(temporary_of(final), ignore_errors=True)  # no process is still writing
         kept = [path.name for path in list_checkpoints(final.parent)]
         what = f"{', '.join(kept)} {'is' if len(kept) == 1 else 'are'} intact" if kept else "nothing was written"
         raise UserError(

@@ -1,5 +1,4 @@
-"""The shared part of the entries train/*.py, and of scripts that `accelerate launch` may start: arguments, and the end
-of the process."""
+"""Arguments and exit status of the entries train/*.py, and of scripts that `accelerate launch` may start."""
 
 import os
 import sys
@@ -30,17 +29,18 @@ KINDS = {
 
 
 def run_entry(name: str) -> None:
-    """Train by the recipe on the command line, measure the head, end the process: 0, 2 user, 130 interrupt, 1 ours."""
+    """Train the recipe on the command line, measure the head, and end the process with its exit status: 0 for success,
+    2 for a user's error, 130 for an interrupt, 1 for a fault of ours."""
     _end(attempt(name, sys.argv[1:]))
 
 
 def run_script(main: Callable[[Sequence[str]], int]) -> None:
-    """Run a script by the command line, and end the process as a training run ends."""
+    """Run a script with the command line's arguments, and end the process in the way a training run does."""
     _end(exit_status(lambda: main(sys.argv[1:]), say_why))
 
 
 def attempt(name: str, arguments: Sequence[str]) -> int:
-    """The exit status of one run."""
+    """Run one entry, and return its exit status."""
 
     def run() -> int:
         if asks_usage(USAGE.format(name=name), arguments, keys=lambda: f"{PLANNING}\n\n{recipe_keys(KINDS[name])}"):
@@ -57,7 +57,7 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
 
 
 def say_why(text: str) -> None:
-    """Print why the process ends; of several processes only the first to end does."""
+    """Print why the process ends. Of several processes, only the first one to end prints."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         print_line(text)
         return
@@ -67,7 +67,7 @@ def say_why(text: str) -> None:
 
 
 def _end(status: int) -> None:
-    """End the process, by `train.launch.leave` where it got as far as needing that."""
+    """End the process, with `train.launch.leave` if accelerate has been imported."""
     if "accelerate" in sys.modules:
         from train.launch import leave
 

@@ -1,12 +1,12 @@
-"""The dtype of the fastest matrix products on this machine, for work that need not be exact.
+"""The dtype with the fastest matrix products on this machine, for work that need not be exact.
 
-Training may run its products in bfloat16: on a GPU and on processors with bfloat16 instructions that is several times
-faster than float32, on all other processors several times slower. No flag tells which: a library may be limited to
-fewer instructions than the processor has, and it may emulate what the processor lacks. So the two are timed.
+Training may run its products in bfloat16. On a GPU and on processors with bfloat16 instructions, bfloat16 is several
+times faster than float32; on all other processors it is several times slower. No flag shows which case applies: a
+library may use fewer instructions than the processor has, or emulate missing ones. So both dtypes are timed.
 
-Two dtypes are not chosen here. A target decodes in its own, float32 on a CPU. The C kernels of `heads.backends.cpu`
-compute in float32 everywhere and hold a draft's weights in bfloat16: each is widened by a shift, on any processor, and
-a draft of one row costs the time to read its weights.
+Two dtypes are not chosen here. A target decodes in its own dtype, float32 on a CPU. The C kernels of
+`heads.backends.cpu` compute in float32 and hold a draft's weights in bfloat16. Each weight is widened with a shift, on
+any processor, and a draft step of one row takes the time to read the weights.
 """
 
 import time
@@ -18,7 +18,7 @@ GAIN = 1.3
 """Factor by which bfloat16 must be faster than float32 to be worth its rounding."""
 REPEATS = 5
 ROWS, WIDTH = 256, 512
-"""Shape of a product of a small head: 0.13 GFLOP, some milliseconds on a slow processor."""
+"""Shape of the timed product, typical of a small head: 0.13 GFLOP, some milliseconds on a slow processor."""
 
 
 @cache
@@ -26,7 +26,7 @@ def bfloat16_gain() -> float:
     """Return the factor by which a CPU's products are faster in bfloat16 than in float32, measured once in a
     process."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # by the time that one thread computes: other processes do not change it
+    torch.set_num_threads(1)  # one thread's own CPU time does not depend on other processes
     try:
         return _seconds(torch.float32) / _seconds(torch.bfloat16)
     finally:
@@ -34,14 +34,14 @@ def bfloat16_gain() -> float:
 
 
 def fastest_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 if it makes products faster, else float32. A GPU is queried, a CPU is timed."""
+    """Return bfloat16 if its products are faster, else float32. A GPU is queried, a CPU is timed."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     return torch.bfloat16 if bfloat16_gain() >= GAIN else torch.float32
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Return the least time of one product among several."""
+    """Return the shortest of several timings of one product, in seconds."""
     x, weight = (torch.ones(n, WIDTH, dtype=dtype) for n in (ROWS, WIDTH))
 
     def once() -> float:

@@ -1,4 +1,4 @@
-"""A recipe's `head`: one section of settings for each kind of head, made from that kind's own Settings."""
+"""A recipe's `head`: one section of settings for each kind of head, generated from that kind's own Settings."""
 
 import ast
 import inspect
@@ -28,7 +28,8 @@ INIT_FROM: Any = (
 
 
 def _section(settings: type[Any], **own: Any) -> type[BaseModel]:
-    """A section with the fields, defaults and docstrings of a dataclass. Values are checked with the target at hand."""
+    """Return a section with the fields, defaults and docstrings of a dataclass. Most values are checked later, once the
+    target is known."""
     hints, meanings = get_type_hints(settings), _field_docstrings(settings)
     named = {
         field.name: (_from_yaml(hints[field.name]), Field(default=field.default, description=meanings.get(field.name)))
@@ -39,8 +40,8 @@ def _section(settings: type[Any], **own: Any) -> type[BaseModel]:
 
 
 def _from_yaml(hint: Any) -> Any:
-    """A type hint with lists for tuples: YAML has no tuples, and strict checking would refuse every list. Numbers that
-    no tensor's shape can have are refused."""
+    """Return a type hint with lists in place of tuples: YAML has no tuples, and strict checking would refuse lists.
+    Integers are limited to 32 bits."""
     if hint is int:
         return Annotated[int, Field(gt=-(2**31), lt=2**31)]
     if is_dataclass(hint) and isinstance(hint, type):
@@ -54,7 +55,7 @@ def _from_yaml(hint: Any) -> Any:
 
 
 def _field_docstrings(settings: type[Any]) -> dict[str, str]:
-    """The docstring under each field of a dataclass and of its bases."""
+    """Return the docstring under each field of a dataclass and of its bases."""
     found: dict[str, str] = {}
     for base in reversed(settings.__mro__[:-1]):
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -67,7 +68,7 @@ def _field_docstrings(settings: type[Any]) -> dict[str, str]:
 
 
 OURS = {"kind", "init_from"}
-"""Settings of every section, which are no method's own."""
+"""Settings that every section has, whatever its method."""
 SECTIONS = {
     kind: _section(head.Settings, kind=(Literal[kind], Field(description="The method.")), init_from=INIT_FROM)
     for kind, head in HEADS.items()
@@ -78,7 +79,7 @@ AnyHead: Any = Annotated[Union[tuple(SECTIONS.values())], Field(discriminator="k
 
 
 def make_head(section: Any, target: FrozenTarget, token_counts: Tensor) -> Any:
-    """A new head by a recipe's section, or one with the weights of the head that it names."""
+    """Return a new head built from a recipe's section, or one with the weights of the head that `init_from` names."""
     if section.init_from is None:
         return build_head(section.kind, section.model_dump(exclude=OURS), target, token_counts)
     given = section.model_dump(exclude=OURS, exclude_unset=True)
@@ -86,7 +87,7 @@ def make_head(section: Any, target: FrozenTarget, token_counts: Tensor) -> Any:
 
 
 def resolved_head(head: Any, config: Any) -> BaseModel:
-    """The section with every setting that it may give, as a head of this `config` has them."""
+    """Return the section with all its settings filled in from a head's `config`."""
     values = {name: getattr(config, name) for name in type(head).model_fields if name not in OURS}
     resolved: BaseModel = type(head).model_validate(head.model_dump(include=OURS) | to_jsonable_python(values))
     return resolved

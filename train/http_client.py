@@ -1,4 +1,4 @@
-"""A client of servers that speak OpenAI's protocol, for a target's answers and for its features."""
+"""A client for servers with OpenAI's protocol, which give a target's answers or features."""
 
 import asyncio
 import json
@@ -19,11 +19,11 @@ from train.strict_yaml import Name
 
 KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
 PATIENCE = 600.0
-"""Seconds for which a request is tried anew where the server is away or overloaded."""
+"""Seconds for which a request is retried if the server is unreachable or overloaded."""
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
-"""Seconds before the second trial, and before any."""
+"""Seconds of delay before the first retry, and the maximum delay."""
 QUIET = 60.0
-"""Seconds in which no further fault is said."""
+"""Seconds after a reported fault in which no further fault is reported."""
 CONNECT_SECONDS = 10.0
 
 T = TypeVar("T")
@@ -43,24 +43,24 @@ Url = Annotated[Name, AfterValidator(_check_url)]
 
 
 class Fault(Exception):
-    """A failure of one trial that another may not have."""
+    """A failure of one request that a retry may not have."""
 
 
 class Missing(Fault):
-    """A path that the server lacks and has never answered at: no other trial will find it."""
+    """A path that the server does not have and has never answered. A retry will not find it."""
 
 
 class HTTPClient:
-    """Requests to one server, in one event loop, as many at a time as its callers make."""
+    """A client for one server, in one event loop. It does not limit the number of concurrent requests."""
 
     def __init__(self, url: str, say: Callable[[str], object] = logger.warning, patience: float = PATIENCE) -> None:
-        """`say` is given faults that may pass, at most one in a while."""
+        """`say` reports faults that are retried, at most one in `QUIET` seconds."""
         self.url, self.say, self.patience = url.rstrip("/").removesuffix("/v1"), say, patience
         self.checking = asyncio.Lock()
-        """Held while the server is asked what it is."""
+        """A lock for the time in which the server is checked."""
         self._said = -math.inf
         self._answered: set[str] = set()
-        """Paths that the server has: one that is missing later is missing for a while, as behind a gateway."""
+        """Paths that the server has answered. If one is missing later, for example behind a gateway, it is retried."""
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
@@ -73,12 +73,12 @@ class HTTPClient:
         await self._session.close()
 
     def error(self, what: str) -> UserError:
-        """An error that names the server."""
+        """Return an error that names the server."""
         return UserError(f"{self.url}: {what}")
 
     async def patiently(self, trial: Callable[[], Awaitable[T]]) -> T:
-        """The result of `trial`, made anew while it fails by a Fault. UserError after `patience` seconds, and at once
-        for a path that is Missing."""
+        """Return the result of `trial`, which is retried while it raises a Fault. UserError after `patience` seconds,
+        and at once for a path that is Missing."""
         failing, delay = math.inf, FIRST_DELAY
         while True:
             try:
@@ -100,7 +100,7 @@ class HTTPClient:
                 delay = min(2 * delay, LONGEST_DELAY)
 
     async def models(self) -> list[str]:
-        """The names of the models that the server has."""
+        """Return the names of the models on the server."""
         reply = await self.send("/v1/models")
         try:
             names = [str(model["id"]) for model in reply["data"]]
@@ -111,8 +111,8 @@ class HTTPClient:
         return names
 
     async def send(self, path: str, body: Any = None, seconds: float = 60.0) -> Any:
-        """The JSON that a server replies to `body`, or to a GET without one, in `seconds`. Fault for what may pass,
-        UserError for what will not."""
+        """Return the server's JSON reply to a POST of `body`, or to a GET without it, within `seconds`. Fault for
+        temporary failures, UserError for permanent ones."""
         method, address = "GET" if body is None else "POST", self.url + path
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         given: Any = {"json": body, "timeout": timeout, "allow_redirects": False}

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: held back while a step is made, at once where nothing would be lost."""
+"""Handling of SIGTERM and Ctrl-C: deferred during a step, immediate where nothing would be lost."""
 
 import signal
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop; says at which step. No Exception, so that only the loop and the entry catch it."""
+    """A request to stop the run; its text names the step. It is not an Exception, so that only the loop and the entry
+    catch it."""
 
 
 class Interrupts:
-    """Handlers for the time of a `with` block.
+    """Signal handlers that are installed for a `with` block.
 
-    A signal raises Interrupted where it falls; inside `held()` it only sets `asked`, for the loop to see between two
-    steps. A launcher often sends a second signal after the first, so repeats are ignored; a second Ctrl-C is the user's
-    way to insist.
+    A signal raises Interrupted at once. Inside `held()` it only sets `asked`, which the loop reads between two steps.
+    A launcher often sends a second signal after the first, so repeated signals are ignored, except a second Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Steps and checkpoints: signals wait."""
+        """Defer signals, for steps and checkpoints."""
         self._held += 1
         try:
             yield
@@ -45,7 +45,7 @@ class Interrupts:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """A long measurement between two steps: signals cut it short."""
+        """Let signals interrupt at once, for a long measurement between two steps."""
         held, self._held = self._held, 0
         try:
             if self.asked:

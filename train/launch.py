@@ -1,9 +1,9 @@
-"""An Accelerator in the form that `accelerate launch` asked for, or a refusal.
+"""The launch: an Accelerator in the form that `accelerate launch` requested, or a UserError.
 
-Accelerate runs several launches in another form than was asked for, with exit status 0: two processes become two
-unrelated runs that write the same files, DeepSpeed and FSDP are dropped where there is no GPU, gradients are not
-clipped under DeepSpeed, a launcher killed by a signal leaves its process behind. Everything of that kind is dealt with
-here, so that the loop need not know.
+Accelerate runs some launches in another form than requested, with exit status 0: two processes become two unrelated
+runs that write the same files, DeepSpeed and FSDP are dropped on a machine without a GPU, gradients are not clipped
+under DeepSpeed, and a launcher killed by a signal leaves its process running. This module handles all such cases, so
+that the loop need not.
 """
 
 import ctypes
@@ -41,23 +41,23 @@ from train.recipe import Target, Tracking, Train
 T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=2)
-"""Longest wait of a process for the others: while one writes a checkpoint or measures, none must give up."""
+"""Longest wait of a process for another one. It must exceed the time of a checkpoint or a measurement."""
 STORE_TIMEOUT = timedelta(seconds=5)
 
 
 def make_accelerator(
     settings: Train, begun_in: str | None = None, tracking: Tracking | None = None, folder: Path | None = None
 ) -> Accelerator:
-    """The Accelerator of this launch, with the trackers of a run in `folder`.
+    """Return the Accelerator of this launch, with the trackers of a run in `folder`.
 
-    Its `mixed_precision`, "bf16" or "no", follows `train.precision`; `begun_in` is that of a run to go on with.
-    UserError where the launch cannot have the form it asks for.
+    Its `mixed_precision`, "bf16" or "no", follows `train.precision`. `begun_in`: the precision of the run to resume.
+    UserError if the launch cannot run in the form that it requests.
     """
     wanted = wanted_mode()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
     _check_environment(settings, wanted)
-    # Accelerate lets this variable, which its launcher always sets under DeepSpeed, win over the argument.
+    # Accelerate's launcher always sets this variable under DeepSpeed, and it would override the argument below.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     arguments: dict[str, Any] = {
         "mixed_precision": _mixed_precision(settings, torch.device("cuda" if on_gpu else "cpu"), begun_in),
@@ -65,11 +65,11 @@ def make_accelerator(
         "step_scheduler_with_optimizer": False,
     }
     if tracking is not None and folder is not None:
-        arguments["log_with"] = _trackers(tracking) or None  # it warns of an empty list
+        arguments["log_with"] = _trackers(tracking) or None  # Accelerate warns about an empty list
         arguments["project_config"] = ProjectConfiguration(logging_dir=str(folder / "tensorboard"))
     group = InitProcessGroupKwargs(timeout=TIMEOUT)
     if not on_gpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is imported, else looks for a GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed would look for a GPU
     with _unsharded():
         if on_gpu:
             accelerator = Accelerator(kwargs_handlers=[group], **arguments)
@@ -95,8 +95,8 @@ def make_accelerator(
 
 @contextmanager
 def _unsharded() -> Iterator[None]:
-    """Hide FSDP from Accelerate, which drops it on a CPU: `train.parallel` does it by torch's own means."""
-    # By this one transformers would leave the target's weights out in all processes but the first.
+    """Hide FSDP from Accelerate, which drops it on a CPU. `train.parallel` uses torch's own FSDP instead."""
+    # With this variable, transformers would load the target's weights only in the first process.
     os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
     used = os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
@@ -107,7 +107,8 @@ def _unsharded() -> Iterator[None]:
 
 
 def _trackers(tracking: Tracking) -> list[str]:
-    """The names of the wanted trackers. UserError for one that is not installed, which Accelerate would leave out."""
+    """Return the names of the requested trackers. UserError for one that is not installed, which Accelerate would
+    skip."""
     if tracking.tensorboard and not is_tensorboard_available():
         raise UserError(
             "tracking.tensorboard: the package tensorboard is not installed; pip install tensorboard, or leave it out"
@@ -117,7 +118,7 @@ def _trackers(tracking: Tracking) -> list[str]:
 
 
 def wanted_mode() -> str:
-    """The mode of the launch: ddp (also for one process), deepspeed or fsdp."""
+    """Return the mode of the launch: ddp (also for one process), deepspeed or fsdp."""
     for mode in ("deepspeed", "fsdp"):
         if os.environ.get(f"ACCELERATE_USE_{mode.upper()}", "false").lower() == "true":
             return mode
@@ -125,12 +126,12 @@ def wanted_mode() -> str:
 
 
 def is_launched() -> bool:
-    """True in a process whose parent is `accelerate launch` or torchrun."""
+    """Return True in a process that `accelerate launch` or torchrun has started."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _mixed_precision(settings: Train, device: torch.device, begun_in: str | None) -> str:
-    """The precision that `train.precision` asks for, in Accelerate's words."""
+    """Return the precision of `train.precision`, in Accelerate's terms."""
     if settings.precision != "auto":
         return "bf16" if settings.precision == "bf16" else "no"
     if begun_in is not None:
@@ -163,9 +164,9 @@ def _check_environment(settings: Train, wanted: str) -> None:
 def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
     import deepspeed
 
-    # It would be built in C++ at the first collective, which fails without ninja.
+    # DeepSpeed would compile this C++ extension at the first collective, which fails without ninja.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate drops DeepSpeed and says nothing
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate silently drops DeepSpeed
     return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)], **arguments)
 
 
@@ -184,9 +185,10 @@ def _check_deepspeed(config: dict[str, Any]) -> None:
 def load_recipe_target(
     settings: Target, accelerator: Accelerator, place: Place | None = None
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """The frozen target on this process's device, or where `place` puts it, and its tokenizer."""
+    """Return the frozen target and its tokenizer. `place` puts the target on its devices; by default it is loaded onto
+    this process's device."""
     with _unpartitioned(accelerator), ExitStack() as turn:
-        # One process of this user on this machine at a time: weights that are converted on the way are in memory once.
+        # Only one process of this user on this machine loads at a time, so that only one holds weights being converted.
         turn.enter_context(held_file(Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading"))
 
         def put(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -200,7 +202,7 @@ def load_recipe_target(
 
 @contextmanager
 def _unpartitioned(accelerator: Accelerator) -> Iterator[None]:
-    """Load models inside: under ZeRO-3, `from_pretrained` would otherwise leave a frozen target with empty weights."""
+    """Hide ZeRO-3 from `from_pretrained`, which would otherwise leave a frozen target with empty weights."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:
         yield
@@ -215,8 +217,8 @@ def _unpartitioned(accelerator: Accelerator) -> Iterator[None]:
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
-    """Do something on the main process; all get its result, or the error that a user can mend or the interruption, so
-    that none is left waiting."""
+    """Run `action` on the main process, and return its result on all processes. A UserError, a lack of GPU memory or an
+    interruption is raised on all of them, so that none is left waiting."""
     if accelerator.num_processes == 1:
         return action()
     outcome: list[Any] = [None, None]
@@ -233,16 +235,17 @@ def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
 
 
 def tell_first(text: str) -> None:
-    """Say on standard error why this process ends, if it is the first of its launch to end.
+    """Print on standard error why this process ends, if it is the first process of its launch to end.
 
-    The others end for the same reason or, stopped by the launcher or by a broken connection, because of it.
+    The other processes end for the same reason, or because the launcher or a broken connection stops them.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _is_first_to_end():
         print(text, file=sys.stderr, flush=True)
 
 
 def _is_first_to_end() -> bool:
-    """Ask the count in the store that the launcher, or the first process, keeps for the others. True without one."""
+    """Return True if no process of this launch has ended before. They count in the store that the launcher or the first
+    process keeps. Without a store, return True."""
     launch = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
     try:
         store = TCPStore(
@@ -254,21 +257,22 @@ def _is_first_to_end() -> bool:
 
 
 def is_lost_process(error: RuntimeError) -> bool:
-    """True for a collective that failed because another process is gone."""
-    # Neither gloo nor NCCL, whose words the last are, has a class for it.
+    """Return True for a collective that failed because another process has ended."""
+    # Neither gloo nor NCCL (the last text) has an exception class for it.
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exiting")
     return any(text in str(error) for text in words)
 
 
 def die_with_launcher() -> None:
-    """Ask for SIGTERM when the launcher dies: `accelerate launch` with one process does not pass signals on."""
+    """Request SIGTERM for when the launcher dies: `accelerate launch` with one process does not pass signals on."""
     if is_launched() and sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def leave(code: int) -> None:
-    """End the process at once: after distributed runs, interpreter shutdown sometimes aborts with its own status."""
+    """End the process without interpreter shutdown, which sometimes aborts with its own status after distributed
+    runs."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and code == 0:
         torch.distributed.destroy_process_group()
     sys.stdout.flush()
@@ -277,7 +281,7 @@ def leave(code: int) -> None:
 
 
 def _use_cores() -> None:
-    """Use the cores of the machine: `accelerate launch` sets OMP_NUM_THREADS to 1 where the user said nothing."""
+    """Use all cores of the machine. `accelerate launch` sets OMP_NUM_THREADS to 1 if the user has not set it."""
     if not is_launched() or os.environ.get("OMP_NUM_THREADS") != "1":
         return
     parent = Path("/proc") / str(os.getppid())

@@ -1,4 +1,4 @@
-"""fit(recipe, run): the one training loop, for every kind of head: steps, measurements, checkpoints, and resuming."""
+"""The training loop of every kind of head: steps, measurements, checkpoints and resuming. See `fit`."""
 
 import copy
 import time
@@ -42,7 +42,7 @@ from train.trained import Trained
 
 
 class Outcome(NamedTuple):
-    """The recipe with its head's defaults, and the target still in memory."""
+    """The result of a run: its recipe with the head's settings filled in, and the target, still in memory."""
 
     recipe: Recipe
     features: FeatureSource
@@ -50,22 +50,22 @@ class Outcome(NamedTuple):
 
 
 def fit(recipe: Recipe, run: Run) -> Outcome:
-    """Train the recipe's head, or go on where an earlier run of the same recipe stopped.
+    """Train the head of a recipe, or resume an earlier run of the same recipe.
 
-    The recipe is split here: each part gets its own section. Raises UserError for what a user can mend, and Interrupted
-    when asked to stop, a resumable checkpoint written.
+    This function splits the recipe: each part gets its own section. Raises UserError for an error that the user can
+    fix, and Interrupted if the run is asked to stop, after it has written a checkpoint to resume from.
     """
     accelerator, tracker = run.accelerator, run.tracker
     seed = recipe.train.seed
     rows = rows_per_step(recipe.train, recipe.data.context_length, accelerator.num_processes)
 
-    # Target. It decides the settings that the recipe leaves out of `head`.
+    # Target. It determines the settings of `head` that the recipe leaves out.
     features, tokenizer = open_source(recipe.features, recipe, accelerator, tracker.say)
     target = features.target
     target.template = recipe.data.template
     asking = with_arguments(tokenizer, target.template)
     tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
-    if accelerator.num_processes == 1:  # one process of a launch would see the others
+    if accelerator.num_processes == 1:  # a process of a larger launch would report the other ones
         print_line(contention(accelerator.device))
     section = recipe.head
     unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
@@ -85,9 +85,9 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     reader = open_reader(recipe.data, tokenizer, run)
     mixture, samples = load_data(recipe.data, seed, unfilled, target, reader, run.folder.path)
     features.check(mixture, unfilled.aux_layer_ids)
-    del unfilled  # the run has no room for a second head
+    del unfilled  # free its memory
 
-    # Head, in float32, the same on every process. Its copy in the target's dtype is measured and saved.
+    # Head, in float32 and equal on all processes. A copy in the target's dtype is measured and saved.
     counts = mixture.label_counts(target.vocab_size)
     torch.manual_seed(seed)
     head: nn.Module = make_head(section, target, counts).to(target.device, torch.float32)
@@ -98,7 +98,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
 
     # Stepper
     if found is not None:
-        rows = found[1].rows  # of another number of processes, perhaps
+        rows = found[1].rows  # the earlier run may have had another number of processes
     stepper = Stepper(recipe.train, trained, features, mixture, accelerator, rows)
 
     # Loop
@@ -119,14 +119,14 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
 
 
 def _take_up(run: Run, record: dict[str, Any]) -> tuple[Path, RunState] | None:
-    """The checkpoint to go on from, of an earlier run with the same settings in the folder."""
+    """Return the checkpoint to resume from, or None. UserError if the folder's run had other settings."""
     run.folder.check_recipe(record)
     remove_leftovers(run.folder.checkpoints)
     return newest_checkpoint(run.folder.checkpoints, run.tracker.say)
 
 
 class Training:
-    """One run, from its first step to its last."""
+    """The training steps of a run, with its measurements and checkpoints."""
 
     def __init__(
         self,
@@ -138,8 +138,8 @@ class Training:
         samples: Samples | None,
         data: str,
     ):
-        """`measured`: the module that takes the head's weights to be measured and saved. `data`: the hash of the
-        training data."""
+        """`measured`: a copy of the head, into which the weights are loaded to measure and save them. `data`: the hash
+        of the training data."""
         self.settings, self.stepper, self.measured = settings, stepper, measured
         self.evaluation, self.samples, self.target = evaluation, samples, stepper.target
         self.folder, self.tracker, self.interrupts = run.folder, run.tracker, run.interrupts
@@ -154,10 +154,10 @@ class Training:
         self.provenance: dict[str, Any] = {}
         self.saved_step: int | None = None
         self.samples_of = 0
-        """The step whose samples the mixture holds."""
+        """The step at which the samples in the mixture were written."""
 
     def resume(self, path: Path, state: RunState) -> None:
-        """Take up a checkpoint."""
+        """Load a checkpoint."""
         check_continues(path, state, self.state, len(self.stepper.weights), self.tracker.say)
         load_checkpoint(self.stepper.form, path)
         now = self.state
@@ -166,7 +166,7 @@ class Training:
         self.tracker.say(f"resumed from {path}")
 
     def run(self) -> None:
-        """Make the steps, measurements and checkpoints up to `max_steps`."""
+        """Train up to `max_steps`, with the measurements and checkpoints in between."""
         self.interval = Interval.resumed(self.state.interval, self.accelerator)
         with self.interrupts.held():
             try:
@@ -185,7 +185,7 @@ class Training:
         self.tracker.say(f"trained {state.step} steps in {state.seconds:.0f} s; {best}")
 
     def _between_steps(self) -> None:
-        """Measure and save where that is due after `state.step` steps."""
+        """Measure the head and write a checkpoint, if either is due after `state.step` steps."""
         step, train = self.state.step, self.settings
         ended = step == train.max_steps
         measuring = ended or (train.eval_every is not None and step > 0 and step % train.eval_every == 0)
@@ -195,7 +195,7 @@ class Training:
             self._checkpoint()
 
     def _step(self) -> None:
-        """One optimizer step, and its line in the log where one is due."""
+        """Make one optimizer step, and write a log line if one is due."""
         state, train = self.state, self.settings
         started = time.perf_counter()
         state.tokens += self.stepper.step(state.step, self.interval, stop=self.interrupts.asked)
@@ -223,7 +223,7 @@ class Training:
         self.interval = Interval()
 
     def _measure(self) -> None:
-        """Measure tau with the runtime, or estimate it; keep the head if it is the best so far."""
+        """Measure tau with the runtime, or estimate it. Keep the head if it is the best so far."""
         started = time.perf_counter()
         self.interval.check(self.accelerator, self.state.step)
         weights = self.stepper.head_weights()
@@ -239,7 +239,7 @@ class Training:
             self._checkpoint()  # the steps made so far are kept
             raise
         if found is None:
-            behind = self.settings.max_steps * self.stepper.rows  # the rows behind those of the last step
+            behind = self.settings.max_steps * self.stepper.rows  # the first row after those of the last step
             found = self.evaluation.estimate(self.measured, self.stepper.mixture, behind, self.accelerator)
         if state.best_tau is None or found.tau > state.best_tau:
             state.best_tau, state.best_step = found.tau, state.step
@@ -262,7 +262,7 @@ class Training:
         )
 
     def _renew_samples(self) -> None:
-        """Let the draft write the text that the coming steps learn from, where that is due."""
+        """Let the draft generate the text for the next steps, if new text is due."""
         samples, step = self.samples, self.state.step
         if samples is None or (begin := samples.begin(step)) == self.samples_of:
             return

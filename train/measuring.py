@@ -1,9 +1,9 @@
-"""tau during training: by the runtime, which drafts with the head on held-out prompts, and by the training step.
+"""tau during training: measured with the runtime on held-out prompts, and estimated with the training step.
 
-The second follows from known text alone. A greedy chain of K draft tokens rooted at x_r is accepted up to the first
-that is not the target's own next token. So the target's greedy outputs, put through the training step once, give the
-outcome of every round that could begin anywhere in them; walking from root to root gives the rounds that do begin.
-Where the two disagree, training and drafting are not the same function.
+The estimate needs only known text. A greedy chain of K draft tokens with root x_r is accepted up to the first draft
+token that differs from the target's next token. So one pass of the target's greedy outputs through the training step
+gives the outcome of a round at every position. Walking from root to root then selects the rounds that take place. If
+the two values disagree, training and drafting do not compute the same function.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,31 +35,31 @@ from train.launch import on_main
 from train.recipe import Eval
 
 ESTIMATE_TOKENS = 2**15
-"""Tokens of training text on which tau is estimated where nothing can be decoded; one row at least."""
+"""Tokens of training text on which tau is estimated if nothing can be decoded; at least one row is used."""
 ESTIMATE_ROWS = 8
-"""Decoded texts that go through the head at once."""
+"""Decoded texts in one batch of the head."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one measurement."""
+    """The results of one measurement."""
 
     tau: float
     alpha: list[float | None]
     estimate: float | None
-    """tau by the training step, on the same texts; None where drafts are not greedy chains."""
+    """tau from the training step on the same texts; None if the drafts are not greedy chains."""
     is_estimate: bool = False
-    """True where nothing was decoded: `tau` is the training step's, on training text."""
+    """True if nothing was decoded: `tau` is then the training step's estimate on training text."""
 
 
 class Evaluation:
-    """Measurements of tau by a recipe's `eval`."""
+    """Measurements of tau with the settings in a recipe's `eval`."""
 
     def __init__(
         self, settings: Eval, features: FeatureSource, tokenizer: PreTrainedTokenizerBase, head: DraftHead
     ) -> None:
-        """`head`: of the shape that will be measured. UserError for trees that it cannot fill, or prompts that do not
-        fit."""
+        """`head`: a head of the shape that will be measured. UserError for trees that it cannot fill, or prompts that
+        are too long."""
         self.settings, self.features = settings, features
         target = features.target
         trees = [settings.tree, *(settings.report.trees or [])]
@@ -73,7 +73,7 @@ class Evaluation:
             head.check_draft(shape, longest + shape.nodes)
 
     def measure(self, head: nn.Module) -> Measured:
-        """tau and acceptance by depth over all requests, on the main process."""
+        """Return tau and acceptance by depth over all requests. Called on the main process."""
         with self.features.whole() as target:
             return self._decode(target, head)
 
@@ -101,9 +101,9 @@ class Evaluation:
 
     @torch.no_grad()
     def estimate(self, head: nn.Module, mixture: Mixture, begin: int, accelerator: Accelerator) -> Measured:
-        """tau and acceptance by depth of greedy chains as deep as the tree, by the training step, on the rows from
-        place `begin` of the data on. Called by every process, since the target's layers may be shared; `head`, the
-        main process's, counts."""
+        """Return tau and acceptance by depth of greedy chains as deep as the tree, estimated with the training step on
+        the rows from index `begin` of the data on. Called by every process, since the target's layers may be sharded.
+        Only the main process drafts with its `head`."""
         drafts, dtype = cast(DraftHead, head), next(head.parameters()).dtype
         rows = mixture.rows(range(begin, begin + max(1, ESTIMATE_TOKENS // mixture.row_length)))
         parts = [rows.part(row) for row in range(len(rows.tokens))]
@@ -118,8 +118,8 @@ class Evaluation:
 
 
 def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int, nodes: int) -> list[Request]:
-    """The held-out prompts as requests. UserError now, not after hours of training, if they, or the ones of the report,
-    do not fit the context with a tree of `nodes`."""
+    """Return the held-out prompts as requests. To fail before training, raise UserError if they, or the prompts of the
+    report, do not fit into the context together with a tree of `nodes`."""
     report = settings.report
     room = context_length - max(settings.max_new_tokens, report.max_new_tokens or 0) - nodes
     if room < 1:
@@ -157,7 +157,7 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
 
 
 def grow_own_tree(target: FrozenTarget, head: DraftHead, requests: Sequence[Request], batch_size: int) -> None:
-    """Let the head choose its tree by the target's own greedy answers to the requests, prompts not counted."""
+    """Let the head choose its tree from the target's greedy answers to the requests, without the prompts."""
     longest = max(len(request.prompt) + request.max_new_tokens + 1 for request in requests)
     engine = Engine(target, None, EngineOptions(batch_size=min(batch_size, len(requests)), max_length=longest))
     outputs = engine.generate([replace(request, sampling=Sampling()) for request in requests])
@@ -175,8 +175,8 @@ def answer_batches(
     *,
     first_label: int = 0,
 ) -> Iterator[Batch]:
-    """Prompts with their answers, `rows` texts to a batch, in the head's dtype. The labels are the answers' tokens from
-    number `first_label` on. All batches are padded to one length: attention is compiled for each shape that it gets."""
+    """Yield prompts with their answers, `rows` texts per batch, in the head's dtype. The labels are the answers' tokens
+    from index `first_label` on. All batches are padded to one length, since attention is compiled for each shape."""
     dtype = next(cast(nn.Module, head).parameters()).dtype
     pairs = [(request.prompt, output.tokens) for request, output in zip(requests, outputs, strict=True)]
     tiles = max(-(-(len(prompt) + len(answer)) // TILE) for prompt, answer in pairs)
@@ -190,8 +190,8 @@ def answer_batches(
 
 @torch.no_grad()
 def known_text_tau(head: DraftHead, batches: Iterable[Batch], depth: int) -> Measured:
-    """tau and acceptance of greedy chains of `depth`, over the labels of each batch as if the target had written
-    them."""
+    """Return tau and acceptance of greedy chains of `depth` over the labels of each batch, as if they were the target's
+    own tokens."""
     emitted: list[int] = []
     reached, accepted = [0] * depth, [0] * depth
     for batch in batches:
@@ -208,14 +208,14 @@ def known_text_tau(head: DraftHead, batches: Iterable[Batch], depth: int) -> Mea
 
 
 def answers_in(labels: Sequence[bool], documents: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(root, end) of each unbroken run of labels in a row: its first token that a draft may follow, and the first
-    position behind it."""
+    """Yield (root, end) of each contiguous run of labels in a row: its first token that can be a root, and the position
+    after its last token."""
     begin = 0
     while begin < len(labels):
         end = begin
         while end < len(labels) and labels[end] and documents[end] == documents[begin]:
             end += 1
-        is_first = begin == 0 or documents[begin] != documents[begin - 1]  # of its document: nothing drafts it
+        is_first = begin == 0 or documents[begin] != documents[begin - 1]  # of its document: it is never drafted
         root = begin + is_first
         if end - root > 1:
             yield root, end
@@ -223,13 +223,13 @@ def answers_in(labels: Sequence[bool], documents: Sequence[int]) -> Iterator[tup
 
 
 def foreseen(batch: Batch, head: DraftHead, depth: int) -> Tensor:
-    """(B, T) int64: the draft tokens of a chain below a root at each position that are the text's own."""
+    """Return (B, T) int64: for a chain with its root at each position, how many draft tokens match the text."""
     hits = head.foresees(batch, depth)  # (depth, B, T), by slot
     return hits.long().cumprod(0).sum(0).roll(1, dims=1).cpu()  # the chain of slot t has its root at t + 1
 
 
 def walk(accepted: Sequence[int], *, root: int, end: int) -> list[int]:
-    """The tokens that each round emits, from `root` on, in a text of `end` tokens of which the root is decided."""
+    """Return the number of tokens that each round emits, from `root` to `end`. The root itself is already decided."""
     emitted = []
     while root < end - 1:
         emitted.append(min(accepted[root] + 1, end - 1 - root))

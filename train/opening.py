@@ -1,4 +1,4 @@
-"""A run while it lasts: its folder, its processes, its records, and the signals that may stop it."""
+"""An open run: its folder, its processes, its tracker, and the signals that may stop it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from train.tracker import Tracker
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run that all others may use."""
+    """The parts of a run that all its code may use."""
 
     folder: RunFolder
     accelerator: Accelerator
@@ -31,8 +31,7 @@ class Run:
 
 @contextmanager
 def open_run(recipe: Recipe) -> Iterator[Run]:
-    """Hold the folder of a recipe's run for the time of a `with` block, in processes such as `accelerate launch` asked
-    for."""
+    """Open a recipe's run for a `with` block: lock its folder, and create the Accelerator and the tracker."""
     die_with_launcher()
     with Interrupts() as interrupts:
         folder = RunFolder(Path(recipe.output_dir))
@@ -42,12 +41,13 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
             on_main(accelerator, folder.lock)
             yield Run(folder, accelerator, tracker, interrupts)
         finally:
-            tracker.finish(code=1)  # nothing is left to finish where all went well
+            tracker.finish(code=1)  # has no effect after a run that succeeded
             folder.unlock()
 
 
 def open_reader(data: Data, tokenizer: PreTrainedTokenizerBase, run: Run) -> Reader:
-    """The reader of a run's sources. A chat template that writes the date sees the day on which the run began."""
+    """Return the reader of a run's data sources. A chat template that prints the date gets the day on which the run
+    began."""
     rendering = ChatTemplate(tokenizer, arguments=data.template)
     if has_date(data, rendering):
         rendering = replace(rendering, day=on_main(run.accelerator, run.folder.first_day))

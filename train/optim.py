@@ -1,4 +1,4 @@
-"""AdamW, or Muon with it, and learning rates as pure functions of the step."""
+"""Optimizers, AdamW or Muon with AdamW, and learning rates as pure functions of the step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,19 +12,20 @@ from train.recipe import Train
 from train.trained import Part
 
 MOMENTUM = 0.95
-"""Muon's."""
+"""Momentum of Muon."""
 
 
 Apply = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]
-"""(parameter, values in its layout, change of a whole matrix) -> the changed values in that layout."""
+"""(parameter, values in its layout, function of a whole matrix) -> the function's result in that layout."""
 
 
 def make_optimizer(
     parts: Sequence[Part], settings: Train, products: torch.dtype = torch.float32
 ) -> torch.optim.Optimizer:
-    """AdamW, or Muon for inner matrices and AdamW for the rest; norms, biases and scales of channels are not decayed.
+    """Return AdamW, or Muon for inner matrices and AdamW for the rest.
 
-    Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both.
+    Norms, biases and channel scales are not decayed. Muon's updates are scaled to the size of AdamW's, so that one
+    learning rate serves both.
     """
     inner: list[dict[str, Any]] = []
     outer: list[dict[str, Any]] = []
@@ -47,21 +48,21 @@ def make_optimizer(
 
 
 def _is_scale(name: str, parameter: Tensor) -> bool:
-    """True for a norm, a bias, or a convolution of each channel by itself, which begins as the channel itself."""
+    """Return True for a norm, a bias, or the kernel of a per-channel convolution that starts as the identity."""
     return parameter.dim() < 2 or name.endswith("base_kernel")
 
 
 def _is_end(name: str) -> bool:
-    """True for a matrix with a row for each token or position, whose updates should not be orthogonal."""
+    """Return True for a matrix with a row for each token or position. Its updates should not be orthogonal."""
     return any(part in name for part in ("lm_head", "embed", "wte", "wpe", "markov", "codebook"))
 
 
 class Muon(torch.optim.AdamW):
-    """Muon (Jordan et al., 2024) for the groups with a `momentum`: it is made orthogonal by five Newton-Schulz
-    iterations. AdamW for the other groups.
+    """Muon (Jordan et al., 2024) for the parameter groups with a `momentum`, and AdamW for the other groups.
 
-    The same update as `torch.optim.Muon` with `match_rms_adamw`, which computes in bfloat16 on every machine; here the
-    dtype of the iterations' products is an argument. They need no more than bfloat16, but some processors emulate it.
+    Five Newton-Schulz iterations orthogonalise the momentum. The update equals that of `torch.optim.Muon` with
+    `match_rms_adamw`, which always computes in bfloat16. Here the dtype of the iterations' products is an argument:
+    bfloat16 is precise enough, but some processors only emulate it.
     """
 
     def __init__(self, params: Any, *, products: torch.dtype = torch.float32) -> None:
@@ -69,7 +70,7 @@ class Muon(torch.optim.AdamW):
         super().__init__(params)
         self.products = products
         self.apply: Apply = on_whole
-        """Makes a change of whole matrices, where processes hold parts of them."""
+        """Applies a function of whole matrices, also if each process holds only a part of them."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -96,7 +97,7 @@ class Muon(torch.optim.AdamW):
 
 
 def on_whole(_: Tensor, values: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """The change of a matrix that this process holds, or whose rows lie on several as a DTensor."""
+    """Return the result of `change` for a matrix that is whole in this process or sharded as a DTensor."""
     if not isinstance(values, DTensor):
         return change(values)
     whole = change(values.full_tensor())
@@ -104,7 +105,7 @@ def on_whole(_: Tensor, values: Tensor, change: Callable[[Tensor], Tensor]) -> T
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix with its singular values near 1: between 0.5 and 1.5, by a quintic iteration that favours speed."""
+    """Return the matrix with its singular values moved near 1, between 0.5 and 1.5, by a fast quintic iteration."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.to(dtype)
     tall = len(x) > x.shape[1]
@@ -118,7 +119,8 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def lr_factor(step: int, settings: Train) -> float:
-    """The learning rate of a step (from 0), in parts of `lr`: warm-up, then half a cosine, or a plateau and a fall."""
+    """Return the learning rate of a step (from 0) as a fraction of `lr`: a warm-up, then half a cosine, or a plateau
+    and a linear decay."""
     if step < settings.warmup_steps:
         return (step + 1) / (settings.warmup_steps + 1)
     floor = settings.min_lr_ratio
@@ -131,9 +133,9 @@ def lr_factor(step: int, settings: Train) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int, settings: Train) -> None:
-    """The rate of every group; no scheduler object, which Accelerate would step once for every process.
+    """Set the learning rate of every group. There is no scheduler object: Accelerate would step it once per process.
 
-    A group may have `lr_multiple`, and `lr_from`, the step with which it begins, by a warm-up of its own.
+    A group may have a factor `lr_multiple`, and `lr_from`, the step at which it starts with its own warm-up.
     """
     lr = settings.lr * lr_factor(step, settings)
     for group in optimizer.param_groups:

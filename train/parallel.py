@@ -1,4 +1,4 @@
-"""Forms of a head in training: whole in every process, or cut up between them.
+"""Parallel forms of a head in training: replicated in every process, or sharded over them.
 
 | form         | weights      | optimizer's state | launch                           |
 |--------------|--------------|-------------------|----------------------------------|
@@ -6,8 +6,8 @@
 | FullySharded | parts        | parts             | FSDP2, torch's `fully_shard`     |
 | Zero         | whole, parts | parts             | DeepSpeed's ZeRO, stages 1 to 3  |
 
-The forms make the same steps: their gradients are divided, clipped and applied alike, and a checkpoint of one is read
-by all.
+The forms make the same steps: they divide, clip and apply the gradients in the same way. Each form can read the
+checkpoints of all forms.
 """
 
 import os
@@ -32,31 +32,31 @@ from train.trained import Trained
 
 Tensors = dict[str, Tensor]
 Read = Callable[[Tensors], None]
-"""Fills tensors with those of the same names in a checkpoint."""
+"""Fills tensors with the tensors of the same names in a checkpoint."""
 PARTITIONS = {
     False: frozenset({"single_partition_of_fp32_groups", "bit16_groups", "_hp_mapping"}),
     True: frozenset({"fp32_partitioned_groups_flat", "fp16_groups", "grad_position", "get_param_id", "ds_numel"}),
 }
-"""Names that are read of DeepSpeed's optimizer and parameters, before stage 3 and in it."""
+"""Attributes of DeepSpeed's optimizer and parameters that are read here; True: in stage 3, False: before it."""
 
 
 class Replicas:
-    """Every process holds the whole head and the whole state of its optimizer."""
+    """The replicated form: every process holds the whole head and the whole state of its optimizer."""
 
     in_parts = False
-    """True if every process writes its part of a checkpoint."""
+    """True if every process writes its own part of a checkpoint."""
     touches = True
-    """False where a parameter is not at hand outside the module that reads it."""
+    """False if a parameter cannot be read outside its module."""
 
     def __init__(self, trained: Trained, settings: Train, accelerator: Accelerator, passes: int) -> None:
         """`passes`: forward passes of each process in one step."""
         self.trained, self.settings, self.accelerator, self.passes = trained, settings, accelerator, passes
         self.loss_factor = accelerator.num_processes
-        """The factor that undoes the averaging of gradients."""
+        """Factor of the loss that undoes the averaging of gradients over processes."""
         self.prepare()
 
     def prepare(self) -> None:
-        """Make `model`, whose call is the loss of `trained`, and `optimizer`."""
+        """Create `optimizer` and `model`, whose forward pass is that of `trained`."""
         self.optimizer = self.make_optimizer()
         self.model: nn.Module = self.accelerator.prepare(self.trained)
 
@@ -65,15 +65,15 @@ class Replicas:
         return make_optimizer(self.trained.parts(), self.settings, products)
 
     def one_pass(self, last: bool) -> AbstractContextManager[None]:
-        """One forward and backward pass of a step. DDP shares gradients in the last alone; cut up, they are shared in
-        each, since a process has no room for whole ones."""
+        """Return the context of one forward and backward pass of a step. DDP reduces gradients only in the last pass.
+        Sharded forms reduce them in each pass, since a process has no room for whole gradients."""
         if last or not isinstance(self.model, DistributedDataParallel):
             return nullcontext()
         context: AbstractContextManager[None] = self.model.no_sync()
         return context
 
     def backward(self, loss: Tensor) -> None:
-        """Add a pass's gradients to those of the step, whose sum over processes and passes they are to be."""
+        """Add the gradients of a pass to those of the step, which are summed over processes and passes."""
         torch.autograd.backward(self.loss_factor * loss)
 
     def divide(self, weight: Tensor) -> None:
@@ -83,32 +83,32 @@ class Replicas:
                 parameter.grad.div_(weight)
 
     def update(self) -> Tensor:
-        """Clip the gradients, change the weights, and return () the gradients' norm before."""
+        """Clip the gradients, update the weights, and return () the norm of the gradients before clipping."""
         norm = nn.utils.clip_grad_norm_(self.trained.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
     def head_weights(self) -> Tensors:
-        """The head's whole state dict; under a sharded form only on the main process."""
+        """Return the head's whole state dict. In a sharded form, only the main process gets it."""
         return self.trained.head.state_dict()
 
     def weights(self) -> Tensors:
-        """The weights that a checkpoint holds."""
+        """Return the weights that a checkpoint holds."""
         return self.trained.stored.state_dict()
 
     def moments(self) -> Tensors:
-        """The optimizer's state, named by the parameter's number and the tensor's name."""
+        """Return the optimizer's state. Each name is the parameter's number and the tensor's name, joined by a dot."""
         states = enumerate(self.optimizer.state[parameter] for parameter in _numbered(self.optimizer))
         return {f"{number}.{name}": value for number, state in states for name, value in state.items()}
 
     def _hand_over(self, tensors: Tensors, name: str, whole: Tensor) -> None:
-        """Give a whole tensor to the main process: no other has room for all of them."""
+        """Store a whole tensor on the main process only. The other processes need no room for all tensors."""
         if self.accelerator.is_main_process:
             tensors[name] = whole.detach().to("cpu", copy=True)
 
     def take_up(self, read: Read, moments: Iterable[str]) -> None:
-        """Take a checkpoint's weights and optimizer state, which has the names `moments`."""
+        """Load a checkpoint's weights and its optimizer state, whose names are `moments`."""
         read(self.trained.stored.state_dict())
         numbered = _numbered(self.optimizer)
         tensors = {name: _moment_like(name, numbered) for name in moments}
@@ -119,7 +119,7 @@ class Replicas:
 
 
 class FullySharded(Replicas):
-    """Every process holds its rows of each parameter, and gathers the rest for the time of a pass."""
+    """The form of FSDP2: every process holds its rows of each parameter, and gathers the rest during a pass."""
 
     in_parts = True
 
@@ -144,10 +144,11 @@ class FullySharded(Replicas):
 
 
 class Zero(Replicas):
-    """DeepSpeed's engine. Its optimizer sees one flat float32 partition of all parameters of a group at a time.
+    """The form of DeepSpeed's engine. Its optimizer sees one flat float32 partition of the parameters of each group.
 
-    Its public `safe_get_full_*` and `safe_set_full_*` know neither a state that no step has made yet, as a resumed run
-    has to fill, nor the parameters of a partition, as Muon has to know. So the partitions are read themselves.
+    DeepSpeed's public `safe_get_full_*` and `safe_set_full_*` do not suffice: a resumed run has to fill an optimizer
+    state that no step has created yet, and Muon has to know the parameters in a partition. So this class reads the
+    partitions directly.
     """
 
     touches = False
@@ -160,7 +161,7 @@ class Zero(Replicas):
         config["train_micro_batch_size_per_gpu"] = self.settings.batch_size
         config["zero_allow_untested_optimizer"] = True  # Muon
         self.stage = config["zero_optimization"]["stage"]
-        self.loss_factor *= self.passes  # the engine divides by them
+        self.loss_factor *= self.passes  # the engine divides by the number of passes
         self.optimizer = self.make_optimizer()
         self.numbered = _numbered(self.optimizer)
         self.numbers = {id(parameter): number for number, parameter in enumerate(self.numbered)}
@@ -172,7 +173,7 @@ class Zero(Replicas):
             self.optimizer.apply = self._apply
 
     def _check_partitions(self) -> None:
-        """Refuse a version of DeepSpeed whose partitions cannot be read."""
+        """Raise UserError for a version of DeepSpeed whose partitions cannot be read."""
         import deepspeed
 
         trained = next(parameter for parameter in self.trained.parameters() if parameter.requires_grad)
@@ -213,7 +214,7 @@ class Zero(Replicas):
     def moments(self) -> Tensors:
         tensors: Tensors = {}
         for flat, parameters in self._partitions():
-            for name, state in sorted(self.optimizer.state[flat].items()):  # in one order everywhere
+            for name, state in sorted(self.optimizer.state[flat].items()):  # the same order in all processes
                 for parameter in parameters:
                     whole = state if state.dim() == 0 else self._whole(state, parameter)
                     self._hand_over(tensors, f"{self.numbers[id(parameter)]}.{name}", whole)
@@ -247,7 +248,8 @@ class Zero(Replicas):
                 self._keep(whole, self.optimizer.state[flat].setdefault(entry, torch.zeros_like(flat)), owner)
 
     def _gathered(self, modifier_rank: int | None = None) -> AbstractContextManager[None]:
-        """Whole parameters; those of process `modifier_rank` are kept. Without effect before stage 3."""
+        """Return a context in which parameters are whole. Changes made by process `modifier_rank` are kept. It has no
+        effect before stage 3."""
         import deepspeed
 
         whole = deepspeed.zero.GatheredParameters
@@ -255,14 +257,14 @@ class Zero(Replicas):
         return context
 
     def _partitions(self) -> Iterator[tuple[Tensor, list[nn.Parameter]]]:
-        """This process's flat partitions, each with the parameters in it."""
+        """Yield this process's flat partitions, each with the parameters in it."""
         if self.stage == 3:
             yield from zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True)
         else:
             yield from zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups, strict=True)
 
     def _part(self, parameter: Any) -> tuple[slice, slice]:
-        """This process's part of a parameter: its place in the parameter, and in the flat partition."""
+        """Return this process's part of a parameter: its slice in the parameter, and its slice in the partition."""
         if self.stage == 3:
             _, at, size = self.zero.grad_position[self.zero.get_param_id(parameter)]
             begin = self.accelerator.process_index * size
@@ -275,7 +277,7 @@ class Zero(Replicas):
         return slice(begin, begin + size), slice(at, at + size)
 
     def _whole(self, flat: Tensor, parameter: Any) -> Tensor:
-        """The values of a whole parameter, gathered from flat partitions."""
+        """Return the values of a whole parameter, gathered from the processes' flat partitions."""
         shape = getattr(parameter, "ds_shape", parameter.shape)
         own, place = self._part(parameter)
         whole = torch.zeros(shape, dtype=flat.dtype, device=self.accelerator.device)
@@ -284,7 +286,7 @@ class Zero(Replicas):
         return whole
 
     def _keep(self, whole: Tensor, flat: Tensor, parameter: Any) -> None:
-        """Put this process's part of a whole parameter into its flat partition."""
+        """Copy this process's part of a whole parameter into its flat partition."""
         own, place = self._part(parameter)
         flat[place] = whole.reshape(-1)[own].to(flat)
 
@@ -298,16 +300,16 @@ class Zero(Replicas):
 
 
 def make_form(trained: Trained, settings: Train, accelerator: Accelerator, passes: int) -> Replicas:
-    """The form that the launch asks for."""
+    """Return the form of the head for the mode of this launch."""
     forms = {"ddp": Replicas, "fsdp": FullySharded, "deepspeed": Zero}
     mode = wanted_mode()
     if mode == "fsdp" and accelerator.num_processes == 1:
-        mode = "ddp"  # the parts of one process are the whole
+        mode = "ddp"  # the shard of a single process is the whole head
     return forms[mode](trained, settings, accelerator, passes)
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """The layers of a draft model that are called one after another; none of a head that is one layer itself."""
+    """Return the decoder layers of a draft model, or none for a head without a language model."""
     if model is None:
         return []
     names = model._no_split_modules or ()
@@ -315,11 +317,11 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters, in the order of their numbers."""
+    """Return all parameters, in the order of their numbers."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _moment_like(name: str, numbered: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor for one entry of the optimizer's state: a number of steps, or values like a parameter's."""
+    """Return a tensor for one entry of the optimizer's state: () for `step`, else of its parameter's shape."""
     number, entry = name.split(".", 1)
     return torch.zeros(()) if entry == "step" else torch.zeros_like(numbered[int(number)], dtype=dtype)

@@ -1,4 +1,4 @@
-"""The recipe: one YAML file, one tree of typed settings, each named for the part that it configures."""
+"""The recipe: one YAML file with a tree of typed settings. Each section is named after the part that it configures."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,11 +47,11 @@ class Adapter(Settings):
     """A LoRA adapter of the target, trained together with Medusa's heads (Medusa-2, arXiv 2401.10774, section 2.2.2).
 
     `train.lr` is the adapter's learning rate. The loss is KL(original target || adapted target) on every label, plus
-    `heads_weight` times the heads' own. The published text is then the adapted target's.
+    `heads_weight` times the heads' loss. The heads then draft for the adapted target, whose text the output is.
     """
 
     first_step: Step
-    """First step that trains the adapter too, with a warm-up of its own. The steps before it train the heads alone."""
+    """First step that also trains the adapter, with its own warm-up. The steps before it train only the heads."""
     rank: Count = 32
     """Rank of the low-rank matrices."""
     alpha: Positive = 16.0
@@ -59,10 +59,10 @@ class Adapter(Settings):
     dropout: Fraction = 0.05
     """Dropout on the adapter's input."""
     modules: Annotated[list[Name], Field(min_length=1)] | None = None
-    """Layers that get an adapter, by the last part of their names, such as `q_proj`. Null: every linear layer but the
-    output head."""
+    """Layers that get an adapter, by the last part of their names, such as `q_proj`. Null: every linear layer except
+    the output head."""
     heads_weight: Positive = 0.2
-    """Weight of the heads' loss beside the target's."""
+    """Weight of the heads' loss. The weight of the target's loss is 1."""
     head_lr_multiple: Positive = 4.0
     """The heads' learning rate, as a multiple of `train.lr`."""
 
@@ -73,13 +73,13 @@ class Target(Settings):
     path: Name
     """A folder or a Hub id, such as `Qwen/Qwen3-8B`; `OWNER/NAME@REVISION` names one revision."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number type of the target's weights. `auto`: as it was saved, but float32 on a CPU."""
+    """Dtype of the target's weights. `auto`: the dtype of its checkpoint, or float32 on a CPU."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the target, or with the draft model that `head.path` names."""
+    """Run Python code from the target's folder, or from that of the draft model in `head.path`."""
     quantize: Literal["int8"] | None = None
-    """`int8` stores the matrices of the decoder layers in a quarter of float32's memory; needs torchao."""
+    """`int8` stores the matrices of the decoder layers in a quarter of the memory of float32. Needs torchao."""
     adapter: Adapter | None = None
-    """Medusa-2: an adapter of the target, trained with the heads."""
+    """Medusa-2: a LoRA adapter of the target, trained together with the heads."""
 
 
 class Train(Settings):
@@ -90,82 +90,82 @@ class Train(Settings):
     seed: Seed = 0
     """Seed of the initial weights and of the order of the data."""
     batch_size: Several = 8
-    """Rows of one forward pass on one device."""
+    """Rows of one forward pass in each process."""
     grad_accum: Several = 1
-    """Forward passes of one optimizer step, in each process."""
+    """Forward passes per optimizer step, in each process."""
     tokens_per_step: Count | None = None
-    """Tokens of one optimizer step over all processes, padding included, in place of `grad_accum`, which then follows
-    from `batch_size`, `data.context_length` and the number of processes."""
+    """Tokens per optimizer step over all processes, padding included. It replaces `grad_accum`, which then follows from
+    `batch_size`, `data.context_length` and the number of processes."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon` (Jordan et al., 2024) orthogonalises the updates of inner matrices; AdamW keeps the output head and the
-    norms."""
+    """`muon` (Jordan et al., 2024) orthogonalises the updates of inner matrices. AdamW updates the embeddings, the
+    output head and the norms."""
     lr: Annotated[float, Field(gt=0, le=100)] = 1e-4
-    """Highest learning rate."""
+    """Peak learning rate."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
     """AdamW's two decay rates."""
     weight_decay: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Weight decay of matrices. Norms and biases have none."""
+    """Weight decay of matrices. Norms and biases are not decayed."""
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """Learning rate after the warm-up: `cosine` falls along a cosine, `wsd` stays, then falls at the end."""
+    """Learning rate after the warm-up: `cosine` falls along a cosine, `wsd` stays constant, then falls at the end."""
     warmup_steps: Step = 0
-    """Steps in which the learning rate rises to `lr`."""
+    """Steps over which the learning rate rises to `lr`."""
     decay_fraction: Share = 0.2
-    """`wsd` only: last part of the run, in which the learning rate falls."""
+    """`wsd` only: fraction of the run, at its end, over which the learning rate falls."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end of the run, as a fraction of `lr`."""
     max_grad_norm: Positive = 1.0
-    """Gradients of a larger norm are scaled down to it."""
+    """Gradients with a larger norm are scaled down to this norm."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number type of the products. `bf16` is autocast over float32 weights; `auto` is bf16 where this machine computes
-    it faster, else fp32. A resumed run keeps what it began with."""
+    """Dtype of matrix products. `bf16` is autocast over float32 weights; `auto` is bf16 if this machine computes it
+    faster, else fp32. A resumed run keeps the precision that it began with."""
     checkpoint_every: Count = 500
     """Steps between checkpoints, from which an interrupted run resumes."""
     keep_checkpoints: Count = 2
-    """Newest checkpoints that are kept."""
+    """Number of checkpoints to keep, the newest ones."""
     eval_every: Count | None = None
-    """Steps between measurements of tau; the head with the best tau is kept. Null: only at the end."""
+    """Steps between measurements of tau. The head with the best tau is kept. Null: measure only at the end."""
     log_every: Count = 10
     """Steps between log lines."""
 
 
 class Report(Settings):
-    """The measurement that ends the run: settings in which it differs from the measurements along the way."""
+    """The final measurement of a run. These settings replace those of `eval`."""
 
     num_prompts: Count | None = None
     """Prompts to measure on. Null: `eval.num_prompts`."""
     max_new_tokens: Count | None = None
-    """Most tokens of an answer. Null: `eval.max_new_tokens`."""
+    """Maximum number of tokens of an answer. Null: `eval.max_new_tokens`."""
     batch_size: Count = 1
     """Prompts decoded together."""
     trees: Annotated[list[str], Field(min_length=1)] | None = None
-    """Chains and trees to measure; `auto` looks for the fastest. Null: `eval.tree`."""
+    """Chains and trees to measure. `auto` searches for the fastest. Null: `eval.tree`."""
     temperatures: Annotated[list[Temperature], Field(min_length=1)] | None = None
     """Sampling temperatures to measure at. Null: `eval.temperature`."""
     repeats: Count = 2
-    """Times that each setting decodes each prompt."""
+    """Number of times that each prompt is decoded with each setting."""
 
 
 class Eval(Settings):
-    """Measurements of tau during training, which choose the head that is kept."""
+    """Measurements of tau during training. The head with the best tau is kept."""
 
     prompts: Name
     """Held-out prompts: a file, or one of the suites `python-heldout`, `spec_bench`, `mt_bench`, `humaneval`, `mbpp`
     and `gsm8k`."""
     num_prompts: Count = 32
-    """Prompts to measure on, evenly spread over the suite."""
+    """Number of prompts to measure on, evenly spread over the suite."""
     max_prompt_tokens: Count = 256
-    """Most tokens of a prompt. A longer one in a file is an error; modules of `python-heldout` are cut to fit."""
+    """Maximum number of tokens of a prompt. A longer one is an error; modules of `python-heldout` are truncated."""
     skip_long: bool = False
-    """Leave longer prompts out instead."""
+    """Skip prompts that are too long, instead of stopping with an error."""
     max_new_tokens: Count = 128
-    """Most tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     batch_size: Count = 8
     """Prompts decoded together."""
     tree: str = "chain:5"
-    """Draft tokens of a round: `chain:K`; `static:3.2.1` and `tree:DEPTHxTOPKxNODES` for trees; `head` for the head's
-    own tree."""
+    """Draft tokens per round: `chain:K` for a chain, `static:3.2.1` or `tree:DEPTHxTOPKxNODES` for a tree, `head` for
+    the head's own tree."""
     rule: Literal["match", "ratio", "block"] = "match"
-    """Acceptance rule of sampled drafts (see eval/README.md). At temperature 0 all rules are one."""
+    """Acceptance rule when sampling (see eval/README.md). At temperature 0 all rules are the same."""
     temperature: Temperature = 0.0
     """Sampling temperature; 0 is greedy."""
     top_k: Annotated[int, Field(ge=0, lt=MOST)] = 0
@@ -173,20 +173,20 @@ class Eval(Settings):
     top_p: Share = 1.0
     """Sample from the most likely tokens that together have this probability; 1 keeps all."""
     min_p: Fraction = 0.0
-    """Leave out tokens less likely than this fraction of the most likely one; 0 keeps all."""
+    """Leave out tokens whose probability is below this fraction of the largest one; 0 keeps all."""
     seed: Seed = 0
-    """Seed of the choice of held-out prompts, and of the sampling."""
+    """Seed for choosing held-out prompts and for sampling."""
     report: Report = Report()
-    """The measurement that ends the run."""
+    """The final measurement of the run."""
 
 
 class Tracking(Settings):
     """Experiment tracking. `metrics.jsonl` in the run's folder is always written."""
 
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases: `offline` writes files to be sent later with `wandb sync`."""
+    """Weights & Biases. `offline` writes files that `wandb sync` can upload later."""
     tensorboard: bool = False
-    """Write TensorBoard's files to `tensorboard/` in the run's folder. Needs the package tensorboard."""
+    """Write TensorBoard files to `tensorboard/` in the run's folder. Needs the package tensorboard."""
     project: Annotated[str, AfterValidator(_check_project)] = "draftsmith"
     """Project of the wandb run."""
     name: Name | None = None
@@ -197,7 +197,7 @@ class Recipe(Settings):
     """A training recipe."""
 
     output_dir: Name
-    """Folder of the run: checkpoints, head, results, report. The same command in the same folder resumes the run."""
+    """Folder of the run: checkpoints, head, results, report. The same command with the same folder resumes the run."""
     target: Target
     """The language model that the head drafts for."""
     head: AnyHead
@@ -205,7 +205,7 @@ class Recipe(Settings):
     data: Data
     """Training data."""
     features: AnyFeatures = ProcessFeatures(kind="process")
-    """Where the target computes what the head reads."""
+    """Where the target's hidden states for the head are computed."""
     train: Train
     """The training loop."""
     eval: Eval
@@ -215,7 +215,7 @@ class Recipe(Settings):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, override and check a recipe. UserError lists everything that is wrong, a line each."""
+    """Read a recipe, apply the overrides and check it. UserError lists all faults, one per line."""
     source = read_settings(Path(path), overrides)
     recipe, errors = check(source, Recipe)
     if recipe is not None:
@@ -226,12 +226,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def dump_recipe(record: dict[str, Any]) -> str:
-    """The plain settings of a recipe as YAML, which `load_recipe` reads back to the same settings."""
+    """Return the plain settings of a recipe as YAML. `load_recipe` reads the same settings back."""
     return yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
 
 
 def plain_settings(recipe: Recipe) -> dict[str, Any]:
-    """Nested plain values of every setting that has an effect in this run."""
+    """Return every setting that has an effect in this run, as nested plain values."""
     tree = recipe.model_dump(mode="json")
     for key in _useless(recipe):
         section: Any = tree
@@ -242,7 +242,7 @@ def plain_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _useless(recipe: Recipe) -> dict[Key, str]:
-    """Settings that another setting makes useless, each with that other one."""
+    """Return the settings that have no effect, each with the reason."""
     useless: dict[Key, str] = {}
     if recipe.train.schedule != "wsd":
         useless["train", "decay_fraction"] = "with schedule cosine; set train.schedule=wsd"
@@ -271,14 +271,14 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
 
 
 def _given_in_vain(recipe: Recipe) -> Iterator[tuple[Key, str]]:
-    """Useless settings that the recipe gives."""
+    """Yield the settings without effect that the recipe gives, each with its error."""
     for key, why in _useless(recipe).items():
         if _is_given(recipe, key):
             yield key, f"has no effect {why}; leave it out"
 
 
 def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
-    """Settings that cannot go with others."""
+    """Yield the settings that contradict other settings, each with its error."""
     train, data = recipe.train, recipe.data
     if train.warmup_steps >= train.max_steps:
         yield ("train", "warmup_steps"), f"expected less than train.max_steps ({train.max_steps})"
@@ -299,7 +299,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
         missing = weights.index(False)
         yield ("data", "sources", missing, "weight"), "is missing: give every source a weight, or none"
     trees: list[tuple[Key, str]] = [(("eval", "tree"), recipe.eval.tree)]
-    # Only the report looks for a tree: along the way the same one is measured every time.
+    # Only the report may search for a tree. During training the same tree is measured every time.
     named = [(n, tree) for n, tree in enumerate(recipe.eval.report.trees or ()) if tree != AUTO]
     trees += [(("eval", "report", "trees", n), tree) for n, tree in named]
     for key, tree in trees:
@@ -308,7 +308,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
 
 
 def _tree_fault(tree: str, rule: str) -> str | None:
-    """The fault of measuring a tree by a rule; None where there is none."""
+    """Return why a tree cannot be measured with an acceptance rule, or None if it can."""
     if tree == HEAD_TREE:
         grown = f"rule {rule}: the tree 'head' is grown from ranks, and may leave out a draw; use rule match"
         return None if rule == "match" else grown

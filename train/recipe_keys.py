@@ -1,6 +1,6 @@
-"""Every key that a recipe may have, with type, default and meaning: the tables of recipes/README.md.
+"""The tables of recipes/README.md: every key that a recipe may have, with its type, default and meaning.
 
-They are read from the JSON schema that pydantic makes of the settings.
+They are generated from pydantic's JSON schema of the settings.
 """
 
 import json
@@ -17,7 +17,7 @@ from train.usage import HEADING, RECIPE_PART, TARGET_PART, find_part
 NAMES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "mapping"}
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 OVERFLOW = 1e9
-"""Bounds from here on only keep products from overflowing."""
+"""Bounds of this size or larger only keep products from overflowing. They are not shown."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Key:
     """One row of a table."""
 
     name: str
-    """Dotted, as an override writes it."""
+    """The dotted name, as in an override."""
     type: str
     default: str
     meaning: str
@@ -41,20 +41,21 @@ class Section:
 
 
 def recipe_sections(model: type[BaseModel]) -> Iterator[Section]:
-    """The table of a recipe, then those of the sections in it."""
+    """Yield the table of a recipe, then the tables of its sections."""
     schema = model.model_json_schema()
     yield from _sections(schema, schema["$defs"], "", "Top level", "")
 
 
 def _sections(schema: dict[str, Any], known: dict[str, Any], prefix: str, title: str, called: str) -> Iterator[Section]:
-    """`known`: the schemas of all sections by name. `called`: the kind that the section belongs to."""
+    """Yield a section's table and those inside it. `known`: the schemas of all sections by name. `called`: the part of
+    the title that names the section's kind."""
     keys: list[Key] = []
     inner: list[tuple[dict[str, Any], str, str]] = []
     for name, field in schema["properties"].items():
         key = prefix + name
         default = "required" if name in schema.get("required", []) else _shown(field["default"])
         parts = [known[part] for part in _references(field)]
-        meaning = field.get("description") or parts[0]["description"]  # left out where it is the section's own
+        meaning = field.get("description") or parts[0]["description"]  # absent if it equals the section's docstring
         keys.insert(0 if name == "kind" else len(keys), Key(key, _words(field), default, _line(meaning)))
         inner += [(part, f"{key}.0." if field.get("type") == "array" else f"{key}.", key) for part in parts]
     yield Section(title, _line(schema["description"]), keys)
@@ -65,7 +66,7 @@ def _sections(schema: dict[str, Any], known: dict[str, Any], prefix: str, title:
 
 
 def _references(node: Any) -> Iterator[str]:
-    """The names of the sections that may stand in a place."""
+    """Yield the names of the sections that a field may hold."""
     if isinstance(node, dict):
         if "$ref" in node:
             yield node["$ref"].rpartition("/")[2]
@@ -74,7 +75,7 @@ def _references(node: Any) -> Iterator[str]:
 
 
 def _words(node: dict[str, Any], plural: str = "") -> str:
-    """A type in words: `integer >= 1`, `list of texts or null`."""
+    """Return a type in words, such as `integer >= 1` or `list of texts or null`."""
     if options := node.get("anyOf") or node.get("oneOf"):
         return " or ".join(dict.fromkeys(_words(option, plural) for option in options))
     if "$ref" in node:
@@ -92,7 +93,7 @@ def _words(node: dict[str, Any], plural: str = "") -> str:
 
 
 def _shown(value: Any) -> str:
-    """A default as YAML writes it."""
+    """Return a default as YAML."""
     if isinstance(value, dict) and value:
         return "see below"
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
@@ -103,7 +104,7 @@ def _line(text: str) -> str:
 
 
 def markdown(sections: Iterable[Section]) -> str:
-    """The sections as headings and tables. `train.usage` reads them back."""
+    """Return the sections as headings and tables. `train.usage` parses them."""
     lines = [""]
     for section in sections:
         lines += [f"### {section.title}", "", section.about, "", HEADING, "|---|---|---|---|"]
@@ -116,7 +117,7 @@ def markdown(sections: Iterable[Section]) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with its generated parts made anew."""
+    """Return the page with its generated parts replaced."""
     for name, recipe in ((RECIPE_PART, Recipe), (TARGET_PART, TargetRecipe)):
         part = find_part(page, name)
         page = page[: part.start()] + markdown(recipe_sections(recipe)) + page[part.end() :]

@@ -1,4 +1,4 @@
-"""One training run: by its recipe to a head, and the measurement at the end."""
+"""One training run: from a recipe to a trained head and its final measurement."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,8 @@ from train.run_folder import RunFolder
 
 
 def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
-    """Train by a recipe and its overrides with train/NAME.py, and measure the head: the exit status. `kinds`: the kind
-    of head that each entry trains."""
+    """Train a head from a recipe and its overrides with train/NAME.py, measure it, and return the exit status. `kinds`:
+    the kind of head that each entry trains."""
     recipe = recipe_of(arguments, name, kinds)
     try:
         with open_run(recipe) as run:
@@ -38,7 +38,7 @@ def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> in
 
 
 def recipe_of(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> Recipe:
-    """The recipe and its overrides on the command line of train/NAME.py. UserError for a recipe of another kind."""
+    """Return the recipe given on the command line of train/NAME.py. UserError if it is for another kind of head."""
     recipe = load_recipe(arguments[0], arguments[1:])
     kind = recipe.head.kind
     if kind != kinds[name]:
@@ -51,14 +51,15 @@ def recipe_of(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> Rec
 
 
 def finish(outcome: Outcome, run: Run) -> int:
-    """Measure the kept head, unless an earlier run did so by the same settings. 1 if an output was not the target's."""
+    """Measure the best head, unless an earlier run did so with the same settings. Return 1 if an output diverged from
+    the target's."""
     (recipe, features, tokenizer), folder, tracker = outcome, run.folder, run.tracker
 
     def act() -> int:
         if (doubt := why_unfit(check_loaders(folder.head))) is not None:
             tracker.say(f"{folder.head}: {doubt}")
         if is_measured(folder, recipe.eval):
-            if not folder.card.is_file():  # the last file of a report: whoever wrote this one was cut off
+            if not folder.card.is_file():  # the last file of a report: writing it was interrupted
                 results = read_results(folder.results)
                 write_report(results, folder.path)
                 tracker.log_outcome(results)
@@ -72,7 +73,7 @@ def finish(outcome: Outcome, run: Run) -> int:
             return 0
         with features.whole() as target:
             adapted = target
-            if recipe.target.adapter is not None:  # the best head's, and not the last step's
+            if recipe.target.adapter is not None:  # with the best head's adapter, not the last step's
                 adapted, _ = load_recipe_target(recipe.target, run.accelerator)
                 adapt_target(folder.head, adapted)
             head = load_head(folder.head, dtype=adapted.dtype, device=adapted.device)
@@ -88,19 +89,19 @@ def finish(outcome: Outcome, run: Run) -> int:
 
 
 def is_measured(folder: RunFolder, settings: Eval) -> bool:
-    """True if the folder's results are of the head in it, by these settings."""
+    """Return True if the folder's results are of its current head and were measured with these settings."""
     if not folder.results.is_file():
         return False
     try:
         measured = read_results(folder.results)["head"]["sha256"]
-    except UserError:  # damaged: as good as none
+    except UserError:  # a damaged file counts as no results
         return False
     was = load_recipe(folder.recipe)
     return bool(measured == weights_hash(folder.head)) and report_settings(was.eval) == report_settings(settings)
 
 
 def report_settings(settings: Eval) -> BenchSettings:
-    """The bench of `eval` and `eval.report`."""
+    """Return the settings of the final measurement, from `eval` and `eval.report`."""
     report = settings.report
     alike = {"prompts", "max_prompt_tokens", "skip_long", "rule", "top_k", "top_p", "min_p"}
     return BenchSettings(
@@ -111,6 +112,6 @@ def report_settings(settings: Eval) -> BenchSettings:
         max_new_tokens=report.max_new_tokens or settings.max_new_tokens,
         batch_size=report.batch_size,
         repeats=report.repeats,
-        # Where prompts are drawn by seed, not the ones by which the best head was chosen.
+        # If prompts are drawn with a seed: other prompts than those on which the best head was chosen.
         seed=settings.seed + 1,
     )

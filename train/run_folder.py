@@ -1,4 +1,4 @@
-"""The run directory: its files, its lock, and writes that are complete or absent."""
+"""The run directory: its files and its lock. A write is complete or absent."""
 
 import fcntl
 import json
@@ -31,15 +31,16 @@ FREE_SETTINGS = (
     ("eval", "batch_size"),
     ("eval", "report"),
 )
-"""Settings that may change between the parts of one run without changing its result."""
+"""Settings that may change when a run is resumed, since they do not change its result."""
 
 MAX_STEPS = ("train", "max_steps")
 REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", "top_k", "top_p", "min_p"))
-"""Absent where nothing is sampled; where only `eval.report.temperatures` made that so, they are the report's own."""
+"""Settings that are absent if nothing is sampled. If only `eval.report.temperatures` decides that, they concern only
+the report."""
 
 
 class RunFolder:
-    """Paths of one run, held by at most one process at a time."""
+    """The folder of one run and the paths in it. At most one process at a time holds its lock."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -55,7 +56,7 @@ class RunFolder:
         self._made: list[Path] = []
 
     def lock(self) -> None:
-        """Take the folder, making it if need be. UserError if a live process holds it, or if it cannot be written."""
+        """Lock the folder, and create it if necessary. UserError if another process holds it or it is not writable."""
         check_folder(self.path, "output_dir")
         check_card(self.path, "output_dir")
         self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
@@ -78,19 +79,19 @@ class RunFolder:
         os.write(self._lock, str(os.getpid()).encode())
 
     def unlock(self) -> None:
-        """Let go of the folder, and remove it where this run made it and wrote nothing into it."""
+        """Release the folder. Remove it if this run created it and wrote nothing into it."""
         if self._lock is None:
             return
         if self._made and [path.name for path in self.path.iterdir()] == [".lock"]:
             (self.path / ".lock").unlink()
             for path in self._made:
-                with suppress(OSError):  # someone else uses it by now
+                with suppress(OSError):  # another process uses it by now
                     path.rmdir()
         os.close(self._lock)
         self._lock = None
 
     def first_day(self) -> date:
-        """The date on which a run in this folder first read its data."""
+        """Return the date on which a run in this folder first read its data."""
         if not self.data.is_file():
             write_json(self.data, {"date": str(date.today())})
         try:
@@ -102,8 +103,8 @@ class RunFolder:
             ) from None
 
     def check_recipe(self, record: dict[str, Any]) -> None:
-        """Refuse to go on with a run that was begun with other settings than those of `record`, a recipe's plain
-        settings. UserError names what differs."""
+        """Raise UserError if the folder holds a run with checkpoints and other settings than `record`, a recipe's plain
+        settings. The error names the differences."""
         if not self.recipe.is_file():
             return
         try:
@@ -135,7 +136,7 @@ class RunFolder:
     def write_provenance(
         self, record: dict[str, Any], data_hash: str, target: FrozenTarget, num_processes: int
     ) -> dict[str, Any]:
-        """Write recipe.yaml and provenance.json at the start of a run, and return the second."""
+        """Write recipe.yaml and provenance.json at the start of a run, and return the provenance."""
         self.write_recipe(record)
         provenance = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -154,7 +155,7 @@ class RunFolder:
         return provenance
 
     def write_recipe(self, record: dict[str, Any]) -> None:
-        """Write a recipe's plain settings."""
+        """Write a recipe's plain settings to recipe.yaml."""
         write_text(
             self.recipe,
             "# The recipe as resolved: the file and its overrides, with every default.\n" + dump_recipe(record),
@@ -162,7 +163,7 @@ class RunFolder:
 
 
 def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """The leaves that differ between two nested mappings."""
+    """Yield the leaves that differ between two nested mappings, each as (key, old, new)."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from differences(old.get(name), new.get(name), (*key, str(name)))

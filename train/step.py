@@ -1,9 +1,10 @@
 """One optimizer step, over all micro-batches and processes.
 
-A step sums each depth's loss over all its supervised rows, of all micro-batches and processes, and divides by their
-number, which the masks give before the first forward pass: the step is the same however it is cut up. Its rows are a
-function of (seed, step), and the random state of a pass is one of (seed, place of its rows in the endless order): a
-resumed run goes on bit for bit, and with any number of processes on the same rows and the same random numbers.
+For each depth, a step sums the loss over the supervised rows of all micro-batches and processes, and divides by the
+number of these rows. The masks give that number before the first forward pass, so the step does not depend on how its
+rows are divided. The rows of a step are a function of (seed, step). The random state of a pass is a function of (seed,
+index of its rows in the endless order). So a resumed run continues bit for bit, and with another number of processes it
+sees the same rows and the same random numbers.
 """
 
 import torch
@@ -26,8 +27,8 @@ SEED_STRIDE = 1_000_003
 
 
 def rows_per_step(settings: Train, context_length: int, num_processes: int) -> int:
-    """Rows of one optimizer step, over all its passes and processes. UserError if `tokens_per_step` is not whole
-    passes."""
+    """Return the rows of one optimizer step, over all its passes and processes. UserError if `tokens_per_step` is not
+    a whole number of passes."""
     rows = settings.batch_size * num_processes
     if settings.tokens_per_step is None:
         return rows * settings.grad_accum
@@ -44,14 +45,14 @@ def rows_per_step(settings: Train, context_length: int, num_processes: int) -> i
 
 
 def rows_of_process(step: int, rows: int, batch_size: int, process: int, num_processes: int) -> list[range]:
-    """The places, in the endless order, of the rows of each pass of a process: together the processes make step `step`
-    of the same `rows` rows, however many they are."""
+    """Return the rows of each pass of a process in step `step`, as ranges of indices in the endless order. Together the
+    processes read the same `rows` rows, whatever their number."""
     begin, stride = step * rows + process * batch_size, batch_size * num_processes
     return [range(first, first + batch_size) for first in range(begin, (step + 1) * rows, stride)]
 
 
 class Stepper:
-    """A head, its optimizer, and the data it learns from."""
+    """The optimizer steps of a head: its parameters, its optimizer and its training data."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Stepper:
         accelerator: Accelerator,
         rows: int,
     ):
-        """`rows`: rows of a step, over all processes. UserError if they are not whole passes."""
+        """`rows`: rows of a step, over all processes. UserError if they are not a whole number of passes."""
         self.trained, self.features, self.target, self.mixture = trained, features, features.target, mixture
         self.accelerator, self.settings, self.rows = accelerator, settings, rows
         self.passes, rest = divmod(rows, settings.batch_size * accelerator.num_processes)
@@ -77,12 +78,12 @@ class Stepper:
         self.dtype = next(trained.parameters()).dtype
         self.norm = torch.zeros(())
         self.expected = 0
-        """The first step whose rows the source of features does not know of."""
+        """The first step whose rows have not yet been announced to the source of features."""
 
     def step(self, number: int, interval: Interval, *, stop: bool) -> int:
-        """Make step `number` (from 0), add its figures to `interval`, and return the tokens of all processes.
+        """Make step `number` (from 0), add its metrics to `interval`, and return the tokens of all processes.
 
-        Raises Interrupted, nothing changed, if any process is to stop.
+        If any process is to stop, raise Interrupted without changing anything.
         """
         settings, accelerator, form = self.settings, self.accelerator, self.form
         distributed = accelerator.num_processes > 1
@@ -121,25 +122,26 @@ class Stepper:
         return tokens
 
     def _places(self, number: int) -> list[range]:
-        """The rows of this process's passes of step `number`, by their numbers in the endless order."""
+        """Return the rows of this process's passes in step `number`, as indices in the endless order."""
         process, world = self.accelerator.process_index, self.accelerator.num_processes
         return rows_of_process(number, self.rows, self.settings.batch_size, process, world)
 
     def _seed(self, place: range) -> None:
-        """Set the random state of the pass over these rows."""
+        """Set the random state for the pass over these rows."""
         torch.manual_seed(self.settings.seed + SEED_STRIDE * (place.start // len(place) + 1))
 
     def _counts(self, place: range, rows: Rows) -> Tensor:
-        """(K,) the supervised rows of a pass, which may be drawn by the random state that its loss will see."""
+        """Return (K,) the number of supervised rows of a pass. They may be drawn at random, so the random state is set
+        to the one that the loss will use."""
         self._seed(place)
         return self.trained.counts(rows.loss_mask, rows.documents).double()
 
     def head_weights(self) -> dict[str, Tensor]:
-        """The head's weights as they are measured and saved; on the main process if they are sharded."""
+        """Return the head's weights with adapters merged. If they are sharded, only the main process gets them."""
         return merged_weights(self.trained.head, self.form.head_weights())
 
     def _total(self, counts: Tensor, tokens: int, stop: bool) -> tuple[Tensor, int, bool]:
-        """Sums over all processes; True, last, if any of them is to stop."""
+        """Return the sums over all processes, and True if any of them is to stop."""
         device = self.accelerator.device
         if self.accelerator.num_processes == 1:
             return counts.to(device), tokens, stop

@@ -1,4 +1,5 @@
-"""YAML checked against typed settings: every error at once, each with file, line, dotted key and a suggestion."""
+"""Checks of YAML against typed settings. All errors are reported at once, each with file, line, dotted key and a
+suggestion."""
 
 import difflib
 import re
@@ -26,7 +27,7 @@ def _check_name(name: str) -> str:
 
 
 MOST = 2**31
-"""No count, step or id is this large: below it no product of two of them overflows."""
+"""Bound of counts, steps and seeds: the product of two smaller numbers does not overflow."""
 Count = Annotated[int, Field(ge=1, lt=MOST)]
 Step = Annotated[int, Field(ge=0, lt=MOST)]
 Seed = Annotated[int, Field(ge=0, lt=MOST)]
@@ -39,7 +40,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Settings(BaseModel):
-    """A strict, frozen section: unknown keys are refused, and no value is turned into another type."""
+    """A strict, frozen section: unknown keys are errors, and no value is converted to another type."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -48,17 +49,17 @@ class Settings(BaseModel):
 
 @dataclass
 class Source:
-    """A tree of plain values, and where each of its keys was written."""
+    """A tree of plain values, with the location of each of its keys."""
 
     tree: Any
     places: dict[Key, str]
 
     def place(self, key: Key) -> str:
-        """`file:line` of a key, or of the nearest section around it that was written down."""
+        """Return `file:line` of a key, or of the nearest enclosing section that has a location."""
         return next(self.places[key[:n]] for n in range(len(key), -1, -1) if key[:n] in self.places)
 
     def line(self, key: Key, what: str) -> str:
-        """One error: where, which key, what."""
+        """Return the line of one error: location, key, and what is wrong."""
         return f"{self.place(key)}: {dotted(key)}: {what}" if key else f"{self.place(key)}: {what}"
 
 
@@ -67,7 +68,7 @@ def dotted(key: Key) -> str:
 
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
-    """Read a YAML file and put `key.sub=value` overrides on top. Raises UserError with a line for each fault."""
+    """Read a YAML file and apply `key.sub=value` overrides. Raises UserError with a line for each fault."""
     text = read_given(path, "a recipe in YAML")
     try:
         root = yaml.compose(text, _Loader)
@@ -86,7 +87,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
 
 
 def check(source: Source, model: type[M]) -> tuple[M | None, list[str]]:
-    """The typed settings, or None with one line for each fault."""
+    """Return the typed settings, or None, and one line for each fault."""
     try:
         return model.model_validate(source.tree), []
     except ValidationError as failure:
@@ -94,16 +95,16 @@ def check(source: Source, model: type[M]) -> tuple[M | None, list[str]]:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or the known names where none is near."""
+    """Return `; did you mean 'x'?`, or the known names if none is similar."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
     return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-4 as a number, as everyone who writes it means, and refuses a key given twice.
+    """SafeLoader that reads 1e-4 as a number, and refuses duplicate keys and aliases.
 
-    An alias would be one object in two places: an override of the one would change the other unsaid.
+    An alias would be one object in two places: an override of one place would silently change the other.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -115,7 +116,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, AttributeError) as error:  # the thirteenth month, a number of thousands of digits
+        except (ValueError, AttributeError) as error:  # such as month 13, or a number of thousands of digits
             raise _refusal(f"a value that cannot be read ({error})", node) from None
 
 
@@ -125,7 +126,7 @@ _Loader.add_implicit_resolver(
 
 
 def _refusal(problem: str, at: Any) -> yaml.MarkedYAMLError:
-    """The error for a node or an event that no recipe has."""
+    """Return the error for a node or an event that a recipe may not have."""
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
@@ -154,7 +155,7 @@ def _yaml_error(name: str, error: Exception) -> str:
 
 
 def _lines(node: yaml.Node | None, key: Key = ()) -> Iterator[tuple[Key, int]]:
-    """The line on which each key of a YAML tree stands."""
+    """Yield each key of a YAML tree with its line number."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             yield (*key, name.value), name.start_mark.line + 1
@@ -166,7 +167,7 @@ def _lines(node: yaml.Node | None, key: Key = ()) -> Iterator[tuple[Key, int]]:
 
 
 def _override(source: Source, override: str) -> str | None:
-    """Put one `a.b.0.c=value` into the tree, merging mappings; returns what is wrong with it, if anything."""
+    """Apply one override `a.b.0.c=value` to the tree; mappings are merged. Return what is wrong with it, or None."""
     name, equals, text = override.lstrip("-").partition("=")
     place = f"override '{override}'"
     if not equals or not all(name.split(".")):
@@ -236,7 +237,7 @@ def _unknown(source: Source, model: type[BaseModel], key: Key) -> str:
 
 
 def _sections(model: type[BaseModel], tree: Any, key: Key) -> list[type[BaseModel]]:
-    """The sections that may stand at a key, the one that does stand there first."""
+    """Return the sections that are possible at a key, with the one that the tree's `kind` selects first."""
     found = [model]
     for part in key:
         tree = tree[part]
@@ -249,7 +250,7 @@ def _sections(model: type[BaseModel], tree: Any, key: Key) -> list[type[BaseMode
 
 
 def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
-    """The kinds that a section stands for; none where no other section may stand in its place."""
+    """Return the kinds of a section, or none if it has no field `kind`."""
     return get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
 
 
@@ -262,7 +263,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _visible(tree: Any, location: tuple[str | int, ...]) -> Key:
-    """A pydantic location without the tags of tagged unions, which are no keys of the file."""
+    """Return a pydantic location without the tags of tagged unions, which are not keys in the file."""
     key: list[str | int] = []
     for n, part in enumerate(location):
         if isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""A small language model from scratch: its text, its training, and its folder with what was measured."""
+"""Training of a small language model from scratch: its text, its training loop, and its folder with measurements."""
 
 import math
 import os
@@ -28,14 +28,14 @@ from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
 from train.unlikelihood import continuations, unlikelihood
 
 CONTEXT = 512
-"""Tokens of a held-out window."""
+"""Tokens per held-out window."""
 SAMPLES, SAMPLE_PROMPT, SAMPLE_TOKENS = 100, 96, 128
 SHOWN_EVERY = 50
 """Steps between two lines of progress."""
 
 
 def make_target(arguments: Sequence[str]) -> int:
-    """Text, training, and the model folder with what was measured; 0."""
+    """Prepare the text, train the model, write its folder with measurements, and return the exit status 0."""
     recipe = load_target_recipe(arguments[0], arguments[1:])
     folder = Path(recipe.output_dir)
     check_folder(folder, "output_dir")
@@ -51,7 +51,7 @@ def make_target(arguments: Sequence[str]) -> int:
 
 
 def loop_settings(recipe: TargetRecipe) -> Train:
-    """The settings by which processes share a step, as a head's training recipe has them."""
+    """Return the settings with which processes share a step, in the form of a head's training recipe."""
     settings, world = recipe.train, int(os.environ.get("WORLD_SIZE", "1"))
     passes, rest = divmod(settings.tokens_per_step, settings.tokens_per_pass * world)
     if rest or any(settings.tokens_per_pass % stage.context_length for stage in settings.stages):
@@ -64,8 +64,8 @@ def loop_settings(recipe: TargetRecipe) -> Train:
 
 
 def build_model(recipe: TargetRecipe, eos_token_id: int, device: torch.device) -> LlamaForCausalLM:
-    """The untrained model on its device; projections into the residual stream start smaller the more of them there
-    are."""
+    """Return the untrained model on its device. The initial projections into the residual stream are scaled by
+    (2 * layers) ** -0.5."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=recipe.tokenizer.vocab_size,
@@ -75,7 +75,7 @@ def build_model(recipe: TargetRecipe, eos_token_id: int, device: torch.device) -
         use_cache=True,
         **recipe.model.model_dump(),
     )
-    # Plain products compile to less time than the fused kernel on a CPU.
+    # On a CPU, compiled eager attention is faster than the fused kernel.
     config._attn_implementation = "eager" if device.type == "cpu" else "sdpa"
     model = LlamaForCausalLM(config)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def build_model(recipe: TargetRecipe, eos_token_id: int, device: torch.device) -
 
 
 def make_optimizers(model: nn.Module, settings: TargetTraining) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for everything else; each group says its peak rate."""
+    """Return Muon for the layers' matrices and AdamW for all other parameters. Each group has its `peak_lr`."""
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
     muon = torch.optim.Muon(matrices, settings.muon_lr, settings.muon_weight_decay, momentum=0.95, nesterov=True)
@@ -99,12 +99,12 @@ def make_optimizers(model: nn.Module, settings: TargetTraining) -> list[torch.op
 
 
 def states(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Tensor]]:
-    """The state of each parameter, in one order over all optimizers."""
+    """Return the state of each parameter, in a fixed order over all optimizers."""
     return [made.state[p] for made in optimizers for group in made.param_groups for p in group["params"]]
 
 
 def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_token_id: int) -> LlamaForCausalLM:
-    """All steps, from the newest checkpoint on."""
+    """Train all steps from the newest checkpoint on, and return the model."""
     settings, passes = recipe.train, accelerator.gradient_accumulation_steps
     world, rank = accelerator.num_processes, accelerator.process_index
     text = np.load(folder / "train.npy", mmap_mode="r")
@@ -133,7 +133,7 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
             optimizer.zero_grad()
         done = step + 1
         if done % SHOWN_EVERY == 0:
-            mean = float(running) / SHOWN_EVERY  # waits for the device, so that the speed is true
+            mean = float(running) / SHOWN_EVERY  # waits for the device, so that the speed is correct
             speed = (done - start) * settings.tokens_per_step / (time.perf_counter() - begun)
             seen = done * settings.tokens_per_step / 1e6
             accelerator.print(
@@ -153,32 +153,33 @@ class LanguageLoss(nn.Module):
         self.model = model
         self.cross_entropy = torch.compile(cross_entropy) if compiled else cross_entropy
         if compiled:
-            for layer in model.model.layers:  # all are one graph, which is compiled once
+            for layer in model.model.layers:  # all layers share one graph, which is compiled once
                 layer.compile()
 
     def forward(self, rows: Tensor, own: Tensor | None = None, looping: Tensor | None = None) -> Tensor:
-        """The loss () of text (B, T + 1), plus that of the `looping` tokens of the model's `own` text (B, n)."""
+        """Return the loss () of text (B, T + 1), plus the unlikelihood of the `looping` tokens in the model's `own`
+        text (B, n)."""
         loss: Tensor = self.cross_entropy(self.logits(rows), rows[:, 1:])
         if own is not None and looping is not None:
             loss = loss + unlikelihood(self.logits(own), own[:, 1:], looping[:, 1:])
         return loss
 
     def logits(self, rows: Tensor) -> Tensor:
-        """(B, T, V) of rows (B, T + 1)."""
+        """Return the logits (B, T, V) of rows (B, T + 1)."""
         hidden = self.model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
         logits: Tensor = self.model.lm_head(hidden)
         return logits
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over labels (B, T) under logits (B, T, V), in float32."""
+    """Return the mean cross-entropy of labels (B, T) under logits (B, T, V), in float32."""
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
 def read_rows(text: np.ndarray, recipe: TargetRecipe, stage: int, step: int, part: int, parts: int) -> Tensor:
-    """(rows, T + 1) int64: a part of the rows of a step of a stage, a function of (seed, stage, step, part).
+    """Return (rows, T + 1) int64: one part of the rows of a step, as a function of (seed, stage, step, part).
 
-    Each stage goes through the windows of its context length in an order of its own.
+    Each stage reads the windows of its context length in its own random order.
     """
     T = recipe.train.stages[stage].context_length
     windows = (len(text) - 1) // T
@@ -190,7 +191,7 @@ def read_rows(text: np.ndarray, recipe: TargetRecipe, stage: int, step: int, par
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """checkpoints/step-N, whole or absent; the one before it goes."""
+    """Write checkpoints/step-N, complete or absent, and delete the older checkpoints."""
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     moments = {
         f"{number}.{name}": value for number, state in enumerate(states(optimizers)) for name, value in state.items()
@@ -203,7 +204,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizers: Sequence[torch.o
 
 
 def resume(folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Take up the newest checkpoint; returns the steps made."""
+    """Load the newest checkpoint, if there is one, and return the number of steps made."""
     found = list_checkpoints(folder / "checkpoints")
     if not found:
         return 0
@@ -221,7 +222,7 @@ def resume(folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Opti
 def publish(
     recipe: TargetRecipe, folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, command: str
 ) -> None:
-    """Write model/ in bfloat16, measure what was written, and say it in its README."""
+    """Write model/ in bfloat16, measure the written model, and write its README."""
     out = folder / "model"
     for parameter in model.parameters():
         parameter.data = parameter.data.to("cpu", torch.bfloat16)
@@ -238,13 +239,13 @@ def publish(
 def measured_card(
     recipe: TargetRecipe, folder: Path, out: Path, tokenizer: PreTrainedTokenizerFast, command: str
 ) -> str:
-    """Return the README of a target in `out`: bits per byte and accuracy over the held-out text of `folder`, and greedy
-    continuations of prompts from it."""
+    """Return the README of the target in `out`: bits per byte and accuracy on the held-out text in `folder`, and greedy
+    continuations of prompts from that text."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = load_target(str(out), dtype=torch.float32, device=device)
     ids = torch.from_numpy(np.load(folder / "held_out.npy").astype(np.int64))
     windows = ids[: (len(ids) - 1) // CONTEXT * CONTEXT].view(-1, CONTEXT)
-    # Special tokens stand for no byte; every other token's name has one letter a byte.
+    # Special tokens have no bytes; the name of every other token has one character per byte.
     specials = special_tokens(bool(recipe.data.chats))
     names = tokenizer.convert_ids_to_tokens(list(range(target.vocab_size)))
     sizes = torch.tensor([0 if name is None or name in specials else len(name) for name in names], device=device)

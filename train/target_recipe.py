@@ -1,4 +1,4 @@
-"""The recipe of scripts/make_target.py: a model trained from scratch, its tokenizer and its text."""
+"""The recipe of scripts/make_target.py: a model trained from scratch, its tokenizer and its training text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +19,11 @@ class ModelSettings(Settings):
     hidden_size: Count
     """Width of the residual stream."""
     num_hidden_layers: Count
-    """Decoder layers."""
+    """Number of decoder layers."""
     num_attention_heads: Count
-    """Attention heads."""
+    """Number of attention heads."""
     num_key_value_heads: Count
-    """Heads of keys and values; must divide the attention heads."""
+    """Number of key-value heads. It must divide `num_attention_heads`."""
     head_dim: Count
     """Width of one attention head."""
     intermediate_size: Count
@@ -33,44 +33,45 @@ class ModelSettings(Settings):
 
 
 class Stage(Settings):
-    """A part of the training with one length of rows."""
+    """A stage of the training, in which all rows have one length."""
 
     steps: Count
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     context_length: Count
-    """Tokens of one row."""
+    """Tokens per row."""
     unlearn_loops: bool = False
-    """Let the model continue the rows' beginnings, and train it not to repeat itself there."""
+    """Let the model continue the beginning of each row, and train it not to repeat itself there."""
 
 
 class TargetTraining(Settings):
-    """The training loop. Muon trains the matrices of the layers, AdamW the embeddings and norms."""
+    """The training loop. Muon updates the matrices of the layers, AdamW the embeddings and the norms."""
 
     stages: Annotated[list[Stage], Field(min_length=1)]
-    """Parts of the training, in order: short rows first, where a step is cheap."""
+    """Stages of the training, in order. Short rows should come first, since their steps are cheap."""
     tokens_per_step: Count
-    """Tokens of one optimizer step, over all processes."""
+    """Tokens per optimizer step, over all processes."""
     tokens_per_pass: Count
-    """Tokens of one forward pass of one process."""
+    """Tokens per forward pass of one process."""
     muon_lr: Rate
-    """Highest learning rate of Muon."""
+    """Peak learning rate of Muon."""
     muon_weight_decay: Annotated[float, Field(ge=0)]
     """Weight decay of Muon."""
     adam_lr: Rate
-    """Highest learning rate of AdamW."""
+    """Peak learning rate of AdamW."""
     warmup_steps: Count
-    """Steps in which the learning rates rise."""
+    """Steps over which the learning rates rise, at the start of the run."""
     decay_steps: Count
-    """Last steps of the run, in which the learning rates fall to zero."""
+    """Steps over which the learning rates fall towards zero, at the end of the run."""
     precision: Literal["fp32", "bf16"]
-    """Number type of the products. bf16 is autocast over float32 weights."""
+    """Dtype of matrix products. `bf16` is autocast over float32 weights."""
     compile: bool = False
     """Compile the layers with torch.compile, which needs a C++ compiler on a CPU."""
     checkpoint_every: Count
     """Steps between checkpoints."""
 
     def stage_at(self, step: int) -> tuple[int, int]:
-        """The stage of a step, counted from 0 over all stages, and the step's number within it."""
+        """Return the stage of a step, which is counted from 0 over all stages, and the step's number within the
+        stage."""
         stage = 0
         while step >= self.stages[stage].steps:
             step -= self.stages[stage].steps
@@ -86,7 +87,7 @@ class TargetRecipe(Settings):
     seed: Seed
     """Seed of the initial weights and of the order of the data."""
     data: DataSettings = DataSettings()
-    """Text beside this machine's Python source."""
+    """Training text in addition to this machine's Python source."""
     tokenizer: TokenizerSettings
     """The byte-level BPE."""
     model: ModelSettings
@@ -96,7 +97,7 @@ class TargetRecipe(Settings):
 
 
 def load_target_recipe(path: str | Path, overrides: Sequence[str] = ()) -> TargetRecipe:
-    """Read, override and check a target's recipe. UserError lists everything that is wrong, a line each."""
+    """Read a target's recipe, apply the overrides and check it. UserError lists all faults, one per line."""
     recipe, errors = check(read_settings(Path(path), overrides), TargetRecipe)
     if recipe is None:
         raise UserError("\n".join(errors))

@@ -1,4 +1,4 @@
-"""Progress and records of a run, on its main process: a bar or lines, metrics.jsonl, and Accelerate's trackers."""
+"""Progress and metrics of a run, on its main process: a bar or lines, metrics.jsonl, and Accelerate's trackers."""
 
 import json
 import os
@@ -21,13 +21,13 @@ from train.run_folder import RunFolder
 Metrics = dict[str, Any]
 
 BAR_FORMAT = "{n_fmt}/{total_fmt} {bar} {desc}"
-"""Figures before the bar: they fit 80 columns, and it takes what is left."""
+"""The numbers come before the bar: they fit into 80 columns, and the bar takes the remaining width."""
 
 
 class Tracker:
-    """Lines for the reader, `metrics.jsonl`, and the trackers that the recipe asks for.
+    """Output of a run: lines on the terminal, `metrics.jsonl`, and the trackers that the recipe enables.
 
-    `metrics.jsonl` is flushed line by line; a tracker may lose the last seconds before a crash.
+    `metrics.jsonl` is flushed after each line. A tracker may lose the last seconds before a crash.
     """
 
     def __init__(self, accelerator: Accelerator, folder: RunFolder, settings: Tracking, max_steps: int):
@@ -35,12 +35,12 @@ class Tracker:
         self.main = accelerator.is_main_process
         self.stream = sys.stderr
         self.record: dict[str, Any] = {}
-        """The recipe's plain settings, for a tracker to show."""
+        """The recipe's plain settings, which a tracker shows."""
         self._bar: tqdm[Any] | None = None
         self._file: TextIO | None = None
 
     def say(self, text: str) -> None:
-        """One line for the reader."""
+        """Print one line on the terminal."""
         if self.main:
             if self._bar is not None:
                 self._bar.write(text, file=self.stream)
@@ -48,7 +48,7 @@ class Tracker:
                 print(text, file=self.stream, flush=True)
 
     def start(self, step: int) -> None:
-        """Begin recording after `step`, forgetting what an interrupted run recorded beyond it."""
+        """Begin recording after `step`. Lines of later steps from an interrupted run are dropped."""
         if not self.main:
             return
         keep_metrics(self.folder.metrics, step)
@@ -64,7 +64,7 @@ class Tracker:
             self._bar.update()
 
     def log_train(self, metrics: Metrics, *, seconds_left: float) -> None:
-        """One line of training figures."""
+        """Record training metrics, and print one line or update the bar."""
         self._record({"kind": "train", **metrics})
         speed = count(metrics["tokens_per_second"])
         text = (
@@ -77,7 +77,7 @@ class Tracker:
             self.say(f"step {metrics['step']}/{self.max_steps}  {text}")
 
     def log_eval(self, metrics: Metrics) -> None:
-        """One line of a measurement."""
+        """Record a measurement, and print one line."""
         self._record({"kind": "eval", **metrics})
         best = "best so far, kept"
         if metrics["best_step"] != metrics["step"]:
@@ -91,8 +91,8 @@ class Tracker:
         self.say(f"step {metrics['step']}  {measured}  acceptance by depth {alpha}  ({best})")
 
     def log_outcome(self, results: Results) -> None:
-        """Record the measurement of the finished head with the trackers, started anew if training ended in an earlier
-        process."""
+        """Record the measurement of the finished head with the trackers. Start them again if an earlier process did the
+        training."""
         if not self.main:
             return
         if not self.accelerator.trackers:
@@ -104,7 +104,7 @@ class Tracker:
                 tracker.log(known_figures(results), step=self.max_steps)
 
     def stop(self) -> None:
-        """End the record of the training; trackers stay open for its outcome. May be called twice."""
+        """Close the bar and `metrics.jsonl`. Trackers stay open for the final measurement. May be called twice."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -113,7 +113,7 @@ class Tracker:
             self._file = None
 
     def finish(self, *, code: int = 0) -> None:
-        """Close everything; may be called twice."""
+        """Close everything. May be called twice."""
         self.stop()
         for tracker in self.accelerator.trackers:
             if tracker.name == "wandb":
@@ -123,7 +123,7 @@ class Tracker:
         self.accelerator.trackers = []
 
     def _start_trackers(self, step: int) -> None:
-        """Start the trackers of a run that has made `step` steps. A resumed run goes on in its wandb run."""
+        """Start the trackers of a run that has made `step` steps. A resumed run continues its wandb run."""
         if not self.accelerator.log_with:
             return
         import wandb
@@ -139,12 +139,12 @@ class Tracker:
             "config": self.record,
             "settings": quiet_settings(),
         }
-        # What an interrupted run wrote after its checkpoint is hidden.
+        # TensorBoard hides what an interrupted run wrote after its checkpoint.
         options = {"wandb": wandb_options, "tensorboard": {"purge_step": step + 1}}
         try:
             self.accelerator.init_trackers(settings.project, init_kwargs=options)
         except wandb.errors.Error as error:
-            self.accelerator.trackers = []  # it holds the ones that did not start
+            self.accelerator.trackers = []  # the list holds trackers that did not start
             remedy = "log in, or set tracking.wandb=offline" if online else "set tracking.wandb=off"
             raise UserError(
                 f"tracking.wandb {settings.wandb}: wandb does not start ({first_line(error)}); {remedy}"
@@ -160,7 +160,7 @@ class Tracker:
 
 
 def keep_metrics(path: Path, step: int) -> None:
-    """Drop lines of later steps, and lines cut short or damaged, so that a resumed run records every step once."""
+    """Drop lines of later steps and damaged lines, so that a resumed run records every step once."""
     if not path.is_file():
         return
     kept = []
@@ -174,7 +174,7 @@ def keep_metrics(path: Path, step: int) -> None:
 
 
 def flat(metrics: Metrics) -> dict[str, float]:
-    """Scalars under `train/` or `eval/`, lists by depth from 1."""
+    """Return scalars, named `train/...` or `eval/...`. A list gives one scalar per depth, counted from 1."""
     out: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, list):
@@ -185,8 +185,8 @@ def flat(metrics: Metrics) -> dict[str, float]:
 
 
 def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None = None) -> None:
-    """Give a wandb run the content of a report in `folder`: the figures, which a sweep can optimise, a table of every
-    setting, the charts, and the head as an artifact if there is one to keep."""
+    """Log a report in `folder` to a wandb run: the metrics, which a sweep can optimise, a table with a row for every
+    setting, the charts, and the head, if given, as an artifact."""
     import wandb
 
     figures = known_figures(results)
@@ -208,18 +208,19 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
     if head is not None:
         about = {"kind": results["head"]["kind"], "draft": results["tree"], **figures}
         artifact = wandb.Artifact(f"head-{run.id}", type="model", metadata=about)
-        for file in sorted(path for path in head.rglob("*") if path.is_file()):  # add_dir would say so on the terminal
+        for file in sorted(path for path in head.rglob("*") if path.is_file()):  # add_dir would print to the terminal
             artifact.add_file(str(file), name=str(file.relative_to(head)))
         run.log_artifact(artifact)
 
 
 def known_figures(results: Results) -> dict[str, float]:
-    """The figures of a report that were measured."""
+    """Return the figures of a report that were measured."""
     return {name: value for name, value in figures_of(results).items() if value is not None}
 
 
 def quiet_settings() -> Any:
-    """Settings without which wandb uploads the code, the git remote and everything printed, where a token may stand."""
+    """Return settings that keep wandb from uploading the code, the git remote and all output, which may contain
+    tokens."""
     import wandb
 
     return wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)

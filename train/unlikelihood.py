@@ -1,9 +1,9 @@
-"""Unlikelihood of loops (Welleck et al., arXiv 1908.04319, section 5.2): a model continues text greedily, and what
-repeats itself there is made less likely.
+"""Unlikelihood training against loops (Welleck et al., arXiv 1908.04319, section 5.2): a model continues text greedily,
+and its repetitions are made less likely.
 
-A small model left to itself repeats a line for ever. Such text is easy to draft, so a target that writes much of it
-flatters every draft head. The paper takes every n-gram seen before for a repetition; source code repeats itself for
-good reasons, so here only what follows a second repetition in a row counts.
+A small model may repeat one line without end. Such text is easy to draft, so a target that often loops makes every
+draft head look good. The paper counts every n-gram seen before as a repetition. Source code also repeats itself for
+good reasons, so here only tokens after a second consecutive repetition count.
 """
 
 from typing import Any, cast
@@ -15,15 +15,16 @@ from transformers import LlamaForCausalLM
 from eval.benchmark.metrics import LOOP_PERIOD
 
 TOKENS = 128
-"""New tokens of a continuation."""
+"""New tokens per continuation."""
 LEAST_REPEATED = 12
-"""Tokens that a loop of a short period has repeated before it counts as one."""
+"""Least number of repeated tokens after which a text counts as a loop, for short periods."""
 
 
 @torch.no_grad()
 def continuations(model: LlamaForCausalLM, prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompts (B, P), each with its greedy continuation (B, P + TOKENS), and which tokens of that continue a loop."""
-    with torch.compiler.set_stance("force_eager"):  # a step of one token has a shape of its own each time
+    """Return the prompts (B, P) with their greedy continuations (B, P + TOKENS), and a mask of the new tokens that
+    continue a loop."""
+    with torch.compiler.set_stance("force_eager"):  # the shapes change with each token
         made: Tensor = cast(Any, model).generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
@@ -38,8 +39,8 @@ def continuations(model: LlamaForCausalLM, prompts: Tensor) -> tuple[Tensor, Ten
 
 
 def repeats(tokens: Tensor) -> Tensor:
-    """(B, T) bool: the tokens (B, T) that continue a loop. For some period p <= LOOP_PERIOD each of them, and at least
-    max(2 p, LEAST_REPEATED) tokens before it, equal the tokens p places earlier."""
+    """Return (B, T) bool: the tokens that continue a loop. For some period p <= LOOP_PERIOD, such a token and at least
+    the max(2 p, LEAST_REPEATED) tokens before it equal the tokens p positions earlier."""
     looping = torch.zeros_like(tokens, dtype=torch.bool)
     for period in range(1, LOOP_PERIOD + 1):
         same = tokens[:, period:] == tokens[:, :-period]
@@ -50,8 +51,9 @@ def repeats(tokens: Tensor) -> Tensor:
 
 
 def unlikelihood(logits: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
-    """Mean of -log(1 - q) over the chosen (B, T) of the tokens (B, T), q their probability by logits (B, T, V); 0
-    without any. The gradient in a token's logit is q, which does not vanish where the model is sure of its loop."""
+    """Return the mean of -log(1 - q) over the `chosen` (B, T) tokens (B, T), or 0 if none is chosen. q is their
+    probability from logits (B, T, V). The gradient of a token's logit is q, so it does not vanish where the model is
+    sure of its loop."""
     z = logits[chosen].float()  # (n, V)
     others = z.scatter(1, tokens[chosen][:, None], -torch.inf)
     return (z.logsumexp(1) - others.logsumexp(1)).sum() / chosen.sum().clamp_min(1)

@@ -1,4 +1,4 @@
-"""The keys of recipes as --help prints them: read from recipes/README.md, since the schema imports torch."""
+"""The keys of recipes as --help prints them. They are read from recipes/README.md, since the schema imports torch."""
 
 import re
 import textwrap
@@ -8,23 +8,23 @@ from heads.files import read_given
 
 PAGE = Path(__file__).resolve().parents[1] / "recipes/README.md"
 RECIPE_PART, TARGET_PART = "keys of a training recipe", "keys of a target recipe"
-"""The generated parts of the page, as the comments around them name them."""
+"""The generated parts of the page, named as in the comments around them."""
 HEADING = "| key | type | default | meaning |"
 WIDTH = 100
 
 
 def recipe_keys(kind: str | None = None) -> str:
-    """The keys of a training recipe; `kind`: with the settings of that kind of head only."""
+    """Return the keys of a training recipe as text. `kind`: list only the head settings of that kind."""
     return _as_text(RECIPE_PART, kind)
 
 
 def target_recipe_keys() -> str:
-    """The keys of a recipe of scripts/make_target.py."""
+    """Return the keys of a recipe of scripts/make_target.py as text."""
     return _as_text(TARGET_PART, None)
 
 
 def find_part(page: str, name: str) -> re.Match[str]:
-    """One generated part of the page, without the comments around it."""
+    """Return the match of one generated part of the page, without the comments around it."""
     found = re.search(f"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", page, flags=re.DOTALL)
     assert found is not None, f"the part {name!r} is not on the page"
     return found

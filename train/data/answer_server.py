@@ -1,7 +1,7 @@
-"""A server that answers in the target's place: vLLM, SGLang, or another that takes and gives token ids over HTTP.
+"""Answers from a server that runs the target: vLLM, SGLang, or another one that accepts and returns token ids.
 
-Prompts are sent as token ids and answers taken as token ids: text that is tokenised anew may have other tokens than the
-model wrote. vLLM gives them from `/v1/completions` where `return_token_ids` is set, SGLang from `/generate`.
+Prompts and answers are token ids, since tokenising an answer's text again may give other tokens than the model
+generated. vLLM returns them from `/v1/completions` with `return_token_ids`, SGLang from `/generate`.
 """
 
 import asyncio
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from eval.runtime.request import Request
 
 SLOWEST = 1.0
-"""Seconds for a token, beside a minute for the answer, after which an answer is given up."""
+"""Time limit of an answer in seconds per token. One minute is added to it."""
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
-"""Paths that give token ids, of vLLM and of SGLang."""
+"""Paths that return token ids, of vLLM and of SGLang."""
 CHECKED_TOKENS = 16
-"""Tokens of the greedy answer by which a server is checked."""
+"""Tokens of the greedy answer with which a server is checked."""
 
 Check = Callable[[Sequence[int], Sequence[int]], str | None]
-"""The fault of a greedy answer, by prompt and answer."""
+"""(prompt, greedy answer) -> what is wrong with the answer, or None."""
 
 
 class Server(Settings):
-    """A server that answers by OpenAI's protocol, with token ids: vLLM or SGLang. An API key is read from the
-    environment variable DRAFTSMITH_SERVER_KEY."""
+    """A server with OpenAI's protocol that returns token ids: vLLM or SGLang. An API key is read from the environment
+    variable DRAFTSMITH_SERVER_KEY."""
 
     url: Url
-    """Its address, such as `http://localhost:8000`."""
+    """Address of the server, such as `http://localhost:8000`."""
     model: Name | None = None
-    """Name of the target there. Null: `target.path`."""
+    """Name of the target on the server. Null: `target.path`."""
     in_flight: Count = 64
-    """Prompts sent to the server at a time, over all processes."""
+    """Number of concurrent prompts, over all processes."""
 
 
 def _body(path: str, model: str, request: "Request", eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """A request for token ids of the target's own distribution. All is named: servers fill in what the model's
-    generation_config.json says."""
+    """Return the body of a request for token ids from the target's own distribution. It sets all sampling parameters,
+    since servers take missing ones from the model's generation_config.json."""
     prompt, length, seed = list(request.prompt), request.max_new_tokens, request.sampling.seed
     sampling = {
         "temperature": request.sampling.temperature,
@@ -63,25 +63,25 @@ def _body(path: str, model: str, request: "Request", eos_token_ids: Sequence[int
 
 @dataclass
 class Client:
-    """Requests for answers of a target."""
+    """A client that requests answers of a target."""
 
     http: HTTPClient
     model: str
-    """Name of the target there."""
+    """Name of the target on the server."""
     vocab_size: int
     eos_token_ids: Sequence[int]
     check: Check
     path: str | None = None
-    """None until the server is checked."""
+    """The path that returns token ids; None until the server has been checked."""
 
     async def answer(self, request: "Request") -> list[int]:
-        """The answer to a request. UserError where the server will not give one, or has none for `patience` seconds."""
+        """Return the answer to a request. UserError if the server refuses, or gives none for `patience` seconds."""
         async with self.http.checking:
             path = self.path = self.path or await self._check_server(request)
         return await self.http.patiently(lambda: self._ask(path, request))
 
     async def _check_server(self, request: "Request") -> str:
-        """Find the path of a server that is there and has the target, by an answer that is not kept."""
+        """Check that the server is reachable and has the target, and return its path. The trial answer is not kept."""
         trial = replace(
             request,
             max_new_tokens=min(request.max_new_tokens, CHECKED_TOKENS),
@@ -134,7 +134,7 @@ def answer_by_server(
     in_flight: int,
     done: Callable[[Dialogue], None],
 ) -> None:
-    """Have the server answer the dialogues, `in_flight` at a time, and keep the answers."""
+    """Let the server answer the dialogues, `in_flight` at a time, and store the answers."""
     asked: dict[tuple[int, ...], asyncio.Task[list[int]]] = {}
 
     async def ask(prompt: list[int]) -> list[int]:

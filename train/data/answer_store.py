@@ -1,11 +1,10 @@
-"""Answers of a target by the prompts that they answer, kept outside the run's folder for every head of that target.
+"""A store of a target's answers, indexed by their prompts. It is outside the run's folder, so all heads can use it.
 
-A folder belongs to one target and one way of sampling. In it, each process of a launch appends to a log of its own, a
-record an answer, in one write. A record is a checksum of the rest, the hash of the prompt, the number of tokens, and
-the tokens as int32. The tokens of a prompt hold the template, its arguments and all earlier turns.
+A folder belongs to one target and its sampling settings. Each process of a launch appends to its own log, with one
+record per answer, in a single write. A record is a checksum of the rest, the hash of the prompt, the number of tokens,
+and the tokens as int32. The tokens of a prompt include the template, its arguments and all earlier turns.
 
-An answer is kept as soon as it is added, whatever ends the process. A record that was cut short or damaged is dropped,
-and no other.
+An answer is on disk as soon as it is added, however the process ends. Only truncated or damaged records are dropped.
 """
 
 import errno
@@ -24,26 +23,26 @@ from heads.errors import UserError
 from train.data.corpus import unwritable
 
 HEADER = struct.Struct("<I16sI")
-"""Checksum of what follows, hash of the prompt, number of tokens."""
+"""Checksum of the rest of the record, hash of the prompt, number of tokens."""
 CHECKSUM_BYTES = 4
 
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
-    """A hash of a prompt's tokens, 16 bytes."""
+    """Return a hash of a prompt's tokens, 16 bytes."""
     return hashlib.sha256(np.array(prompt, dtype="<i4").tobytes()).digest()[:16]
 
 
 class AnswerStore:
-    """The answers in a folder, for the time of a `with` block."""
+    """The answers in a folder, open for a `with` block."""
 
     def __init__(self, folder: Path, say: Callable[[str], None], writer: int | None = None) -> None:
-        """`writer`: the number of the log that answers are added to; None only reads."""
+        """`writer`: the number of the log to which answers are added; None opens the store read-only."""
         self.folder, self.say, self.writer = folder, say, writer
         self._places: dict[bytes, tuple[BinaryIO, int, int]] = {}
         self._files: dict[Path, BinaryIO] = {}
 
     def __enter__(self) -> Self:
-        """Take the log to write to. UserError where another run holds it, or where it cannot be written."""
+        """Lock the log for writing. UserError if another run holds it or it is not writable."""
         if self.writer is None:
             return self
         with unwritable(self.folder):
@@ -68,7 +67,7 @@ class AnswerStore:
         return len(self._places)
 
     def read(self, num_writers: int = 0) -> None:
-        """Find the answers in all logs. UserError where the logs of a launch of `num_writers` are not all here."""
+        """Index the answers in all logs. UserError if the log of one of the launch's `num_writers` is missing."""
         if not all(self._path(writer).is_file() for writer in range(num_writers)):
             raise UserError(
                 f"{self.folder}: the machines of this launch do not share it; name a folder that they share with "
@@ -91,7 +90,7 @@ class AnswerStore:
                     file.truncate(end)
 
     def get(self, prompt: Sequence[int]) -> list[int] | None:
-        """The answer to a prompt, if there is one."""
+        """Return the answer to a prompt, or None."""
         place = self._places.get(prompt_key(prompt))
         if place is None:
             return None
@@ -100,7 +99,7 @@ class AnswerStore:
         return tokens
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep an answer, unless the prompt has one."""
+        """Store an answer, unless the prompt already has one."""
         key = prompt_key(prompt)
         if key in self._places:
             return
@@ -120,7 +119,7 @@ class AnswerStore:
 
 
 def _records(path: Path, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """(hash of the prompt, place of the first token, number of tokens) of each sound record."""
+    """Yield (hash of the prompt, offset of the first token, number of tokens) of each intact record."""
     data = np.memmap(path, np.uint8, "r", shape=(size,)).data if size else memoryview(b"")
     at = 0
     while at + HEADER.size <= size:

@@ -1,13 +1,13 @@
-"""Conversations as token ids with a label mask, from the chat template's own text.
+"""Conversations as token ids with a label mask, from the text that the chat template renders.
 
-What the template adds around an answer is never guessed. The prompt of turn i is the template's text of the turns
-before it, with the opening of an answer; the answer is what the text of the turns up to i adds to that. Where each of
-these texts begins the next, the last holds them all: it alone is tokenised, and the answers are found in it by the
-offsets of its tokens. A template that rewrites earlier turns (one that drops the reasoning of past answers) gives every
-answer a document of its own, as the model sees it when it answers.
+The code does not guess what the template adds around an answer. The prompt of turn i is the rendered text of the turns
+before it, with the opening of an answer. The answer is what the rendered text of the turns up to i adds to the prompt.
+If each of these texts is a prefix of the next, only the last one is tokenised, and the offsets of its tokens locate the
+answers. If a template rewrites earlier turns, for example by dropping the reasoning of past answers, every answer gets
+its own document, as the model sees it when it answers.
 
-Offsets give the labels of the turns' own tokens only where a token begins at each of the bounds: no merge has then
-crossed one. Every other conversation is tokenised turn by turn.
+Offsets give correct labels only if a token begins at each boundary of a turn, so that no merge crosses one. Every other
+conversation is tokenised turn by turn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,42 +23,43 @@ from train.data.corpus import Document
 from train.data.templates import ChatTemplate
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields of a turn in which records keep the reasoning that precedes an answer."""
+"""Fields of a turn in which records store the reasoning before an answer."""
 REASONING_END = "</think>"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer of a conversation, as the template writes it."""
+    """An answer of a conversation, as the template renders it."""
 
     before: Sequence[Message]
-    """The turns that it answers."""
+    """The turns before the answer."""
     prompt: str
-    """The text up to the answer, its opening included."""
+    """The text up to the answer, including the answer's opening."""
     whole: str
-    """The text of the conversation that ends with this answer."""
+    """The text of the conversation up to and including this answer."""
 
     @property
     def answer(self) -> str:
-        """The part of `whole` behind the prompt."""
+        """The part of `whole` after the prompt."""
         return self.whole[_common_prefix(self.prompt, self.whole) :]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation with the turns that are trained on."""
+    """A conversation with the answers to train on."""
 
     turns: Sequence[Turn]
     place: str
     tools: Any = None
 
     def __len__(self) -> int:
-        """Characters of the texts that are held."""
+        """Return the number of characters of all texts of the turns."""
         return sum(len(turn.prompt) + len(turn.whole) for turn in self.turns)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterator[Document]:
-    """Plain text with the special tokens the tokenizer itself adds, closed by end-of-text; every token is a label."""
+    """Yield plain texts as documents, with the tokenizer's own special tokens and a final end-of-text token. Every
+    token is a label."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for ids in tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"] if texts else ():
         whole = ids if end and ids[-1:] == end else [*ids, *end]
@@ -68,7 +69,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Ite
 def read_conversation(
     template: ChatTemplate, messages: Sequence[Message], *, place: str, tools: Any = None, last_only: bool = False
 ) -> Conversation:
-    """Render the answers of a conversation, or only its last. RecordError for one that cannot be trained on."""
+    """Render all answers of a conversation, or only the last one. RecordError if it cannot be trained on."""
     messages = template.prepared(messages, place=place, tools=tools)
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     turns = []
@@ -89,12 +90,12 @@ def read_conversation(
 def encode_conversations(
     template: ChatTemplate, conversations: Sequence[Conversation]
 ) -> Iterator[list[Document] | RecordError]:
-    """The documents of each conversation, whose labels are its answers, or the reason why it has none."""
+    """Yield the documents of each conversation, whose labels are its answers, or the reason why it has none."""
     tokenizer = template.tokenizer
     groups = [_joined(conversation.turns) if tokenizer.is_fast else None for conversation in conversations]
     encodings = iter(_encodings(tokenizer, [turns[-1].whole for found in groups for turns in found or ()]))
     for conversation, found in zip(conversations, groups, strict=True):
-        # Each takes its encodings before it looks at any, so that the next one finds its own.
+        # Take all encodings of this conversation first, so that the next one gets its own.
         pairs = [(turns, next(encodings)) for turns in found or ()]
         labelled = [_labelled(turns, encoding, tokenizer.eos_token_id) for turns, encoding in pairs]
         documents = [document for document in labelled if document is not None]
@@ -106,7 +107,8 @@ def encode_conversations(
 
 
 def encode_turn_by_turn(template: ChatTemplate, conversation: Conversation) -> list[Document]:
-    """The documents of a conversation by the tokens of each turn's own texts. RecordError without labels."""
+    """Return the documents of a conversation from tokens of each turn's own texts. RecordError if the labels cannot be
+    found."""
     tokenizer, place = template.tokenizer, conversation.place
     ids: list[int] = []
     labels: list[bool] = []
@@ -126,7 +128,7 @@ def encode_turn_by_turn(template: ChatTemplate, conversation: Conversation) -> l
         if whole[: len(ids)] != ids:
             documents.append(Document.of(ids, labels))
             ids, labels = [], []
-        # Between the last answer and this one stands the prompt: seen, never a label.
+        # The prompt between the last answer and this one is context, never a label.
         end = _answer_end(whole, start, len(whole), tokenizer.eos_token_id)
         labels = labels + [False] * (start - len(labels))
         labels += [n < end for n in range(len(labels), len(whole))]
@@ -135,7 +137,7 @@ def encode_turn_by_turn(template: ChatTemplate, conversation: Conversation) -> l
 
 
 def _reasoning(message: Message) -> Iterator[str]:
-    """The reasoning that a turn of a record holds."""
+    """Yield the reasoning in a turn of a record."""
     yield from (message[key].strip() for key in REASONING if isinstance(message.get(key), str))
     content = message["content"]
     if REASONING_END in content:
@@ -143,7 +145,8 @@ def _reasoning(message: Message) -> Iterator[str]:
 
 
 def _joined(turns: Sequence[Turn]) -> list[list[Turn]] | None:
-    """The turns whose texts begin one another, together; None where a text does not begin with its prompt."""
+    """Return groups of turns in which each text is a prefix of the next. None if a text does not begin with its
+    prompt."""
     found: list[list[Turn]] = []
     for turn in turns:
         if not turn.whole.startswith(turn.prompt):
@@ -156,7 +159,7 @@ def _joined(turns: Sequence[Turn]) -> list[list[Turn]] | None:
 
 
 def _labelled(turns: Sequence[Turn], encoding: Encoding, eos: int | None) -> Document | None:
-    """The document of turns that share a text; None where no token begins at one of the turns' bounds."""
+    """Return the document of turns that share a text, or None if no token begins at one of the turns' boundaries."""
     ids = encoding.ids
     labels = np.zeros(len(ids), dtype=np.bool_)
     for turn in turns:
@@ -168,7 +171,8 @@ def _labelled(turns: Sequence[Turn], encoding: Encoding, eos: int | None) -> Doc
 
 
 def _token_at(encoding: Encoding, at: int, length: int) -> int | None:
-    """The token that begins at a character of a text; one beyond the last at the end of the text."""
+    """Return the index of the token that begins at character `at` of a text, or None. The end of the text gives the
+    number of tokens."""
     if at == length:
         return len(encoding.ids)
     token = encoding.char_to_token(at)
@@ -177,8 +181,8 @@ def _token_at(encoding: Encoding, at: int, length: int) -> int | None:
 
 
 def _answer_end(ids: Sequence[int], start: int, stop: int, eos: int | None) -> int:
-    """The end of an answer in ids[start:stop]. What a template adds after the end of the turn (ChatML's newline) is
-    never generated, and no label."""
+    """Return the end of an answer in ids[start:stop]. Text that a template adds after the end token, such as ChatML's
+    newline, is never generated, so it is no label."""
     return next((n + 1 for n in range(stop - 1, start - 1, -1) if ids[n] == eos), stop)
 
 
@@ -190,7 +194,7 @@ def _encodings(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequ
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a rendered text, to which nothing is added."""
+    """Return the tokens of a rendered text, without added special tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return ids
 

@@ -1,7 +1,7 @@
-"""Documents behind one another, in memory or mapped from a folder that is written once.
+"""Concatenated documents, in memory or memory-mapped from a folder that is written once.
 
-A folder is named by a hash of all that its tokens depend on. It is complete or absent, read through by the process that
-would else write it, and written anew where it is damaged. All processes of a machine map the same pages.
+A folder's name is a hash of everything that its tokens depend on. It is complete or absent. Before use, a process
+verifies its hashes, and writes it again if it is damaged. All processes of a machine map the same pages.
 """
 
 import fcntl
@@ -23,16 +23,16 @@ from heads.errors import UserError
 from heads.files import whole_folder, write_json
 
 FORMAT = 1
-"""Part of every folder's name, raised by a change of what is written for the same source."""
+"""Version of the format, part of every folder's name. Raise it when the content for the same source changes."""
 TYPES: dict[str, type[np.generic]] = {"tokens": np.int32, "labels": np.bool_, "ends": np.int64, "counts": np.int64}
 MANIFEST = "manifest.json"
 CHUNK = 2**18
-"""Tokens that are counted at a time, widened to int64."""
+"""Tokens that are counted at a time, which bounds the memory for int64 copies."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids and, for each of them, whether it is a label: a token that the head learns to foresee."""
+    """Token ids, with a mask of the labels: the tokens that the head learns to predict."""
 
     ids: NDArray[np.int32]
     labels: NDArray[np.bool_]
@@ -42,33 +42,33 @@ class Document:
 
     @classmethod
     def of(cls, ids: Sequence[int], labels: ArrayLike) -> Self:
-        """A document of token ids and labels of any form."""
+        """Return a document of token ids and array-like labels."""
         return cls(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.bool_))
 
 
 @dataclass
 class Tally:
-    """Counts of the records that documents were made of."""
+    """Counts of the records from which documents were made."""
 
     records: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
-    """Records left out, by the reason why."""
+    """Number of records left out, by reason."""
     first_skipped: str = ""
-    """Place and fault of the first of them, without the name of the source."""
+    """Location and fault of the first record left out, without the name of the source."""
     last_tokens: int = 0
-    """Tokens of the conversations, each as it stands at its last answer."""
+    """Tokens of the conversations, each counted once, in the text of its last answer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents behind one another, N tokens together."""
+    """Concatenated documents with N tokens in total."""
 
     tokens: NDArray[np.int32]  # (N,)
     labels: NDArray[np.bool_]  # (N,)
-    ends: NDArray[np.int64]  # for each document, the place behind its last token
+    ends: NDArray[np.int64]  # for each document, the index after its last token
     counts: NDArray[np.int64]  # (2, V): how often each token occurs, and how often as a label
     files: dict[str, str]
-    """The hash of each of the above, as a file holds it."""
+    """Hash of each of these arrays, as stored in a file."""
     tally: Tally = field(default_factory=Tally)
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Corpus:
 
 
 def _joined(tokens: NDArray[np.int32], labels: NDArray[np.bool_], lengths: Sequence[int]) -> Corpus:
-    """A corpus of documents of these lengths, which lie behind one another."""
+    """Return a corpus of concatenated documents with these lengths."""
     counts = np.zeros((2, int(tokens.max(initial=0)) + 1), dtype=np.int64)
     for start in range(0, len(tokens), CHUNK):
         some, chosen = tokens[start : start + CHUNK], labels[start : start + CHUNK]
@@ -103,7 +103,7 @@ def _joined(tokens: NDArray[np.int32], labels: NDArray[np.bool_], lengths: Seque
 
 
 def corpus_of(documents: Iterable[Document]) -> Corpus:
-    """Documents in memory as a corpus."""
+    """Return a corpus of documents in memory."""
     held = list(documents)
     tokens = np.concatenate([np.zeros(0, np.int32), *(document.ids for document in held)])
     labels = np.concatenate([np.zeros(0, np.bool_), *(document.labels for document in held)])
@@ -111,21 +111,22 @@ def corpus_of(documents: Iterable[Document]) -> Corpus:
 
 
 def cache_root() -> Path:
-    """The folder of all that was tokenised on this machine: `DRAFTSMITH_DATA_CACHE`, else below `XDG_CACHE_HOME`."""
+    """Return the folder for all tokenised data on this machine: `DRAFTSMITH_DATA_CACHE`, else a folder in
+    `XDG_CACHE_HOME`."""
     named = os.environ.get("DRAFTSMITH_DATA_CACHE")
     above = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(named) if named else above / "draftsmith" / "data"
 
 
 def entry_name(key: dict[str, Any]) -> str:
-    """The name of the folder for documents that depend on `key`, plain values."""
+    """Return the name of the folder for documents that depend on `key`, a dict of plain values."""
     return hashlib.sha256(json.dumps([FORMAT, key], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def write_once(name: str, documents: Callable[[Tally], Iterable[Document]]) -> None:
-    """Write the folder called `name`, unless it is there and sound. Another run that writes the same is waited for.
+    """Write the folder `name`, unless it exists and is intact. Wait for another run that is writing it.
 
-    documents: the source, which counts its records in the tally. UserError where the folder cannot be written.
+    `documents`: returns the documents, and counts their records in the tally. UserError if the folder is not writable.
     """
     root = cache_root()
     with unwritable(root):
@@ -140,7 +141,7 @@ def write_once(name: str, documents: Callable[[Tally], Iterable[Document]]) -> N
 
 @contextmanager
 def unwritable(folder: Path) -> Iterator[None]:
-    """Turn the failure to write to a folder of the cache into a UserError."""
+    """Turn an OSError from writing to a folder of the cache into a UserError."""
     try:
         yield
     except OSError as error:
@@ -151,7 +152,7 @@ def unwritable(folder: Path) -> Iterator[None]:
 
 
 def open_entry(name: str) -> Corpus:
-    """Map what `write_once` wrote."""
+    """Memory-map the folder `name`, which `write_once` has written."""
     folder = cache_root() / name
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     tokens, labels, ends, counts = (_map(folder / part, kind) for part, kind in TYPES.items())
@@ -159,7 +160,7 @@ def open_entry(name: str) -> Corpus:
 
 
 def is_sound(folder: Path) -> bool:
-    """True if a folder of documents is what its manifest says."""
+    """Return True if a folder of documents matches its manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         Tally(**manifest["tally"])
@@ -182,13 +183,13 @@ def _write(folder: Path, documents: Iterable[Document], tally: Tally) -> None:
 
 
 def _map(path: Path, kind: type[np.generic]) -> NDArray[Any]:
-    """The numbers in a file, read where they are used. An empty file cannot be mapped."""
+    """Return the numbers in a file, memory-mapped. An empty file cannot be mapped."""
     return np.memmap(path, kind, "r") if path.stat().st_size else np.zeros(0, kind)
 
 
 @contextmanager
 def held_file(path: Path) -> Iterator[None]:
-    """Hold a file, until the end of the process if need be; wait for another process that does."""
+    """Hold an exclusive lock on a file for a `with` block. Wait for another process that holds it."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

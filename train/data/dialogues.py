@@ -1,4 +1,4 @@
-"""Records as dialogues: prompts that are put to the target one after the other, each on its own answers before."""
+"""Records as dialogues: prompts for the target, one after another, each after the target's own earlier answers."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -10,30 +10,30 @@ from train.data.chats import token_ids
 from train.data.templates import ChatTemplate
 
 Prompts = Generator[list[int], list[int], str | None]
-"""Gives a prompt, is sent its answer, and returns the reason why it ends before the record does, if it does."""
+"""Yields prompts and is sent their answers. Returns why it ends before the end of the record, or None."""
 
 
 class Dialogue:
-    """The prompts of one record, and the answers to them."""
+    """The prompts of one record, with their answers."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
         self.prompt: list[int] | None = None
-        """Token ids of the next prompt; None where there is none."""
+        """Token ids of the next prompt, or None at the end."""
         self.exchanges: list[tuple[list[int], list[int]]] = []
-        """Prompts, each with its answer."""
+        """Pairs of a prompt and its answer."""
         self.cut: str | None = None
-        """Reason why it ended before the record did."""
+        """Reason why the dialogue ended before its record, or None."""
         self._next(None)
 
     def answer(self, ids: list[int]) -> None:
-        """Take the answer to `prompt`."""
+        """Add the answer to `prompt`, and go on to the next prompt."""
         assert self.prompt is not None
         self.exchanges.append((self.prompt, ids))
         self._next(ids)
 
     def take(self, kept: Callable[[list[int]], list[int] | None]) -> None:
-        """Take the answers that are `kept`, up to the first prompt without one."""
+        """Add stored answers, which `kept` returns, up to the first prompt without one."""
         while self.prompt is not None and (ids := kept(self.prompt)) is not None:
             self.answer(ids)
 
@@ -45,7 +45,7 @@ class Dialogue:
 
 
 def lone(prompt: list[int]) -> Prompts:
-    """One prompt."""
+    """Yield a single prompt."""
     yield prompt
     return None
 
@@ -60,11 +60,11 @@ def answer_by_answer(
     last_only: bool = False,
     calls: bool = False,
 ) -> Prompts:
-    """The prompts of a conversation, in which the target's answers stand in place of the assistant's; turns that call
-    tools stay, since the next turns answer their calls. It ends before a prompt of more than `most` tokens.
+    """Yield the prompts of a conversation, in which the target's answers replace the assistant's. Turns that call tools
+    are kept, since the next turns answer their calls. It ends before a prompt of more than `most` tokens.
 
-    last_only: only the last answer is the target's. calls: a turn that calls tools is an answer, too. RecordError for a
-    conversation that has no first prompt.
+    `last_only`: the target gives only the last answer. `calls`: a turn that calls tools also counts as an answer.
+    RecordError for a conversation without a first prompt.
     """
     messages = list(template.prepared(messages, place=place, tools=tools))
     tokenizer = template.tokenizer
@@ -86,13 +86,13 @@ def answer_by_answer(
         answer = yield prompt
         said = answer[:-1] if answer[-1] in special else answer
         if turn != turns[-1] and not special.isdisjoint(said):
-            # Such as channels and calls: only the template knows the turn that would be written so.
+            # Such as channels and calls: only the template knows which turn they would belong to.
             return "a turn on an answer with special tokens"
         messages[turn] = {"role": "assistant", "content": str(tokenizer.decode(said))}
     return None
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that are marks and no text."""
+    """Return the special tokens, which are not text."""
     added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset(tokenizer.all_special_ids).union(added)

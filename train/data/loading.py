@@ -1,4 +1,4 @@
-"""Training rows by a recipe's `data`: its sources, the target's answers, and the draft's own text."""
+"""Training rows for a recipe's `data`: from its sources, the target's answers, and the draft's own text."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,21 +26,21 @@ class Data(Settings):
     """Training data."""
 
     sources: Annotated[list[AnySource], Field(min_length=1)]
-    """Sources of the text: one or more of the kinds below."""
+    """Sources of text, each of one of the kinds below."""
     context_length: Annotated[int, Field(ge=8)] = 2048
-    """Tokens of one training row. Documents are packed into rows; attention does not cross documents. A longer
-    conversation is cut behind answers, and positions go on; a longer text is cut into texts. A target with recurrent
-    layers gets one document a row, padded."""
+    """Tokens per training row. Documents are packed into rows; attention does not cross documents. A longer
+    conversation is cut after answers, and positions continue; a longer text is cut into separate texts. A target with
+    recurrent layers gets one document per row, padded."""
     template: dict[str, bool | int | float | str] = Field(default={})
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
     regenerate: Regenerate | None = None
-    """Answers of the target to train on. Null: the sources as they are."""
+    """Train on the target's answers. Null: train on the unchanged sources."""
     on_policy: OnPolicy | None = None
-    """Samples of the draft to train on. Null: none."""
+    """Train on samples from the draft. Null: none."""
 
 
 def check_data(data: Data, target: FrozenTarget) -> None:
-    """Refuse data that the target cannot read."""
+    """Raise UserError for data that the target cannot process."""
     if data.context_length > target.context_length:
         raise UserError(
             f"data.context_length: expected at most {target.context_length}, the context of {target.name}, "
@@ -48,7 +48,7 @@ def check_data(data: Data, target: FrozenTarget) -> None:
         )
     if target.start_token is None:
         return
-    # A decoder behind an encoder writes answers and nothing else.
+    # The decoder of an encoder-decoder target generates only answers.
     for number, source in enumerate(data.sources):
         if source.kind != "chat":
             raise UserError(
@@ -65,13 +65,13 @@ def check_data(data: Data, target: FrozenTarget) -> None:
 
 
 def has_date(data: Data, rendering: ChatTemplate) -> bool:
-    """True if a chat template of the data writes the date."""
+    """Return True if a chat template of the data prints the date."""
     return any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource))
 
 
 def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, *, quiet: bool = False) -> Answering:
-    """The answers that `data.regenerate` asks for, of which none is asked for yet. quiet: say nothing of records left
-    out."""
+    """Return the answering that `data.regenerate` describes, without generating any answer. `quiet`: do not report
+    skipped records."""
     settings = data.regenerate
     assert settings is not None
     found = _find_prompts(data, seed, settings, "data.regenerate", reader, quiet=quiet)
@@ -86,8 +86,8 @@ def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, 
 def _find_prompts(
     data: Data, seed: int, settings: Answers, name: str, reader: Reader, *, recorded: bool = False, quiet: bool
 ) -> list[tuple[AnySource, int, str]]:
-    """The sources, each with the number of its prompts, by weight, and the entry that holds them. `settings` are called
-    `name` in the recipe. UserError where the prompts are too few, or too long to train on."""
+    """Return the sources, each with its number of prompts, in proportion to its weight, and the entry that holds them.
+    `name`: the key of `settings` in the recipe. UserError if the prompts are too few, or too long to train on."""
     if settings.prompts < len(data.sources):
         raise UserError(
             f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
@@ -97,7 +97,7 @@ def _find_prompts(
     for source, count in zip(data.sources, wanted, strict=True):
         entry = reader.prompts(source, settings.prompt_tokens, count, seed, recorded=recorded)
         prompts = open_entry(entry)
-        if len(prompts) < count:  # the whole source is read
+        if len(prompts) < count:  # the whole source has been read
             source.check(prompts.tally)
         if prompts.tally.skipped and not quiet:
             reader.say(describe_skipped(prompts.tally, str(source)))
@@ -117,14 +117,14 @@ def _find_prompts(
 
 
 def describe_cut(tally: Tally) -> str:
-    """The conversations that the target answers in part, by reason, in one line."""
+    """Return one line with the number of conversations that end early, by reason."""
     reasons = ", ".join(f"{count} before {why}" for why, count in sorted(tally.skipped.items()))
     return f"data.regenerate: {sum(tally.skipped.values())} of {tally.records} conversations end early: {reasons}"
 
 
 def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
-    """The documents of a source, called `name` in the recipe, and a line for what is to be known of them. UserError
-    where there is nothing to train on."""
+    """Return the documents of a source, and report skipped records and rewritten turns. `name`: the source's key in the
+    recipe. UserError if there is nothing to train on."""
     corpus = reader.documents(source)
     source.check(corpus.tally)
     if corpus.tally.skipped:
@@ -148,8 +148,8 @@ def load_data(
     reader: Reader,
     folder: Path,
 ) -> tuple[Mixture, Samples | None]:
-    """The packed rows of the sources, of the target's answers to prompts from them, or of both; and the source of the
-    draft's own text, where the recipe asks for it. `head`: of the shape that will be trained."""
+    """Return the packed rows of the sources, of the target's answers, or of both, and the samples of the draft's own
+    text if the recipe has them, else None. `head`: a head of the shape that will be trained."""
     check_data(data, target)
     if len(head.depth_weights) >= data.context_length:
         raise UserError(
@@ -178,7 +178,7 @@ def load_data(
             add(read_source(source, name, reader), source.weight, name)
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
-        # Of sources that are rows too, the records left out are said already.
+        # If the sources are rows too, their skipped records have been reported already.
         corpus = read_answering(data, seed, target, reader, quiet=bool(pools)).corpus()
         if corpus.tally.skipped:
             reader.say(describe_cut(corpus.tally))
@@ -194,7 +194,7 @@ def load_data(
 
 
 def check_reserved(head: DraftHead, mixture: Mixture, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse data with a token that the head has a use of its own for."""
+    """Raise UserError for data with a token that the head reserves for itself."""
     for token in head.reserved_ids:
         if any(token < len(seen) and seen[token] for seen in (pool.corpus.counts[0] for pool in mixture.pools)):
             raise UserError(
@@ -204,7 +204,7 @@ def check_reserved(head: DraftHead, mixture: Mixture, tokenizer: PreTrainedToken
 
 
 def check_supervision(head: DraftHead, mixture: Mixture) -> None:
-    """Refuse data without a label at the head's first depth, as where every document is too short for it."""
+    """Raise UserError for data without a label at the head's first depth, since every document is too short."""
     for pool in mixture.pools:
         for index in range(len(pool)):
             rows = pool.row(index)

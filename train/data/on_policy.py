@@ -1,8 +1,8 @@
-"""Text that the draft itself writes, as it stands, to be corrected on: on-policy distillation (DistillSpec, arXiv
-2310.08461, section 4; GKD, arXiv 2306.13649). No gradient flows through the writing.
+"""On-policy distillation: training on text that the draft itself generates (DistillSpec, arXiv 2310.08461, section 4;
+GKD, arXiv 2306.13649). No gradient flows through the generation.
 
-At a fixed number of steps the runtime lets the draft answer the next prompts, and its answers are the rows of the steps
-up to the next time. They are kept in files, because a resumed run no longer has the weights that wrote them.
+After every fixed number of steps the runtime lets the draft answer the next prompts. These answers are training rows
+until the next renewal. They are stored in files, because a resumed run no longer has the weights that generated them.
 """
 
 import json
@@ -26,34 +26,34 @@ SEED_STRIDE = 1_000_003
 
 
 class OnPolicy(Answers):
-    """Train a draft model on text that it writes itself (arXiv 2310.08461, section 4). Only for `head.kind: draft`."""
+    """Train a draft model on text that it generates (arXiv 2310.08461, section 4). Only for `head.kind: draft`."""
 
     every: Count
-    """Steps between two renewals of the samples. The first are written after this many steps."""
+    """Steps between two renewals of the samples. The first samples are generated after this many steps."""
     samples: Annotated[int, Field(ge=1, le=10**6)]
-    """Prompts answered at each renewal, taken in turn."""
+    """Number of prompts answered at each renewal. The prompts are used in turn."""
     temperature: Temperature = 1.0
     """Sampling temperature of the draft's text; 0 is greedy."""
     share: Share = 0.5
-    """Share of the training rows that are samples. The rest are the other data."""
+    """Fraction of the training rows that are samples. The rest are the other data."""
 
 
 class Samples:
-    """The draft's own text of one run."""
+    """The draft's own text in one run."""
 
     def __init__(self, base: Mixture, prompts: Sequence[list[int]], settings: OnPolicy, folder: Path) -> None:
-        """`base`: the rest of the data, which is all of it until the first samples."""
+        """`base`: the other data. Until the first samples it is all the data."""
         self.base, self.prompts, self.settings, self.folder = base, prompts, settings, folder
 
     def begin(self, step: int) -> int:
-        """The step whose weights write the samples that step `step` learns from; 0 = there are none yet."""
+        """Return the step whose weights generate the samples for step `step`; 0 if there are none yet."""
         return step - step % self.settings.every
 
     def file(self, begin: int) -> Path:
         return self.folder / f"step-{begin}.jsonl"
 
     def requests(self, begin: int) -> list[Request]:
-        """The requests to the draft at step `begin`: the next prompts in turn, with noise of their own."""
+        """Return the requests to the draft at step `begin`: the next prompts in turn, each with its own noise."""
         settings, renewal = self.settings, begin // self.settings.every
         first = (renewal - 1) * settings.samples
         return [
@@ -62,7 +62,7 @@ class Samples:
         ]
 
     def write(self, begin: int, draft: DraftHead, target: FrozenTarget) -> int:
-        """Let the draft write, keep what it wrote, and count the tokens."""
+        """Let the draft answer, write its answers to a file, and return their number of tokens."""
         requests = self.requests(begin)
         assert draft.language_model is not None
         writer = FrozenTarget(draft.language_model, f"the draft of {target.name}")
@@ -75,7 +75,7 @@ class Samples:
         return sum(len(output.tokens) for output in outputs)
 
     def mixture(self, begin: int) -> Mixture:
-        """The data of the steps from `begin` to the next renewal."""
+        """Return the data of the steps from `begin` to the next renewal."""
         if begin == 0:
             return self.base
         file, settings = self.file(begin), self.settings
@@ -104,7 +104,7 @@ class Samples:
 
 
 def read_answers(path: Path) -> list[list[int]]:
-    """Token ids, a list a line. UserError for a file that holds anything else."""
+    """Return token ids from a file with one list per line. UserError for any other content."""
     try:
         return [[int(token) for token in json.loads(line)] for line in path.read_text(encoding="utf-8").splitlines()]
     except (ValueError, TypeError):

@@ -1,6 +1,6 @@
 """Documents packed into rows of equal length, in an endless order that is a pure function of the seed.
 
-So a resumed run needs nothing but its step number.
+So a resumed run needs only its step number.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from torch import Tensor
 from train.data.corpus import Corpus
 
 PATTERN = 1000
-"""Rows over which the shares of several pools are met exactly."""
+"""Rows of one block. Each block has exactly the same number of rows of each pool."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Rows:
 
     tokens: Tensor  # (B, T) int64; 0 in the padding
     loss_mask: Tensor  # (B, T) bool, indexed by the label
-    positions: Tensor  # (B, T) int64, from 0 in each document; in a later part of one, from its place there
+    positions: Tensor  # (B, T) int64, from 0 in each document; a later part of a document continues its positions
     documents: Tensor  # (B, T) int64, numbered from 0 in each row; -1 = padding
 
     def part(self, row: int) -> "Rows":
-        """One of the rows by itself."""
+        """Return one of the rows as a batch of 1."""
         return Rows(*(tensor[row : row + 1] for tensor in vars(self).values()))
 
 
 def empty_rows(B: int, T: int) -> Rows:
-    """Nothing but padding."""
+    """Return rows of padding only."""
     return Rows(
         tokens=torch.zeros(B, T, dtype=torch.int64),
         loss_mask=torch.zeros(B, T, dtype=torch.bool),
@@ -45,7 +45,7 @@ def empty_rows(B: int, T: int) -> Rows:
 
 
 def text_rows(texts: Sequence[Sequence[int]], length: int | None = None) -> Rows:
-    """One text a row, padded to `length`, by default that of the longest, without labels."""
+    """Return one text per row, without labels, padded to `length`, by default the length of the longest text."""
     rows = empty_rows(len(texts), length or max(map(len, texts)))
     for n, text in enumerate(texts):
         T = len(text)
@@ -55,16 +55,16 @@ def text_rows(texts: Sequence[Sequence[int]], length: int | None = None) -> Rows
 
 
 class Pool:
-    """Documents of one source, packed into as few rows as best fit finds, or each in rows of its own; no label within
-    the models' positions is left out.
+    """Documents of one source, packed into rows by best fit, or each in its own rows. No label within the models'
+    positions is left out.
 
-    Pieces are (start, length, position, context): the place of the first token in the corpus, the number of tokens, the
-    position of the first, and the number of tokens that only lead up to the piece's labels.
+    Pieces are (start, length, position, context): the index of the first token in the corpus, the number of tokens, the
+    position of the first token, and the number of tokens that are only context of the piece's labels.
     """
 
     def __init__(self, corpus: Corpus, row_length: int, num_positions: int | None = None, *, packs: bool = True):
-        """num_positions: those that the models have; None: at least as many as any document. packs: several documents
-        may share a row."""
+        """`num_positions`: the number of positions of the models; None: enough for any document. `packs`: several
+        documents may share a row."""
         self.corpus, self.row_length, self.packs = corpus, row_length, packs
         pieces, self.num_left_out = _pieces(corpus, row_length, num_positions or len(corpus.tokens))
         rows = best_fit(pieces[:, 1], row_length) if packs else np.arange(len(pieces))
@@ -76,14 +76,14 @@ class Pool:
         return len(self.ends)
 
     def describe(self, name: str) -> str:
-        """The size of the source called `name`, in a line."""
+        """Return one line with the size of the source `name`."""
         corpus = self.corpus
         sizes = f"{len(corpus)} documents, {len(corpus.tokens)} tokens, {corpus.num_labels} labels, {len(self)} rows"
         left_out = f"; {self.num_left_out} labels are beyond the models' positions" if self.num_left_out else ""
         return f"{name}: {sizes}{left_out}"
 
     def row(self, index: int) -> Rows:
-        """One packed row by itself."""
+        """Return one packed row as a batch of 1."""
         out = empty_rows(1, self.row_length)
         self.fill(index, 0, out)
         return out
@@ -103,13 +103,14 @@ class Pool:
             at += length
 
     def digest(self) -> str:
-        """A hash of every token, label and boundary."""
+        """Return a hash of every token, label and boundary."""
         parts = np.array([self.row_length, *self.pieces.shape, *self.ends]).tobytes() + self.pieces.tobytes()
         return hashlib.sha256(self.corpus.digest.encode() + parts).hexdigest()
 
 
 def _pieces(corpus: Corpus, row_length: int, num_positions: int) -> tuple[NDArray[np.int64], int]:
-    """(P, 4): the pieces that the documents are cut into, longest first; and how many labels are in none of them."""
+    """Return (P, 4) the pieces into which the documents are cut, longest first, and the number of labels that are in no
+    piece."""
     lengths = np.diff(corpus.ends, prepend=0)
     starts = corpus.ends - lengths
     short = lengths <= row_length
@@ -127,12 +128,12 @@ def _pieces(corpus: Corpus, row_length: int, num_positions: int) -> tuple[NDArra
 
 
 def cut_document(labels: NDArray[np.bool_], row_length: int, num_positions: int) -> Iterator[tuple[int, int, int, int]]:
-    """(begin, end, position, context) of the parts of a document longer than a row, which has these labels.
+    """Yield (begin, end, position, context) of the parts of a document with these labels that is longer than a row.
 
-    A text, of which every token is a label, is cut into whole rows and a rest. A conversation is cut behind answers.
-    Each part but the first begins with up to half a row of what precedes its own tokens, again from behind an answer
-    where one ends there, and positions go on through all of them. Parts without labels are left out. An answer that no
-    row holds is cut inside.
+    A text, where every token is a label, is cut into whole rows and a rest. A conversation is cut after answers. Each
+    part except the first begins with up to half a row of the tokens before its own tokens, as context; this context
+    begins after an answer if one ends in it. Positions continue over all parts. Parts without labels are left out. An
+    answer longer than a row is cut inside.
     """
     if labels.all():
         yield from ((at, min(at + row_length, len(labels)), 0, 0) for at in range(0, len(labels), row_length))
@@ -146,7 +147,7 @@ def cut_document(labels: NDArray[np.bool_], row_length: int, num_positions: int)
         if labels[done:end].any():
             yield begin, end, begin, done - begin
         done = end
-        # The next answer comes before its context, where a row does not hold both.
+        # If a row cannot hold both, the next answer takes precedence over its context.
         later = behind[behind > done]
         room = int(later[0]) - row_length if len(later) and later[0] - row_length <= done else 0
         begin = max(done - row_length // 2, room)
@@ -155,14 +156,14 @@ def cut_document(labels: NDArray[np.bool_], row_length: int, num_positions: int)
 
 
 def best_fit(lengths: NDArray[np.int64], row_length: int) -> NDArray[np.int64]:
-    """The row of each piece, for pieces of at most `row_length` tokens, longest first.
+    """Return the row of each piece, for pieces of at most `row_length` tokens, longest first.
 
-    Each piece goes to the fullest row that still holds it: fewer documents are cut than by cutting one long stream, at
-    a few per cent of padding.
+    Each piece is put into the fullest row that has room for it. This cuts fewer documents than cutting one long stream,
+    and costs a few per cent of padding.
     """
     rows = np.empty(len(lengths), dtype=np.int64)
     count = 0
-    open_rows: dict[int, list[int]] = {}  # free space -> the rows that have it
+    open_rows: dict[int, list[int]] = {}  # free space -> the rows with that much free space
     spaces: list[int] = []  # the keys of open_rows, ascending
     for piece, length in enumerate(lengths.tolist()):
         found = bisect_left(spaces, length)
@@ -185,7 +186,7 @@ def best_fit(lengths: NDArray[np.int64], row_length: int) -> NDArray[np.int64]:
 
 
 class Mixture:
-    """Pools drawn from by weight, without end, each shuffled anew every time it has been gone through."""
+    """An endless sequence of rows from several pools, drawn by weight. Each pool is shuffled again after each epoch."""
 
     def __init__(self, pools: Sequence[Pool], weights: Sequence[float], seed: int):
         assert pools and len(pools) == len(weights), (len(pools), len(weights))
@@ -196,7 +197,7 @@ class Mixture:
         self._pattern = lru_cache(maxsize=4)(self._arrange)
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """Rows by their place in the endless order."""
+        """Return rows by their index in the endless order."""
         out = empty_rows(len(indices), self.row_length)
         for row, index in enumerate(indices):
             pool, place = self.locate(index)
@@ -204,7 +205,7 @@ class Mixture:
         return out
 
     def locate(self, index: int) -> tuple[int, int]:
-        """(pool, row of the pool) of a place in the endless order."""
+        """Return (pool, row of the pool) for an index in the endless order."""
         block, offset = divmod(index, PATTERN)
         owners, ranks = self._pattern(block)
         pool = int(owners[offset])
@@ -212,7 +213,7 @@ class Mixture:
         return pool, int(self._permutation(pool, epoch)[place])
 
     def label_counts(self, vocab_size: int) -> Tensor:
-        """(V,) int64: how often each token is a label, over all pools."""
+        """Return (V,) int64: how often each token is a label, over all pools."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         for pool in self.pools:
             seen = pool.corpus.counts[1]
@@ -220,7 +221,7 @@ class Mixture:
         return torch.from_numpy(counts)
 
     def rows_digest(self) -> str:
-        """A hash of every row that there is, whatever their order."""
+        """Return a hash of the rows of all pools, independent of the order in which they are drawn."""
         return hashlib.sha256("".join(pool.digest() for pool in self.pools).encode()).hexdigest()
 
     def digest(self) -> str:
@@ -241,7 +242,7 @@ class Mixture:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to the weights that add up to `total`, each at least 1 (largest remainders)."""
+    """Return integers in proportion to the weights, each at least 1, with the sum `total` (largest remainders)."""
     exact = [weight / sum(weights) * total for weight in weights]
     counts = [max(1, int(part)) for part in exact]
     order = sorted(range(len(weights)), key=lambda n: counts[n] - exact[n])

@@ -1,7 +1,7 @@
-"""The data of a recipe, without training on it: python -m train.data.preview RECIPE.yaml [key.sub=value ...].
+"""A preview of a recipe's data, without training: python -m train.data.preview RECIPE.yaml [key.sub=value ...].
 
-Prints the first documents of each source, with the tokens that are trained on between brackets, and counts: documents,
-tokens, labels, rows, and the records left out by reason. What it tokenises is what a run of the recipe takes up.
+Prints the first documents of each source, with the labels between brackets, and counts: documents, tokens, labels,
+rows, and the records left out by reason. A run of the recipe reuses the tokenised data.
 """
 
 import sys
@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def preview(arguments: Sequence[str]) -> int:
-    """Print the data of a recipe and its overrides."""
+    """Print the data of a recipe with its overrides, and return the exit status 0."""
     from accelerate import Accelerator
 
     from heads.target.frozen import load_tokenizer
@@ -56,7 +56,7 @@ def preview(arguments: Sequence[str]) -> int:
 
 
 def marked(tokenizer: "PreTrainedTokenizerBase", document: "Document") -> str:
-    """The text of a document, with each run of labels between brackets."""
+    """Return the text of a document, with each run of labels between brackets."""
     ids, labels = document.ids.tolist(), document.labels.tolist()
     bounds = [n for n in range(1, len(ids)) if labels[n] != labels[n - 1]]
     runs = zip([0, *bounds], [*bounds, len(ids)], strict=True)

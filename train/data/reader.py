@@ -1,4 +1,4 @@
-"""Sources read once on each node, by its first process; the others wait, and map what it wrote."""
+"""Reading of sources, once per node by its first process. The other processes wait, then memory-map the result."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reader:
-    """The reading of all sources of a run."""
+    """The reader of all sources of a run."""
 
     rendering: ChatTemplate
     accelerator: Accelerator
     say: Say
 
     def documents(self, source: AnySource) -> Corpus:
-        """The documents of a source. Called by every process."""
+        """Return the documents of a source. Called by every process."""
         return open_entry(self._write(source, {}, lambda tally: source.documents(self.rendering, tally)))
 
     def prompts(self, source: AnySource, most: int, wanted: int, seed: int, *, recorded: bool = False) -> str:
-        """The entry of the prompts that open at most `wanted` dialogues of a source, of at most `most` tokens each, as
-        documents without labels. Called by every process."""
+        """Return the entry with the first prompts of at most `wanted` dialogues of a source, as documents without
+        labels. Each prompt has at most `most` tokens. Called by every process."""
 
         def read(tally: Tally) -> Iterable[Document]:
             for dialogue in source.dialogues(self.rendering, tally, most, wanted, seed, recorded=recorded):
@@ -41,11 +41,11 @@ class Reader:
         return self._write(source, {"prompts" if recorded else "first prompts": [most, wanted, seed]}, read)
 
     def has(self, name: str) -> bool:
-        """True if every node has the entry, sound. Called by every process."""
+        """Return True if every node has the entry and it is intact. Called by every process."""
         return all(on_each_node(self.accelerator, lambda: is_sound(cache_root() / name)))
 
     def write(self, name: str, documents: Callable[[Tally], Iterable[Document]]) -> Corpus:
-        """An entry, written on each node unless it is there. Called by every process."""
+        """Write an entry on each node that lacks it, and return its documents. Called by every process."""
         on_each_node(self.accelerator, lambda: write_once(name, documents))
         return open_entry(name)
 
@@ -68,8 +68,8 @@ class Reader:
 
 
 def on_each_node(accelerator: Accelerator, action: Callable[[], T]) -> list[T]:
-    """Do something on the first process of each node; all get the results, or the first UserError or interruption, so
-    that none is left waiting."""
+    """Run `action` on the first process of each node, and return all results on every process. The first UserError or
+    interruption is raised on all of them, so that none is left waiting."""
     results: list[T] = []
     faults: list[UserError | Interrupted] = []
     if accelerator.is_local_main_process:

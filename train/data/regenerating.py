@@ -1,4 +1,4 @@
-"""Answers of the target to the prompts of a recipe, as training reads them and as records."""
+"""Answers of the target to the prompts of a recipe, stored for training and written as records."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from train.recipe import load_recipe
 
 
 def regenerate(arguments: Sequence[str]) -> int:
-    """Let the target answer, and write the records of a recipe and its overrides."""
+    """Let the target answer the prompts of a recipe with its overrides, write answers.jsonl, and return 0."""
     recipe = load_recipe(arguments[0], arguments[1:])
     if recipe.data.regenerate is None:
         raise UserError(f"{arguments[0]}: data.regenerate: is missing; say how many prompts are to be answered")

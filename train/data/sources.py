@@ -1,4 +1,4 @@
-"""The recipe's sources: what each kind reads, as documents and as prompts for the target to answer."""
+"""The recipe's data sources. Each kind reads its records as documents, and as prompts for the target to answer."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -36,22 +36,22 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 MIN_PROMPT_CHARACTERS = 40
 MOST_REASONS = 5
-"""Named of the reasons for leaving records out, the commonest first."""
+"""Number of reasons to list for records left out, the most common first."""
 BATCH = 256
 """Texts tokenised together."""
 BATCH_CHARACTERS = 2**20
-"""Characters of texts, from which on they are tokenised though they are fewer."""
+"""Characters of texts at which fewer than `BATCH` texts are tokenised."""
 
 
 class Texts:
-    """The part that sources of plain text have in common."""
+    """The common base of sources of plain text."""
 
     def texts(self) -> Iterator[str]:
-        """Each text, in order."""
+        """Yield each text, in order."""
         raise NotImplementedError
 
     def documents(self, rendering: ChatTemplate, tally: Tally) -> Iterator[Document]:
-        """Every text as a document."""
+        """Yield every text as a document."""
         for texts in _together(self.texts(), len):
             tally.records += len(texts)
             yield from encode_text(rendering.tokenizer, texts)
@@ -59,15 +59,15 @@ class Texts:
     def dialogues(
         self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int, *, recorded: bool = False
     ) -> Iterator[Dialogue]:
-        """Openings at line starts in the first three quarters of texts, `most` / 4 to `most` tokens long, each by
-        itself."""
+        """Yield single prompts of `most` / 4 to `most` tokens, cut from texts. A prompt begins at the start of a text,
+        or at a line start after a random point in its first three quarters."""
         tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
         for text in islice(self._over_and_over(wanted), wanted):
             length = int(random.integers(max(1, most // 4), most + 1))
-            # A quarter of the prompts open a document; the others begin at a line somewhere inside it.
+            # A quarter of the prompts begin at the start of a document, the other ones at a line inside it.
             inside = random.random() >= 0.25
             start = text.find("\n", int(random.integers(0, len(text) * 3 // 4 + 1))) + 1 if inside else 0
-            # No tokenizer packs more than 16 characters of real text in a token, on average.
+            # No tokenizer averages more than 16 characters of real text per token.
             window = text[start : start + 16 * length]
             ids = tokenizer(window, return_attention_mask=False, verbose=False)["input_ids"]
             if ids[-1:] == [tokenizer.eos_token_id]:
@@ -75,7 +75,7 @@ class Texts:
             yield Dialogue(lone(ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length]))
 
     def _over_and_over(self, most: int) -> Iterator[str]:
-        """The first `most` texts that are long enough for prompts, without end."""
+        """Yield those of the first `most` texts that are long enough for prompts, over and over."""
         found = True
         while found:
             found = False
@@ -85,19 +85,19 @@ class Texts:
                     yield text
 
     def check(self, tally: Tally) -> None:
-        """Every text can be used."""
+        """Do nothing, since every text can be used."""
 
 
 class PythonSource(Texts, Settings):
-    """Modules of Python's standard library. No download is needed; some modules are held out for evaluation."""
+    """Modules of Python's standard library. No download is needed. Some modules are held out for evaluation."""
 
     kind: Literal["python"]
-    """The form of the source."""
+    """The kind of source."""
     limit: Count | None = None
-    """Most modules to read. Null: all."""
+    """Maximum number of modules to read. Null: all."""
     weight: Weight = None
-    """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none:
-    then rows are shared in proportion to size, and prompts evenly."""
+    """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none.
+    Without weights, rows are in proportion to the size of each source, and prompts are split evenly."""
 
     def __str__(self) -> str:
         return "installed Python source"
@@ -106,7 +106,7 @@ class PythonSource(Texts, Settings):
         return (text for _, text in islice(read_split(held_out=False), self.limit))
 
     def key(self, rendering: ChatTemplate) -> dict[str, Any]:
-        """Plain values on which the documents depend, beside the tokenizer."""
+        """Return the plain values on which the documents depend, apart from the tokenizer."""
         content = hashlib.sha256()
         for text in self.texts():
             content.update(hashlib.sha256(text.encode()).digest())
@@ -114,28 +114,28 @@ class PythonSource(Texts, Settings):
 
 
 class RecordSource(Settings):
-    """Records of a .jsonl, .json, .parquet or .txt file (.gz too where it is JSON), or of a data set on the Hub."""
+    """Records of a .jsonl, .json, .parquet or .txt file, of a .gz file of JSON, or of a data set on the Hub."""
 
     path: Name
     """A file, or the Hub id of a data set."""
     split: str = "train"
-    """Split of a Hub data set. A file has none."""
+    """Split of a Hub data set. A file has no splits."""
     limit: Count | None = None
-    """Most records to read. Null: all."""
+    """Maximum number of records to read. Null: all."""
     weight: Weight = None
-    """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none:
-    then rows are shared in proportion to size, and prompts evenly."""
+    """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none.
+    Without weights, rows are in proportion to the size of each source, and prompts are split evenly."""
 
     def __str__(self) -> str:
         return self.path
 
     @property
     def is_local(self) -> bool:
-        """True for a file, False for a data set on the Hub."""
+        """Return True for a file, False for a data set on the Hub."""
         return is_file(self.path)
 
     def content(self) -> dict[str, Any]:
-        """Plain values on which the records depend."""
+        """Return the plain values on which the records depend."""
         return {"content": content_hash(self.path, split=self.split), "limit": self.limit}
 
 
@@ -149,7 +149,7 @@ class TextSource(Texts, RecordSource):
         return (read_text(record) for record in read_records(self.path, split=self.split, limit=self.limit))
 
     def key(self, rendering: ChatTemplate) -> dict[str, Any]:
-        """Plain values on which the documents depend, beside the tokenizer."""
+        """Return the plain values on which the documents depend, apart from the tokenizer."""
         return {"kind": self.kind, **self.content()}
 
 
@@ -160,17 +160,17 @@ class ChatSource(RecordSource):
     kind: Literal["chat"]
     """The form of the source."""
     chat_template: str | None = None
-    """File with a Jinja chat template, used in place of the tokenizer's own."""
+    """File with a Jinja chat template that replaces the tokenizer's template."""
     answers: Literal["all", "last"] = "all"
-    """`last` trains only on the last answer of each conversation. This saves tokens under a chat template that rewrites
-    earlier turns, which gives every answer a document of its own. `data.regenerate` then generates only the last
-    answer, after the turns as they are recorded."""
+    """`last` trains only on the last answer of each conversation. This saves tokens if the chat template rewrites
+    earlier turns, since each answer then needs its own document. `data.regenerate` then generates only the last answer,
+    after the recorded turns."""
     max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the
-    chat template. Above it, training does not begin."""
+    """Maximum fraction of records that cannot be used: without an answer, with an unknown role, or refused by the chat
+    template. Above it, training does not start."""
 
     def template(self, rendering: ChatTemplate) -> ChatTemplate:
-        """The chat template of the conversations. UserError where there is none, or one that does not read its
+        """Return the chat template of the conversations. UserError if there is none, or if it does not read the given
         arguments."""
         given = self.chat_template
         text = None if given is None else read_given(Path(given), "a Jinja chat template")
@@ -179,12 +179,12 @@ class ChatSource(RecordSource):
         return template
 
     def key(self, rendering: ChatTemplate) -> dict[str, Any]:
-        """Plain values on which the documents depend, beside the tokenizer."""
+        """Return the plain values on which the documents depend, apart from the tokenizer."""
         template = self.template(rendering)
         return {"kind": self.kind, "answers": self.answers, **self.content(), **template.key()}
 
     def documents(self, rendering: ChatTemplate, tally: Tally) -> Iterator[Document]:
-        """Every conversation with an answer, as the documents that the chat template makes of it."""
+        """Yield the documents of every conversation with an answer, rendered by the chat template."""
         template = self.template(rendering)
 
         def read(place: str, messages: Any, tools: Any) -> Conversation:
@@ -206,8 +206,8 @@ class ChatSource(RecordSource):
     def dialogues(
         self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int, *, recorded: bool = False
     ) -> Iterator[Dialogue]:
-        """The first conversations whose first prompts are no longer than `most` tokens. `recorded`: only the last turn
-        of the assistant is asked for, whatever it is."""
+        """Yield the first `wanted` conversations whose first prompt has at most `most` tokens. `recorded`: only the
+        last turn of the assistant is to be answered, even if it calls tools."""
         template, last_only = self.template(rendering), self.answers == "last"
 
         def read(place: str, messages: Any, tools: Any) -> Dialogue:
@@ -217,7 +217,7 @@ class ChatSource(RecordSource):
         return islice((dialogue for dialogue in self._read(read, tally) if dialogue.prompt is not None), wanted)
 
     def check(self, tally: Tally) -> None:
-        """UserError where more records cannot be used than the source allows."""
+        """Raise UserError if more records are unusable than the source allows."""
         most = self.max_skipped
         if sum(tally.skipped.values()) > most * tally.records:
             raise UserError(
@@ -226,7 +226,7 @@ class ChatSource(RecordSource):
             )
 
     def _read(self, encode: Callable[[str, Any, Any], T], tally: Tally) -> Iterator[T]:
-        """Each usable record, as `encode` makes it of its place, its turns and its tools."""
+        """Yield `encode(location, turns, tools)` of each usable record, and count the records."""
         for record in read_records(self.path, split=self.split, limit=self.limit):
             tally.records += 1
             try:
@@ -241,7 +241,7 @@ AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminato
 
 
 def describe_skipped(tally: Tally, name: str) -> str:
-    """The records of a source that are left out, by reason, in one line."""
+    """Return one line with the number of records of a source that are left out, by reason."""
     named = sorted(tally.skipped.items(), key=lambda pair: -pair[1])
     reasons = ", ".join(f"{count} {reason}" for reason, count in named[:MOST_REASONS])
     rest = sum(count for _, count in named[MOST_REASONS:])
@@ -258,7 +258,7 @@ def _skip(tally: Tally, error: RecordError, name: str) -> None:
 
 
 def _together(texts: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """The texts in lists long enough to be tokenised by several threads, each text of `size` characters."""
+    """Yield the texts in lists that are long enough for several tokenizer threads. `size`: characters of a text."""
     held: list[T] = []
     characters = 0
     for text in texts:

@@ -1,8 +1,8 @@
-"""The text that a target is trained on from scratch: this machine's Python source, and conversations, if any.
+"""Training text of a target from scratch: this machine's Python source, and optionally conversations.
 
-Both are split into training and held-out text by a hash (`eval.benchmark.python_source`). Conversations are written as
-the tokenizer's chat template writes them: each turn behind a token of its role, answers closed by the token that ends a
-document.
+Both are split into training and held-out text by a hash (`eval.benchmark.python_source`). Conversations are rendered as
+by the tokenizer's chat template: each turn follows a token for its role, and each answer ends with the end-of-document
+token.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from heads.errors import UserError
 from train.strict_yaml import Settings
 
 WORDS = r" ?\p{L}+|\d| ?[^\s\p{L}\d]+|\n+ *| +|\s"
-"""Pieces of text before merges: words, digits, runs of symbols, newlines with the indentation that follows."""
+"""Pieces into which text is split before merges: words, digits, runs of symbols, newlines with indentation."""
 END = "<|endoftext|>"
 ROLES = ("system", "user", "assistant", "tool")
 CHAT_TEMPLATE = (
@@ -30,23 +30,23 @@ CHAT_TEMPLATE = (
 
 
 class TokenizerSettings(Settings):
-    """The byte-level BPE, learnt from the training text."""
+    """The byte-level BPE tokenizer, trained on the training text."""
 
     vocab_size: Annotated[int, Field(ge=1)]
-    """Tokens."""
+    """Number of tokens."""
     train_modules: Annotated[int, Field(ge=1)]
-    """Python modules, and as many conversations, from which the merges are learnt."""
+    """Maximum number of Python modules, and of conversations, on which the tokenizer is trained."""
 
 
 class DataSettings(Settings):
-    """Text beside this machine's Python source."""
+    """Training text in addition to this machine's Python source."""
 
     chats: list[str] = Field(default=[])
-    """Files of conversations, a JSON record a line, in any form that a `chat` source reads."""
+    """Files of conversations, in any format that a `chat` source reads."""
 
 
 def prepare_text(settings: TokenizerSettings, data: DataSettings, folder: Path) -> None:
-    """Learn the tokenizer and tokenize both splits, once: tokenizer.json, train.npy, held_out.npy."""
+    """Train the tokenizer and tokenise both splits, unless done before: tokenizer.json, train.npy, held_out.npy."""
     if (folder / "held_out.npy").is_file():
         return
     chats = read_chats(data.chats)
@@ -79,7 +79,7 @@ def prepare_text(settings: TokenizerSettings, data: DataSettings, folder: Path) 
 
 
 def read_chats(paths: Sequence[str]) -> dict[str, list[str]]:
-    """The conversations of the files, by split, as text."""
+    """Return the conversations in the files as text, by split."""
     splits: dict[str, list[str]] = {"train": [], "held_out": []}
     for path in paths:
         for record in read_records(path):
@@ -94,12 +94,12 @@ def read_chats(paths: Sequence[str]) -> dict[str, list[str]]:
 
 
 def chat_text(messages: Sequence[Message]) -> str:
-    """A conversation as `CHAT_TEMPLATE` renders it."""
+    """Return a conversation as `CHAT_TEMPLATE` renders it."""
     return "".join(f"<|{m['role']}|>{m['content']}{END if m['role'] == 'assistant' else ''}" for m in messages)
 
 
 def learn_tokenizer(settings: TokenizerSettings, texts: Sequence[str], *, chat: bool) -> Tokenizer:
-    """A byte-level BPE; id 0 ends a document, and with `chat` the roles' tokens come next."""
+    """Return a byte-level BPE trained on the texts. Id 0 ends a document; with `chat` the role tokens come next."""
     if settings.vocab_size > 2**16:
         raise UserError(f"tokenizer.vocab_size: expected at most {2**16}, got {settings.vocab_size}")
     tokenizer = Tokenizer(models.BPE())
@@ -121,5 +121,5 @@ def learn_tokenizer(settings: TokenizerSettings, texts: Sequence[str], *, chat: 
 
 
 def special_tokens(chat: bool) -> list[str]:
-    """Tokens that stand for no byte."""
+    """Return the special tokens, which have no bytes."""
     return [END, *(f"<|{role}|>" for role in ROLES if chat)]

@@ -1,7 +1,7 @@
-"""Chat templates: the text that one makes of a conversation, with its arguments, its date and its calls of tools.
+"""Chat templates: rendering of conversations as text, with the template's arguments, the date and tool calls.
 
-Templates differ in how they want the arguments of a tool call: as a mapping, or as JSON text. The first form in which
-the template renders the calls of a conversation is taken.
+Templates expect the arguments of a tool call either as a mapping or as JSON text. The first of these forms in which the
+template renders the calls of a conversation is used.
 """
 
 import hashlib
@@ -25,34 +25,33 @@ DATE_CODE = re.compile(r"%-?[A-Za-z]")
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The way from conversations to text and to tokens: a tokenizer with its chat template, or with one given in its
-    place, and the template's arguments."""
+    """A tokenizer with its own chat template or a replacement for it, and the template's arguments."""
 
     tokenizer: PreTrainedTokenizerBase
     text: str | None = None
-    """Of the template in place of the tokenizer's own."""
+    """Text of a template that replaces the tokenizer's own."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Such as `enable_thinking`."""
+    """Arguments of the template, such as `enable_thinking`."""
     day: date = field(default_factory=date.today)
-    """The date that the template sees."""
+    """The current date for the template."""
 
     def source(self, tools: Any = None) -> str:
-        """The template's own text, with the date in it if it asks for one."""
+        """Return the template's source, with the date filled in if it uses one."""
         return dated(str(self.tokenizer.get_chat_template(self.text, tools)), self.day)
 
     @property
     def has_date(self) -> bool:
-        """True if what the template writes depends on the date."""
+        """Return True if the template's output depends on the date."""
         return "strftime_now" in json.dumps([self.text or self.tokenizer.chat_template])
 
     def key(self) -> dict[str, Any]:
-        """Plain values on which the texts depend."""
+        """Return the plain values on which the rendered texts depend."""
         text = self.text or self.tokenizer.chat_template
         day = str(self.day) if self.has_date else None
         return {"template": text, "arguments": dict(self.arguments), "day": day}
 
     def render(self, messages: Sequence[Message], *, place: str, tools: Any = None, answer_next: bool = False) -> str:
-        """The text of a conversation; `answer_next`: with the opening of an answer. RecordError where that fails."""
+        """Return the text of a conversation. `answer_next`: add the opening of an answer. RecordError if it fails."""
         if not messages and not answer_next:
             return ""
         return apply_template(
@@ -66,8 +65,8 @@ class ChatTemplate:
         )
 
     def check(self, name: str) -> None:
-        """Refuse a tokenizer without a template, and arguments that the template does not read. `name`: of the
-        source."""
+        """Raise UserError for a tokenizer without a template, and for arguments that the template does not read.
+        `name`: the name of the source."""
         if self.text is None and self.tokenizer.chat_template is None:
             raise UserError(
                 f"{name}: the target's tokenizer has no chat template, which chat data needs; "
@@ -82,8 +81,8 @@ class ChatTemplate:
                 )
 
     def prepared(self, messages: Sequence[Message], *, place: str, tools: Any = None) -> Sequence[Message]:
-        """The conversation, with its calls of tools in a form that the template renders. RecordError where there is
-        none, and for an answer to nothing."""
+        """Return the conversation, with its tool calls in a form that the template renders. RecordError if there is no
+        such form, or if the conversation begins with an answer."""
         opening = next((message["role"] for message in messages if message["role"] != "system"), None)
         if opening == "assistant":
             raise RecordError(f"{place}: begins with an answer; expected what it answers", "beginning with an answer")
@@ -107,14 +106,14 @@ class ChatTemplate:
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all that tokens depend on, beside the text."""
+    """Return a hash of everything in the tokenizer on which the tokens depend."""
     whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     parts = [type(tokenizer).__name__, whole, sorted(tokenizer.special_tokens_map.items()), tokenizer.eos_token_id]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 def dated(text: str, day: date) -> str:
-    """A template in which `strftime_now` gives a fixed day's date, whatever the clock says."""
+    """Return the template with `strftime_now` replaced by a macro that gives the date of a fixed day."""
     codes = sorted({code for code in DATE_CODE.findall(text)}, key=len, reverse=True)
     if "strftime_now" not in text or not codes:
         return text
@@ -123,7 +122,7 @@ def dated(text: str, day: date) -> str:
 
 
 def _with_arguments(message: Message, as_json: bool, place: str) -> Message:
-    """A turn with the arguments of its calls as JSON, or as mappings."""
+    """Return a turn with the arguments of its tool calls as JSON text, or as mappings."""
     if "tool_calls" not in message:
         return message
     calls = message["tool_calls"]

@@ -1,4 +1,4 @@
-"""Features of packed rows: the interface of their sources."""
+"""The interface of sources of features, which are hidden states of the target for packed rows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,28 +10,28 @@ from heads.target.frozen import FrozenTarget
 from train.data.packing import Mixture, Rows
 
 ROOM = 1.2
-"""Memory for a whole target that decodes, in sizes of its weights."""
+"""Memory that a whole target needs to decode, as a multiple of the size of its weights."""
 
 
 class FeatureSource:
-    """Features of packed rows, by `target.packed_features`. This class is of a target whose layers are in the processes
-    of the launch; others derive from it."""
+    """A source of features for packed rows, which `target.packed_features` returns. This class serves a target whose
+    layers are in the processes of the launch. Other sources derive from it."""
 
     steps_ahead = 0
-    """Steps whose rows `expect` is to be given before they are trained on."""
+    """Number of steps whose rows are passed to `expect` ahead of training."""
 
     def __init__(self, target: FrozenTarget, load_whole: Callable[[], FrozenTarget] | None = None) -> None:
-        """`load_whole`: loads a copy that decodes, where `target` is not whole; None where there is no room for one."""
+        """`load_whole`: loads a copy that can decode, if `target` is not whole; None if there is no room for one."""
         self.target, self._load_whole = target, load_whole
 
     @property
     def measures(self) -> bool:
-        """True if heads can be measured by the runtime on the main process."""
+        """True if the runtime can measure heads on the main process."""
         return self.target.placement == "whole" or self._load_whole is not None
 
     @contextmanager
     def whole(self) -> Iterator[FrozenTarget]:
-        """Give a target that decodes. A copy is let go of at the end."""
+        """Provide a target that can decode, for a `with` block. A copy is released at its end."""
         if self.target.placement == "whole":
             yield self.target
             return
@@ -41,17 +41,17 @@ class FeatureSource:
         yield copy
 
     def check(self, mixture: Mixture, aux_layer_ids: tuple[int, ...]) -> None:
-        """Refuse to train where features of these rows would be missing or wrong. Called by every process."""
+        """Raise UserError if features of these rows would be missing or wrong. Called by every process."""
 
     def expect(self, rows: Rows) -> None:
-        """Take note of rows whose features will be asked for, in this order."""
+        """Announce rows whose features will be requested later, in the order of the calls."""
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """Stop background work."""
 
 
 def has_room(target: FrozenTarget) -> bool:
-    """True if the target's device has room for the whole target beside what it holds."""
+    """Return True if the target's device has enough free memory for the whole target."""
     size = sum(parameter.numel() for parameter in target.model.parameters()) * target.dtype.itemsize
     on_gpu = target.device.type == "cuda"
     free = torch.cuda.mem_get_info(target.device)[0] if on_gpu else free_bytes() or 0

@@ -1,4 +1,4 @@
-"""Packed rows with the features of the frozen target, as the batch that a head's loss reads."""
+"""The batch that a head's loss reads: packed rows with the features of the frozen target."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from train.data.packing import Rows
 
 
 def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], dtype: torch.dtype) -> Batch:
-    """Features of `rows` in the head's dtype, on the target's device.
+    """Return the batch of `rows`, with features in the head's dtype, on the target's device.
 
-    The target's products are in autocast's dtype where that is on, as the head's are, else in the target's own. Its
-    logits, the distribution that is learnt, are never narrowed.
+    Under autocast, the target's matrix products are in its dtype, like the head's; otherwise in the target's own dtype.
+    The target's logits, which the head learns, are always computed without autocast.
     """
     tokens, positions, documents = (
         part.to(target.device, non_blocking=True) for part in (rows.tokens, rows.positions, rows.documents)

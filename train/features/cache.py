@@ -1,8 +1,8 @@
-"""Features in a sealed folder: written once, and read by every run on the same target, data and layers.
+"""A cache of features: a sealed folder, written once and read by all runs with the same target, data and layers.
 
-A shard holds rows one behind the other, without their padding: for each token the auxiliary hidden states and, last,
-the hidden state after the final norm. A row is found by a hash of its tokens, positions and documents, and has a
-checksum. `manifest.json` says what the features are of, and comes last: a folder without one is not whole.
+A shard holds concatenated rows without their padding: for each token the auxiliary hidden states and, last, the hidden
+state after the final norm. The key of a row is a hash of its tokens, positions and documents. Each row has a checksum.
+`manifest.json` describes the features and is written last, so a folder without it is incomplete.
 
 Letters: N tokens, S streams (the auxiliary layers and the last hidden state), D hidden.
 """
@@ -33,7 +33,7 @@ REMEDY = "fill another folder by python scripts/cache_features.py RECIPE"
 def describe(
     target: FrozenTarget, aux_layer_ids: Sequence[int], dtype: str, precision: str, mixture: Mixture
 ) -> dict[str, Any]:
-    """Everything that the features of a folder depend on."""
+    """Return everything on which the features of a folder depend."""
     return {
         "format": FORMAT,
         "target": target.fingerprint,
@@ -46,7 +46,7 @@ def describe(
 
 
 def check_same(folder: Path, about: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuse features that are not of what is `wanted`, naming the first difference."""
+    """Raise UserError with the first difference if the features described by `about` are not the `wanted` ones."""
     for name, value in wanted.items():
         if about.get(name) != value:
             raise UserError(
@@ -55,7 +55,7 @@ def check_same(folder: Path, about: dict[str, Any], wanted: dict[str, Any]) -> N
 
 
 def encode(streams: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
-    """Turn streams (N, S, D) into what is stored: values of `dtype` and, for fp8, scales (N, S)."""
+    """Convert streams (N, S, D) into the stored form: values of `dtype` and, for fp8, scales (N, S)."""
     if dtype != "fp8":
         return streams.to(DTYPES[dtype]), None
     most = torch.finfo(torch.float8_e4m3fn).max
@@ -64,18 +64,18 @@ def encode(streams: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
 
 
 def decode(values: Tensor, scales: Tensor | None) -> Tensor:
-    """Turn stored values back into streams (N, S, D)."""
+    """Convert stored values back into streams (N, S, D)."""
     return values if scales is None else values.float() * scales[..., None]
 
 
 def row_key(tokens: Tensor, positions: Tensor, documents: Tensor) -> bytes:
-    """A hash of one row (T,) on the CPU without its padding, which features are a function of."""
+    """Return a hash of one row (T,) on the CPU, without its padding. The row's features are a function of its input."""
     kept = documents >= 0
     return hashlib.sha256(torch.stack([tokens[kept], positions[kept], documents[kept]]).numpy().tobytes()).digest()
 
 
 def checksum(values: Tensor, scales: Tensor | None) -> int:
-    """A checksum of a row's stored tensors."""
+    """Return a checksum of a row's stored tensors."""
     found = zlib.crc32(values.contiguous().view(torch.uint8).numpy().data)
     return found if scales is None else zlib.crc32(scales.contiguous().numpy().data, found)
 
@@ -84,7 +84,7 @@ class Shard:
     """One file of rows."""
 
     def __init__(self, path: Path) -> None:
-        """UserError where the file is not whole."""
+        """Open a file. UserError if it is damaged."""
         self.path = path
         try:
             opened: Any = safe_open
@@ -92,16 +92,16 @@ class Shard:
             digests, ends, sums = (self.file.get_tensor(name) for name in ("digests", "ends", "checksums"))
         except (OSError, SafetensorError) as error:
             raise self.fault(first_line(error)) from error
-        self.has_scales = "scales" in self.file.keys()  # noqa: SIM118 - it is no mapping
+        self.has_scales = "scales" in self.file.keys()  # noqa: SIM118 - it is not a mapping
         begins = [0, *ends.tolist()]
         self.rows: dict[bytes, tuple[int, int, int]] = {
             digest.numpy().tobytes(): (begin, end, total)
             for digest, begin, end, total in zip(digests, begins, ends.tolist(), sums.tolist(), strict=False)
         }
-        """The key of each row -> its first token, the one behind its last, and its checksum."""
+        """The key of each row -> the index of its first token, the index after its last, and its checksum."""
 
     def read(self, key: bytes) -> tuple[Tensor, Tensor | None]:
-        """The stored tensors of a row. UserError if they are not what was written."""
+        """Return the stored tensors of a row. UserError if they do not match their checksum."""
         begin, end, total = self.rows[key]
         names = ("values", "scales") if self.has_scales else ("values",)
         try:
@@ -114,7 +114,7 @@ class Shard:
         return values, scales
 
     def fault(self, why: str) -> UserError:
-        """The error for a damaged file."""
+        """Return the error for a damaged file."""
         return UserError(
             f"{self.path}: is damaged ({why}); delete it and run "
             "python scripts/cache_features.py RECIPE, which makes it again"
@@ -129,7 +129,7 @@ class Manifest(BaseModel):
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a sealed folder; None where there is none. UserError if it cannot be read."""
+    """Return the manifest of a folder, or None if there is none. UserError if it cannot be read."""
     path = folder / "manifest.json"
     if not path.is_file():
         return None
@@ -140,7 +140,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def seal(folder: Path, about: dict[str, Any]) -> None:
-    """Write the manifest of a folder whose shards are all there."""
+    """Write the manifest of a folder whose shards are complete."""
     shards = {path.name: path.stat().st_size for path in sorted(folder.glob("rows-*.safetensors"))}
     write_json(folder / "manifest.json", {"about": about, "shards": shards})
 
@@ -149,7 +149,7 @@ class CachedFeatures(FeatureSource):
     """Features from a sealed folder."""
 
     def __init__(self, target: FrozenTarget, settings: CacheFeatures, precision: str, **own: Any) -> None:
-        """`precision`: of this run's products, in Accelerate's words."""
+        """`precision`: the precision of this run's matrix products, in Accelerate's terms."""
         super().__init__(target, **own)
         self.folder, self.dtype, self.precision = Path(settings.folder), settings.dtype, precision
         manifest = read_manifest(self.folder)
@@ -170,12 +170,12 @@ class CachedFeatures(FeatureSource):
         target.remote = self.fetch
 
     def check(self, mixture: Mixture, aux_layer_ids: Sequence[int]) -> None:
-        """Refuse a folder of other rows or layers."""
+        """Raise UserError if the folder has features of other rows or layers."""
         wanted = describe(self.target, aux_layer_ids, self.dtype, self.precision, mixture)
         check_same(self.folder, self.about, wanted)
 
     def fetch(self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]) -> Features:
-        """Features of packed rows, (B, T) each, on the target's device; zeros in the padding."""
+        """Return features of packed rows, (B, T) each, on the target's device. They are zero in the padding."""
         check_same(self.folder, self.about, {"aux_layer_ids": list(aux_layer_ids)})
         target, streams = self.target, len(aux_layer_ids) + 1
         dtype = target.dtype if self.dtype == "fp8" else DTYPES[self.dtype]

@@ -1,4 +1,4 @@
-"""The filling of a folder with features: python scripts/cache_features.py RECIPE."""
+"""Filling of a folder with features: python scripts/cache_features.py RECIPE."""
 
 import json
 import shutil
@@ -28,11 +28,11 @@ from train.opening import Run, open_reader, open_run
 from train.recipe import load_recipe
 
 SHARD_BYTES = 2**28
-"""Least size of a file, but for the last of each process."""
+"""Minimum size of a file, except the last one of each process."""
 
 
 def fill(arguments: Sequence[str]) -> int:
-    """Compute the features of every row that a recipe trains on, and seal their folder."""
+    """Compute the features of every training row of a recipe, seal their folder, and return the exit status 0."""
     recipe = load_recipe(arguments[0], arguments[1:])
     settings = recipe.features
     if not isinstance(settings, CacheFeatures):
@@ -58,8 +58,8 @@ def fill_folder(
     batch_size: int,
     run: Run,
 ) -> None:
-    """Write the features of all rows of `mixture`, shared among the processes. What an interrupted filling has written
-    stays. UserError, before anything is computed, if the disk has no room."""
+    """Write the features of all rows of `mixture`; each process computes its share. Rows that an interrupted run has
+    written are kept. UserError, before anything is computed, if the disk has too little space."""
     folder, accelerator = Path(settings.folder), run.accelerator
     about = describe(source.target, aux_layer_ids, settings.dtype, accelerator.mixed_precision, mixture)
     streams = len(aux_layer_ids) + 1
@@ -95,9 +95,9 @@ def fill_folder(
 
     own = all_rows(mixture, batch_size, accelerator, done)
     for rows in announced(own, source):
-        with accelerator.autocast():  # as training computes them
+        with accelerator.autocast():  # like in training
             write(rows)
-    if accelerator.is_main_process:  # the draws by which a head's start is scaled
+    if accelerator.is_main_process:  # rows of random tokens with which a head's initial weights are scaled
         counts = mixture.label_counts(source.target.vocab_size)
         for count in {probed_rows(source.target.hidden_size, closely) for closely in (False, True)}:
             write(text_rows(probe_tokens(counts, count).tolist()))
@@ -108,8 +108,8 @@ def fill_folder(
 
 
 def begin_folder(folder: Path, about: dict[str, Any]) -> set[bytes] | None:
-    """The keys of the rows that are in a folder of features, which is made if need be; None for one that is whole.
-    UserError for one of other features."""
+    """Create a folder of features if necessary, and return the keys of the rows in it, or None if it is complete.
+    UserError for a folder of other features."""
     check_folder(folder, "features.folder")
     manifest, begun = read_manifest(folder), folder / "filling.json"
     if manifest is not None:
@@ -124,13 +124,13 @@ def begin_folder(folder: Path, about: dict[str, Any]) -> set[bytes] | None:
 
 
 def needed_bytes(mixture: Mixture, streams: int, width: int, dtype: str) -> int:
-    """Return the size of all features, but for hashes and headers."""
+    """Return the size of all features, without hashes and headers."""
     tokens = sum(int(pool.pieces[:, 1].sum()) for pool in mixture.pools)
     return tokens * streams * (width * DTYPES[dtype].itemsize + (4 if dtype == "fp8" else 0))
 
 
 def all_rows(mixture: Mixture, batch_size: int, accelerator: Accelerator, done: set[bytes]) -> Iterator[Rows]:
-    """This process's share of the rows of all pools, but for those `done`, in batches."""
+    """Yield this process's share of the rows of all pools in batches, without the rows that are `done`."""
     places = [(pool, index) for pool in mixture.pools for index in range(len(pool))]
     own = (pool.row(index) for pool, index in places[accelerator.process_index :: accelerator.num_processes])
     left = (rows for rows in own if row_key(rows.tokens[0], rows.positions[0], rows.documents[0]) not in done)
@@ -139,7 +139,7 @@ def all_rows(mixture: Mixture, batch_size: int, accelerator: Accelerator, done: 
 
 
 def announced(batches: Iterator[Rows], source: FeatureSource) -> Iterator[Rows]:
-    """The batches, each made known to the source ahead of its turn."""
+    """Yield the batches. Each is announced to the source `steps_ahead` batches before it is yielded."""
     ahead: deque[Rows] = deque()
     for rows in batches:
         source.expect(rows)
@@ -150,7 +150,7 @@ def announced(batches: Iterator[Rows], source: FeatureSource) -> Iterator[Rows]:
 
 
 class ShardWriter:
-    """Rows gathered into files, each of which is whole or absent."""
+    """A writer that gathers rows into files. Each file is complete or absent."""
 
     def __init__(self, folder: Path, process: int, dtype: str) -> None:
         self.folder, self.process, self.dtype = folder, process, dtype
@@ -159,7 +159,7 @@ class ShardWriter:
         self.bytes = 0
 
     def add(self, key: bytes, streams: Tensor) -> None:
-        """Take one row's streams (N, S, D)."""
+        """Add one row's streams (N, S, D), and write a file if it is full."""
         row = encode(streams, self.dtype)
         self.keys.append(key)
         self.rows.append(row)
@@ -168,7 +168,7 @@ class ShardWriter:
             self.close()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining rows."""
         if not self.keys:
             return
         number = 0

@@ -1,4 +1,4 @@
-"""The choice of the source of features by a recipe."""
+"""Opening of the source of features that a recipe chooses."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +23,8 @@ from train.step import rows_per_step
 def open_source(
     settings: AnyFeatures, recipe: Recipe, accelerator: Accelerator, say: Say
 ) -> tuple[FeatureSource, PreTrainedTokenizerBase]:
-    """The source that `settings` ask for, with the target of a recipe, and the target's tokenizer. Called by every
-    process."""
+    """Return the source of features for `settings`, with the target of a recipe, and the target's tokenizer. Called by
+    every process."""
     load = partial(load_recipe_target, recipe.target, accelerator)
     if isinstance(settings, ProcessFeatures):
         target, tokenizer = load()
@@ -42,7 +42,7 @@ def open_source(
 
 
 def sharding(accelerator: Accelerator) -> Place:
-    """The placement that shares the target's layers among all processes. Called by each of them."""
+    """Return the placement that shards the target's layers over all processes. Called by every process."""
     if accelerator.num_processes == 1:
         raise UserError("features.kind: sharded needs several processes; launch them, or use features.kind=process")
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
@@ -55,7 +55,7 @@ def _copy(
     accelerator: Accelerator,
     say: Say,
 ) -> Callable[[], FrozenTarget] | None:
-    """The way to a whole copy on the main process, if there is room."""
+    """Return a function that loads a whole copy of the target, or None if the main process has no room for it."""
     if on_main(accelerator, lambda: has_room(target)):
         say("tau is measured on the main process, by a whole copy of the target that is loaded for it")
         return lambda: load()[0]

@@ -1,4 +1,4 @@
-"""The features that a server computes, checked against the target before they are trained on."""
+"""Features that a server computes. They are checked against the target before training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,18 +18,18 @@ from train.launch import on_main
 
 CHECKED_ROWS = 8
 LARGEST_DISTANCE = 0.2
-"""Of states, as a share of their size: engines differ by some per cent in bfloat16."""
+"""Largest relative distance of hidden states. In bfloat16, engines differ by some per cent."""
 LARGEST_DIFFERENCE = 0.1
-"""Mean of log-probabilities' differences."""
+"""Largest mean difference of log-probabilities."""
 
 
 class ServedFeatures(FeatureSource):
-    """Features from a vLLM server, asked for ahead of the steps."""
+    """Features from a vLLM server, requested ahead of the steps."""
 
     def __init__(
         self, target: FrozenTarget, settings: VllmFeatures, rows_of_step: int, accelerator: Accelerator, **own: Any
     ) -> None:
-        """`rows_of_step`: those of one process."""
+        """`rows_of_step`: the rows of one process in a step."""
         super().__init__(target, **own)
         if target.start_token is not None or target.is_recurrent:
             raise UserError(f"{target.name}: vLLM does not extract its states; use features.kind=process")
@@ -42,7 +42,7 @@ class ServedFeatures(FeatureSource):
         target.remote = self.fetch
 
     def open_server(self, aux_layer_ids: Sequence[int]) -> HiddenStatesServer:
-        """The server, once the layers that the head reads are known."""
+        """Return the server, and open it at the first call. `aux_layer_ids`: the layers that the head reads."""
         if self.server is None:
             streams = sorted({*aux_layer_ids, self.target.num_layers})
             self.server = HiddenStatesServer(self.settings.url, streams, self.settings.in_flight)
@@ -55,7 +55,7 @@ class ServedFeatures(FeatureSource):
 
     @torch.no_grad()
     def fetch(self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]) -> Features:
-        """Features of packed rows, (B, T) each, on the target's device; zeros in the padding."""
+        """Return features of packed rows, (B, T) each, on the target's device. They are zero in the padding."""
         server, target = self.open_server(aux_layer_ids), self.target
         states = self.states(server, tokens.cpu(), documents.cpu())
         last = states[:, :, -1]
@@ -64,7 +64,8 @@ class ServedFeatures(FeatureSource):
         return Features(aux, hidden.masked_fill((documents < 0)[..., None], 0))
 
     def states(self, server: HiddenStatesServer, tokens: Tensor, documents: Tensor) -> Tensor:
-        """All streams (B, T, S, D) that the server gives for packed rows (B, T) on the CPU, on the target's device."""
+        """Return all streams (B, T, S, D) from the server, on the target's device, for packed rows (B, T) on the
+        CPU."""
         whole: Tensor | None = None
         for row, place, part in documents_of(tokens, documents):
             found = server.take(part).to(self.target.device)
@@ -75,8 +76,8 @@ class ServedFeatures(FeatureSource):
         return whole
 
     def check(self, mixture: Mixture, aux_layer_ids: Sequence[int]) -> None:
-        """Compare what the server gives for some rows with the target itself, if there is room for a copy, else with
-        the server's own log-probabilities. UserError for other layers, or states behind the final norm."""
+        """Compare the server's states for some rows with those of a copy of the target or, without room for one, with
+        the server's own log-probabilities. UserError for other layers, or for states after the final norm."""
 
         def act() -> None:
             rows = mixture.rows(range(CHECKED_ROWS))
@@ -102,7 +103,7 @@ class ServedFeatures(FeatureSource):
             raise
 
     def _compare(self, server: HiddenStatesServer, whole: FrozenTarget, rows: Rows) -> None:
-        """Each stream must be nearest to its own layer's, and near."""
+        """Raise UserError unless each stream is closest to the target's stream of the same layer, and close to it."""
         n, kept = whole.num_layers, rows.documents >= 0
         known = sorted({k + step for k in server.streams for step in (-1, 0, 1)} & set(range(n + 1)))
         batch = [part.to(whole.device) for part in (rows.tokens, rows.positions, rows.documents)]
@@ -120,7 +121,8 @@ class ServedFeatures(FeatureSource):
                 raise self._wrong(server, f"what {names[own]} is {float(apart[own]):.0%} from the target's own")
 
     def _compare_logits(self, server: HiddenStatesServer, rows: Rows) -> None:
-        """Our final norm and output head must make the server's log-probabilities of its states."""
+        """Raise UserError unless our final norm and output head turn the server's states into its own
+        log-probabilities."""
         target = self.target
         apart = []
         for _, _, tokens in documents_of(rows.tokens, rows.documents):

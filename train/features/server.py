@@ -1,13 +1,14 @@
-"""Features from a vLLM server: `extract_hidden_states` with its ExampleHiddenStatesConnector.
+"""A client for features from a vLLM server with `extract_hidden_states` and its ExampleHiddenStatesConnector.
 
-A document is sent as token ids with one token to generate. The server writes the document's hidden states to a file in
-a folder that both see, and names it in the answer:
+A document is sent as token ids, with one token to generate. The server writes the document's hidden states to a file in
+a shared folder. Its answer contains the path. The file has:
 
     hidden_states (T, S, D)    the streams that enter the layers eagle_aux_hidden_state_layer_ids, ascending
     token_ids (T,)
 
-Stream n, the number of layers, is the last layer's output before the final norm, which is applied here. Positions begin
-at 0 for the server; rotary attention does not see that a later part of a long conversation has others.
+Stream n, where n is the number of layers, is the last layer's output before the final norm; the norm is applied here.
+The server counts positions from 0. A later part of a long conversation has larger positions, which makes no difference
+to rotary attention.
 
 Letters: T tokens of a document, S streams, D hidden.
 """
@@ -32,14 +33,14 @@ from heads.errors import first_line
 from train.http_client import PATIENCE, Fault, HTTPClient
 
 SECONDS = 600.0
-"""Longest wait for the states of a document."""
+"""Time limit of a request for the states of a document."""
 
 
 class HiddenStatesServer:
-    """Requests for hidden states, at most `in_flight` at a time, made by an event loop in a thread of its own."""
+    """A client that requests hidden states, at most `in_flight` at a time, in an event loop in its own thread."""
 
     def __init__(self, url: str, streams: Sequence[int], in_flight: int, patience: float = PATIENCE) -> None:
-        """`streams`: ascending, those that the server was started for."""
+        """`streams`: the streams for which the server was started, ascending."""
         self.http = HTTPClient(url, patience=patience)
         self.streams, self.model, self.closed = list(streams), "", False
         self.asked: dict[bytes, list[Future[Tensor]]] = defaultdict(list)
@@ -49,13 +50,13 @@ class HiddenStatesServer:
         self.thread.start()
 
     def ask(self, tokens: Tensor) -> None:
-        """Ask for the states of a document, tokens (T,) int64 on the CPU."""
+        """Request the states of a document with tokens (T,) int64 on the CPU. Do not wait for them."""
         future = asyncio.run_coroutine_threadsafe(self._states(tokens.tolist()), self.loop)
         self.asked[tokens.numpy().tobytes()].append(future)
 
     def take(self, tokens: Tensor) -> Tensor:
-        """Wait for the states (T, S, D) of a document, which is asked for now if it was not. They are mapped from the
-        server's file, which is deleted. UserError without an answer."""
+        """Wait for the states (T, S, D) of a document, and return them. Request them first if `ask` has not. They are
+        memory-mapped from the server's file, which is deleted. UserError without an answer."""
         key = tokens.numpy().tobytes()
         if key not in self.asked:
             self.ask(tokens)
@@ -65,7 +66,7 @@ class HiddenStatesServer:
         return first.result()
 
     def log_probabilities(self, tokens: Tensor) -> Tensor:
-        """The server's own log-probabilities (T - 1,) of the tokens of a document from the second on."""
+        """Return the server's own log-probabilities (T - 1,) of a document's tokens from the second on."""
         asked = self.http.patiently(partial(self._complete, tokens.tolist(), prompt_logprobs=0))
         answer = asyncio.run_coroutine_threadsafe(asked, self.loop).result()
         with suppress(Fault):
@@ -79,7 +80,7 @@ class HiddenStatesServer:
             raise self.http.error("its answer lacks prompt_logprobs; serve the target with a stock vLLM") from None
 
     def close(self) -> None:
-        """Drop what was asked for. Documents that are with the server are waited for: their files have to go."""
+        """Drop pending requests. Wait for requests in flight, since their files have to be deleted."""
 
         async def end() -> None:
             self.closed, self.http.patience = True, 0.0
@@ -116,7 +117,7 @@ class HiddenStatesServer:
         return await self.http.send("/v1/completions", body, SECONDS)
 
     def _read(self, answer: Any) -> dict[str, Tensor]:
-        """Map the tensors of the file that an answer names, and delete it. Waits until it is whole."""
+        """Memory-map the tensors of the file that an answer names, once it is complete, and delete the file."""
         try:
             file = Path(answer["kv_transfer_params"]["hidden_states_path"])
         except (LookupError, TypeError):
@@ -127,8 +128,8 @@ class HiddenStatesServer:
         try:
             if lock.exists():
                 with lock.open() as held:
-                    fcntl.flock(held, fcntl.LOCK_SH)  # the server's writer holds it until the file is whole
-            with file.open("rb"):  # whose errors tell more than safetensors' own
+                    fcntl.flock(held, fcntl.LOCK_SH)  # the server's writer holds it until the file is complete
+            with file.open("rb"):  # its errors say more than safetensors' own
                 return load_file(file)
         except (OSError, SafetensorError) as error:
             if isinstance(error, PermissionError) or not file.parent.is_dir():
@@ -143,7 +144,7 @@ class HiddenStatesServer:
 
 
 def documents_of(tokens: Tensor, documents: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
-    """(row, slice, tokens) of each document of packed rows (B, T) on the CPU."""
+    """Yield (row, slice, tokens) of each document in packed rows (B, T) on the CPU."""
     for row, numbers in enumerate(documents):
         kept, sizes = torch.unique_consecutive(numbers, return_counts=True)
         begin = 0

@@ -1,4 +1,4 @@
-"""A recipe's `features`: one section of settings for each place where the target may compute."""
+"""A recipe's `features`: one section of settings for each place where the target can run."""
 
 from typing import Annotated, Literal
 
@@ -19,31 +19,31 @@ class ShardedFeatures(Settings):
     """The processes of the launch share the target's decoder layers."""
 
     kind: Literal["sharded"]
-    """Each process holds its share of every layer, which all gather while it computes (FSDP)."""
+    """Each process holds its shard of every layer. All processes gather a layer while it computes (FSDP)."""
 
 
 class VllmFeatures(Settings):
-    """A vLLM server with `extract_hidden_states` computes the features; train/README.md has its command."""
+    """A vLLM server with `extract_hidden_states` computes the features. train/README.md has its command."""
 
     kind: Literal["vllm"]
     """The processes of the launch hold the target's embedding, final norm and output head."""
     url: Url
     """Address of the server, such as `http://localhost:8000`. Its storage folder has the same path on this machine."""
     in_flight: Annotated[int, Field(ge=1, le=4096)] = 32
-    """Documents that each process has asked for ahead of its steps."""
+    """Number of documents that each process requests ahead of its steps."""
 
 
 class CacheFeatures(Settings):
-    """A folder that `scripts/cache_features.py` has filled."""
+    """The features are read from a folder that `scripts/cache_features.py` has filled."""
 
     kind: Literal["cache"]
     """The processes of the launch hold the target's embedding, final norm and output head."""
     folder: Name
-    """The folder."""
+    """Path of the folder."""
     dtype: Literal["fp8", "bfloat16", "float32"] = "fp8"
-    """Number type of the features in it. `fp8`: e4m3, with a scale for each token and layer."""
+    """Dtype of the stored features. `fp8`: e4m3, with a scale for each token and layer."""
     filled_by: Annotated[ProcessFeatures | VllmFeatures, Field(discriminator="kind")] = ProcessFeatures(kind="process")
-    """Where the target computes while the folder is filled."""
+    """Where the target runs while the folder is filled."""
 
 
 AnyFeatures = Annotated[ProcessFeatures | ShardedFeatures | VllmFeatures | CacheFeatures, Field(discriminator="kind")]

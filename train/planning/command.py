@@ -1,4 +1,4 @@
-"""`--plan` of the training entries: what a run would take, printed, without its weights or data."""
+"""The option `--plan` of the training entries: it prints the resources of a run without loading weights or data."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from train.run import recipe_of
 
 GIB = 2**30
 TFLOPS = 0.4 * 989
-"""40% of an H100's dense bfloat16 products."""
+"""40% of the dense bfloat16 peak of an H100."""
 NAMES = {
     "target": "target",
     "head": "head, float32",
@@ -26,7 +26,7 @@ NAMES = {
 
 
 def plan(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
-    """Print the plan of a recipe for train/NAME.py; the exit status is 0 if it fits or not."""
+    """Print the plan of a recipe for train/NAME.py. The exit status is 0, whether the run fits or not."""
     options = parse_arguments(arguments)
     recipe = recipe_of([options.recipe, *options.overrides], name, kinds)
     launch = Launch(options.processes, options.sharing, options.features or recipe.features.kind, options.memory)
@@ -37,7 +37,7 @@ def plan(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The recipe, its overrides, and the options of a plan."""
+    """Parse the recipe, its overrides, and the options of a plan."""
     parser = Parser("Plan a run.")
     add: Any = parser.add_argument
     add("recipe")
@@ -52,7 +52,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _launched() -> str:
-    """The sharing that `accelerate launch` asked for."""
+    """Return the sharing mode of `accelerate launch`."""
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
     return ("zero3" if stage == "3" else "zero2") if wanted_mode() == "deepspeed" else wanted_mode()
 
@@ -68,7 +68,7 @@ def _positive(text: str) -> float:
 
 
 def lines(made: Plan, rates: Sequence[float]) -> list[str]:
-    """The plan as text; `rates`: 10^12 operations a second of a device, to count hours by."""
+    """Return the plan as lines of text. `rates`: speeds of a device in TFLOP/s, each for an estimate of the hours."""
     recipe, launch, head, target = made.recipe, made.launch, made.head, made.target
     train, T = recipe.train, recipe.data.context_length
     device, whole, memory = made.device(), made.device_bytes(), launch.memory_bytes

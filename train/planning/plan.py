@@ -1,4 +1,4 @@
-"""The figures of a training run before it starts: bytes by place, tokens, operations and hours."""
+"""The plan of a training run: memory and disk in bytes, tokens, operations and hours."""
 
 import math
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from train.recipe import Recipe
 from train.step import rows_per_step
 
 TOKEN_BYTES = sum(np.dtype(TYPES[part]).itemsize for part in ("tokens", "labels"))
-"""Of a tokenised token on disk."""
+"""Bytes on disk of a tokenised token with its label."""
 ANSWER_BYTES = 9
-"""Of a token of an answer on disk: as it was given, and in the documents with its label."""
+"""Bytes on disk of a token of an answer: in the store of answers, and in the documents with its label."""
 FEATURE_BYTES = 2
-"""Of one number in a cache of features."""
+"""Bytes of one number in a cache of features: those of bfloat16, whatever `features.dtype` is."""
 LIBRARIES = 2**30
 """Host memory of a process that has imported torch, transformers and accelerate."""
 PER_NODE = 8
-"""Most processes of one node, a device each."""
+"""Maximum number of processes on one node, one per device."""
 
 
 SHARINGS = {
@@ -32,24 +32,24 @@ SHARINGS = {
     "zero2": "working copy of the head",
     "zero3": "gathered weights",
 }
-"""Divisions of the head's training state among the processes of a launch, each with the whole copy that a process holds
-beside its part when there are several."""
+"""Ways to share the head's training state between processes, each with the copy that every process of several holds
+in addition to its part."""
 STATE = ("head", "gradients", "optimizer")
-"""Rows of the plan of which each process holds its share; with ddp, all of them."""
+"""Rows of the plan that are sharded over the processes. With ddp, each process holds all of them."""
 FEATURES = ("process", "sharded", "vllm", "cache")
-"""Places of the target: whole in each process; its layers divided among them; a server; a folder made before. With the
-last two a process holds embeddings, final norm and output head alone."""
+"""Places of the target: whole in each process, its layers sharded over the processes, on a server, or in a filled
+folder. In the last two cases a process holds only the embeddings, the final norm and the output head."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The machines of a plan."""
+    """The launch for which a run is planned."""
 
     processes: int = 1
     sharing: str = "ddp"
     features: str = "process"
     memory: float | None = None
-    """GiB of a GPU. None: the device of this machine."""
+    """Memory of a GPU in GiB. None: plan for this machine's device."""
 
     @property
     def device(self) -> str:
@@ -57,13 +57,13 @@ class Launch:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one device; on a CPU, all memory of this machine."""
+        """Bytes of memory of one device. On a CPU: all memory of this machine."""
         if self.memory is not None:
             return round(self.memory * 2**30)
         return total_memory(torch.device(self.device))
 
     def bf16(self, precision: str) -> bool:
-        """True if products are in bfloat16."""
+        """Return True if matrix products are in bfloat16."""
         if precision != "auto":
             return precision == "bf16"
         return self.memory is not None or fastest_dtype(torch.device(self.device)) == torch.bfloat16
@@ -71,7 +71,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe's counts, and what follows from them for a launch."""
+    """The counts of a recipe, and the resources that follow from them for a launch."""
 
     recipe: Recipe
     launch: Launch
@@ -79,7 +79,7 @@ class Plan:
     head: HeadCount
 
     def target_bytes(self) -> int:
-        """Of the target on one device."""
+        """Return the bytes of the target on one device."""
         match self.launch.features:
             case "process":
                 return self.target.bytes
@@ -90,7 +90,7 @@ class Plan:
                 return self.target.end_bytes
 
     def device(self) -> dict[str, int]:
-        """Bytes on one device, by row of the plan."""
+        """Return the bytes on one device, by row of the plan."""
         head, launch = self.head, self.launch
         parts = 1 if launch.sharing == "ddp" else launch.processes
         rows = {"target": self.target_bytes()}
@@ -104,14 +104,14 @@ class Plan:
         return rows
 
     def target_activations(self) -> int:
-        """Of one micro-batch's forward pass, where a process makes it."""
+        """Return the target's bytes of activations for one micro-batch, 0 if it runs outside the processes."""
         return self.target.activations if self.launch.features in ("process", "sharded") else 0
 
     def device_bytes(self) -> int:
         return sum(self.device().values())
 
     def host(self) -> dict[str, int]:
-        """Bytes of host memory, of a process and of a node, at the peak."""
+        """Return the peak bytes of host memory, of a process and of a node."""
         loaded = self.target.bytes if self.launch.features == "process" else self.target_bytes()
         written = 2 * self.head.checkpoint  # as tensors and as the bytes of a file
         beside = self.device_bytes() if self.launch.device == "cpu" else 0
@@ -119,8 +119,8 @@ class Plan:
         return {"process": process, "node": process * min(self.launch.processes, PER_NODE)}
 
     def answer_tokens(self) -> int:
-        """Tokens of the target's answers that are made first, at most: those of a conversation are all but the last in
-        its longest prompt."""
+        """Return the maximum number of tokens of the target's answers, which are generated before training. All answers
+        of a conversation except the last are in its longest prompt."""
         made, data = self.recipe.data.regenerate, self.recipe.data
         if made is None:
             return 0
@@ -128,12 +128,12 @@ class Plan:
         return made.prompts * (before + made.new_tokens)
 
     def data_tokens(self) -> int | None:
-        """Tokens of the training data, at most, where the recipe says how many there are."""
+        """Return the maximum number of tokens of the training data, or None if the recipe does not determine it."""
         made = self.recipe.data.regenerate
         return made.prompts * (made.prompt_tokens + made.new_tokens) if made is not None and made.share == 1 else None
 
     def disk(self) -> dict[str, int]:
-        """Bytes on disk, by what they are."""
+        """Return the bytes on disk, by row of the plan."""
         keep = min(self.recipe.train.keep_checkpoints, -(-self.steps // self.recipe.train.checkpoint_every))
         rows = {f"{keep} checkpoints, and one being written": (keep + 1) * self.head.checkpoint}
         rows["the head's folder"] = self.head.copy_bytes
@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def step_tokens(self) -> int:
-        """Of one optimizer step of all processes."""
+        """Tokens of one optimizer step over all processes."""
         length = self.recipe.data.context_length
         return rows_per_step(self.recipe.train, length, self.launch.processes) * length
 
@@ -162,16 +162,16 @@ class Plan:
         return self.steps * self.step_tokens
 
     def flops_per_token(self) -> tuple[float, float]:
-        """Return those of the target's forward pass and of the head's step, on these devices."""
+        """Return the operations per token of the target's forward pass and of the head's step, on these devices."""
         elsewhere = self.launch.features in ("vllm", "cache")
         return 0.0 if elsewhere else float(self.target.flops), self.head.flops
 
     def hours(self, tflops: float) -> float:
-        """Hours of the steps, at so many 10^12 operations a second of each device."""
+        """Return the hours that all steps take if each device computes at `tflops` TFLOP/s."""
         return self.tokens * sum(self.flops_per_token()) / (tflops * 1e12 * self.launch.processes) / 3600
 
     def advice(self) -> list[tuple[str, int]]:
-        """Changes that take less memory, each by itself, and the bytes on one device that they leave."""
+        """Return changes that save memory, each with the bytes on one device after this change alone."""
         rows, whole, launch, train = self.device(), self.device_bytes(), self.launch, self.recipe.train
         found: list[tuple[str, int]] = []
         if train.batch_size > 1:
@@ -182,7 +182,7 @@ class Plan:
             length = self.recipe.data.context_length
             found.append((f"data.context_length={length // 2}", whole - rows["activations"] // 2))
         if self.recipe.target.adapter is not None:
-            return found  # the rest divides what an adapter needs whole
+            return found  # an adapter rules out the other changes, which shard or quantise
         small = self.target.int8_bytes
         if small is not None and small < self.target.bytes and launch.features == "process":
             found.append(("target.quantize=int8", whole - self.target.bytes + small))
@@ -202,7 +202,7 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, launch: Launch) -> Plan:
-    """Count a recipe for a launch. UserError for one that the run would refuse, too."""
+    """Return the plan of a recipe for a launch. UserError for a launch that the run would also refuse."""
     train = recipe.train
     if recipe.target.adapter is not None and (launch.sharing, launch.features) != ("ddp", "process"):
         raise UserError(

@@ -1,8 +1,8 @@
-"""Tensors without values: what a training step allocates and computes, counted without doing it.
+"""Tensors without values, to count what a training step allocates and computes without running it.
 
-Inside `Shapes` a number has a shape and no value. Token ids, masks and positions, which decide how many rows a loss
-reads, are real. Every operation is counted as the CPU's path makes it: live bytes of storages, their peak, and the
-operations of matrix products and attention by torch's own formulas.
+Inside `Shapes`, floating-point tensors have shapes but no values. Token ids, masks and positions are real, since they
+determine how many rows a loss reads. Operators are counted as on a CPU: the live bytes of storages, their peak, and the
+operations of matrix products and attention, from torch's formulas.
 """
 
 import weakref
@@ -28,23 +28,23 @@ FORMULAS: dict[Any, Callable[..., int]] = {
         grad.shape, q.shape, k.shape, v.shape
     ),
 }
-"""Operations of an operator by its arguments: torch's, and those that it lacks."""
+"""Formulas for the operations of an operator from its arguments: torch's own, and two that torch lacks."""
 
 
 class Shapes(TorchDispatchMode):
-    """A mode in which tensors of numbers have no values, and a count of what was asked for in it."""
+    """A mode in which floating-point tensors have no values. It counts their bytes and operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.live = self.peak = 0
-        """Bytes of the tensors made in it that still exist, and the most since `restart`."""
+        """Bytes of all living tensors that were created in this mode, and their maximum since `restart`."""
         self.flops = 0
-        """Operations of products since `restart`, a multiplication and an addition being two."""
+        """Operations since `restart`. A multiplication and an addition count as two."""
         self.storages: dict[int, weakref.ref[Any]] = {}
 
     def restart(self) -> int:
-        """Begin to watch the peak and the operations anew; -> the bytes in use now."""
+        """Reset the peak and the operations, and return the bytes that are in use now."""
         self.peak, self.flops = self.live, 0
         return self.live
 
@@ -53,13 +53,13 @@ class Shapes(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         without_values = any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in given)
         if without_values and func is ITEM:
-            return 1.0  # scales of initial weights, which count for nothing here
+            return 1.0  # scales of initial weights, whose values do not matter here
         if without_values and func is EQUAL:
-            return True  # asked of the target's tables in a head's files alone, where they are its own as a rule
+            return True  # only compares a head file's copy of the target's tables, which is usually equal
         if without_values or (not given and _makes_numbers(func, kwargs)):
             with self.fake:
                 out = func(*args, **kwargs)
-            self.fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # modules it refers to cannot be moved
+            self.fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # modules in the memo could not be moved
         else:
             out = func(*args, **kwargs)
         if (formula := FORMULAS.get(func._overloadpacket)) is not None:
@@ -84,8 +84,8 @@ class Shapes(TorchDispatchMode):
 
 
 def _makes_numbers(func: Any, kwargs: dict[str, Any]) -> bool:
-    """True for an operation that makes floating-point numbers of nothing; draws by a generator place real rows, and
-    ranges are token ids or positions."""
+    """Return True for an operator that creates floating-point numbers without input tensors. Draws with a generator
+    choose real rows, and ranges are token ids or positions, so these keep their values."""
     if func._overloadpacket is aten.arange:
         return False
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
