@@ -213,7 +213,7 @@ class Candidates:
         return str(candidate.shape)
 
     def _outcomes(self, candidate: Decoder, rounds: int, seconds: float) -> Span:
-        """Return the measurements of the last rounds, with the tokens tested and accepted at each depth. If all tested
+        """Return the measurements of the last rounds, with tokens tested and accepted at each depth. If all verified
         tokens of a shortened chain were accepted, the next token counts as tested although it was not verified."""
         state = candidate.state
         indices = self.before[:, None] + torch.arange(rounds, device=self.before.device)  # (B, R)
