@@ -1,9 +1,9 @@
-"""Prove on many prompts that a head's output is its target's own, token for token.
+"""Verify on many prompts that the output with a head is the target's own, token for token.
 
     python scripts/audit.py runs/quickstart
 
-Decodes every prompt plainly, and with every draft at every temperature and batch size; all must be plain decoding's
-tokens; an EOS ends no output. Exit status 1 on any divergence.
+Decodes every prompt plainly and with every draft at every temperature and batch size. All must emit the same tokens as
+plain decoding. An EOS does not end an output. Exit status: 1 if any token differs.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from eval.command import Parser, add_head_options, counts, exit_status, temperat
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Compare every token with plain decoding's.")
     add_head_options(parser)
     add = parser.add_argument

@@ -1,10 +1,10 @@
-"""Gain of C on this CPU: each piece of a round by the backends `cpu` and `torch`, in turns.
+"""Measure the gain from C kernels on this CPU: time each piece of a round with the backends `cpu` and `torch` in turns.
 
     python scripts/bench_backends.py recipes/quickstart/target
     python scripts/bench_backends.py recipes/quickstart/target --shape 0.4b      # random weights of that shape
 
-The heads are untrained, of the quickstarts' sizes: time does not depend on weights. What gives less than
-1.3x, or a twentieth of a round, need not be C.
+The heads are untrained and have the sizes of the quickstarts, because time does not depend on weights. A piece whose
+gain is less than 1.3x, or less than a twentieth of a round, need not be in C.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BACKENDS = ("cpu", "torch")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Each piece of a round in C and in torch's operations.")
     parser.add_argument("target", help="a folder or hub id")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="take random weights of that shape")
@@ -46,7 +46,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Time both backends and print the ratios."""
+    """Time both backends, and print the ratios."""
     options = parse_arguments(arguments)
     import torch
 
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def open_heads(path: str, shape: str | None) -> tuple[Any, dict[str, Any]]:
-    """Return the target and new heads for it."""
+    """Return the target, and new heads for it by kind."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -88,7 +88,7 @@ def open_heads(path: str, shape: str | None) -> tuple[Any, dict[str, Any]]:
 
 
 def open_pieces(target: Any, heads: dict[str, Any]) -> dict[str, dict[str, Callable[[], float]]]:
-    """Return calls by name and backend, each of which returns its seconds."""
+    """Return functions by name and backend. Each runs its piece and returns the seconds."""
     from eval.runtime.engine import Engine, EngineOptions, Request
     from eval.runtime.sampling import Sampling
     from heads.tree import ROOT_ONLY, parse_shape
@@ -107,7 +107,7 @@ def open_pieces(target: Any, heads: dict[str, Any]) -> dict[str, dict[str, Calla
 
 
 def phases(decoder: Any) -> dict[str, Callable[[], float]]:
-    """A round and its phases, each from the same state."""
+    """Return functions that time a round or one of its phases, each from the same state."""
     import torch
 
     held = [x for x in (*vars(decoder.state).values(), *vars(decoder.head_state or decoder).values())]

@@ -1,8 +1,8 @@
-"""The engine's plain decoding against `transformers` generate: same model, same prompts, batch 1, greedy, in turns.
+"""Compare the engine's plain decoding with `generate` of transformers: greedy, batch 1, the same prompts in turns.
 
     python scripts/bench_generate.py recipes/quickstart/target
 
-This is the baseline of every speedup here, so it must not be slow: at least as fast as the library's own loop.
+Plain decoding is the baseline of every speedup, so it must be at least as fast as the library's own loop.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from eval.command import Parser, add_target_options, count, exit_status
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Plain decoding here against transformers generate.")
     parser.add_argument("target", help="a folder or a hub id")
     add_target_options(parser)

@@ -1,6 +1,8 @@
-"""Every kernel at a big model's shape: bytes, the time they take at the measured bandwidth, its own, and the ratio.
+"""Time every kernel at a big model's shape, and compare it with the time to move its bytes at the measured bandwidth.
 
-python scripts/bench_kernels.py --shape llama-3.1-8b --rows 1 8 32 --length 2048
+    python scripts/bench_kernels.py --shape llama-3.1-8b --rows 1 8 32 --length 2048
+
+Prints for each kernel its bytes, its floor (the time for the bytes alone), its own time, and the ratio. Needs a GPU.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from scripts.grown.shapes import SHAPES
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Kernels beside their floors.")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
     parser.add_argument("--rows", type=count, nargs="+", default=[1, 8, 16, 32, 64], help="of a step")

@@ -1,11 +1,10 @@
-"""Time of a training step's loss: the gradients of `kl` and `total_variation` as they are written out in
-`heads.losses`, and by autograd; its matrix products by oneDNN, and by `@`.
+"""Time two forms of a training step's loss: explicit gradients or autograd, and products with oneDNN or `@`.
 
     python scripts/bench_losses.py --repeats 30
 
-At the quickstart's size. Each repeat runs both forms, one after the other. The least time of each counts, so that other
-work on the machine matters less. A form that costs code is worth having from a ratio of 1.3 on. The gradients cost
-none.
+The gradients are those of `kl` and `total_variation` in `heads.losses`, at the size of the quickstart. Each repeat runs
+both forms, one after the other. The minimum time of each counts, so that other work on the machine matters less. A form
+that needs more code is worth it if the ratio is at least 1.3. The explicit gradients need no more code.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from eval.command import Parser, count, exit_status
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Compare the forms of the loss: of its gradient, and of its products.")
     parser.add_argument("--repeats", type=count, default=30, help="of each form")
     return parser.parse_args(arguments)
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(what: str, repeats: int, **forms: Callable[[], Any]) -> None:
-    """Print the least time of two forms that compute the same."""
+    """Check that two forms compute the same, and print the minimum time of each and their ratio."""
     from torch.testing import assert_close
 
     (first, one), (second, other) = forms.items()

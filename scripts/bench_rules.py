@@ -1,10 +1,10 @@
-"""Tokens a round of every acceptance rule, for one head, on every tree that the rule can judge.
+"""Measure tokens per round of every acceptance rule, for one head, on every tree that the rule can judge.
 
     python scripts/bench_rules.py runs/quickstart --num-prompts 64 --seeds 4 --out eval/results/rules.json
 
-Every prompt is sampled under every rule, by several seeds. tau is tokens per round; rules are compared on the same
-tree, pairwise over prompts. On chains `block` and `ratio` are also compared on the very same drafts: what each of them
-would emit of a chain on average, chance of the tests taken out, is a sum over its nodes.
+Every prompt is sampled under every rule with several seeds. tau is tokens per round. Rules are compared on the same
+tree, paired over prompts. On chains, `block` and `ratio` are also compared on the same drafts, by the expected number
+of tokens that each rule emits. It is a sum over the nodes of the chain, so it is free of the noise of the tests.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from eval.command import Parser, add_head_options, count, exit_status, trees
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Compare the acceptance rules for a head: tokens emitted a round.")
     add_head_options(parser)
     add = parser.add_argument

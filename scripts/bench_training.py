@@ -1,14 +1,15 @@
-"""Time and memory of one EAGLE-3 training step: ours, ours with recomputation, and one that keeps whole logits.
+"""Measure time and memory of an EAGLE-3 training step: ours, ours with recomputation, and one that keeps whole logits.
 
     python scripts/bench_training.py                 # D 256, V 32,000, Vd 8,192, T 512, 7 steps, float32, AdamW
     python scripts/bench_training.py --device cuda
 
-All run the same head on the same random features, forward, backward and AdamW, with all labels and with half of them.
-The plain step does what the formula says: the target's logits for every token, its distribution over the draft
-vocabulary, and the draft's logits of every step kept for the backward pass. Each variant runs in a process of its own,
-several times in turn with the others; the median step counts. Memory is the peak above what stands before the step
-(weights, features, optimizer state). Their losses must agree. Last comes a count by tensors without data: what the
-steps of the training-time test keep for the backward pass at the shape of an 8B target.
+All variants run the same head on the same random features (forward, backward and AdamW), with all labels and with half
+of them. The plain variant follows the formula: it computes the target's logits for every token and its distribution
+over the draft vocabulary, and saves the draft's logits of every step for the backward pass. Each variant runs several
+times, in turn with the other variants and each time in a new process. The median step counts. Memory is the peak above
+the memory before the step (weights, features, optimizer state). All losses must agree. At the end the script prints
+the bytes that the steps of the training-time test save for the backward pass at the shape of an 8B target, counted on
+tensors without data.
 """
 
 import argparse
@@ -24,7 +25,7 @@ LABELS = ("all", "half")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Time and memory of a training step, against whole logits.")
     add: Any = parser.add_argument
     add("--tokens", type=count, default=512, help="T, of one packed row")

@@ -1,8 +1,9 @@
-"""Fill a folder with the features that a recipe trains on: python scripts/cache_features.py RECIPE.yaml
-[key.sub=value ...].
+"""Write the target's features that a recipe trains on into a folder.
 
-The recipe says `features: {kind: cache, folder: FOLDER}`. Training by the same recipe then reads the folder, and needs
-the target's decoder layers no more. An interrupted filling goes on where it stopped.
+    python scripts/cache_features.py RECIPE.yaml [key.sub=value ...]
+
+The recipe contains `features: {kind: cache, folder: FOLDER}`. Training with the same recipe then reads the folder and
+does not need the target's decoder layers. If the script is interrupted, the same command continues where it stopped.
 """
 
 from collections.abc import Sequence

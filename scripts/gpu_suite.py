@@ -1,12 +1,12 @@
-"""Everything that only a GPU can show, in three commands of under ten minutes each and one record.
+"""Run all checks and measurements that need a GPU: three commands of under ten minutes each, with one record.
 
-    python scripts/gpu_suite.py checks  --out gpu.json    # tests/gpu, and texts against plain decoding
+    python scripts/gpu_suite.py checks  --out gpu.json    # tests/gpu, and outputs compared with plain decoding
     python scripts/gpu_suite.py rounds  --out gpu.json    # rounds at a big model's shape
-    python scripts/gpu_suite.py kernels --out gpu.json    # kernels beside their floors
+    python scripts/gpu_suite.py kernels --out gpu.json    # kernels compared with their floors
 
-Needs torch, triton, transformers and pytest (with pytest-xdist, or the checks take long), and no network. Each group of
-parts runs in a process of its own and writes into the record as it goes; whatever fails is written down beside what did
-not. Exit status: 0; 1 where a part failed; 2 with one line where there is no GPU.
+Needs torch, triton, transformers and pytest (also pytest-xdist, or the checks take long), and no network. Each group of
+parts runs in its own process and writes its results into the record as they come, failures included. Exit status: 0;
+1 if a part failed; 2, with one line, if there is no GPU.
 """
 
 import argparse
@@ -25,11 +25,11 @@ COMMANDS = {
     "rounds": ("compiled", "rounds"),
     "kernels": ("compiled", "kernels"),
 }
-"""The groups of each command, in order; `compiled` compiles the kernels ahead, in processes side by side."""
+"""Groups of each command, in order. `compiled` compiles the kernels ahead of time, in parallel processes."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Checks and measurements that need a GPU, in one record.")
     groups = sorted({group for names in COMMANDS.values() for group in names})
     parser.add_argument("command", choices=[*COMMANDS, *(group for group in groups if group not in COMMANDS)])

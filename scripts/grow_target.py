@@ -1,10 +1,10 @@
-"""Grow a small target, and heads of it, into the shape of a big model: the same function at the big model's cost.
+"""Grow a small target and its heads into the shape of a big model: the same function at the big model's cost.
 
     python scripts/grow_target.py recipes/quickstart/target runs/grown --shape 0.4b --heads runs/quickstart
     python eval/bench.py runs/grown/quickstart
 
-New width, attention heads and layers are zeros (`scripts/grown/target.py`). The grown model's logits are checked
-against the small one's before anything is kept; every report calls such a target grown.
+New width, attention heads and layers are zeros (`scripts/grown/target.py`). Before anything is saved, the grown model's
+logits are compared with those of the small model. Reports name such a target as grown.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from scripts.grown.shapes import SHAPES, ModelShape
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Grow a small target, and its head, into the shape of a big model.")
     add: Any = parser.add_argument
     add("target", help="a folder or hub id of a Llama-architecture model")

@@ -1,10 +1,12 @@
-"""Make a small real target from scratch: accelerate launch scripts/make_target.py recipes/quickstart/target.yaml
+"""Train a small target from scratch.
 
-A byte-level BPE and a Llama-architecture model, trained on the Python source of this machine with whole modules held
-out (`eval.benchmark.python_source`), and on conversations where the recipe names some. Larger ones, for a GPU:
-recipes/targets/*.yaml. Matrices are trained by Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon),
-embeddings and norms by AdamW. The run folder gets `model/` (bfloat16, with tokenizer and a README of what was measured)
-and `checkpoints/`; a run that was stopped goes on from the newest.
+    accelerate launch scripts/make_target.py recipes/quickstart/target.yaml
+
+Trains a byte-level BPE and a Llama-architecture model on the Python source of this machine, without the held-out
+modules (`eval.benchmark.python_source`), and on conversations if the recipe names some. recipes/targets/*.yaml are for
+larger targets on a GPU. Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) trains the matrices, and AdamW
+trains embeddings and norms. The run folder gets `model/` (bfloat16, with tokenizer and a README of the measurements)
+and `checkpoints/`. A run that was stopped continues from the newest checkpoint.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
-"""Publish a run's head on the Hugging Face Hub, with its model card, in one commit.
+"""Publish a run's head with its model card on the Hugging Face Hub, in one commit.
 
     python scripts/publish.py runs/quickstart OWNER/NAME [--private] [--revision BRANCH] [--license apache-2.0]
-    python scripts/publish.py runs/quickstart OWNER/NAME --dry-run        # what would be published; no network
+    python scripts/publish.py runs/quickstart OWNER/NAME --dry-run        # only list the files and print the card
 
-The commit holds the head's folder and the card, without the paths of this machine (`eval.reporting.publication`);
-every command that takes a head takes OWNER/NAME from then on. The card names the engines that serve the head, with
-their commands; a head that none serves, or that one would misread, is refused without --unserved. The token is the one
-of `hf auth login` or HF_TOKEN.
+The commit contains the head's files and the card, without paths of this machine (`eval.reporting.publication`). Every
+command that loads a head then accepts OWNER/NAME. The card lists the engines that serve the head, with their commands.
+A head that no engine serves, or that one would misread, is refused unless --unserved is given. The token is that of
+`hf auth login` or HF_TOKEN.
 """
 
 import argparse
@@ -20,21 +20,21 @@ from heads.target.hub import is_hub_id
 
 
 def hub_id(text: str) -> str:
-    """OWNER/NAME."""
+    """Parse OWNER/NAME."""
     if "@" in text or not is_hub_id(text):
         raise argparse.ArgumentTypeError(f"expected OWNER/NAME on the Hub, and no folder here, got {text!r}")
     return text
 
 
 def license_name(text: str) -> str:
-    """A license as the Hub names it, such as apache-2.0."""
+    """Parse a license in the Hub's spelling, such as apache-2.0."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", text):
         raise argparse.ArgumentTypeError(f"expected a license as the Hub names it, such as apache-2.0, got {text!r}")
     return text
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Publish a run's head with its model card on the Hugging Face Hub.")
     add = parser.add_argument
     add("run", type=Path, help="a run directory, or the head's folder in it")

@@ -1,4 +1,7 @@
-"""Write the tables of keys in recipes/README.md anew from the recipes' schemas: python scripts/recipe_keys.py"""
+"""Update the tables of keys in recipes/README.md from the recipes' schemas.
+
+python scripts/recipe_keys.py
+"""
 
 import argparse
 import sys
@@ -10,7 +13,7 @@ from train.usage import PAGE
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, which has no options."""
+    """Parse the command line, which has no options."""
     return Parser("Write the tables of keys in recipes/README.md anew.").parse_args(arguments)
 
 

@@ -1,7 +1,9 @@
-"""Let the target answer the prompts of a recipe: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...].
+"""Generate the target's answers to the prompts of a recipe, as training data.
 
-Writes OUTPUT_DIR/answers.jsonl, a record an answer: `text` (prompt and answer), `prompt_ids` and `answer_ids`. The
-answers are also kept beside the tokenised data, so no run asks the same target for them again.
+    python scripts/regenerate.py RECIPE.yaml [key.sub=value ...]
+
+Writes OUTPUT_DIR/answers.jsonl with one record per answer: `text` (prompt and answer), `prompt_ids` and `answer_ids`.
+The answers are also cached with the tokenised data, so that no run generates them again with the same target.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Put the modules of an MTP head into a copy of its target's checkpoint, in the place of the checkpoint's own.
+"""Replace the MTP modules in a copy of a target's checkpoint with those of an MTP head.
 
     python scripts/stitch.py runs/mtp CHECKPOINT_FOLDER OUT
 
-The copy is served, and loaded by transformers, as the checkpoint is; every tensor but the modules' is the checkpoint's
-byte for byte. The target is loaded once, to check that the head is of its weights. OUT is new, and written whole or not
-at all.
+Engines and transformers load the copy in the same way as the checkpoint. All other tensors are byte-for-byte those of
+the checkpoint. The target is loaded once, to check that the head was trained for its weights. OUT must be a new folder.
+It is written completely or not at all.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from heads.files import check_folder
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Put the modules of an MTP head into a copy of its target's checkpoint.")
     add = parser.add_argument
     add("head", help="run directory, folder or hub id of a head of kind mtp")

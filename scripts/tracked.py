@@ -1,10 +1,10 @@
-"""A measurement as a wandb run, and a sweep of them under a wandb server.
+"""Record a measurement as a wandb run, or run a sweep of measurements with a wandb server.
 
-    python scripts/tracked.py eval/bench.py --head=runs/quickstart --tree=chain:5    # what a sweep file's command runs
+    python scripts/tracked.py eval/bench.py --head=runs/quickstart --tree=chain:5    # the command in a sweep file
     python scripts/tracked.py --agent recipes/sweeps/quickstart-drafts.yaml          # wandb sweep, then wandb agent
 
-The first runs the program with its arguments and gives wandb the figures and charts of the report it leaves (in --out,
-else in runs/wandb/ID); with WANDB_MODE=disabled it only runs it. Exit status: the program's.
+The first form runs the program with its arguments and sends the figures and charts of its report (in --out, else in
+runs/wandb/ID) to wandb. With WANDB_MODE=disabled it only runs the program. The exit status is that of the program.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from heads.files import read_given
 
 
 def run_tracked(words: list[str]) -> int:
-    """Run a program that writes results.json into --out, as a wandb run: the program's exit status."""
+    """Run a program that writes results.json into --out, as a wandb run. Return the program's exit status."""
     if os.environ.get("WANDB_MODE") == "disabled":
         return subprocess.run([sys.executable, *words]).returncode
     given = next((Path(word.removeprefix("--out=")) for word in words if word.startswith("--out=")), None)
@@ -43,7 +43,7 @@ def run_tracked(words: list[str]) -> int:
 
 
 def start(words: list[str], folder: Path) -> Any:
-    """A wandb run whose config are the options; an agent's run where one started this process."""
+    """Start and return a wandb run. Its config are the options; in a sweep, it is the run of the agent."""
     import wandb
 
     from train.tracker import quiet_settings
@@ -63,7 +63,7 @@ def start(words: list[str], folder: Path) -> Any:
 
 
 def run_agent(file: Path, runs: int | None) -> int:
-    """Make a sweep of a file on the server, and work it off here."""
+    """Create a sweep from a file on the server, and run its settings here. Return the exit status."""
     import wandb
 
     read_sweep(file)
@@ -77,7 +77,7 @@ def run_agent(file: Path, runs: int | None) -> int:
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    """The command line of a sweep's start."""
+    """Parse the command line that starts a sweep."""
     parser = Parser("Start a wandb sweep of a file and work it off.")
     parser.add_argument("--agent", type=Path, required=True, help="a sweep file")
     parser.add_argument("--count", type=count, help="runs at most")
@@ -85,7 +85,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> int:
-    """A program's words, or --agent FILE."""
+    """Run a program with its arguments, or a sweep with --agent FILE. Return the exit status."""
     if words and not words[0].startswith("-"):
         return run_tracked(words)
     options = parse_arguments(words)

@@ -1,4 +1,4 @@
-"""The model card of a head: front matter that the Hub reads, and the measured figures in Markdown."""
+"""Model card of a head: front matter for the Hub, and the measured figures in Markdown."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,23 +15,23 @@ from heads.target.hub import is_hub_id, repo_and_revision
 CARD = "README.md"
 LIBRARY = "draftsmith"
 RIGHTS = ("license", "license_name", "license_link")
-"""The license keys of a model card on the Hub."""
+"""License keys of a model card on the Hub."""
 TASK = "text-generation"
 
 
 def check_card(folder: Path, name: str) -> None:
-    """Refuse a folder with a README.md that is not a report: the model card would replace it."""
+    """Raise UserError if a folder contains a README.md that is not a model card of ours, which would be replaced."""
     try:
         text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):  # none; or no path at all, which is said by who writes there
+    except (OSError, ValueError):  # no such file, or not a valid path: then writing to it raises the error
         return
     if f"library_name: {LIBRARY}" not in text:
         raise UserError(f"{name} {folder}: holds a {CARD} of something else, which is not to be replaced; name another")
 
 
 def model_card(results: Results, *, about: str = "", data: Mapping[str, Any] | None = None) -> str:
-    """Return the model card: front matter, the head, `about` it (Markdown, may be empty), and its figures. `data` are
-    further arguments of `front_matter`."""
+    """Return the model card: front matter, the head, the text `about` (Markdown, may be empty), and the figures. `data`
+    contains further arguments of `front_matter`."""
     name, kind = results["target"]["name"], results["head"]["kind"]
     sameness = "in distribution" if "kind" in results["exact"] else "token for token"
     intro = (
@@ -93,8 +93,8 @@ def front_matter(
     name: str | None = None,
     results: Results | None = None,
 ) -> str:
-    """Return YAML between two rules. A target that is a local folder is not named. `rights` are its license keys, and
-    `name` is the model name of the figures."""
+    """Return the YAML front matter. A target that is a local folder is not named. `rights`: the target's license keys;
+    `name`: name of the model in the figures."""
     repo, _ = repo_and_revision(target)
     figures = [] if results is None else eval_results(results)
     data = ModelCardData(
@@ -111,7 +111,7 @@ def front_matter(
 
 
 def eval_results(results: Results) -> list[EvalResult]:
-    """The tau of every setting over all prompts, and its speedup where that is exact and reliable."""
+    """Return tau of every setting over all prompts, and its speedup if that is exact and reliable."""
     prompts = ", ".join(format.short_name(name) for name in results["settings"]["prompts"].split(","))
     undisturbed = format.busy_warning(results["measurements"]) is None
     found = []

@@ -1,4 +1,4 @@
-"""The charts of reports: of one head, of its training, and of several heads side by side."""
+"""Charts of reports: of one head, of its training, and of several heads side by side."""
 
 import math
 from collections.abc import Sequence
@@ -24,18 +24,18 @@ LETTERS = 47
 ROW = 0.4
 """Height of a row with its label above, in inches."""
 GAP = 0.26
-"""Distance from a row up to its label, in rows."""
+"""Distance between a row and its label above, in rows."""
 CLEAR = {"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 1.0}
 """Background of a label that may overlap a line."""
 SPREAD = 0.7
-"""Width, in units of depth, over which settings of equal depth are spread; STEP apart if there is room."""
+"""Maximum width, in units of depth, over which settings of equal depth are spread. They are at most STEP apart."""
 STEP = 0.16
 LARGEST = 1e15
-"""Largest absolute value that is drawn; infinity is not."""
+"""Limit on the absolute values that are drawn. It excludes infinity."""
 MOST_POINTS = 300
 """Maximum number of points of a curve. Longer records are averaged."""
 KINDS = {"chain": "draft", "tree": "verify"}
-"""Kind of draft -> name of its colour."""
+"""Name of the colour of each kind of draft."""
 
 
 def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
@@ -167,7 +167,7 @@ def draw_acceptance(axes: Axes, *, alpha: Sequence[float | None]) -> None:
 
 
 def draw_positions(axes: Axes, *, bins: Sequence[Results]) -> None:
-    """Draw tau of each bin of positions as a dot on its interval."""
+    """Draw tau in each bin of positions as a dot on its interval."""
     for n, part in enumerate(bins):
         axes.plot([n, n], shared(part["mean"], part["ci95"]), color=COLOURS["accept"], lw=2.5)
         axes.plot(n, part["mean"], "o", color=COLOURS["accept"], ms=7)
@@ -194,7 +194,7 @@ def draw_tokens(axes: Axes, *, results: Results) -> None:
 
 
 def draw_bars(axes: Axes, ticks: range, values: Sequence[float], labels: Sequence[str], colour: str) -> None:
-    """Draw bars with their figures above, or with some of them if there are many."""
+    """Draw bars with their figures above them. If there are many bars, some have no figure."""
     every = math.ceil(len(ticks) / MOST_LABELS)
     bars = axes.bar(ticks, values, color=COLOURS[colour], width=0.64)
     shown = [label if n % every == 0 else "" for n, label in enumerate(labels)]
@@ -205,7 +205,7 @@ def draw_bars(axes: Axes, ticks: range, values: Sequence[float], labels: Sequenc
 
 
 def draw_round(axes: Axes, *, results: Results) -> None:
-    """Draw one round by phase, above the time that plain decoding takes for as many tokens."""
+    """Draw one round by phase, above the time that plain decoding takes for the same number of tokens."""
     tau, step = results["tau"]["mean"], results["speculative"]["plain_step_ms"]
     breakdown = results["speculative"]["breakdown_ms"]
     plain, whole = tau * step, sum(breakdown.values())
@@ -230,7 +230,7 @@ class Dot(NamedTuple):
     """A measured setting on an axis of depths."""
 
     at: float
-    """Depth of the draft, shifted slightly if other settings have the same."""
+    """Depth of the draft, shifted slightly if other settings have the same depth."""
     kind: str
     """One of KINDS."""
     figures: Results
@@ -242,7 +242,7 @@ class Curves:
 
     dots: list[Dot]
     model: dict[str, list[tuple[int, float]]]
-    """`chain` and `tree` -> (depth, speedup by the cost model), the best tree of each depth."""
+    """Pairs of depth and predicted speedup for `chain` and for `tree` (the best tree of each depth)."""
     plain_ms: dict[str, float]
 
 
@@ -267,7 +267,7 @@ def depth_curves(results: Results) -> Curves | None:
 
 
 def draw_depths(axes: Axes, *, curves: Curves) -> None:
-    """Draw speedup against the depth of the draft: measured, with intervals, and by the cost model."""
+    """Draw speedup against the depth of the draft: measured with intervals, and predicted by the cost model."""
     axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
     for kind, line in curves.model.items():
         depths, speeds = [depth for depth, _ in line], [speed for _, speed in line]
@@ -281,7 +281,7 @@ def draw_depths(axes: Axes, *, curves: Curves) -> None:
 
 
 def draw_latency(axes: Axes, *, curves: Curves) -> None:
-    """Draw the time between tokens against the depth of the draft; plain decoding is at 0."""
+    """Draw the time between tokens against the depth of the draft. Plain decoding is at 0."""
     axes.axhline(curves.plain_ms["p50"], color=COLOURS["faded"], lw=1, ls=":", zorder=0)
     marks = [(0.0, "faded", curves.plain_ms)]
     marks += [(dot.at, KINDS[dot.kind], dot.figures["speculative"]["token_ms"]) for dot in curves.dots]
@@ -295,7 +295,7 @@ def draw_latency(axes: Axes, *, curves: Curves) -> None:
 
 
 def mark_depths(axes: Axes, dots: Sequence[Dot], others: Sequence[int]) -> None:
-    """Draw the axis of the dots' depths and others, with room beside the first and the last, and the legend of
+    """Draw the axis of depths, which covers the dots and `others` with a margin at both ends, and the legend of
     colours."""
     first, last = min(others), max(*others, *(round(dot.at) for dot in dots))
     every = math.ceil((last - first + 1) / MOST_LABELS)
@@ -317,7 +317,7 @@ def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> No
 
 
 def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, dots: bool = False) -> None:
-    """Draw a figure over the training steps; with `dots`, each measurement, and a ring around the best."""
+    """Draw a figure over the training steps. With `dots`, mark each measurement, and draw a ring around the highest."""
     steps, values = zip(*thinned(points), strict=True)
     colour = COLOURS["accept" if dots else "draft"]
     axes.plot(steps, values, "o-" if dots else "-", color=colour, lw=1.8, ms=5)
@@ -335,7 +335,7 @@ def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, d
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """Return a curve of at most MOST_POINTS points, averaging neighbours."""
+    """Return a curve of at most MOST_POINTS points, by averaging neighbours."""
     size = math.ceil(len(points) / MOST_POINTS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [(fmean(step for step, _ in group), fmean(value for _, value in group)) for group in groups]

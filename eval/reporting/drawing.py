@@ -1,6 +1,7 @@
-"""Charts as files and inside a page: one drawing in matplotlib, written as PNG and SVG.
+"""Charts as files and inside a page: each is drawn once in matplotlib and written as PNG and SVG.
 
-Colours have names. A page defines each as a CSS variable, for light and dark; a file has those of `COLOURS` on white.
+Colours have names. A page defines each as a CSS variable, for light and dark mode. A file uses the values of `COLOURS`
+on white.
 """
 
 import io
@@ -41,7 +42,7 @@ STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": FONT_SIZE,
     "text.color": COLOURS["ink"],
-    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "text.parse_math": False,  # a dollar sign in a name does not start a formula
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": COLOURS["line"],
@@ -56,7 +57,7 @@ STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
     "figure.constrained_layout.h_pad": 0.08,
     "figure.constrained_layout.w_pad": 0.06,
-    "svg.fonttype": "none",  # text stays text: found by a search, and in the reader's own font
+    "svg.fonttype": "none",  # text stays text: it can be searched, and uses the reader's own font
 }
 
 
@@ -75,21 +76,21 @@ class Chart:
 
 
 def inline_svg(chart: Chart) -> str:
-    """Return a chart as an SVG element that takes its colours, by name, and its font from the page."""
+    """Return a chart as an SVG element that uses the page's font and the page's values of the named colours."""
     with drawn(chart) as figure:
         text = to_svg(figure, chart.name, transparent=True)
     box = re.search(r'viewBox="[^"]*"', text)
     assert box is not None
     body = text[text.index(">", box.end()) + 1 : text.rindex("</svg>")]
     body = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>|<!--.*?-->", "", body, flags=re.DOTALL)
-    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")  # those ids are alike in every chart
+    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")  # these ids are the same in all charts
     for name, colour in COLOURS.items():
         body = body.replace(colour, f"var(--{name})")
     return f'<svg {box[0]} role="img" aria-label="{escape(f"{chart.title}. {chart.note}")}">{body}</svg>'
 
 
 def write_charts(charts: Sequence[Chart], caption: str, folder: Path) -> list[Path]:
-    """Write each chart as NAME.png and NAME.svg, with its title above and the caption below. Return the files."""
+    """Write each chart as NAME.png and NAME.svg, with its title above it and the caption below. Return the files."""
     files = []
     for chart in charts:
         with drawn(chart, caption) as figure:
@@ -99,7 +100,7 @@ def write_charts(charts: Sequence[Chart], caption: str, folder: Path) -> list[Pa
 
 @contextmanager
 def drawn(chart: Chart, caption: str | None = None) -> Iterator[Figure]:
-    """Draw a chart as a figure; with its title and the caption, if there is one."""
+    """Yield a figure with a chart drawn on it, and with its title and the caption if there is a caption."""
     lines = textwrap.wrap(caption or "", LETTERS)
     extra = 0.4 + 0.17 * len(lines) if caption else 0.0
     with style():
@@ -108,13 +109,13 @@ def drawn(chart: Chart, caption: str | None = None) -> Iterator[Figure]:
         if caption:
             title(figure, chart.title, "\n".join(lines))
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # found once, not anew for each file
+        figure.set_layout_engine("none")  # keep this layout, instead of computing it again for each file
         yield figure
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Apply the style of all charts, without warnings about letters that the font of a PNG lacks."""
+    """Apply the style of all charts, and suppress warnings about letters that are missing in the font of a PNG."""
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
@@ -127,7 +128,8 @@ def title(figure: Figure, text: str, caption: str) -> None:
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure as PNG and SVG, without a date, so that equal results give equal files. `path` has no suffix."""
+    """Write a figure as PNG and SVG, without a date, so that equal results produce equal files. `path` has no
+    suffix."""
     png, svg = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=200, metadata={"Software": None})
@@ -137,7 +139,7 @@ def save(figure: Figure, path: Path) -> list[Path]:
 
 
 def to_svg(figure: Figure, name: str, *, transparent: bool = False) -> str:
-    """Return a figure as an SVG document whose ids depend on `name` alone."""
+    """Return a figure as an SVG document whose ids depend only on `name`."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

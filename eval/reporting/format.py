@@ -1,4 +1,4 @@
-"""Formatting of figures as text: the same in the terminal, on the page and in the model card."""
+"""Formatting of figures as text, shared by the terminal, the page and the model card."""
 
 import math
 import re
@@ -10,11 +10,11 @@ from eval.command import AUTO
 MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")
 BUSY = 1.5
-"""Mean over median of plain steps above which a run counts as disturbed; quiet machines give 1.0 to 1.2."""
+"""Ratio of mean to median of plain steps above which a run counts as disturbed. On idle machines it is 1.0 to 1.2."""
 NOT_RELIABLE = "not reliable"
 """Mark of a speedup that was measured while something else used the machine."""
 FEW = 8
-"""Number of prompts below which percentile bootstraps are markedly too narrow."""
+"""Number of prompts below which percentile bootstrap intervals are clearly too narrow."""
 LOCAL_MODEL = "a local model"
 """Public name of a target that is a local folder."""
 BRACKETS = "Brackets are 95% bootstrap intervals over prompts."
@@ -68,14 +68,14 @@ def percent(share: float | None, digits: int = 0) -> str:
 
 
 def reached(alpha: Sequence[float | None]) -> Sequence[float | None]:
-    """Return the acceptance of the depths down to one below the deepest that any round reached. The other depths of a
-    long draft have none."""
+    """Return acceptance by depth up to one depth after the deepest that any round reached. Later depths have no
+    acceptance."""
     deepest = max((depth for depth, share in enumerate(alpha, start=1) if share is not None), default=0)
     return alpha[: deepest + 1]
 
 
 def count(value: float) -> str:
-    """Return a large count in short, as in `1.2k`, `7.3M`, `8.0B`."""
+    """Return a large count in a short form, as in `1.2k`, `7.3M`, `8.0B`."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.1f}{letter}"
@@ -83,7 +83,7 @@ def count(value: float) -> str:
 
 
 def audit_line(results: Results) -> str:
-    """Return the line that states if the output was the target's own."""
+    """Return the line that states how many outputs were the target's own."""
     exact, settings = results["exact"], len(results.get("measurements", ()))
     if exact.get("kind") == "distribution":
         greedy = exact["greedy"]
@@ -100,8 +100,8 @@ def audit_line(results: Results) -> str:
 
 
 def near_tie_text(exact: Results) -> str:
-    """Return `, 3 of them but for near-ties`, or nothing if there are none. A near-tie is a choice between two tokens
-    within the rounding of a sum, in narrow numbers."""
+    """Return `, 3 of them but for near-ties`, or an empty text if there are none. A near-tie is a choice between two
+    tokens whose scores differ by less than the rounding of a sum in 16-bit types."""
     near = len(exact.get("near_ties", ()))
     return f", {near} of them but for near-ties" if near else ""
 
@@ -117,8 +117,7 @@ def is_exact(results: Results) -> bool:
 
 
 def exact_cell(figures: Results) -> str:
-    """Return the number of prompts with plain decoding's output, as in `12 of 12`, or that the text is exact in
-    distribution."""
+    """Return the number of prompts whose output is that of plain decoding, as in `12 of 12`, or `in distribution`."""
     exact = figures["exact"]
     if exact["identical"] is None:
         return "in distribution"
@@ -126,7 +125,7 @@ def exact_cell(figures: Results) -> str:
 
 
 def is_disturbed(figures: Results) -> bool:
-    """Return True if plain steps, which should all cost the same, did not: something else used the machine."""
+    """Return True if plain steps did not all take about the same time: something else used the machine."""
     plain = figures["baseline"]
     mean, median = plain["ms_per_token"], plain.get("token_ms", {}).get("p50")
     return bool(mean and median and mean > BUSY * median)
@@ -136,13 +135,13 @@ def speedup_text(figures: Results) -> str:
     """Return `1.62x [1.55, 1.70]`, `1.62x, not reliable`, or the reason for no speedup."""
     if figures["speedup"] is None:
         return "withheld"
-    if is_disturbed(figures):  # an interval would promise a precision that is not there
+    if is_disturbed(figures):  # no interval: it would suggest a precision that the figure does not have
         return f"{number(figures['speedup']['measured'])}x, {NOT_RELIABLE}"
     return with_interval(figures["speedup"]["measured"], figures["speedup"]["ci95"], unit="x")
 
 
 def as_markdown(text: str) -> str:
-    """Escape a text for Markdown: names of folders may hold any character."""
+    """Escape a text for Markdown, because names of folders may contain any character."""
     return re.sub(r"[\\`*{}\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
 
 
@@ -154,8 +153,8 @@ def code_span(name: str) -> str:
 
 
 def short_name(path: str) -> str:
-    """Return a Hub id unchanged, and of a path its last part, or its last two if the last one is uninformative. Control
-    characters are replaced."""
+    """Return a Hub id unchanged, or the last part of a path (the last two parts if the last one says little). Replace
+    control characters."""
     path = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in path)
     parts = [part for part in path.split("/") if part not in ("", ".", "..")]
     if not parts or (len(parts) == 2 and not path.startswith(("/", "."))):
@@ -164,7 +163,7 @@ def short_name(path: str) -> str:
 
 
 def target_text(target: Results) -> str:
-    """Return the name of a target from its record; a grown target is named as one."""
+    """Return the name of a target from its record, with a note if it was grown."""
     grown = target.get("grown_from")
     return short_name(target["name"]) + (f" (grown from {short_name(grown)})" if grown else "")
 
@@ -190,7 +189,7 @@ def device_text(results: Results) -> str:
 
 
 def setting_line(results: Results) -> str:
-    """Return the prompts and the device of a measurement in a line."""
+    """Return the prompts and the device of a measurement in one line."""
     settings = results["settings"]
     names = ", ".join(map(short_name, settings["suites"]))
     rule = results.get("rule", "match")
@@ -201,7 +200,7 @@ def setting_line(results: Results) -> str:
 
 
 def subtitle(results: Results) -> str:
-    """Return the line below the heading; of several heads with the speed of plain decoding."""
+    """Return the line below the heading. For several heads it includes the speed of plain decoding."""
     if "heads" not in results:
         return setting_line(results)
     plain = {m["temperature"]: m["baseline"]["tokens_per_second"] for m in results["measurements"]}
@@ -247,8 +246,8 @@ def busy_warning(measurements: Sequence[Results]) -> str | None:
 
 
 def few_warning(measurements: Sequence[Results]) -> str | None:
-    """Return a warning that the figures rest on few prompts, or None. An output that ends with its first token has no
-    figures."""
+    """Return a warning that the figures are based on few prompts, or None. An output that ends with its first token
+    has no figures."""
     least = max(measurements, key=lambda m: m.get("undecoded", 0))
     prompts, undecoded = least["exact"]["prompts"], least.get("undecoded", 0)
     decoded = prompts - undecoded
@@ -263,8 +262,8 @@ def few_warning(measurements: Sequence[Results]) -> str | None:
 
 
 def head_warnings(head: Results, measurements: Sequence[Results]) -> list[str]:
-    """Return the warnings about one head: what an engine would read of a published one otherwise than it was read here,
-    or drafts of ours deeper than the training."""
+    """Return the warnings about one head: differences between how engines read a published head and how it was read
+    here, or drafts deeper than the training of one of our heads."""
     if origin := head.get("origin"):
         return [f"read as {origin['form']}: {line}" for line in origin["differs"]]
     trained = head["config"].get("depth")

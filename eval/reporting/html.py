@@ -1,4 +1,4 @@
-"""report.html and compare.html: one self-contained page, light and dark, without scripts and external resources."""
+"""report.html and compare.html: one self-contained page, light and dark, without scripts or external resources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ DARK = {
     "plain": "#454d5b",
     "faded": "#9aa3b2",
 }
-"""The colours of charts on a dark page."""
+"""Colours of charts on a dark page."""
 MOST_DIVERGENCES = 20
 Facts = list[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One large figure."""
+    """One figure in large type, with its name and a note."""
 
     name: str
     value: str
@@ -44,7 +44,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, each with a name first. A cell that contains NOT_RELIABLE is highlighted."""
+    """Table of a page. The first cell of a row is its name. A cell that contains NOT_RELIABLE is highlighted."""
 
     title: str
     notes: Sequence[str]
@@ -89,7 +89,7 @@ def render_page(results: Results, charts: Sequence[Chart]) -> str:
 
 
 def tiles(results: Results) -> list[Tile]:
-    """Return the tiles of the headline's figures."""
+    """Return the tiles of the headline setting."""
     speed, plain, tau = results["speedup"], results["baseline"], results["tau"]
     rate = f"tokens/s, {format.number(plain['ms_per_token'])} ms a token"
     own = Tile("plain decoding", format.number(plain["tokens_per_second"], 0), rate)
@@ -153,7 +153,7 @@ def suites_table(results: Results) -> list[Table]:
 
 
 def comparison_table(results: Results) -> Table:
-    """Return the table of several heads, without their kinds and sizes, which stand below."""
+    """Return the table of several heads. Their kinds and sizes are in the facts below it."""
     rows = []
     for m in format.fastest(results):
         name = f"{m['head']}, {format.setting_text(m)}"
@@ -163,7 +163,8 @@ def comparison_table(results: Results) -> Table:
 
 
 def sample_rounds(sample: Results) -> Results:
-    """Return a sample with its text grouped by round, and neighbours of one kind joined."""
+    """Return a sample with its text grouped by round. In a round, consecutive pieces are joined if all or none of them
+    are drafted."""
     rounds = []
     for number_, group in groupby(sample["pieces"], key=lambda piece: piece["round"]):
         pieces = list(group)

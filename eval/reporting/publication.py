@@ -1,7 +1,7 @@
 """Publication of a run: the head's files and its model card, without local paths.
 
-A saved head names its data without paths. Its target, by whose path it is found here, is published by its id on the
-Hub, or as "a local model".
+A saved head names its data without paths. The path of its target is replaced by the target's id on the Hub, or by "a
+local model".
 """
 
 import json
@@ -27,25 +27,25 @@ OTHERS = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
     *("added_tokens.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
 )
-"""Files of a Hugging Face model directory that may accompany a head's two files: a draft model is one."""
+"""Files of a Hugging Face model directory that may accompany a head's two files, for example with a draft model."""
 
 BASE = "TARGET"
-"""Name of an unnamed target in commands."""
+"""Placeholder in commands for a target without a public name."""
 STEPS = 5
-"""Tokens drafted in a round by a head that was neither measured nor trained to a depth."""
+"""Number of draft tokens per round for a head without a measured depth or a depth of its training."""
 
 Contents = dict[str, Path | bytes]
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Files by their names in the repository (a local file, or bytes), and their descriptions."""
+    """Files to publish, by their names in the repository (each a local file or bytes), and what they describe."""
 
     files: Contents
     kind: str
     base_model: str | None
     measurement: Path | None
-    """Folder of the measurement in the card."""
+    """Folder of the measurement that the card shows."""
     results: Results | None
 
     @property
@@ -72,9 +72,9 @@ def collect(
     unmeasured: bool = False,
     unserved: bool = False,
 ) -> Publication:
-    """Collect the publication of a run with its newest measurement, or with the one in the folder `results`. UserError
-    if the head is damaged, was not measured (unless `unmeasured`), is not exact, is served by no engine or would be
-    misread by one (unless `unserved`).
+    """Collect the publication of a run with its newest measurement, or with the one in the folder `results`. Raise
+    UserError if the head is damaged, was not measured (unless `unmeasured`), is not exact, or if no engine serves it or
+    one would misread it (unless `unserved`).
 
     rights: license keys of a target by its id on the Hub, empty if it has none.
     """
@@ -84,7 +84,7 @@ def collect(
     head, record = load_head(folder), read_config(folder)
     found = measured(folder, record, unmeasured, results)
     name = record["target"]["name"]
-    beside = folder.resolve().parents  # wherever training was started
+    beside = folder.resolve().parents  # any of them may be the folder in which training was started
     here = any(os.path.exists(parent / str(name)) for parent in beside)
     base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not here else None)
     target = base or LOCAL_MODEL
@@ -113,7 +113,7 @@ def collect(
             files[PLOT] = plot
         else:
             card = "\n".join(line for line in card.splitlines() if PLOT not in line).rstrip() + "\n"
-    files[CARD] = card.encode(errors="backslashreplace")  # names from a damaged file may be no text
+    files[CARD] = card.encode(errors="backslashreplace")  # names from a damaged file may not be valid text
     check_private(files)
     return Publication(files, record["kind"], base, *(found or (None, None)))
 
@@ -121,9 +121,9 @@ def collect(
 def measured(
     folder: Path, record: dict[str, Any], unmeasured: bool, chosen: Path | None
 ) -> tuple[Path, Results] | None:
-    """Return the measurement in the folder `chosen`, or else the newest of the run that contains the head, with its
-    folder; None if there is none and that is allowed."""
-    run = Path(os.path.abspath(folder)).parent  # as it was named: where a link leads there is no run
+    """Return the folder and the results of the measurement in `chosen`, or else of the newest one in the run that
+    contains the head. Return None if there is none and `unmeasured` is True."""
+    run = Path(os.path.abspath(folder)).parent  # without resolving links: their targets are not in the run
     found = newest_results(folders_of(run) if chosen is None else [chosen])
     if found is None:
         if chosen is not None:
@@ -142,7 +142,7 @@ def measured(
             "only a head whose audit holds is published"
         )
     theirs = {"kind": results["head"]["kind"], "config": results["head"]["config"]}
-    weights = results["head"].get("sha256")  # older results do not say
+    weights = results["head"].get("sha256")  # missing in older results
     if theirs != {"kind": record["kind"], "config": record["config"]} or weights not in (None, record.get("sha256")):
         raise UserError(f"{file}: measured another head than {folder}; measure this one with eval/bench.py")
     if results["target"]["fingerprint"].partition("-")[0] != record["target"]["fingerprint"].partition("-")[0]:
@@ -153,18 +153,18 @@ def measured(
 def head_verdicts(
     folder: Path, record: dict[str, Any], results: Results | None, repo_id: str, base: str | None
 ) -> list[Verdict]:
-    """Return the result of each engine's check of the head, with as many draft tokens as its headline setting or its
-    training has."""
+    """Return the result of each engine's check of the head, with as many draft tokens as in its headline setting or its
+    training."""
     config = record["config"]
     depth = (results or {}).get("depth") or config.get("depth") or STEPS
-    modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or again and again
+    modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or repeatedly
     target = BASE if base is None else repo_and_revision(base)[0]
     target += "-WITH-ADAPTER" if record["target"].get("adapter") else ""
     return check_loaders(folder, name=repo_id, base=target, steps=max(depth // modules, 1) * modules)
 
 
 def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str, base: str | None) -> str:
-    """Return the section of the card on engines, with the command of each."""
+    """Return the section of the card about engines, with the command for each engine."""
     engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
     lines = ["## Served by", ""]
     for verdict in (verdict for verdict in engines if verdict.serves):
@@ -183,7 +183,7 @@ def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str,
 
 
 def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Contents:
-    """The files of a head's folder that belong to it, with the target by its public name."""
+    """Return the files of a head's folder that are published, with the public name of the target in them."""
     weights = HEADS[record["kind"]].format.weights_file
     files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
     for name in OTHERS:
@@ -200,11 +200,11 @@ def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Conten
 
 
 def public_config(file: Path, base: str | None) -> bytes:
-    """A head's config.json for everyone, whose target has another name there."""
+    """Return a head's config.json with the public name `base` of its target instead of a local path."""
     config = read_object(file)
     if "base_model_name_or_path" in config:
         config["base_model_name_or_path"] = base
-    if base and isinstance(config.get("auto_map"), dict):  # code that lies beside the target, and not beside the head
+    if base and isinstance(config.get("auto_map"), dict):  # code that is published with the target, not with the head
         repo, _ = repo_and_revision(base)
         config["auto_map"] = {
             key: name if "--" in str(name) else f"{repo}--{name}" for key, name in config["auto_map"].items()
@@ -214,7 +214,7 @@ def public_config(file: Path, base: str | None) -> bytes:
 
 
 def check_private(files: Contents) -> None:
-    """Refuse a text that contains the user's home directory. UserError names the file."""
+    """Raise UserError with the name of a file if its text contains the path of the user's home directory."""
     home = os.path.expanduser("~").rstrip("/")
     for name, data in files.items():
         text = data if isinstance(data, bytes) else data.read_bytes() if name.endswith(".json") else b""
@@ -223,7 +223,7 @@ def check_private(files: Contents) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; UserError if it holds none."""
+    """Read a JSON object from a file. Raise UserError if the file does not contain one."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

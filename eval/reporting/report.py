@@ -1,4 +1,4 @@
-"""Reports in the terminal and as files: of one head (results.json), or of several side by side (compare.json)."""
+"""Reports in the terminal and as files, for one head (results.json) or several side by side (compare.json)."""
 
 import json
 import os
@@ -22,12 +22,12 @@ from heads.files import write_text
 SHOWN_DIVERGENCES = 5
 WIDE = 160
 NAMES = ("head", "kind", "draft", "sampling", "rule")
-"""Columns of names; the others hold figures."""
+"""Columns that contain names. All other columns contain figures."""
 COLUMNS = ("head", "kind", "parameters", "draft", "sampling", "tau", "accepted by depth", "speedup", "identical")
 
 
 def report_command(path: Path) -> int:
-    """Render the report of a results.json again, or of the newest one of a run or of a folder of measurements."""
+    """Render the report of a results.json again, or of the newest one in a run or in a folder of measurements."""
     if os.path.isdir(path):
         newest = newest_results([*folders_of(path), *sorted(path.glob("*"))])
         if newest is None:
@@ -57,7 +57,7 @@ def print_report(results: Results, console: Console) -> None:
     width = console.width
     for table in tables:
         say("")
-        console.width = max(WIDE, width) if "heads" in results else width  # lines may wrap, but no figure is cut short
+        console.width = max(WIDE, width) if "heads" in results else width  # lines may wrap, but figures stay complete
         console.print(table, highlight=False, crop=False)
         console.width = width
     say("")
@@ -83,7 +83,7 @@ def print_audit(results: Results, console: Console) -> None:
 
 
 def figure_table(columns: Sequence[str]) -> Table:
-    """Return a table without rows: names stand to the left, figures to the right."""
+    """Return a table without rows. Names are aligned to the left, figures to the right."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in NAMES else "right", no_wrap=True)
@@ -91,7 +91,7 @@ def figure_table(columns: Sequence[str]) -> Table:
 
 
 def headline_table(results: Results) -> Table:
-    """Return the table of the top-level figures, one a line."""
+    """Return the table of the top-level figures, one per line."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("")
     table.add_column(escape(format.setting_text(results)), justify="right", no_wrap=True)
@@ -108,7 +108,7 @@ def headline_table(results: Results) -> Table:
 
 
 def settings_table(results: Results) -> Table:
-    """Return the table of one head's settings, one a line."""
+    """Return the table of one head's settings, one per line."""
     table = figure_table(
         ["draft", "sampling", "tau", "speedup", "exact" if "kind" in results["exact"] else "identical"]
     )
@@ -120,7 +120,7 @@ def settings_table(results: Results) -> Table:
 
 
 def comparison_table(results: Results) -> Table:
-    """Return the table of several heads, a line for each setting."""
+    """Return the table of several heads, with a line for each setting."""
     table = figure_table(COLUMNS)
     for row in comparison_rows(results):
         table.add_row(*map(escape, row), style="yellow" if any(NOT_RELIABLE in cell for cell in row[1:]) else None)
@@ -140,8 +140,8 @@ def comparison_rows(results: Results) -> list[list[str]]:
 
 
 def write_report(results: Results, folder: Path) -> None:
-    """Write plots/, report.html and the model card in README.md, with the training curves if metrics.jsonl is there; of
-    several heads plots/, compare.html and compare.md."""
+    """Write plots/, report.html and README.md (the model card), with training curves if there is a metrics.jsonl. For
+    several heads, write plots/, compare.html and compare.md."""
     from eval.reporting.charts import comparison_charts, head_charts  # matplotlib takes a second to import
     from eval.reporting.drawing import write_charts
     from eval.reporting.html import render_page
@@ -161,7 +161,7 @@ def write_report(results: Results, folder: Path) -> None:
 
 
 def read_log(file: Path) -> list[Results]:
-    """Return the records of a metrics.jsonl without truncated lines; none if there is no such file."""
+    """Return the records of a metrics.jsonl, without truncated lines. Return none if there is no such file."""
     records = []
     with suppress(OSError):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():

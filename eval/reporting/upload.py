@@ -1,4 +1,4 @@
-"""Upload of a publication to the Hub as one commit, with refusals in one line."""
+"""Upload of a publication to the Hub as one commit, with one-line errors."""
 
 import argparse
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from heads.errors import UserError, first_line
 
 
 def publish(options: argparse.Namespace) -> int:
-    """Collect, list, and upload."""
+    """Collect a publication, print its files, and upload it. Return the exit status."""
     offline = options.license or options.dry_run
     publication = collect(
         options.run,
@@ -58,7 +58,7 @@ def hub_rights(base: str) -> dict[str, str]:
 
 
 def upload(api: HfApi, publication: Publication, options: argparse.Namespace) -> str:
-    """Create the repository and the branch if there are none, and commit every file at once. Return the commit's
+    """Create the repository and the branch if they do not exist, and commit all files at once. Return the commit's
     URL."""
     repo_id, branch = options.repo_id, options.revision
     check_place(api, repo_id, branch, private=options.private)
@@ -73,8 +73,8 @@ def upload(api: HfApi, publication: Publication, options: argparse.Namespace) ->
 
 
 def check_place(api: HfApi, repo_id: str, branch: str | None, *, private: bool) -> None:
-    """Refuse a repository that holds something other than a head, or that is public although a private one was asked
-    for."""
+    """Raise UserError if the repository contains something other than a head, or is public although `private` is
+    True."""
     try:
         info = api.model_info(repo_id)
     except RepositoryNotFoundError:
