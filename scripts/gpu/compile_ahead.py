@@ -1,9 +1,11 @@
-"""Compile every kernel ahead, in processes side by side, in both dtypes, at the shapes of Llama-3.1-8B, Qwen2.5-7B,
-DeepSeek-V2-Lite and the GPU checks: prints what each takes of a processor, and how many programs of it one has room
-for, and fails where a card has too little. With a GPU for it, so that what runs later finds them in Triton's cache;
-without one for an H100 or H200.
+"""Compile every Triton kernel ahead of time, in parallel processes.
 
     python -m scripts.gpu.compile_ahead [--few]    # two sizes of step instead of ten
+
+Kernels are compiled in both dtypes at the shapes of Llama-3.1-8B, Qwen2.5-7B, DeepSeek-V2-Lite and the GPU checks. With
+a GPU they are compiled for it, so that later processes find them in Triton's cache. Without a GPU they are compiled for
+an H100 or H200. Prints the resources that each kernel uses of a multiprocessor, and how many of its programs fit there.
+Fails if a kernel needs more than there is.
 """
 
 import multiprocessing
@@ -31,21 +33,23 @@ from heads.backends.triton import availability as backend
 from heads.backends.triton.commit import TritonCommit
 
 SHARED_MEMORY, REGISTERS, THREADS, PROGRAMS = 227 * 1024, 1 << 16, 2048, 32
-"""Of a processor of an H100 or H200; a program has 1 KB of shared memory besides its own."""
+"""Resources of a multiprocessor of an H100 or H200. A program needs 1 KB of shared memory in addition to its own."""
 MOST_SPILLED = {torch.bfloat16: 256, torch.float32: 2048}
-"""Bytes a thread, which differ from one Triton to the next; float32 is for checks and not for speed."""
+"""Maximum number of bytes spilled per thread, which depends on Triton's version. float32 is for checks, not for
+speed."""
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NO_DEVICE = SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
     get_current_device=lambda: 0,
     get_current_stream=lambda device: 0,
 )
-"""Stands in for the driver of a card that is not there."""
+"""Replacement for Triton's driver on a machine without a GPU."""
 Empty = Callable[..., Tensor]
 
 
 def layer(empty: Empty, N: int) -> None:
-    """A layer of Llama-3.1-8B and the choice of a token: what nearly all of a step's time goes to."""
+    """Run the kernels of a layer of Llama-3.1-8B and of the choice of a token, which take nearly all of a step's
+    time."""
     from heads.backends.triton import attention, choose, gemm, layers
 
     ids, length = torch.zeros(1, N, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -66,7 +70,7 @@ def layer(empty: Empty, N: int) -> None:
 
 
 def attend(empty: Empty, N: int) -> None:
-    """Attention: groups of 4, 7 and 1 heads, head widths 64 and 128, and a latent of 512 and 64."""
+    """Run attention with groups of 4, 7 and 1 heads, head dimensions 64 and 128, and a latent of 512 and 64."""
     from heads.backends.triton import attention
 
     ids, length = torch.zeros(1, N, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -79,14 +83,14 @@ def attend(empty: Empty, N: int) -> None:
             attention.tree_attention(q, keys, values, words, length, ids, paths=own, window=window)
     q, slots = empty(1, N, 32, 128), empty(2048, 2, 8, 128)
     keys, values = slots[:, 0][None], slots[:, 1][None]
-    attention.tree_attention(q, keys, values, words, length, ids, behind=40, window=100)  # of a draft
+    attention.tree_attention(q, keys, values, words, length, ids, behind=40, window=100)  # in a draft head
     latent, q = empty(1, 2048, 1, 576), empty(1, N, 16, 576)
     for own in (None, paths):
         attention.tree_attention(q, latent, latent[..., :512], words, length, ids, rope=64, paths=own)
 
 
 def step(empty: Empty, N: int) -> None:
-    """All else of a step of N tokens, products by the library among it."""
+    """Run the other kernels of a step of N tokens, including those used with the library's products."""
     from heads.backends.triton import accept, choose, compaction, experts, gemm, layers, per_head, pick
     from heads.tree import Proposal
 
@@ -119,7 +123,7 @@ def step(empty: Empty, N: int) -> None:
 
 
 def commit() -> None:
-    """States of rounds of several depths, by lists of ends of texts of several lengths."""
+    """Run the commit of rounds of several depths, with several numbers of EOS ids."""
     for depth, eos, nodes in ((0, [2], 0), (6, [], 32), (6, [2, 5, 9], 64)):
         state = RoundState.new(batch_size=2, capacity=500, depth=depth, device=torch.device("cpu"), rounds=4)
         depths, emitted = torch.zeros(2, 2, nodes, dtype=torch.int64), state.output[:, : depth + 1]
@@ -128,7 +132,7 @@ def commit() -> None:
 
 
 def grow_trees() -> None:
-    """Trees of the usual sizes and of the largest that kernels choose."""
+    """Grow trees of the usual sizes and of the largest size that kernels support."""
     from heads.growth import grow
     from heads.tree import parse_shape
 
@@ -146,7 +150,8 @@ def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
 
 
 def draft(dtype: torch.dtype) -> None:
-    """Prompts, chains and trees of EAGLE-3 and MTP; the heads are of no memory, since nothing is computed."""
+    """Read prompts and draft chains and trees with EAGLE-3 and MTP. The heads are on the meta device, because nothing
+    is computed."""
     from heads.backends.slot_mapping import Drafted, Observed
     from heads.backends.triton.inputs import stand
     from heads.tree import parse_shape
@@ -170,8 +175,8 @@ def draft(dtype: torch.dtype) -> None:
 
 
 def resources(made: Any) -> dict[str, int]:
-    """Return a kernel's bytes of shared memory, its registers and the bytes that it spills a thread, and how many
-    programs of it a processor holds at once."""
+    """Return a kernel's registers and spilled bytes per thread, its shared memory in bytes, and the number of its
+    programs that fit on a multiprocessor at once."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -186,7 +191,7 @@ def resources(made: Any) -> dict[str, int]:
 
 
 def everything(few: bool) -> list[tuple[torch.dtype, str, int]]:
-    """Pieces of work that compile what no other does, in processes side by side."""
+    """Return pieces of work as (dtype, name, number of tokens). No kernel is compiled by two of them."""
     steps = {torch.bfloat16: (1, 6, 8, 16, 32, 64, 192), torch.float32: (1, 9, 64)}
     pieces = []
     for dtype, sizes in ({torch.bfloat16: (1, 32)} if few else steps).items():
@@ -197,7 +202,7 @@ def everything(few: bool) -> list[tuple[torch.dtype, str, int]]:
 
 
 def compile_piece(piece: tuple[torch.dtype, str, int]) -> dict[str, dict[str, int]]:
-    """Return the kernels of a piece, by name, with what the compiler and the assembler say of each."""
+    """Compile the kernels of a piece. Return the resources of each kernel by its name."""
     dtype, name, N = piece
     compiled: dict[str, Any] = {}
 

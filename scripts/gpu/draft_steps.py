@@ -1,4 +1,4 @@
-"""The draft steps of heads that recycle their state, to be timed at a big model's sizes."""
+"""Draft steps of heads that recycle their state, timed at the sizes of a big model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +21,9 @@ from scripts.grown.shapes import ModelShape
 
 @torch.no_grad()
 def draft_parts(shape: ModelShape, length: int, device: torch.device, seconds: Callable[..., float]) -> list[Part]:
-    """A draft step of one node and of eight, with its picks, and the time to extend a head by six tokens; by kernels
-    and by torch; bfloat16. The floor is to read layer and output head, and the cache as long as it is."""
+    """Return the times of a draft step of one node and of eight nodes, with its picks, and of extending a head by six
+    tokens, with kernels and with torch in bfloat16. The floor is the time to read the layer, the output head and the
+    cache."""
     cache, tree = 4 * length * shape.num_key_value_heads * shape.head_dim, parse_shape("tree:6x8x32")
     parts = []
     for name in ("eagle3", "mtp"):
@@ -30,7 +31,7 @@ def draft_parts(shape: ModelShape, length: int, device: torch.device, seconds: C
         for form, backend in (("kernels", TRITON), ("torch", TORCH)):
             state = head.new_state(shared, batch_size=1, capacity=length + 64, shape=tree, backend=backend)
             state.length.fill_(length)
-            reads = head.bytes_per_round(state)  # the output head at every level, the layer at all but the first
+            reads = head.bytes_per_round(state)  # the output head at every level, the layer at all levels but the first
             size = (reads.propose - 2 * reads.logits * shape.hidden_size) // (tree.depth - 1)
             for width in (1, 8):
                 took = seconds(one_step(head, state, width), device)
@@ -43,7 +44,7 @@ def draft_parts(shape: ModelShape, length: int, device: torch.device, seconds: C
 def large_head(
     name: str, shape: ModelShape, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Recurrent, SharedLayers]:
-    """A random head of a target's shape, and the target's embeddings and output head."""
+    """Return a random head for a target of this shape, and the target's embeddings and output head."""
     widths: dict[str, Any] = dict(
         **{key: value for key, value in vars(shape).items() if key != "num_hidden_layers"},
         num_target_layers=shape.num_hidden_layers,
@@ -68,7 +69,8 @@ def large_head(
 
 
 def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[], Any]:
-    """The second level of a draft: of a chain, or of a tree that draws as many children as it expands."""
+    """Return a function that runs the second level of a draft: of a chain, or of a tree that draws as many children per
+    node as it expands nodes."""
     ids = state.slot[: 2 * width].view(1, width, 2)
     tokens, rows = ids[..., 1].contiguous(), None if width == 1 else ids[..., 0] // 2
     states = state.recycled[0][:, None].repeat(1, width, 1)
@@ -83,7 +85,7 @@ def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[],
 
 
 def some_news(state: RecurrentState, number: int) -> Observation:
-    """Return an observation of so many tokens with a count of 0, so that it can be repeated."""
+    """Return an observation of `number` tokens with a count of 0, so that extending with it can be repeated."""
     aux_hidden_states = state.recycled[0].new_zeros(1, number, 3 * state.recycled[0].shape[1])
     hidden, count = aux_hidden_states[..., : state.recycled[0].shape[1]].clone(), torch.zeros_like(state.length)
     return Observation(state.slot[: number + 1][None], aux_hidden_states, hidden, state.length.clone(), count, None)

@@ -1,6 +1,6 @@
-"""Every kernel at a big model's sizes: its bytes, the time they take at the measured bandwidth, and its own.
+"""Kernels at the sizes of a big model: the bytes and the time of each.
 
-Weights come from memory, not from a cache: several of them are taken in turn.
+Weights are read from memory and not from a cache, because several copies are used in turn.
 """
 
 from collections.abc import Callable
@@ -24,15 +24,15 @@ from scripts.grown.shapes import ModelShape
 
 ROWS = (1, 8, 16, 32, 64)
 ACCEPTED = 7
-"""Tokens of the accepted path where one is timed."""
+"""Number of tokens of an accepted path."""
 COLUMNS = 32000
-"""Of the draft vocabulary that is timed."""
+"""Number of columns of a draft's logits."""
 
 
 def kernel_parts(
     shape: ModelShape, rows: int, length: int, device: torch.device, seconds: Callable[..., float], cold: int = COLD
 ) -> list[Part]:
-    """The kernels of one step of `rows` tokens behind `length`; bfloat16."""
+    """Return the kernels of one step of `rows` tokens after `length` tokens, in bfloat16."""
     D, H, Hkv, d = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
 
     def empty(*size: int) -> Tensor:
@@ -90,7 +90,7 @@ def kernel_parts(
 
 
 def end_of_round(add: Callable[..., None], shape: ModelShape, rows: int, capacity: int, device: torch.device) -> None:
-    """Time the steps after acceptance in a tree of `rows` nodes, every token of the path to be moved."""
+    """Time the steps after acceptance in a tree of `rows` nodes, in which every token of the path must be moved."""
     D, K = shape.hidden_size, ACCEPTED
     wide = 2 * shape.num_key_value_heads * shape.head_dim
     cache = torch.zeros(shape.num_hidden_layers, 1, capacity, wide, dtype=torch.bfloat16, device=device)
@@ -108,20 +108,20 @@ def end_of_round(add: Callable[..., None], shape: ModelShape, rows: int, capacit
 
 
 def each(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """x times every weight."""
+    """Return the product of x and every weight."""
     return [multiply(x, weight) for weight in weights]
 
 
 def attend_each(
     q: Tensor, stores: list[Tensor], words: Tensor, length: Tensor, depths: Tensor, paths: Tensor | None
 ) -> list[Tensor]:
-    """Attention over every cache (1, S, 2, Hkv, d)."""
+    """Return the attention over every cache (1, S, 2, Hkv, d)."""
     caches = [store.unbind(2) for store in stores]
     return [attention.tree_attention(q, k, v, words, length, depths, paths=paths) for k, v in caches]
 
 
 def tree_works(text: str, device: torch.device, columns: int = COLUMNS) -> list[tuple[str, int, Callable[[], Any]]]:
-    """Return the work of a tree beside its head's passes, to be timed: names, bytes read and written, work."""
+    """Return the work to draft a tree, without its head's passes: name, bytes read and written, and function."""
     shape = parse_shape(text)
     K, drawn = shape.top_k, 1 + shape.top_k + (shape.depth - 1) * shape.top_k**2
     distributions = torch.randn(shape.depth, 1, shape.nodes, K, device=device).log_softmax(-1)
@@ -141,7 +141,7 @@ def tree_works(text: str, device: torch.device, columns: int = COLUMNS) -> list[
 
 
 def grow_from(shape: TreeShape, distributions: Tensor, select: Select) -> Proposal:
-    """A tree whose draws are columns 0, 1, ... with the log-probabilities distributions (K, B, N, R) of its levels."""
+    """Grow a tree whose draws are columns 0, 1, ... with log-probabilities `distributions` (K, B, N, R) by level."""
     columns, level = torch.arange(distributions.shape[3], device=distributions.device), 0
 
     def pick(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:

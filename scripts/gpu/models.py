@@ -1,4 +1,4 @@
-"""The models that a GPU is measured with: the quickstart's target, and the same grown to a big model's shape."""
+"""Models for measurements on a GPU: the quickstart's target, and the same target grown to a big model's shape."""
 
 import copy
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET, HEAD = ROOT / "recipes/quickstart/target", ROOT / "runs/quickstart/head"
 LARGEST_DRAFT_VOCAB = 32_000
 LONGEST = 1 << 17
-"""Positions that the grown target is timed at; beyond the small one's context its text means nothing."""
+"""Context length of the grown target for timing. Beyond the small target's context its output has no meaning."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """A target and a head."""
+    """Target and head."""
 
     target: FrozenTarget
     head: Any
@@ -31,7 +31,7 @@ class Models:
 
 
 def small_models(device: torch.device, head_path: Path | None = None) -> Models:
-    """The quickstart's target in bfloat16, and a head of it; an untrained one where none is at hand."""
+    """Return the quickstart's target in bfloat16 and a head for it, untrained if there is no trained head."""
     target = load_target(str(TARGET), dtype=torch.bfloat16, device="cpu")
     path = head_path or HEAD
     head: Any
@@ -45,8 +45,8 @@ def small_models(device: torch.device, head_path: Path | None = None) -> Models:
 
 
 def grow_models(models: Models, shape: ModelShape, device: torch.device, draft_vocab: int) -> Models:
-    """The small models in another shape, on the device; at most `draft_vocab` ids are drafted. UserError for a head
-    that cannot be grown so."""
+    """Return the models in another shape, on the device. New ids extend the draft vocabulary up to `draft_vocab`.
+    Raise UserError if the head cannot be grown to this shape."""
     head = copy.deepcopy(models.head).to(torch.device("cpu"))
     growth = Growth(shape_of(models.target.config), shape, models.target.config.rms_norm_eps)
     grown = grow_llama(copy.deepcopy(models.target.model), shape)

@@ -1,6 +1,6 @@
-"""The parts of the GPU suite. Each takes a bench and writes down what it finds, as plain values for JSON.
+"""Parts of the GPU suite (scripts/gpu_suite.py). Each is given a bench and records its results as plain JSON values.
 
-Whatever part fails, the others are still run: see scripts/gpu_suite.py.
+If a part fails, the other parts still run.
 """
 
 import os
@@ -32,32 +32,32 @@ from scripts.grown.shapes import ModelShape
 ROOT = Path(__file__).resolve().parents[2]
 Found = dict[str, Any]
 Part = Callable[["Bench", Found], None]
-"""Record of a part, written at once, so that a part that breaks leaves what it had."""
+"""Function that runs a part and adds its results to a record as they come, so that a failure does not lose them."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of what is measured."""
+    """Sizes of the measurements."""
 
     trees: tuple[str, str] = ("chain:5", "tree:6x8x32")
     prompt: int = 96
-    """Tokens of a prompt."""
+    """Number of tokens of a prompt."""
     new: int = 160
-    """Of a text that is timed."""
+    """Number of new tokens of an output that is timed."""
     long: int = 256
-    """Of a text that is compared with its reference."""
+    """Number of new tokens of an output that is compared with its reference."""
     length: int = 2048
-    """Tokens in the cache where kernels are timed."""
+    """Number of tokens in the cache when kernels are timed."""
     context: int = 1024
-    """Tokens in the cache where plain steps are timed."""
+    """Number of tokens in the cache when plain steps are timed."""
     rows: tuple[int, ...] = ROWS
-    """Of the steps whose kernels are timed."""
+    """Numbers of tokens of the steps whose kernels are timed."""
     verified: tuple[int, ...] = (8, 16, 32, 64)
-    """Nodes of the steps that are compared with a step of one."""
+    """Numbers of nodes of the steps that are compared with a step of one node."""
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Rows, each behind a text of the first of the contexts."""
+    """Batch sizes, timed at the first of the contexts."""
     contexts: tuple[int, ...] = (512, 2048, 8192, 32768, 122880)
-    """Each of one row."""
+    """Context lengths in tokens, timed at batch size 1."""
     prompts: int = 200
     timed_prompts: int = 6
     draft_vocab: int = LARGEST_DRAFT_VOCAB
@@ -65,18 +65,18 @@ class Sizes:
 
 @dataclass
 class Bench:
-    """State that the parts share."""
+    """State shared by the parts."""
 
     device: torch.device
     shape: ModelShape
-    """That the target is grown to."""
+    """Shape to which the target is grown."""
     head: Path | None
     sizes: Sizes = field(default_factory=Sizes)
     note: Callable[[], None] = lambda: None
-    """Has what was found so far written down: a part that is stopped leaves it."""
+    """Function that writes the results so far, so that a part that is stopped does not lose them."""
     seconds: Callable[[Callable[[], Any], torch.device], float] = device_seconds
     cold: int = COLD
-    """Bytes of weights that are taken in turn, so that they come from memory and not from a cache."""
+    """Bytes of weights used in turn, so that they are read from memory and not from a cache."""
 
     @cached_property
     def bandwidth(self) -> float:
@@ -91,12 +91,12 @@ class Bench:
         return grow_models(self.small, self.shape, self.device, self.sizes.draft_vocab)
 
     def requests(self, count: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
-        """Requests for what follows held-out code; sampled with a seed each."""
+        """Return requests that continue held-out code, each with its own seed."""
         prompts = held_out_prompts(load_tokenizer(str(TARGET)), count, self.sizes.prompt, seed=0)
         return make_requests(prompts, Sampling(temperature), new_tokens, ignore_eos=True)
 
     def engine(self, models: Models, tree: str, batch_size: int = 1, max_length: int = 512, **options: Any) -> Engine:
-        """An engine for a tree, or for plain decoding where it is `none`."""
+        """Return an engine for a tree, or for plain decoding if `tree` is `none`."""
         head = None if tree == "none" else models.head
         shape = parse_shape(tree)
         return Engine(
@@ -105,7 +105,7 @@ class Bench:
 
 
 class Recorder:
-    """A pytest plugin that writes down every test's outcome as it ends."""
+    """Pytest plugin that records the outcome of every test when it ends."""
 
     def __init__(self, bench: Bench, found: Found) -> None:
         self.bench, self.found = bench, found
@@ -120,11 +120,11 @@ class Recorder:
 
 
 def checks(bench: Bench, found: Found) -> None:
-    """Run the tests that need a GPU, in processes side by side: most of their time is the compiling of kernels."""
+    """Run the tests that need a GPU, in parallel processes, because most of their time goes to compiling kernels."""
     import pytest
 
     words = [str(ROOT / "tests/gpu"), "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
-    if find_spec("xdist"):  # one test at a time, so that they begin in their order
+    if find_spec("xdist"):  # hand out one test at a time, so that they start in their order
         words += ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "load", "--maxschedchunk", "1"]
     status = pytest.main(words, plugins=[Recorder(bench, found)])
     if status > 1:
@@ -132,7 +132,7 @@ def checks(bench: Bench, found: Found) -> None:
 
 
 def kernels(bench: Bench, found: Found) -> None:
-    """Every kernel at the big shape beside its floor."""
+    """Record every kernel at the big shape, with its floor."""
     found["copy_bandwidth"] = bench.bandwidth
     for rows in bench.sizes.rows:
         parts = kernel_parts(bench.shape, rows, bench.sizes.length, bench.device, bench.seconds, bench.cold)
@@ -141,13 +141,13 @@ def kernels(bench: Bench, found: Found) -> None:
 
 
 def draft_steps(bench: Bench, found: Found) -> None:
-    """A head's steps at the big shape beside their floor."""
+    """Record a head's steps at the big shape, with their floors."""
     parts = draft_parts(bench.shape, bench.sizes.length, bench.device, bench.seconds)
     found["parts"] = [part.record(bench.bandwidth) for part in parts]
 
 
 def identity(bench: Bench, found: Found) -> None:
-    """Texts of the small target in bfloat16 against pinned plain decoding."""
+    """Compare outputs of the small target in bfloat16 with those of pinned plain decoding."""
     sizes, found["head"] = bench.sizes, bench.small.head_name
     chain, tree = sizes.trees
     for text, strict in ((chain, False), (tree, False), (tree, True)):
@@ -160,7 +160,7 @@ def identity(bench: Bench, found: Found) -> None:
 
 
 def compare(engine: Engine, requests: list[Request]) -> Found:
-    """Return the number of texts that equal the reference, and the first flips of the others."""
+    """Return the number of outputs that equal the reference, and counts of the flips in the first ten that differ."""
     pinned = pinned_engine(engine)
     ours, theirs = engine.generate(requests), pinned.generate(requests)
     differ = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a.tokens != b.tokens]
@@ -178,7 +178,7 @@ def compare(engine: Engine, requests: list[Request]) -> Found:
 
 
 def plain(bench: Bench, found: Found) -> None:
-    """Plain decoding at the big shape: its share of the bandwidth, part by part, and what more nodes cost."""
+    """Record plain decoding at the big shape: its parts, its share of the bandwidth, and the cost of more nodes."""
     engine = bench.engine(bench.grown, "none", max_length=2 * bench.sizes.context)
     record = roofline(engine, engine, length=bench.sizes.context, tau=1.0, bandwidth=bench.bandwidth)
     found |= {"parts": record["plain"], "us": record["plain_us"], "share": record["plain_share_of_bandwidth"]}
@@ -193,7 +193,7 @@ def plain(bench: Bench, found: Found) -> None:
 
 
 def drafting(bench: Bench, found: Found) -> None:
-    """Rounds at the big shape: where their time goes, and the speedup in whole texts."""
+    """Record rounds at the big shape: the time of each part, and the speedup over whole outputs."""
     requests = bench.requests(bench.sizes.timed_prompts, bench.sizes.new)
     reference = bench.engine(bench.grown, "none")
     for tree in bench.sizes.trees:
@@ -225,8 +225,8 @@ def drafting(bench: Bench, found: Found) -> None:
 
 
 def scaling(bench: Bench, found: Found) -> None:
-    """Seconds of a plain step and of a round against batch and context: tau times the first over the second is the
-    speedup."""
+    """Record microseconds of a plain step and of a round by batch size and by context. The speedup is tau times the
+    first over the second."""
     found |= {"batch": {}, "context": {}}
     sizes, us = bench.sizes, {"none": 0.0, (chain := bench.sizes.trees[0]): 0.0}
     cases = [("batch", size, size, sizes.contexts[0]) for size in sizes.batches]
@@ -235,7 +235,7 @@ def scaling(bench: Bench, found: Found) -> None:
             engine = bench.engine(bench.grown, tree, batch_size, length + 256)
             fill_batch(engine, 16)
             with torch.inference_mode():
-                engine.decoder.state.length.fill_(length)  # an empty cache takes as long to read
+                engine.decoder.state.length.fill_(length)  # reading empty slots takes the same time
             us[tree] = 1e6 * round_seconds(engine, length)
             del engine
         torch.cuda.empty_cache()
@@ -249,4 +249,4 @@ GROUPS: dict[str, tuple[Part, ...]] = {
     "rounds": (plain, drafting, scaling),
     "kernels": (kernels, draft_steps),
 }
-"""Parts that share a process: a fault of the device ends one group alone. What matters most comes first."""
+"""Parts that share a process, so that a fault of the device ends only one group. The most important part is first."""

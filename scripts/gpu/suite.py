@@ -1,4 +1,4 @@
-"""The groups of parts of the GPU suite, each in a process of its own, and the one record of all."""
+"""Runner of the GPU suite: each group of parts runs in its own process, and all write into one record."""
 
 import argparse
 import json
@@ -19,15 +19,16 @@ from scripts.gpu.parts import GROUPS, ROOT, Bench, Part
 from scripts.grown.shapes import SHAPES
 
 SECONDS = {"checks": 330, "identity": 210, "compiled": 150, "rounds": 390, "kernels": 180}
-"""For each group, after which it is stopped; what it had found is in the record."""
+"""Time limit of each group. A group that is stopped leaves its results so far in the record."""
 ALL = 570
-"""Seconds for all of a command."""
+"""Time limit in seconds of a whole command."""
 COMPILER = [sys.executable, "-m", "scripts.gpu.compile_ahead"]
-"""A module, not a script: its folder would come first on `sys.path`, and kernels.py hide another."""
+"""Run as a module: the folder of a script would come first on `sys.path`, and its kernels.py would hide another."""
 
 
 def run_suite(options: argparse.Namespace, script: Path, groups: Sequence[str], device: dict[str, Any]) -> int:
-    """Run every group, each in a process of its own, which writes into the record as it goes."""
+    """Run every group in its own process, which writes its results into the record as they come. Return the exit
+    status."""
     record = read_record(options.out)
     record |= {"device": device, "versions": versions(), "shape": options.shape}
     write_json(options.out, record)
@@ -52,7 +53,7 @@ def run_suite(options: argparse.Namespace, script: Path, groups: Sequence[str], 
 
 
 def run_process(command: list[str], allowed: float) -> str | None:
-    """Run a process. Return its fault, or None."""
+    """Run a process. Return a description of its failure, or None."""
     if allowed <= 0:
         return "left out: no time was left"
     try:
@@ -69,12 +70,12 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def failed(found: Any) -> bool:
-    """Return True if a part broke, or one of its checks."""
+    """Return True if a part or one of its checks failed."""
     return isinstance(found, dict) and any(found.get(sign) for sign in ("error", "failed"))
 
 
 def run_parts(bench: Bench, parts: Sequence[Part], out: Path) -> None:
-    """Run a group's parts, writing what there is as it is found."""
+    """Run the parts of a group, and write their results as they come."""
     record = read_record(out)
     bench.note = lambda: write_json(out, record)
     for part in parts:
@@ -87,16 +88,17 @@ def run_parts(bench: Bench, parts: Sequence[Part], out: Path) -> None:
 
 
 def run_part(part: Any, bench: Bench, found: dict[str, Any]) -> None:
-    """Have a part write down what it finds, and what broke it."""
+    """Run a part, and record its error if it fails."""
     try:
         part(bench, found)
-    except Exception as error:  # whatever breaks, the record is to say so and the others are to run
+    except Exception as error:  # of any kind: it is recorded, and the other parts still run
         traceback.print_exc()
         found["error"] = f"{type(error).__name__}: {error}"[:800]
 
 
 def suite_command(options: argparse.Namespace, script: Path, groups: Sequence[str]) -> int:
-    """Run the suite, or be one of its groups. UserError where there is no GPU."""
+    """Run the suite, or one of its groups in this process. Raise UserError if there is no GPU. Return the exit
+    status."""
     if not torch.cuda.is_available():
         raise UserError("no GPU is at hand: the suite measures one; take a machine that has one")
     if not options.group:

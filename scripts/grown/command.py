@@ -1,4 +1,4 @@
-"""A small target and heads of it in the shape of a big model, checked and saved."""
+"""Growth of a small target and its heads into the shape of a big model, with a check before they are saved."""
 
 import argparse
 from dataclasses import fields, replace
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def grow(options: argparse.Namespace) -> int:
-    """Grow, check, save; 0."""
+    """Grow, check and save the target and its heads. Return the exit status."""
     check_folder(options.out.parent, "OUT")
     if options.out.is_file() or (options.out.is_dir() and any(options.out.iterdir())):
         raise UserError(f"OUT {options.out}: is there already; name another, or delete it first")
@@ -37,7 +37,7 @@ def grow(options: argparse.Namespace) -> int:
     heads = {name: open_head(folder, target) for name, folder in folders.items()}
     growth = Growth(small, shape, target.config.rms_norm_eps)
     size = HeadSize(options.head_intermediate_size, options.draft_vocab_size)
-    grown_heads = {name: grow_head(head, growth, size) for name, head in heads.items()}  # refused now, or not at all
+    grown_heads = {name: grow_head(head, growth, size) for name, head in heads.items()}  # before anything is saved
     model = grow_llama(target.model, shape)
     model.config.grown_from = target.name
     grown = FrozenTarget(model, str(options.out))
@@ -58,7 +58,7 @@ def grow(options: argparse.Namespace) -> int:
 
 
 def open_head(folder: Path, target: FrozenTarget) -> Any:
-    """A head of the small target. UserError if it is another's."""
+    """Load a head of the small target. Raise UserError if it was trained for another target or with an adapter."""
     check_fits(folder, target)
     if read_config(folder)["target"].get("adapter"):
         raise UserError(
@@ -69,7 +69,8 @@ def open_head(folder: Path, target: FrozenTarget) -> Any:
 
 @torch.no_grad()
 def difference(small: FrozenTarget, large: FrozenTarget) -> tuple[float, float]:
-    """The relative distance of the two models' logits on some tokens, and how often their greedy choices agree."""
+    """Return the relative distance between the logits of two models on some tokens, and the share of tokens on which
+    their greedy choices agree."""
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(small.vocab_size, (1, CHECKED_TOKENS), generator=draw)
     positions = torch.arange(CHECKED_TOKENS)[None]

@@ -1,9 +1,9 @@
-"""Heads of a target that was grown: the same drafts from the grown target's features, at a big head's cost.
+"""Heads of a grown target: the same drafts from the grown target's features, at a big head's cost.
 
-A head keeps its own ids: where there are more in the grown vocabulary, it drafts none of them. EAGLE-3 has an output
-head of its own, which may get more rows, as a real one of that size has; they are never chosen. Auxiliary layers stay
-where they are, since new layers come after the old ones and add nothing. What reads a stream without the constant
-channel has half of its norms' eps, which is nothing beside real states.
+A head keeps its own ids and drafts none of the new ids of a larger vocabulary. EAGLE-3 has its own output head, which
+may get more rows, like a real head of that size; they are never chosen. Auxiliary layers keep their ids, because new
+layers come after the old ones and add nothing. Norms of a stream without the constant channel have half of their eps,
+which is negligible compared with real states.
 
 Letters: B batch, D width, V vocabulary, Vd draft vocabulary, L auxiliary layers; with a prime: the grown one's.
 """
@@ -35,17 +35,17 @@ Head = TypeVar("Head", bound=nn.Module)
 
 @dataclass(frozen=True)
 class HeadSize:
-    """Sizes in which a grown head may exceed those of its target's growth; None: the least possible."""
+    """Sizes of a grown head that can be chosen."""
 
     intermediate_size: int | None = None
-    """The grown target's by default."""
+    """Default: that of the grown target."""
     draft_vocab_size: int | None = None
-    """The head's own by default."""
+    """Default: that of the head."""
 
 
 @torch.no_grad()
 def grow_head(head: Any, growth: Growth, size: HeadSize) -> nn.Module:
-    """The head of the grown target. UserError for a family or a size that cannot be."""
+    """Return the head for the grown target. Raise UserError for a kind of head or a size that cannot be grown."""
     grow = GROW.get(type(head))
     if grow is None:
         known = ", ".join(kind.__name__ for kind in GROW)
@@ -59,7 +59,7 @@ def grow_head(head: Any, growth: Growth, size: HeadSize) -> nn.Module:
 
 
 def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
-    """EAGLE-3 (`heads.eagle3`)."""
+    """Grow an EAGLE-3 head (`heads.eagle3`)."""
     config, old, new, D = head.config, growth.old, growth.new, growth.old.hidden_size
     sizes = grown_sizes(config, growth, size)
     count = size.draft_vocab_size or config.draft_vocab_size
@@ -74,18 +74,19 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
     grown = blank(Eagle3(grown_config, kept), head.fc.weight.dtype)
     grow_parameters(grown, head, block_growth(config, grown_config, growth.eps))
     if growth.wider:
-        # The highest auxiliary layer's constant channel, by which new ids are never chosen; it need not be constant.
+        # Pass on the constant channel of the highest auxiliary layer, with which new ids are never chosen. It need not
+        # be constant.
         grown.fc.weight[D, (len(config.aux_layer_ids) - 1) * new.hidden_size + D] = 1.0
         if grown.fc_norm is not None:
             [*grown.fc_norm.parameters()][-1][D] = 1.0
-        # A state that is normed and recycled must not raise it step by step.
+        # A state that is normalised and recycled must not increase the channel in every step.
         grown.norm.weight[D] = growth.norm_scale if config.norm_output else 1.0
     grown.lm_head.weight.copy_(grow_output(growth, head.lm_head.weight, count))
     return grown
 
 
 def grow_mtp(head: Mtp, growth: Growth, size: HeadSize) -> Mtp:
-    """MTP modules of our own block (`heads.mtp`)."""
+    """Grow MTP modules of our own block (`heads.mtp`)."""
     config = head.config
     if config.decoder is not None:
         raise UserError("modules of a checkpoint's own decoder cannot be grown, only those trained from scratch")
@@ -96,7 +97,7 @@ def grow_mtp(head: Mtp, growth: Growth, size: HeadSize) -> Mtp:
 
 
 def grow_medusa(head: Medusa, growth: Growth, size: HeadSize) -> Medusa:
-    """Medusa heads (`heads.medusa`), with their tree."""
+    """Grow Medusa heads (`heads.medusa`), with their tree."""
     new, width = growth.new, growth.width()
     config = replace(head.config, hidden_size=new.hidden_size, vocab_size=new.vocab_size)
     grown = blank(Medusa(config, head.kept), next(head.parameters()).dtype)
@@ -107,7 +108,7 @@ def grow_medusa(head: Medusa, growth: Growth, size: HeadSize) -> Medusa:
 
 
 def grow_draft(head: Draft, growth: Growth, size: HeadSize) -> Draft:
-    """A draft model (`heads.draft_model`): of the grown target's widths, and as many layers as it has."""
+    """Grow a draft model (`heads.draft_model`): it gets the grown target's widths and keeps its number of layers."""
     model: Any = head.model
     shape = replace(growth.new, num_hidden_layers=model.config.num_hidden_layers)
     grown = grow_llama(model, shape)
@@ -116,12 +117,12 @@ def grow_draft(head: Draft, growth: Growth, size: HeadSize) -> Draft:
 
 
 def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlockHead:
-    """DFlash, DFlash2 and DSpark (`heads.block.draft`)."""
+    """Grow a DFlash, DFlash2 or DSpark head (`heads.block.draft`)."""
     config, new, width = head.config, growth.new, growth.width()
     grown_config = replace(config, **grown_sizes(config, growth, size))
     grown = blank(type(head)(grown_config), head.fc.weight.dtype)
     grow_parameters(grown, head, block_growth(config, grown_config, growth.eps))
-    if growth.wider:  # the embeddings' constant channel, by which new ids are never chosen
+    if growth.wider:  # the constant channel of the embeddings, with which new ids are never chosen
         grown.norm.weight[growth.old.hidden_size] = 1.0
     if isinstance(head, DFlash2) and isinstance(grown, DFlash2):
         grow_selection(grown, head, growth)
@@ -137,7 +138,8 @@ def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlo
 
 
 def grow_selection(grown: DFlash2, head: DFlash2, growth: Growth) -> None:
-    """The convolutions of DFlash2, and its choice among candidates: new channels go by no group, new ids by nothing."""
+    """Grow the convolutions and the candidate selector of DFlash2. The weights of new channels, groups and ids are
+    zero."""
     width, sides = growth.width(), 2 * head.config.conv_kernel_size
     for large, small in zip(grown.layers, head.layers, strict=True):
         assert isinstance(large, ConvolvedLayer) and isinstance(small, ConvolvedLayer)
@@ -165,7 +167,7 @@ GROW: dict[type, Callable[[Any, Growth, HeadSize], nn.Module]] = {
 
 
 def blank(head: Head, dtype: torch.dtype) -> Head:
-    """The head with zeros for weights."""
+    """Set all weights of a head to zero, in `dtype`. Return the head."""
     head = head.to(dtype)
     for parameter in head.parameters():
         parameter.zero_()
@@ -173,8 +175,8 @@ def blank(head: Head, dtype: torch.dtype) -> Head:
 
 
 def grown_sizes(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[str, Any]:
-    """The fields of a grown head's config that differ: its block's and the target's. UserError if the block is of
-    another make, or would shrink."""
+    """Return the fields of a grown head's config that change: the sizes of its block and of the target. Raise UserError
+    if the block would shrink or has another norm eps than the target."""
     if config.rms_norm_eps != growth.eps:
         raise UserError(
             f"head.rms_norm_eps: {config.rms_norm_eps} differs from the target's {growth.eps}; train it with that"
@@ -189,12 +191,12 @@ def grown_sizes(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[str
         "num_target_layers": sizes.pop("num_hidden_layers"),
         **sizes,
         "rms_norm_eps": growth.new_eps,
-        "rope_theta": config.rope_theta ** (growth.new.head_dim / config.head_dim),  # wider heads turn as small ones
+        "rope_theta": config.rope_theta ** (growth.new.head_dim / config.head_dim),  # keeps the rotary frequencies
     }
 
 
 def block_growth(config: BlockConfig, grown: BlockConfig, eps: float) -> Growth:
-    """The growth of a block of its own sizes."""
+    """Return the growth of a head's block, whose sizes may differ from the target's."""
     old, new = (
         ModelShape(x.hidden_size, 1, x.num_attention_heads, x.num_key_value_heads, x.head_dim, x.intermediate_size, 0)
         for x in (config, grown)

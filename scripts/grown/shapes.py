@@ -1,11 +1,11 @@
-"""Shapes of known models, into which a small one is grown; no torch, since commands name them."""
+"""Shapes of known models, into which a small model is grown. Command lines use them, so this file imports no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder."""
+    """Sizes of a decoder model."""
 
     hidden_size: int
     num_hidden_layers: int

@@ -1,19 +1,20 @@
-"""A small model in the shape of a big one: the same function at the big model's cost.
+"""Growth of a small model into the shape of a big one: the same function at the big model's cost.
 
-Width and depth are filled with zeros, so that a head's real acceptance on a small real target is measured at any
-model's real price. A Llama-family target (grouped-query attention, RMS norms, rotary positions, gated MLP) grows so:
+Width and depth are filled with zeros. So the real acceptance of a head on a small real target can be measured at the
+real cost of any model. A Llama-family target (grouped-query attention, RMS norms, rotary positions, gated MLP) grows as
+follows:
 
-    width     new channels are zero, and so is what reads or writes them; RMS norms divide by the wider mean, which
-              sqrt(D / D') in their weights takes back
-    layers    new ones add zero: output and down projections are zero
-    heads     new query heads have no way out; a key head keeps its query heads
-    head_dim  rotary pairs keep their frequencies with theta' = theta^(d' / d); sqrt(d' / d) in the query projection
-              takes back the other scale of the scores
-    vocab     new ids get logits far below all others, from one new channel of constant value: its square takes over
-              half of what the norms' eps adds to the mean, so that the function stays the same to the last term
+    width     new channels are zero, and so are the weights that read or write them; RMS norms divide by the mean of
+              more channels, which a factor sqrt(D / D') in their weights compensates
+    layers    new layers add zero: their output and down projections are zero
+    heads     the output of new query heads is not read; a key head keeps its query heads
+    head_dim  rotary pairs keep their frequencies with theta' = theta^(d' / d); a factor sqrt(d' / d) in the query
+              projection compensates the different scale of the scores
+    vocab     new ids get logits far below all others, from one new channel with a constant value; its square replaces
+              half of what the norms' eps adds to the mean, so the function is exactly the same
 
 Letters: D width, L layers, H query heads, Hkv key heads, d head dimension, I intermediate width, V vocabulary; with a
-prime: the grown one's.
+prime: those of the grown model.
 """
 
 import math
@@ -29,11 +30,11 @@ from heads.target.families import rope_theta
 from scripts.grown.shapes import ModelShape
 
 NEVER = -1e7
-"""The weight on the constant channel of an id that must never be chosen."""
+"""Weight of the constant channel in the logit of an id that must never be chosen."""
 
 
 def shape_of(config: Any) -> ModelShape:
-    """The shape that a Llama-family config describes."""
+    """Return the shape of a Llama-family config."""
     found: dict[str, Any] = {field.name: getattr(config, field.name, None) for field in fields(ModelShape)}
     found["head_dim"] = found["head_dim"] or config.hidden_size // config.num_attention_heads
     found["num_key_value_heads"] = found["num_key_value_heads"] or config.num_attention_heads
@@ -42,7 +43,7 @@ def shape_of(config: Any) -> ModelShape:
 
 @dataclass(frozen=True)
 class Growth:
-    """Placement of one shape in another, and the norms' eps of the small model."""
+    """Placement of a small shape in a large one, with the norms' eps of the small model."""
 
     old: ModelShape
     new: ModelShape
@@ -69,7 +70,7 @@ class Growth:
 
     @staticmethod
     def group(shape: ModelShape) -> int:
-        """Query heads that share a key head."""
+        """Return the number of query heads that share a key head."""
         return shape.num_attention_heads // shape.num_key_value_heads
 
     @property
@@ -82,18 +83,19 @@ class Growth:
 
     @property
     def new_eps(self) -> float:
-        """Half of what eps adds to a sum of squares; the constant channel is the other half."""
+        """The eps of the grown norms. In a wider model it is half of the old contribution to a sum of squares, and the
+        constant channel is the other half."""
         return self.eps * self.old.hidden_size / self.new.hidden_size / (2 if self.wider else 1)
 
     @property
     def constant(self) -> float:
-        """The value of channel D in every residual stream."""
+        """Value of channel D in every residual stream."""
         return math.sqrt(self.eps * self.old.hidden_size / 2)
 
-    # Where the old model's channels go; each (old size,) int64.
+    # The indices of the old model's channels in the new one; each (old size,) int64.
 
     def width(self, *, parts: int = 1) -> Tensor:
-        """Return the new indices of `parts` residual streams side by side."""
+        """Return the new indices of `parts` concatenated residual streams."""
         D, wide = self.old.hidden_size, self.new.hidden_size
         return torch.cat([torch.arange(D) + part * wide for part in range(parts)])
 
@@ -103,9 +105,9 @@ class Growth:
         return torch.cat([half, half + self.new.head_dim // 2])
 
     def queries(self) -> Tensor:
-        """Return the new indices of all query heads, those of a key head together."""
+        """Return the new indices of all query heads. Query heads of a key head stay together."""
         old, new = self.group(self.old), self.group(self.new)
-        # The new number of each old query head.
+        # The new index of each old query head.
         places = [kv * new + query for kv in range(self.old.num_key_value_heads) for query in range(old)]
         return torch.cat([self.head() + place * self.new.head_dim for place in places])
 
@@ -115,7 +117,8 @@ class Growth:
 
 
 def place(small: Tensor, shape: tuple[int, ...], *where: Tensor | None) -> Tensor:
-    """A tensor of `shape` that is zero but for `small`, whose index i along each axis goes to where[axis][i]."""
+    """Return a tensor of `shape` that contains `small` and is zero elsewhere. Index i of an axis moves to
+    where[axis][i]; where[axis] None keeps the indices."""
     large = small.new_zeros(shape)
     spots = [torch.arange(size) if spot is None else spot for size, spot in zip(small.shape, where, strict=True)]
     large[torch.meshgrid(*spots, indexing="ij")] = small
@@ -123,8 +126,8 @@ def place(small: Tensor, shape: tuple[int, ...], *where: Tensor | None) -> Tenso
 
 
 def grow_parameters(grown: nn.Module, small: nn.Module, growth: Growth) -> None:
-    """Embeddings, projections and norms of decoder blocks, and what joins streams side by side, by their names; others
-    are left as they are."""
+    """Copy the embeddings, the projections and norms of decoder blocks, and the projections of concatenated streams
+    into `grown`. They are found by their names. Other parameters do not change."""
     width, queries, keys, head = growth.width(), growth.queries(), growth.keys(), growth.head()
     stretch = math.sqrt(growth.new.head_dim / growth.old.head_dim)
 
@@ -148,7 +151,7 @@ def grow_parameters(grown: nn.Module, small: nn.Module, growth: Growth) -> None:
             where = width, streams(weight)
         elif module.endswith("q_norm"):
             where = (head,)
-        elif module.endswith("k_norm"):  # over the wider mean; the queries' takes back the other scale of scores, too
+        elif module.endswith("k_norm"):  # compensates the wider mean; in q_norm the scale of the scores cancels it
             scale, where = 1 / stretch, (head,)
         elif "norm" in module:
             scale, where = growth.norm_scale, (width,)
@@ -159,7 +162,7 @@ def grow_parameters(grown: nn.Module, small: nn.Module, growth: Growth) -> None:
 
 
 def grow_output(growth: Growth, weight: Tensor, size: int) -> Tensor:
-    """An output head (V, D) of `size` ids; the new ones can never be chosen."""
+    """Return the output head (size, D') grown from `weight` (V, D). New ids can never be chosen."""
     grown = place(weight, (size, growth.new.hidden_size), None, growth.width())
     grown[len(weight) :, growth.old.hidden_size :][:, :1] = NEVER
     return grown
@@ -167,8 +170,8 @@ def grow_output(growth: Growth, weight: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def grow_llama(model: Any, shape: ModelShape) -> LlamaForCausalLM:
-    """The same function in another shape, in the model's dtype and on its device; UserError for what is no plain
-    Llama."""
+    """Return a model with the same function in another shape, in the model's dtype and on its device. Raise UserError
+    if the model is not a plain Llama."""
     config = model.config
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
         raise UserError(f"expected a Llama without biases, got a {config.model_type}")
@@ -200,6 +203,6 @@ def grow_llama(model: Any, shape: ModelShape) -> LlamaForCausalLM:
         D = growth.old.hidden_size
         grown.model.embed_tokens.weight[:, D] = growth.constant
         grown.model.norm.weight[D] = 1.0
-    # Its frequencies are no parameters: they are made anew.
+    # The rotary frequencies are not parameters, so they are computed again.
     grown.model.rotary_emb = type(grown.model.rotary_emb)(config=grown_config).to(model.device)
     return grown.eval()  # type: ignore[no-any-return]
