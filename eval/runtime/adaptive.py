@@ -5,15 +5,15 @@ The candidates are drafts, from the longest to none at all. Each candidate has a
     tokens per second = (1 + sum over k of alpha_1 .. alpha_k) / seconds per round
 
 alpha_k is the running acceptance at depth k, which chains of all lengths share. The host measures the seconds at every
-poll. The candidate in use is `current`. A change begins with a trial of a few rounds with a draft whose estimate is
+poll. The preferred candidate is `current`. A change begins with a trial of a few rounds with a draft whose estimate is
 better. The draft becomes `current` only if the trial confirms the estimate. Because a head may become good or bad as
 the text changes, other candidates are tried from time to time, at intervals that double while `current` stays. So a
 useless head costs a few rounds at first and fewer later, and a head that stops being useful is soon dropped.
 
 The estimate at an untested depth is that of the depth before it. Costs drift for all drafts together (the context
-grows, the machine slows down): when the cost of `current` changes, the costs of the other candidates are assumed to
-change by the same factor until they are measured again. A round is assumed to cost no more than a round that drafts
-more. If the clock disagrees, something else delayed the cheaper round.
+grows, the machine slows down): when the cost of the candidate in use changes, the costs of the other candidates are
+assumed to change by the same factor until they are measured again. A round is assumed to cost no more than a round
+that drafts more. If the clock disagrees, something else delayed the cheaper round.
 
 If a head predicts the acceptance of each draft token (`heads.tree.Proposal.confidence`), a round verifies its chain
 only as long as
@@ -225,8 +225,8 @@ class Controller:
         self.rounds[self.candidate] += span.rounds
         self.stay += span.rounds
         self.spans.append(span)
-        # Plain rounds show nothing about drafts, and costs drift together: there is nothing to decide yet. Postponing
-        # this work also keeps its code and data out of the processor's caches during plain steps.
+        # Plain rounds show nothing about drafts, and costs drift together: there is nothing to decide yet. The work can
+        # wait, because it would displace a plain step's data from the processor's caches.
         if self.candidate == self.current == self.none and self.stay < self.interval:
             return
         for past in self.spans:

@@ -50,7 +50,8 @@ class TargetStep:
         """`pads`: pad prompts to a few shapes, which kernels and graphs need. On a CPU padding only costs time."""
         self.target, self.decoder, self.pads = target, decoder, pads
         self.batch_size, self.capacity = decoder.spec.batch_size, decoder.spec.capacity
-        # One slot more than `capacity`: it takes the tokens of a padded chunk that do not fit. No prompt fills it.
+        # One index more than there are slots, so that the tokens of a padded chunk that do not fit go to the last slot,
+        # which no prompt fills.
         self.slot = torch.arange(self.capacity + 1, device=target.device)
 
     def chunk_size(self, remaining: int) -> int:
@@ -97,7 +98,7 @@ class TargetStep:
         return chosen if fused is None else torch.where(sampling.filters()[:, None], chosen, fused)
 
     def compact(self, start: Tensor, acceptance: Acceptance) -> None:
-        """Move the accepted nodes to their final slots: those right after `start` (B,), in order."""
+        """Move the accepted nodes to their final slots: those from `start` (B,) on, in order."""
         self.decoder.compact(start, acceptance.path, acceptance.accepted)
 
 
