@@ -26,7 +26,7 @@ from heads.target.hub import MODEL, is_here, repo_and_revision
 
 
 class Opened(NamedTuple):
-    """A head with the target it was trained for."""
+    """Head, its target, and the target's tokenizer."""
 
     head: Drafter
     target: FrozenTarget

@@ -106,7 +106,7 @@ class Acceptance:
 
 @dataclass
 class Cost:
-    """Running time of a round in seconds."""
+    """Running average of the seconds per round of one draft."""
 
     seconds: float | None = None
     rounds: int = 0

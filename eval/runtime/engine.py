@@ -253,8 +253,8 @@ class Engine:
         return not has_newcomers and any(state is not None and state.left > 0 for state in request_states)
 
     def _decode(self, request_states: list[RequestState | None]) -> None:
-        """Launch the rounds until the next poll, but no more than the tokens left in any row: each round emits at least
-        one, so every row would have ended."""
+        """Launch the rounds until the next poll, but at most as many as the row with most tokens left can need: each
+        round emits at least one token."""
         running = [state for state in request_states if state is not None]
         rounds = min(self.poll_interval, max((state.left for state in running), default=0), PENDING)
         if rounds <= 0:

@@ -19,7 +19,7 @@ from scripts.gpu.parts import GROUPS, ROOT, Bench, Part
 from scripts.grown.shapes import SHAPES
 
 SECONDS = {"checks": 330, "identity": 210, "compiled": 150, "rounds": 390, "kernels": 180}
-"""Time limit of each group. A group that is stopped leaves its results so far in the record."""
+"""Time limit of each group in seconds. A group that is stopped leaves its results so far in the record."""
 ALL = 570
 """Time limit in seconds of a whole command."""
 COMPILER = [sys.executable, "-m", "scripts.gpu.compile_ahead"]
