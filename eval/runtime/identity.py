@@ -4,7 +4,7 @@ In bfloat16 a product of one row and a product of eight rows use different kerne
 logits differ by less than a rounding error, another token is chosen. So the reference is plain decoding in steps of as
 many nodes as the rounds have (`EngineOptions.pinned`): the same kernels on the same shapes. Chains must repeat it
 exactly, and so must trees under `strict`. Other trees read their ancestors from other slots than plain decoding does,
-so sums are computed in another order. If that changes a choice, the two tokens' logits must differ by at most two units
+so sums are computed in another order. If that changes a choice, the two tokens' scores must differ by at most two units
 in the last place.
 """
 
@@ -34,7 +34,7 @@ class Flip:
     chosen: int
     """Plain decoding's choice."""
     gap: float
-    """Difference between the two in logits."""
+    """Difference between the scores of the two tokens, in units of logits."""
     ulp: float
     """Unit in the last place of the larger of the two logits."""
 
