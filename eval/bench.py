@@ -1,14 +1,18 @@
-"""Measure one head, or several side by side: tau, acceptance, speed against plain decoding, an audit of every token.
+"""Measure draft heads: acceptance length (tau), acceptance by depth, speedup over plain decoding, and exactness.
 
     python eval/bench.py runs/quickstart
     python eval/bench.py HEAD_DIR_OR_HUB_ID --prompts mt_bench,humaneval --tree chain:5,tree:5x8x24 --temperature 0,1
     python eval/bench.py runs/eagle runs/medusa runs/mtp runs/draft lookup:3
 
-Of one head it writes results.json, report.html, plots and a model card into a new folder for every measurement, here in
-runs/quickstart/bench, or into --out. Several heads run in one comparison, on the target of the first, each with every
-tree that it can draft, or with `--tree auto` with what suits it best: compare.json, compare.md, compare.html and plots
-in a new folder of runs/compare. Exit status 0; 1 if an output was not the target's own (then no speedup is printed); 2
-with one line for what the caller can mend.
+One head: writes results.json, report.html, plots and a model card into a new folder, here in runs/quickstart/bench, or
+into --out.
+
+Several heads: all are measured in one comparison, on the target of the first head that names one. Each head drafts
+every tree that it can, or with `--tree auto` the fastest trees that a search finds for it. Writes compare.json,
+compare.md, compare.html and plots into a new folder in runs/compare, or into --out.
+
+Every output is compared with that of plain decoding, token by token. Exit status: 0; 1 if an output was not the
+target's own (then no speedup is reported); 2, with one line, for an error that the user can fix.
 """
 
 import argparse
@@ -21,7 +25,7 @@ from heads.base import HEAD_TREE
 
 TREES = ("chain:5",)
 TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
-"""Default trees, one of which suits heads of a depth below 5."""
+"""Default trees for several heads. They include one for heads with a depth below 5."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,7 +48,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def hyphenated(word: str) -> str:
-    """Rewrite an option in the spelling of sweeps, --batch_size=4, with hyphens in its name."""
+    """Return an option with hyphens in its name. Sweeps spell it with underscores: --batch_size=4."""
     name, equals, value = word.partition("=")
     return f"{name.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
 

@@ -1,11 +1,12 @@
-"""Write with a draft head: the target's answers as they are decoded, accepted draft tokens in colour, tau beside them.
+"""Generate text with a draft head. Answers are streamed, with accepted draft tokens in colour, and tau is shown.
 
     python eval/chat.py runs/quickstart --prompt 'import os'       # one answer
     python eval/chat.py HEAD_DIR_OR_HUB_ID                         # a conversation; Ctrl-D ends it, Ctrl-C an answer
 
-The text is what plain decoding gives, token for token, whatever the head. Targets with a chat template answer; others
-go on from the text they are given. Output that is not a terminal gets the text alone; NO_COLOR is honoured.
-Exit status 0; 2 with one line for what the caller can mend; 130 on an interrupt outside an answer, or of the only one.
+The text is the same as that of plain decoding, token for token, with any head. A target with a chat template answers;
+any other target continues the text. If the output is not a terminal, only the text is written to it. NO_COLOR disables
+colours. Exit status: 0; 2, with one line, for an error that the user can fix; 130 for an interrupt outside an answer,
+or during the answer to --prompt.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Helpers that all commands share: arguments that are refused in one line, and the exit status.
+"""Helpers shared by all commands: parsing of arguments, with errors in one line, and the exit status.
 
-A command reads its arguments before it imports what does the work: torch and transformers take seconds to import, and
-neither --help nor a mistyped option is to wait for them. So an entry, and all that it imports at its top, this file
-among them, imports none of them (tests/test_start.py); its run function imports the rest.
+A command parses its arguments before it imports torch and transformers, which takes seconds: --help and an error in an
+option should be immediate. So an entry and its top-level imports, this file included, do not import torch or
+transformers (tests/test_start.py). The entry's `main` imports the rest once the arguments are parsed.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from heads.files import is_full_disk
 from heads.tree import TreeShape
 
 AUTO = "auto"
-"""Placeholder for a tree, or for a backend: search for the best one."""
+"""Value of an option that lets the program choose: search for the fastest tree, or select a backend."""
 UNREAD = 128 + signal.SIGPIPE
-"""Exit status of a command whose output has lost its reader, as shells report it of other programs."""
+"""Exit status if the reader of the output has closed it: the one that shells report for other programs."""
 BACKENDS = ("huggingface", "torch", "cpu", "triton")
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help formatter that shows defaults as they would be typed."""
+    """Help formatter that shows defaults in the form in which they are typed."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
@@ -43,7 +43,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses a command line in one line, as a recipe is; `--help` has the rest."""
+    """Argument parser whose errors are UserErrors of one line without the usage."""
 
     def __init__(self, description: str):
         super().__init__(description=description, formatter_class=_Formatter)
@@ -90,7 +90,7 @@ def temperature(text: str) -> float:
 
 
 def trees(text: str) -> tuple[str, ...]:
-    """Parse trees that draft something, or `auto`, separated by commas."""
+    """Parse the names of trees with draft tokens, or `auto`, separated by commas."""
     parts = [part.strip() for part in text.split(",")]
     with _shown():
         draft_shapes([part for part in parts if part not in (AUTO, HEAD_TREE)])
@@ -98,7 +98,7 @@ def trees(text: str) -> tuple[str, ...]:
 
 
 def draft_tree(text: str) -> str:
-    """Parse a tree that drafts something."""
+    """Parse the name of one tree with draft tokens."""
     found = trees(text)
     if len(found) > 1 or AUTO in found:
         raise argparse.ArgumentTypeError(f"expected one tree, such as chain:5, got {text!r}")
@@ -106,7 +106,7 @@ def draft_tree(text: str) -> str:
 
 
 def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[TreeShape]:
-    """Return the tree shapes of texts for a head. UserError for one that drafts nothing."""
+    """Return the tree shapes with these names for a head. Raise UserError for a shape without draft tokens."""
     shapes = [shape_for(text, head) for text in texts]
     if any(shape.nodes == 1 for shape in shapes):
         raise UserError("expected trees that draft something, such as chain:5; plain decoding is always measured")
@@ -121,7 +121,7 @@ def template_arguments(text: str) -> dict[str, bool | int | float | str]:
         if not (equals and name.isidentifier()):
             raise argparse.ArgumentTypeError(f"expected NAME=VALUE, such as enable_thinking=false, got {part!r}")
         try:
-            read = json.loads(value, parse_constant=str)  # NaN is text, too
+            read = json.loads(value, parse_constant=str)  # NaN and Infinity are text, too
         except (ValueError, RecursionError):
             read = value
         arguments[name] = read if isinstance(read, bool | int | float) else value
@@ -130,7 +130,7 @@ def template_arguments(text: str) -> dict[str, bool | int | float | str]:
 
 @contextmanager
 def _shown() -> Iterator[None]:
-    """Turn a UserError into the error that argparse shows in full; of another ValueError it hides the text."""
+    """Turn a UserError into ArgumentTypeError, because argparse hides the text of any other ValueError."""
     try:
         yield
     except UserError as error:
@@ -161,7 +161,7 @@ HEAD_HELP = "a run directory, a head's directory or a hub id; or lookup:NGRAM, e
 
 
 def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Add the head, or any number of them, and the options for loading their target."""
+    """Add the argument for the head, or for several heads, and the options for loading their target."""
     if several:
         parser.add_argument("heads", nargs="*", metavar="head", help=HEAD_HELP)
     else:
@@ -171,8 +171,8 @@ def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) 
 
 
 def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str]) -> bool:
-    """Return True, with the usage of a command that takes a recipe and the recipe's keys printed, if --help is given.
-    UserError if there are no arguments."""
+    """Handle --help of a command that reads a recipe: print its usage and the recipe's keys, and return True. Return
+    False for other arguments, and raise UserError if there are none."""
     if not arguments:
         raise UserError(f"{usage}; --help lists the keys")
     if arguments[0] in ("-h", "--help"):
@@ -182,36 +182,36 @@ def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str])
 
 
 def print_line(text: str | None) -> None:
-    """Print a line on standard error, if there is one, from the first process of a launch alone."""
+    """Print a line, unless it is empty, on standard error. Only rank 0 of a launch prints."""
     if text and os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr)
 
 
 def _is_unread() -> bool:
-    """Return True if the reader of standard output has closed it, as `head` does when it has its lines."""
+    """Return True if the reader of standard output has closed it, as the shell's `head` does after its last line."""
     poll = select.poll()
-    poll.register(sys.stdout, 0)  # errors are reported whatever is asked for
+    poll.register(sys.stdout, 0)  # 0: only errors, which are always reported
     return bool(poll.poll(0))
 
 
 def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line) -> int:
-    """Return the result of `act`, or the exit status of its exception: 2, with a line, for errors of the user, 130 for
-    an interrupt, else 1. Where the reader of standard output has closed it, 141, without a word."""
-    # transformers imports torchao wherever it is installed, for seconds and with four lines of warnings.
-    # `heads.target.quantization`, which has a use for it, takes it back.
+    """Return the result of `act`, or the exit status of its exception: 2, with one line, for an error that the user can
+    fix; 130 for an interrupt; 141, silently, if the reader of standard output has closed it; else 1."""
+    # If torchao is installed, transformers imports it, which takes seconds and prints four lines of warnings.
+    # `heads.target.quantization`, which needs torchao, restores it.
     sys.modules.setdefault("torchao", None)  # type: ignore[arg-type] # typeshed does not know that None hides a module
     if isinstance(
         sys.stdout, io.TextIOWrapper
-    ):  # in a locale that lacks a table's lines, figures are printed without them
+    ):  # in a locale without the lines of tables, figures are printed without them
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
             status = act()
         except SystemExit as ended:
-            if isinstance(ended.__context__, BrokenPipeError):  # rich's, which has put /dev/null in the output's place
+            if isinstance(ended.__context__, BrokenPipeError):  # raised by rich, which redirected output to /dev/null
                 return UNREAD
-            status = int(ended.code or 0)  # argparse's, behind --help
-        print(end="", flush=True)  # at its own end the interpreter would only complain
+            status = int(ended.code or 0)  # raised by argparse after --help
+        print(end="", flush=True)  # here, because at exit the interpreter would only print an error
         return status
     except UserError as error:
         refusal = str(error)
@@ -220,9 +220,9 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of the output
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the output
             return UNREAD
-        from eval.runtime.graph import is_out_of_memory  # which needs torch, and a command that broke had it
+        from eval.runtime.graph import is_out_of_memory  # imports torch, which a failed command has usually done
 
         if is_full_disk(error):
             refusal = f"no space left on the device ({error}); free some and run the same command again"

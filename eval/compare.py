@@ -1,4 +1,4 @@
-"""Measure several heads side by side: eval/bench.py under a name that says so.
+"""Measure several heads side by side. An alias of eval/bench.py, with the same options.
 
 python eval/compare.py runs/eagle runs/medusa runs/mtp runs/draft lookup:3 --tree chain:4,tree:4x4x16
 """

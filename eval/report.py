@@ -1,7 +1,9 @@
-"""Render a results.json as a table in the terminal, charts, one self-contained page, and a model card.
+"""Render a results.json again: a table in the terminal, charts, a self-contained page, and a model card.
 
-python eval/report.py RUN_OR_RESULTS_JSON        # writes report.html, plots/ and README.md beside results.json anew;
-                                                 # of a run that was measured several times, beside the newest
+    python eval/report.py RUN_OR_RESULTS_JSON
+
+Writes report.html, plots/ and README.md (the model card) into the folder of the results.json and replaces those there.
+For a run that was measured several times, the newest results are rendered. No model is loaded.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Measure speedup against batch size and context length.
+"""Measure a head's speedup over plain decoding as a function of batch size and context length.
 
     python eval/scaling.py runs/quickstart --batch-sizes 1,2,4,8 --contexts 64,256,768 [--adaptive] [--out DIR]
 
-Every point is a comparison: the same prompts decoded plainly and with each draft in turns, every token compared.
-Prompts are windows of the suite's texts, as long as the context asked for. Writes scaling.json, scaling.png and
-scaling.svg into --out. Exit status as eval/bench.py's.
+At every point the same prompts are decoded plainly and with each draft, in turns, and every token is compared. Prompts
+are windows of the suite's texts, each as long as the context. Writes scaling.json, scaling.png and scaling.svg into a
+new folder in runs/scaling-NAME, or into --out. The exit status is that of eval/bench.py.
 """
 
 import argparse

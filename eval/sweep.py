@@ -1,13 +1,14 @@
-"""Measure a head in many settings: a wandb sweep file over eval/bench.py, with or without a server.
+"""Measure a head in many settings: run a wandb sweep file for eval/bench.py, with or without a wandb server.
 
     python eval/sweep.py recipes/sweeps/quickstart-drafts.yaml
-    python eval/sweep.py FILE --wandb offline    # each setting a wandb run too, to be sent later with `wandb sync`
+    python eval/sweep.py FILE --wandb offline    # also record each setting as a wandb run, for `wandb sync` later
     python eval/sweep.py FILE --wandb online     # the server chooses, as with `wandb sweep FILE` and `wandb agent`
 
-Every setting is a process of its own, so that one that fails takes no other with it. The table, sweep.json and
-sweep.csv are sorted by the file's metric. What was measured already is not measured again: the same command goes on.
+Every setting runs in its own process, so that a failure does not affect the other settings. The table, sweep.json and
+sweep.csv are sorted by the file's metric. An interrupted sweep continues with the same command, because settings that
+were already measured are not measured again.
 
-Exit status 0; 1 if an output was not the target's own or a measurement broke; 2 for what the caller can mend.
+Exit status: 0; 1 if an output was not the target's own or a measurement failed; 2 for an error that the user can fix.
 """
 
 import argparse

@@ -1,15 +1,16 @@
-"""`--tree auto`: the draft that is fastest for a head on a target, here and now.
+"""Search for the fastest draft of a head on a target on this machine (`--tree auto`).
 
-A calibration on a few prompts measures how deep drafts are accepted and what a round's parts cost; the cost model
+A calibration on a few prompts measures how deep drafts are accepted and the costs of a round's parts. The cost model
 
-    speedup(shape) = tokens a round emits * plain step / (draft + verify + rest)
+    speedup(shape) = tokens per round * plain step / (draft + verify + rest)
 
-gives a curve over chains and dynamic trees. Its best setting and the settings beside it are then measured like any
-other, on all prompts; should one beside it win, so are the ones beside that. What is chosen was always measured.
+predicts a curve over chains and dynamic trees. The best setting and its neighbours are then measured like any other
+setting, on all prompts. If a neighbour wins, its own neighbours are measured too. The chosen setting is always one that
+was measured.
 
-One wide tree shows the acceptance of every smaller one of its width: a tree of fewer nodes or levels keeps the
-likeliest of the same candidates, so it would have held a node of the accepted path exactly if that node's rank among
-the candidates of its levels was good enough. The rounds of one run thus give the whole curve.
+One wide tree shows the acceptance of every smaller tree of its width. A tree with fewer nodes or levels keeps the
+likeliest of the same candidates, so it contains a node of the accepted path exactly if the node's rank among the
+candidates of its levels is good enough. So the rounds of one run are enough for the whole curve.
 
 Letters: B batch, N nodes, K depth, R rounds.
 """
@@ -39,41 +40,41 @@ from heads.tree import Proposal, TreeShape, parse_shape
 
 LONGEST_CHAIN, DEEPEST_TREE = 10, 8
 WIDTHS = (2, 4, 8)
-"""Nodes expanded at each level of a tree."""
+"""Numbers of nodes expanded at each level of a tree."""
 NODES = (8, 12, 16, 24, 32, 48, 64)
 LARGEST_TREE = NODES[-1]
 CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 8, 64
 MOST_COMPARISONS = 4
 NEVER = 1 << 30
-"""The rank of a node that was not accepted: no tree holds it."""
+"""Rank of a node that was not accepted: no tree contains it."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One draft, tried."""
+    """Measurements of one draft."""
 
     shape: TreeShape
     draft: float
-    """Seconds of a round's draft; the same of its verification, and of what is left."""
+    """Seconds per round of drafting. `verify` and `rest`: of verification, and of accept and commit together."""
     verify: float
     rest: float
     plain: float
-    """Seconds of a plain step in the same minute."""
+    """Seconds of a plain step, measured in the same minute."""
     ranks: Tensor  # (R, K, K) int64: [r, d - 1, k - 1] is the rank of the accepted node at depth d among k levels
 
     def tokens(self, depth: int, nodes: int) -> float:
-        """Tokens a round would have emitted with `depth` levels and `nodes` nodes, the bonus token included."""
+        """Return the mean tokens per round with `depth` levels and `nodes` nodes, bonus token included."""
         held = self.ranks[:, :depth, depth - 1] < nodes  # (R, depth)
         return 1.0 + float(held.sum(dim=1).double().mean())
 
     def costs_ms(self) -> Results:
-        """Costs in milliseconds."""
+        """Return the costs in milliseconds."""
         seconds = {"draft": self.draft, "verify": self.verify, "rest": self.rest, "plain": self.plain}
         milliseconds = {name: 1e3 * value for name, value in seconds.items()}
         return {"tree": str(self.shape), "nodes": self.shape.nodes, **milliseconds}
 
     def alpha(self) -> list[float | None]:
-        """Acceptance by depth, of the whole draft."""
+        """Return the acceptance by depth of the whole draft."""
         accepted = (self.ranks[:, :, -1] < NEVER).sum(dim=1)  # (R,)
         at_least = [int((accepted >= k).sum()) for k in range(self.shape.depth + 1)]
         return [deeper / tested if tested else None for tested, deeper in pairwise(at_least)]
@@ -88,38 +89,38 @@ class Point:
     nodes: int
     width: int
     tokens: float
-    """Tokens a round is expected to emit: tau."""
+    """Predicted tokens per round: tau."""
     round_ms: float
     speedup: float
 
 
 @dataclass
 class Search:
-    """Search for the best of one head's drafts at one temperature."""
+    """Search for the fastest draft of one head at one temperature."""
 
     calibrations: list[Calibration]
     curve: list[Point]
     fixed: list[TreeShape] = field(default_factory=list)
-    """Shapes that are measured in any case."""
+    """Shapes that are measured regardless of the curve."""
     measured: dict[str, float] = field(default_factory=dict)
-    """Tree -> speedup."""
+    """Measured speedup by tree."""
     comparisons: int = 0
 
     @property
     def proposed(self) -> list[Point]:
-        """The best chain and the best tree by the model, the better first."""
+        """The best chain and the best tree according to the model, the better of the two first."""
         families = [[p for p in self.curve if (p.width == 1) == chain] for chain in (True, False)]
         best = [max(family, key=lambda p: p.speedup) for family in families if family]
         return sorted(best, key=lambda p: -p.speedup)
 
     @property
     def chosen(self) -> str | None:
-        """The fastest setting measured; plain decoding may be faster still."""
+        """The fastest setting measured. Plain decoding may be even faster."""
         return max(self.measured, key=lambda tree: self.measured[tree]) if self.measured else None
 
     def next_shapes(self) -> list[TreeShape]:
-        """Return the settings to measure next: first the model's proposals and the neighbours of its best, then the
-        neighbours of the winner. None are left once all of these are measured."""
+        """Return the settings to measure next: first the fixed ones, the model's proposals and the neighbours of its
+        best; later the neighbours of the winner. The list is empty once all of these are measured."""
         if self.comparisons == MOST_COMPARISONS or (self.comparisons and not self.measured):
             return []
         if self.comparisons == 0:
@@ -135,7 +136,7 @@ class Search:
         return [fixed.get(tree) or parse_shape(tree) for tree in dict.fromkeys(wanted) if tree not in self.measured]
 
     def take(self, measurements: Iterable[Results]) -> None:
-        """Note the figures of one comparison. None is stated of an output that was not the target's own."""
+        """Add the figures of one comparison. If an output was not exact, there is no speedup and the search ends."""
         self.comparisons += 1
         for m in measurements:
             if m["speedup"] is None:
@@ -144,7 +145,7 @@ class Search:
                 self.measured[m["tree"]] = m["speedup"]["measured"]
 
     def record(self, temperature: float) -> Results:
-        """Return the entry in results.json."""
+        """Return the entry for results.json."""
         longest = next(c for c in self.calibrations if c.shape.top_k == 1)
         return {
             "temperature": temperature,
@@ -166,8 +167,8 @@ def start_search(
     settings: BenchSettings,
     fixed: Sequence[TreeShape],
 ) -> Search:
-    """Run the calibration, on prompts spread over all of them; the shapes `fixed` are measured whatever it says.
-    UserError if the head drafts nothing that is looked for."""
+    """Run the calibration on a few prompts, spread over all of them. The shapes `fixed` are measured regardless of its
+    result. Raise UserError if the head drafts no chain."""
     shapes = calibration_shapes(head, target, settings.rule)
     short = min(settings.max_new_tokens, CALIBRATION_TOKENS)
     bare = replace(settings, max_new_tokens=short, adaptive=False, strict=False)
@@ -176,8 +177,8 @@ def start_search(
 
 
 def calibration_shapes(head: Drafter, target: FrozenTarget, rule: str = "match") -> list[TreeShape]:
-    """The longest chain that the head drafts, a short and a middling one, and for each width a wide tree and a slim
-    one."""
+    """Return the longest chain that the head drafts, one of half its length and one of length 1, and for each width a
+    large tree and a small one."""
 
     def deepest(texts: Sequence[str]) -> str | None:
         return next((text for text in texts if can_draft(head, target, parse_shape(text), rule)), None)
@@ -194,12 +195,12 @@ def calibration_shapes(head: Drafter, target: FrozenTarget, rule: str = "match")
 
 
 def tree_text(depth: int, width: int, nodes: int) -> str:
-    """A dynamic tree of at most `nodes`, as many as its levels give."""
+    """Return the name of a dynamic tree of `nodes` nodes, or as many as its levels can have."""
     return f"tree:{depth}x{width}x{min(nodes, 1 + width + (depth - 1) * width**2)}"
 
 
 def cost_curve(calibrations: Sequence[Calibration]) -> list[Point]:
-    """The model's figures for every setting that the calibrations speak of."""
+    """Return the model's prediction for every setting in the range of the calibrations."""
     plain = float(np.mean([c.plain for c in calibrations]))
     points = []
     for shape, calibration in candidates(calibrations):
@@ -211,8 +212,8 @@ def cost_curve(calibrations: Sequence[Calibration]) -> list[Point]:
 
 
 def candidates(calibrations: Sequence[Calibration]) -> list[tuple[TreeShape, Calibration]]:
-    """Return every chain and tree inside the calibrated range, with the calibration that has its acceptance: the
-    largest of its width."""
+    """Return every chain and tree in the calibrated range, each with the calibration that shows its acceptance: the
+    largest of the same width."""
     found = []
     largest = {c.shape.top_k: c for c in sorted(calibrations, key=lambda c: c.shape.nodes)}
     for width, calibration in sorted(largest.items()):
@@ -227,8 +228,8 @@ def candidates(calibrations: Sequence[Calibration]) -> list[tuple[TreeShape, Cal
 
 
 def round_seconds(shape: TreeShape, calibrations: Sequence[Calibration]) -> float:
-    """Seconds of a round: between the measured ones, in a straight line. Drafting goes by levels among calibrations of
-    the same width, verification and the rest by nodes among chains or among trees."""
+    """Return the seconds of a round, interpolated linearly between calibrations: drafting by depth among those of the
+    same width, verification and the rest by nodes among chains or among trees."""
     same_width = [c for c in calibrations if c.shape.top_k == shape.top_k]
     same_form = [c for c in calibrations if (c.shape.top_k == 1) == (shape.top_k == 1)]
     drafting = between(shape.depth, [(c.shape.depth, c.draft) for c in same_width])
@@ -236,14 +237,15 @@ def round_seconds(shape: TreeShape, calibrations: Sequence[Calibration]) -> floa
 
 
 def between(x: float, points: Sequence[tuple[float, float]]) -> float:
-    """The value at x of the line through the points; where several share an x, through their mean."""
+    """Return the value at x, interpolated linearly between the points. Points with the same x are averaged."""
     places = sorted({place for place, _ in points})
     means = [float(np.mean([value for place, value in points if place == p])) for p in places]
     return float(np.interp(x, places, means))
 
 
 def beside(centre: Point, curve: Sequence[Point]) -> list[Point]:
-    """The settings one step away: a chain one shorter or longer, a tree of one level or of one size more or less."""
+    """Return the neighbours of a setting: chains one token shorter or longer, trees one level or one size smaller or
+    larger."""
     depth_first = [p for p in curve if p.width == centre.width and p.tree != centre.tree]
     if centre.width == 1:
         return [p for p in depth_first if abs(p.depth - centre.depth) == 1]
@@ -291,16 +293,16 @@ def calibrate(
 
 @dataclass(frozen=True)
 class Outcome:
-    """Proposal of one round, and the path that was accepted."""
+    """Proposal of one round, and the accepted path."""
 
     scores: Tensor  # (B, N)
     depths: Tensor  # (B, N)
     path: Tensor  # (B, K + 1), nodes, the root first
-    count: Tensor  # (B,), how many of them are accepted, the root included; 0 for a row that takes no part
+    count: Tensor  # (B,), number of accepted nodes in `path`, the root included; 0 for a row that takes no part
 
 
 class Recorded(Drafter):
-    """A drafter, and the outcome of its proposals. They are kept as they are: counting waits until the clocks stand."""
+    """Drafter that records the outcomes of another drafter's proposals. They are analysed only after all timing."""
 
     def __init__(self, head: Drafter) -> None:
         self.head, self.aux_layer_ids = head, head.aux_layer_ids
@@ -328,7 +330,7 @@ class Recorded(Drafter):
 
 
 def ranks(outcome: Outcome, depth: int) -> Tensor:
-    """(R, K, K) int64, `Calibration.ranks` of the rows that took part."""
+    """Return (R, K, K) int64, `Calibration.ranks` of the rows that took part."""
     rows = outcome.count > 0
     depths, path, count = outcome.depths[rows], outcome.path[rows], outcome.count[rows]
     key = outcome.scores[rows].float() - DEPTH_PENALTY * depths
@@ -343,7 +345,7 @@ def ranks(outcome: Outcome, depth: int) -> Tensor:
 
 
 def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) -> bool:
-    """Return True if a head fills trees of this shape, the rule judges them and the target verifies them."""
+    """Return True if the head can draft trees of this shape, the rule can judge them and the target can verify them."""
     try:
         check_rule(rule, shape)
         target.check_shape(shape)

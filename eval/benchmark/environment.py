@@ -1,4 +1,4 @@
-"""Facts of a measurement: its target, head, hardware and versions, and other work on its cores."""
+"""Facts about a measurement: its target, head, hardware and versions, and whether other processes use its cores."""
 
 import os
 import platform
@@ -54,7 +54,7 @@ def target_facts(target: FrozenTarget) -> dict[str, Any]:
 
 
 def head_facts(head: Drafter, path: str) -> dict[str, Any]:
-    """Return the identity and the size of the head: its own weights, none if it uses the target's."""
+    """Return the identity and the size of the head. Weights that it shares with the target do not count."""
     config: Any = getattr(head, "config", None)
     return {
         "kind": kind_of(head),
@@ -80,12 +80,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Weights, tied ones once."""
+    """Return the number of parameters. Tied parameters count once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Name and size of the device that decodes."""
+    """Return the name and the size (memory or threads) of a device."""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return {"type": "cuda", "name": facts.name, "memory_gib": round(facts.total_memory / 2**30, 1)}
@@ -93,7 +93,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def decoder_facts(target: FrozenTarget) -> str:
-    """The code that decodes the target here, and why it is not faster code."""
+    """Return a description of the code that decodes the target, and the reason if it is not the native decoder."""
     backend = select_backend(target)
     native = backend.native(target)
     if native is None:
@@ -106,7 +106,8 @@ def decoder_facts(target: FrozenTarget) -> str:
 
 
 def setup_line(target: FrozenTarget, training: str | None = None) -> str:
-    """The device, dtypes, threads and kernels of a run in one line; `training`: the dtype of products in training."""
+    """Return the device, threads, kernels and dtypes of a run in one line. `training`: dtype of products in
+    training."""
     facts = device_facts(target.device)
     threads = f", {facts['threads']} thread{'s' * (facts['threads'] > 1)}" if "threads" in facts else ""
     dtype = str(target.dtype).removeprefix("torch.")
@@ -118,7 +119,7 @@ def setup_line(target: FrozenTarget, training: str | None = None) -> str:
 
 
 def contention(device: torch.device) -> str | None:
-    """Return advice if other processes use cores that this one's threads need; None if none do."""
+    """Return advice if other processes use cores that this process's threads need, else None."""
     threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
     if device.type != "cpu" or threads == 1:
         return None
@@ -132,14 +133,14 @@ def contention(device: torch.device) -> str | None:
 
 
 def cpu_name() -> str:
-    """The processor's name as its maker gives it."""
+    """Return the manufacturer's name of the processor, or its architecture if the name is unknown."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:(.*)", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
-    """Python, the packages that numbers depend on, and this project's commit where it runs from a clone."""
+    """Return the versions of Python and of the packages that affect results, and this project's commit."""
     found = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -148,7 +149,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit checked out, with a + where files differ from it; "unknown" outside a clone."""
+    """Return the commit that is checked out, with a + if files differ from it; "unknown" outside a clone."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]

@@ -1,10 +1,11 @@
-"""The figures of results.json: those of a comparison's variants, audited token by token.
+"""Figures of results.json: the metrics of a comparison's variants, and the audit of their tokens.
 
-Under the rule `match`, and under any rule at temperature 0, every token must be plain decoding's. Under the other rules
-a sampled text is another draw from the target's distribution than plain decoding's: no comparison of texts can
-distinguish a right one from a wrong one. That the rules keep the distribution is proved by summing up everything that
-can happen (tests/eval/runtime/test_rejection.py). The rest is checked here: the same engines, over the same prompts at
-temperature 0, must give plain decoding's tokens, and every repeat the same tokens again.
+Under the rule `match`, and under any rule at temperature 0, every token must be the same as in plain decoding. Under
+the other rules a sampled output is a different sample from the target's distribution than that of plain decoding, so a
+comparison of the two cannot tell a correct output from a wrong one. Unit tests prove that the rules keep the
+distribution, by summing over all possible outcomes (tests/eval/runtime/test_rejection.py). This file checks the rest:
+the same engines, on the same prompts at temperature 0, must emit the same tokens as plain decoding, and every repeat
+must emit the same tokens again.
 """
 
 from collections import Counter
@@ -36,7 +37,8 @@ Divergence = dict[str, Any]
 
 @dataclass
 class Judged:
-    """The figures of comparisons, a place for each variant, and where plain decoding did not repeat itself."""
+    """Figures of comparisons, with an item for each variant, and the places where plain decoding did not repeat its
+    own tokens."""
 
     measurements: list[Results] = field(default_factory=list)
     suites: list[dict[str, Results]] = field(default_factory=list)
@@ -44,7 +46,7 @@ class Judged:
     unrepeatable: list[Results] = field(default_factory=list)
 
     def add(self, other: "Judged") -> None:
-        """Take up what another comparison gave."""
+        """Append the figures of another comparison."""
         self.measurements += other.measurements
         self.suites += other.suites
         self.samples += other.samples
@@ -52,7 +54,7 @@ class Judged:
 
 
 def judge(result: Comparison, tokenizer: PreTrainedTokenizerBase) -> Judged:
-    """Every variant's figures, audited. UserError where no output is longer than what the prefill gives."""
+    """Return the audited figures of every variant. Raise UserError if no output is longer than the prefill's token."""
     suites = ", ".join(sorted({prompt.suite for prompt in result.prompts}))
     check_decoded(result.plain.outputs[0].values(), suites)
     judged = Judged(unrepeatable=find_divergences(result, result.plain, tokenizer))
@@ -64,7 +66,7 @@ def judge(result: Comparison, tokenizer: PreTrainedTokenizerBase) -> Judged:
 
 
 def audit(comparison: Comparison, tokenizer: PreTrainedTokenizerBase) -> list[list[Divergence]]:
-    """Return for each of `comparison.drafting` the places where it is not exact, by `find_divergences`."""
+    """Return the places where each of `comparison.drafting` is not exact, in the form of `find_divergences`."""
     if not comparison.in_distribution:
         return [find_differences(comparison, variant, tokenizer) for variant in comparison.drafting]
     greedy = at_temperature_zero(comparison)
@@ -75,8 +77,8 @@ def audit(comparison: Comparison, tokenizer: PreTrainedTokenizerBase) -> list[li
 
 
 def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Divergence]:
-    """Find the places where a variant's tokens are not plain decoding's; in narrow numbers on a GPU, those of plain
-    decoding through steps of as many nodes. A text of a tree that differs in near-ties alone is marked `near_tie`
+    """Return the places where a variant's tokens differ from plain decoding's. In 16-bit types on a GPU, the reference
+    is plain decoding in steps of as many nodes, and a tree's output that differs only in near-ties is marked `near_tie`
     (`eval.runtime.identity`)."""
     if not is_narrow(variant.engine.target):
         return find_divergences(comparison, variant, tokenizer)
@@ -95,13 +97,13 @@ def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTra
 
 
 def near_tie(flips: Sequence[Flip], *, may_tie: bool) -> Results:
-    """Return the record of a text's flips: a near-tie if it differs in near-ties alone, where those are allowed."""
+    """Return the record of an output's flips. It is a near-tie if all flips are near-ties and `may_tie` is True."""
     record = [{**asdict(flip), "near_tie": flip.is_near_tie} for flip in flips]
     return {"near_tie": may_tie and bool(flips) and all(flip.is_near_tie for flip in flips), "flips": record}
 
 
 def at_temperature_zero(comparison: Comparison) -> Comparison:
-    """Decode the prompts again with the same engines, greedily."""
+    """Decode the prompts again with the same engines at temperature 0."""
     requests = [replace(request, sampling=Sampling()) for request in comparison.requests]
     plain, *drafting = (Variant(variant.engine) for variant in (comparison.plain, *comparison.drafting))
     for unit, indices in enumerate(comparison.units):
@@ -116,9 +118,9 @@ def find_divergences(
     tokenizer: PreTrainedTokenizerBase,
     reference: Variant | None = None,
 ) -> list[Divergence]:
-    """Find the places where a variant's tokens, in any repeat, are not the first ones of `reference`, plain decoding by
-    default: at most one entry a prompt. With `comparison.plain` itself, this checks that plain decoding repeats itself.
-    """
+    """Return the places where a variant's tokens, in any repeat, differ from those of `reference` in its first repeat:
+    at most one per prompt. Default reference: plain decoding. If the variant is `comparison.plain`, the function checks
+    that plain decoding repeats its own tokens."""
     found = []
     first = reference or comparison.plain
     for i, prompt in enumerate(comparison.prompts):
@@ -151,15 +153,15 @@ def find_divergences(
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the first position at which two token sequences differ, the shorter one's end included; None if they are
-    equal."""
+    """Return the first position at which two token sequences differ, or None if they are equal. If one is a prefix of
+    the other, the position is its length."""
     return next((position for position, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
 @torch.no_grad()
 def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling) -> float:
-    """Return the margin of the token after `ids`: the gap between the two best scores that the choice compares. At
-    temperature 0 the scores are log-probabilities, else processed log-probabilities plus the position's noise."""
+    """Return the margin of the token after `ids`: the difference between the two highest scores. At temperature 0 the
+    scores are log-probabilities, else log-probabilities of the sampling settings plus the position's noise."""
     hidden = target.alone(torch.tensor([ids], device=target.device))
     logits = target.shared.lm_head(hidden[:, -1:])  # (1, 1, V)
     if sampling.temperature == 0:
@@ -177,7 +179,7 @@ def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling)
 def figures(
     comparison: Comparison, variant: Variant, divergences: Sequence[Divergence], units: Sequence[int]
 ) -> Results:
-    """Return the figures of one setting over some of the units (all of them, or a suite's)."""
+    """Return the figures of one setting over some units (all of them, or those of a suite)."""
     indices = [i for unit in units for i in comparison.units[unit]]
     chosen = {(comparison.prompts[i].suite, comparison.prompts[i].id) for i in indices}
     own = [d for d in divergences if (d["suite"], d["prompt"]) in chosen]
@@ -197,7 +199,7 @@ def figures(
         adaptive = {"adaptive": {"shares": shares, "rounds": rounds.total()}}
     speedup = None
     if identical == len(indices):
-        if comparison.in_distribution:  # the texts are others than plain decoding's, so rates are compared
+        if comparison.in_distribution:  # outputs differ from plain decoding's, so rates are compared
             rates = (made, drafted), (tokens, plain)
             measured, interval = metrics.rate_ratio(*rates), metrics.rate_ratio_interval(*rates)
         else:
@@ -239,8 +241,8 @@ def figures(
 def exactness(
     prompts: int, compared: int, identical: int, divergences: Sequence[Divergence], *, in_distribution: bool
 ) -> Results:
-    """The record `exact`: near-ties apart from faults, and where sampled texts are other draws of the target's
-    distribution, under `greedy` the texts of temperature 0, which alone are compared."""
+    """Return the record `exact`, with near-ties separate from divergences. If outputs are exact only in distribution,
+    only those at temperature 0 are compared, and their counts are under `greedy`."""
     wrong = [d for d in divergences if not d.get("near_tie")]
     near = [d for d in divergences if d.get("near_tie")]
     record: Results = {"prompts": prompts, "identical": identical, "divergences": wrong}
@@ -251,7 +253,7 @@ def exactness(
 
 
 def by_suite(comparison: Comparison, variant: Variant, divergences: Sequence[Divergence]) -> dict[str, Results]:
-    """The figures of each suite, and of each category of a suite that has several, as `suite/category`."""
+    """Return the figures of each suite, and of each named category as `suite/category`."""
     groups: dict[str, list[int]] = {}
     for unit, indices in enumerate(comparison.units):
         prompt = comparison.prompts[indices[0]]
@@ -262,7 +264,8 @@ def by_suite(comparison: Comparison, variant: Variant, divergences: Sequence[Div
 
 
 def headline(measurements: Sequence[Results]) -> int:
-    """The setting that stands for all: the fastest at the first temperature, or the first one if the audit failed."""
+    """Return the index of the headline setting: the fastest at the first temperature, or the first setting if the audit
+    failed there."""
     candidates = [i for i, m in enumerate(measurements) if m["temperature"] == measurements[0]["temperature"]]
     if any(measurements[i]["speedup"] is None for i in candidates):
         return 0
@@ -270,7 +273,7 @@ def headline(measurements: Sequence[Results]) -> int:
 
 
 def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[Divergence]) -> Results:
-    """The audit over every setting measured; plain decoding must repeat itself too."""
+    """Return the record `exact` of all settings together. Plain decoding must repeat its own tokens too."""
     prompts = sum(m["exact"]["prompts"] for m in measurements)
     found = [d for m in measurements for key in ("divergences", "near_ties") for d in m["exact"].get(key, ())]
     compared = [m["exact"].get("greedy", m["exact"]) for m in measurements]
@@ -287,7 +290,7 @@ def withhold_speed(measurements: Sequence[Results]) -> None:
 
 
 def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
-    """A few prompts with their outputs, cut into tokens that know their round and whether they were drafted."""
+    """Return a few prompts with their outputs, cut into `pieces`."""
     chosen = spread(range(len(comparison.prompts)), NUM_SAMPLES)
     return [
         {
@@ -304,9 +307,9 @@ def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedToken
 
 
 def pieces(output: Output, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
-    """The output token by token: text, round (0 = the prefill), drafted or the target's own.
+    """Return the output token by token: its text, its round (0 is the prefill), and True if it was drafted.
 
-    A token may end inside a character; its text then comes with the token that completes it.
+    If a token ends inside a character, its text is in the piece of the token that completes the character.
     """
     rounds = [0] + [number for number, count in enumerate(output.accepted, start=1) for _ in range(count + 1)]
     detokenizer = Detokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""Opening a head, its target and prompts, as a command line names them."""
+"""Loading of a head, its target and prompts from the options of a command line."""
 
 import argparse
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from heads.target.hub import MODEL, is_here, repo_and_revision
 
 
 class Opened(NamedTuple):
-    """A head with the target it was trained for."""
+    """Head, its target, and the target's tokenizer."""
 
     head: Drafter
     target: FrozenTarget
@@ -40,8 +40,8 @@ def open_head(options: argparse.Namespace) -> Opened:
 
 
 def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load the target of a head: as it was trained for, its adapter taken in, where the command line says no other.
-    UserError where neither names it."""
+    """Load the target of a head, with its adapter merged. Options that are not given are those of its training. Raise
+    UserError if neither the command line nor the head names the target."""
     if untrained_kind(head) or is_published(head):
         if not options.target:
             raise UserError(f"{head}: does not name its target; give --target")
@@ -59,7 +59,8 @@ def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget
 
 
 def fitting_head(head: str, target: FrozenTarget) -> Drafter:
-    """The head that a text names, trained or not. UserError if it was trained for another target."""
+    """Return the head with this name or path, trained or untrained. Raise UserError if it was trained for another
+    target."""
     if untrained_kind(head):
         return cast(Drafter, build_untrained(head, target))
     drafter = cast(Drafter, open_any(head, target).to(device=target.device, dtype=target.dtype).eval())
@@ -79,13 +80,13 @@ def open_target(
     quantize: str | None = None,
     template: Mapping[str, Any] | None = None,
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load a target as the command line says; `quantize`, and the arguments of its chat template: those to take where
-    it does not. UserError where this machine has no such device, and for an argument that the template does not
-    read."""
+    """Load a target with the options of the command line. `quantize`, `template`: the quantisation and the chat
+    template's arguments if the options do not set them. Raise UserError for a device that this machine does not have
+    and for an argument that the template does not read."""
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.ones(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError):  # each backend says in its own way that it is not there
+    except (RuntimeError, AssertionError, NotImplementedError):  # depends on the kind of device that is missing
         got = options.device
         raise UserError(f"--device: expected a device of this machine, such as cpu, got {got!r}; see --help") from None
     scheme = options.quantize or quantize
@@ -118,18 +119,18 @@ def load_pair(
     quantize: str | None = None,
     place: Place | None = None,
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """A target and the tokenizer beside it. dtype `auto` keeps what it was saved in, but float32 on a CPU, where less
-    is slower. `place`: as in `load_target`."""
+    """Return a target and the tokenizer of the same path. dtype `auto` is that of the checkpoint, but float32 on a CPU,
+    where narrower types are slower. `place`: as in `load_target`."""
     wanted = getattr(torch, dtype) if dtype != "auto" else torch.float32 if device.type == "cpu" else None
     transformers_logging.disable_progress_bar()
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it reports absent weights at length; load_target says it in one line
+    transformers_logging.set_verbosity_error()  # its report of missing weights is long; load_target's is one line
     try:
         target = load_target(
             path, dtype=wanted, device=device, trust_remote_code=trust_remote_code, quantize=quantize, place=place
         )
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-        if tokenizer.vocab_size > target.vocab_size:  # tokens added to it may lie beyond, where none is ever used
+        if tokenizer.vocab_size > target.vocab_size:  # added tokens may be outside: they do not count, and are not used
             raise UserError(
                 f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; put "
                 "the model's own tokenizer beside it"
@@ -142,7 +143,7 @@ def load_pair(
 
 
 def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> int:
-    """Return the maximum length of a prompt. UserError if there is no room for any."""
+    """Return the maximum length of a prompt. Raise UserError if it is less than 1."""
     room = target.context_length - max_new_tokens - most_nodes
     if room < 1:
         raise UserError(
@@ -155,8 +156,8 @@ def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> i
 def choose_prompts(
     target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, settings: BenchSettings, most_nodes: int
 ) -> list[Prompt]:
-    """The prompts of every suite, each with room for a tree of `most_nodes`, later turns of conversations included:
-    those follow the target's own greedy answers."""
+    """Return the prompts of every suite that fit with their output and a tree of `most_nodes`, including later turns of
+    conversations. A later turn follows the target's own greedy answers."""
     room = prompt_room(target, settings.max_new_tokens, most_nodes)
     limit = min(settings.max_prompt_tokens or room, room)
     prompts = []
@@ -178,7 +179,7 @@ def choose_prompts(
         answers = engine.generate([Request(list(p.ids), settings.max_new_tokens) for p in open_turns])
         texts = [str(tokenizer.decode(answer.tokens, skip_special_tokens=True)) for answer in answers]
         grown = [follow_up(prompt, text, tokenizer) for prompt, text in zip(open_turns, texts, strict=True)]
-        grown = [prompt for prompt in grown if len(prompt.ids) <= limit]  # no fault of the file: its first turn fits
+        grown = [prompt for prompt in grown if len(prompt.ids) <= limit]  # not an error: the file's first turn fits
         prompts += grown
         open_turns = [prompt for prompt in grown if prompt.later_turns]
     return prompts
@@ -187,7 +188,7 @@ def choose_prompts(
 def chosen_prompts(
     options: argparse.Namespace, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, most_nodes: int
 ) -> list[Prompt]:
-    """The prompts that the options name, each with room for its output and a tree of `most_nodes`."""
+    """Return the prompts that the options name and that fit with their output and a tree of `most_nodes`."""
     room = prompt_room(target, options.max_new_tokens, most_nodes)
     return load_prompts(
         options.prompts,
@@ -200,7 +201,7 @@ def chosen_prompts(
 
 
 def facts_of(options: argparse.Namespace, target: FrozenTarget, prompts: list[Prompt]) -> Results:
-    """Return the record of the target, the head if there is one, the machine, the prompts and their settings."""
+    """Return the record of the target, of the head if there is one, of the machine and of the prompts."""
     return {
         "target": target_facts(target),
         **({"head": options.head} if "head" in options else {}),

@@ -1,8 +1,8 @@
-"""Decode the same prompts plainly and with drafts, timed in turns.
+"""Measurement of plain decoding and drafts on the same prompts, in turns.
 
-Prompts that are decoded together form a unit. For each unit every variant (plain decoding, and each head with each
-draft tree) decodes it in turn, the first place rotating, so that a machine that slows down slows all of them. Prefill
-is timed apart.
+Prompts that are decoded together form a unit. Every variant (plain decoding, and each head with each draft tree)
+decodes each unit in turn. The variant that goes first rotates, so that a machine that slows down affects all variants
+alike. Prefill is timed separately.
 """
 
 import sys
@@ -27,12 +27,12 @@ WARM_UP_TOKENS = 24
 PROFILED_PROMPTS = 4
 
 Draft = tuple[Drafter, TreeShape]
-"""A head and the tree it drafts: what enters a comparison beside plain decoding."""
+"""Pair of a head and the tree that it drafts, to be compared with plain decoding."""
 
 
 @dataclass
 class Variant:
-    """One way of decoding, and what it gave."""
+    """One way of decoding, with its outputs and times."""
 
     engine: Engine
     outputs: list[dict[int, Output]] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Variant:
         return self.engine.options.shape
 
     def run(self, unit: int, indices: Sequence[int], requests: Sequence[Request], repeat: int) -> None:
-        """Decode one unit and keep what it gave."""
+        """Decode one unit, and keep its outputs and times."""
         if len(self.outputs) == repeat:
             self.outputs.append({})
             self.timings.append({})
@@ -55,17 +55,17 @@ class Variant:
         self.timings[repeat][unit] = self.engine.timings
 
     def timings_of(self, units: Sequence[int]) -> list[Timings]:
-        """The timings of some units, all repeats together."""
+        """Return the timings of some units in all repeats."""
         return [timings[unit] for unit in units for timings in self.timings]
 
     def unit_seconds(self, unit: int) -> float:
-        """Decode seconds of one unit, all repeats together."""
+        """Return the decode seconds of one unit, summed over all repeats."""
         return sum(timings.decode_seconds for timings in self.timings_of([unit]))
 
 
 @dataclass
 class Comparison:
-    """All variants over all prompts at one way of sampling."""
+    """All variants on all prompts with the same sampling settings."""
 
     prompts: Sequence[Prompt]
     requests: Sequence[Request]
@@ -73,21 +73,22 @@ class Comparison:
     plain: Variant
     drafting: list[Variant]
     breakdowns: list[dict[str, float]] = field(default_factory=list)
-    """For each of `drafting`: seconds of one round by phase, and under `plain` those of a plain step in the same
+    """Seconds of one round by phase for each of `drafting`; under `plain`, seconds of a plain step measured in the same
     minute."""
 
     @property
     def in_distribution(self) -> bool:
-        """True if drafts give other draws of the target's distribution than plain decoding, by their rule."""
+        """True if outputs are sampled under a rule other than `match`: they then differ from plain decoding's, though
+        they have the target's distribution."""
         sampled = self.requests[0].sampling.temperature > 0
         return sampled and any(variant.engine.options.rule != "match" for variant in self.drafting)
 
     def tokens(self, unit: int, variant: Variant) -> int:
-        """Tokens that decoding (not prefill) made in one unit, all repeats together."""
+        """Return the number of tokens that rounds (not prefill) produced in one unit, summed over all repeats."""
         return len(variant.outputs) * sum(variant.outputs[0][i].decoded for i in self.units[unit])
 
     def token_seconds(self, units: Sequence[int], variant: Variant) -> list[float]:
-        """The time between tokens in some units, all repeats together."""
+        """Return the seconds between tokens in some units, in all repeats."""
         return [
             seconds
             for unit in units
@@ -106,7 +107,7 @@ def compare(
     bar: Progress | None = None,
     what: str = "measuring",
 ) -> Comparison:
-    """Decode `prompts` plainly and with every draft, `settings.repeats` times in turns; `bar`: shows how far it is with
+    """Decode `prompts` plainly and with every draft in turns, `settings.repeats` times. `bar` shows the progress of
     `what`."""
     bar = bar or progress_bar()
     task = bar.add_task(what, total=settings.repeats * (1 + len(drafts)) * len(prompts))
@@ -130,7 +131,7 @@ def line_up(
     temperature: float,
     settings: BenchSettings,
 ) -> Comparison:
-    """A comparison about to begin: every variant warm."""
+    """Return a comparison without measurements. Its engines are warmed up."""
     longest = max(len(prompt.ids) for prompt in prompts)
     room = longest + settings.max_new_tokens + max(shape.nodes for _, shape in drafts)
     requests = make_requests(prompts, settings.sampling(temperature), settings.max_new_tokens)
@@ -144,7 +145,7 @@ def line_up(
 
 
 def engine_options(settings: BenchSettings, shape: TreeShape, max_length: int) -> EngineOptions:
-    """The options of an engine that drafts by the settings."""
+    """Return the options of an engine that drafts with these settings."""
     return EngineOptions(
         shape=shape,
         rule=settings.rule,
@@ -158,7 +159,7 @@ def engine_options(settings: BenchSettings, shape: TreeShape, max_length: int) -
 def make_requests(
     prompts: Sequence[Prompt], sampling: Sampling, max_new_tokens: int, *, ignore_eos: bool = False
 ) -> list[Request]:
-    """A request for each prompt, prompt i with seed `sampling.seed` + i."""
+    """Return a request for each prompt. Prompt i has seed `sampling.seed` + i."""
     return [
         Request(list(prompt.ids), max_new_tokens, replace(sampling, seed=sampling.seed + i), ignore_eos=ignore_eos)
         for i, prompt in enumerate(prompts)
@@ -166,7 +167,8 @@ def make_requests(
 
 
 def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
-    """Indices of the prompts that are decoded together: neighbours of one suite and category, at most a batch."""
+    """Return the indices of the prompts that are decoded together: consecutive prompts of one suite and category, at
+    most `batch_size`."""
     units: list[list[int]] = []
     for _, group in groupby(range(len(prompts)), key=lambda i: (prompts[i].suite, prompts[i].category)):
         indices = list(group)
@@ -175,9 +177,9 @@ def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
 
 
 def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list[dict[str, float]]:
-    """Return seconds of one round by phase for each drafting variant, over the first prompts that have any.
+    """Return seconds of one round by phase for each drafting variant, over the first prompts that have rounds.
 
-    They are decoded once more, and plainly too, for the seconds of a plain step in the same minute.
+    Plain decoding runs on the same prompts, so that the seconds of a plain step come from the same minute.
     """
     variants = [comparison.plain, *comparison.drafting]
     seconds = [dict.fromkeys((*PHASES, "whole"), 0.0) for _ in variants]
@@ -203,7 +205,7 @@ def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list
 
 
 def check_decoded(outputs: Iterable[Output], suite: str) -> None:
-    """Raise UserError if no output is longer than the one token of the prefill."""
+    """Raise UserError if no output is longer than the one token from the prefill."""
     if all(output.rounds == 0 for output in outputs):
         raise UserError(
             f"{suite}: every output ended with its first token, which the prefill gives: there is nothing to draft; "
@@ -212,7 +214,7 @@ def check_decoded(outputs: Iterable[Output], suite: str) -> None:
 
 
 def progress_bar() -> Progress:
-    """A bar on standard error, where that is a terminal."""
+    """Return a progress bar on standard error, shown only if that is a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

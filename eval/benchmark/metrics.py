@@ -1,13 +1,13 @@
-"""The figures of a measurement, each defined once.
+"""Metrics of a measurement: acceptance length, acceptance by depth, speeds, and their confidence intervals.
 
-A generation of n tokens begins with one token that the prefill gives; what counts here are the n - 1 that follow, and
-the target passes ("rounds") that made them. A round emits its accepted draft tokens and one token more, the bonus
-token, which the target's own pass gives; only a round that the end of the text cuts short emits no bonus token.
+The first token of an output comes from the prefill. The metrics count the n - 1 tokens after it and the target passes
+("rounds") that produced them. A round emits its accepted draft tokens and the bonus token, which the target chooses.
+Only a round that is cut by the end of the output may emit no bonus token.
 
 Confidence intervals are percentile bootstraps over units (a prompt, or the prompts that were timed together): units are
-drawn with replacement, and a ratio is formed anew of the drawn units' sums. Where two measurements are compared, both
-are taken of the same drawn units (paired), so that easy and hard prompts do not pass for noise. Where fewer than
-two units gave anything there is no interval: one has no spread.
+drawn with replacement, and the ratio is recomputed from the sums of the drawn units. If two measurements are compared,
+both use the same drawn units (paired), so that differences between easy and hard prompts do not count as noise. With
+fewer than two units that contribute there is no interval.
 """
 
 from collections import Counter
@@ -20,30 +20,32 @@ from eval.runtime.request import Output
 
 Interval = tuple[float, float]
 Rate = tuple[Sequence[float], Sequence[float]]
-"""Pairs by unit of a gain and a cost, such as tokens and seconds."""
+"""Gains and costs by unit, such as tokens and seconds."""
 
 BOOTSTRAP_DRAWS = 2_000
 CONFIDENCE = 0.95
 TOKEN_PERCENTILES = (50, 95, 99)
 NEAR = 128
-"""Positions of the first bin of `tau_by_position`."""
+"""Number of positions in the first bin of `tau_by_position`."""
 LOOP_TAIL = 48
 LOOP_PERIOD = 16
 
 
 def tau(outputs: Sequence[Output]) -> float:
-    """Tokens emitted per target pass, bonus token included: sum of emitted over sum of rounds. Plain decoding has 1."""
+    """Return the acceptance length: tokens emitted per target pass, bonus token included, as sum over sum. Plain
+    decoding has 1."""
     return _ratio(sum(o.decoded for o in outputs), sum(o.rounds for o in outputs))
 
 
 def tau_interval(outputs: Sequence[Output]) -> Interval | None:
-    """The 95% interval of `tau` over prompts."""
+    """Return the 95% interval of `tau` over prompts."""
     return ratio_interval([o.decoded for o in outputs], [o.rounds for o in outputs])
 
 
 def tau_by_position(outputs: Sequence[Output]) -> list[dict[str, Any]]:
-    """Return `tau` of the rounds whose root lies in each bin of positions, from `from` up to before `to`, with its
-    interval over prompts. Bins double in width, the first one is NEAR wide; bins without a round are left out."""
+    """Return `tau` by the position of the round's root, in bins from `from` (inclusive) to `to` (exclusive), with its
+    interval over prompts. The first two bins have NEAR positions, and later ones double. Bins without rounds are left
+    out."""
     bins: dict[int, dict[int, list[int]]] = {}  # bin -> prompt -> tokens, rounds
     for prompt, output in enumerate(outputs):
         root = output.start
@@ -68,11 +70,11 @@ def tau_by_position(outputs: Sequence[Output]) -> list[dict[str, Any]]:
 
 
 def acceptance_by_depth(outputs: Sequence[Output], depth: int) -> list[float | None]:
-    """alpha_k for k = 1..depth: how often the k-th draft token was accepted where the k - 1 before it were.
+    """Return alpha_k for k = 1..depth: how often the k-th draft token was accepted if the k - 1 before it were.
 
-    alpha_k = #(rounds with >= k accepted) / #(rounds that put a k-th token to the test). A round that the end of the
-    text cuts short says nothing of the depths after the cut, and a tree without a node at depth k nothing of k: neither
-    counts there. None where no round came so deep.
+    alpha_k = #(rounds with >= k accepted) / #(rounds that tested a k-th token). A round that is cut by the end of the
+    output does not count for depths after the cut, and a tree without a node at depth k does not count for k. None if
+    no round tested depth k.
     """
     accepted = np.array([count for output in outputs for count in output.accepted], dtype=np.int64)
     reached = np.array([level for output in outputs for level in output.reached], dtype=np.int64)
@@ -91,32 +93,32 @@ def accepted_histogram(outputs: Iterable[Output], depth: int) -> list[int]:
 
 
 def tokens_per_second(tokens: Sequence[int], seconds: Sequence[float]) -> float:
-    """Total tokens over total decode seconds; the prefill and the token it gives are in neither."""
+    """Return total tokens over total decode seconds. Neither includes the prefill and its token."""
     return _ratio(sum(tokens), sum(seconds))
 
 
 def speedup(plain: Sequence[float], speculative: Sequence[float]) -> float:
-    """Plain decoding's seconds over speculative decoding's, for the same tokens of the same prompts in the same run.
+    """Return plain decoding's seconds over speculative decoding's, for the same tokens of the same prompts in one run.
 
-    Equal to the ratio of tokens per second, since the tokens are the same: that is what the audit proves. Where they
-    are not, under a rule that is exact in distribution, the two rates are compared: `rate_ratio`.
+    This equals the ratio of tokens per second, because the audit proves that the tokens are the same. Under a rule that
+    is exact only in distribution the tokens differ, and the rates are compared instead: `rate_ratio`.
     """
     return _ratio(sum(plain), sum(speculative))
 
 
 def rate_ratio(rate: Rate, reference: Rate) -> float:
-    """One rate over another: (sum of gains / sum of costs), each of its own."""
+    """Return the ratio of two rates, each a sum of gains over a sum of costs."""
     return _ratio(_ratio(sum(rate[0]), sum(rate[1])), _ratio(sum(reference[0]), sum(reference[1])))
 
 
 def rate_ratio_interval(rate: Rate, reference: Rate) -> Interval | None:
-    """The 95% interval of `rate_ratio`, paired over units."""
+    """Return the 95% interval of `rate_ratio`, paired over units."""
     sums = [np.asarray(part, dtype=np.float64) for part in (*rate, *reference)]
     size = sums[0].size
     assert all(part.shape == (size,) for part in sums), [part.shape for part in sums]
     if np.count_nonzero(sums[1]) < 2:
         return None
-    drawn = np.random.default_rng(0).integers(size, size=(BOOTSTRAP_DRAWS, size))  # units of each draw, always the same
+    drawn = np.random.default_rng(0).integers(size, size=(BOOTSTRAP_DRAWS, size))  # the same units in every call
     gains, costs, other_gains, other_costs = (part[drawn].sum(axis=1) for part in sums)
     below = costs * other_gains
     ratios = (gains * other_costs)[below > 0] / below[below > 0]
@@ -128,43 +130,41 @@ def rate_ratio_interval(rate: Rate, reference: Rate) -> Interval | None:
 
 
 def predicted_speedup(tau: float, *, plain_seconds: float, round_seconds: float) -> float:
-    """tau * t_plain / t_round: what acceptance and the measured costs of a round's parts promise.
+    """Return the speedup expected from acceptance and from the measured phases of a round: tau * t_plain / t_round.
 
-    t_plain is plain decoding's seconds per token, t_round the sum of a round's phases. A measured speedup well below it
-    means time that no part accounts for.
+    t_plain is plain decoding's seconds per token; t_round is the sum of a round's phases. If the measured speedup is
+    well below, some time is in no phase.
     """
     return tau * _ratio(plain_seconds, round_seconds)
 
 
 def token_seconds(output: Output, rounds: Sequence[float]) -> list[float]:
-    """The time between tokens: of each token after the first, its round's seconds shared among the tokens that the
-    round emitted. Rounds that accept little are the slow tokens that a mean hides. `rounds`: seconds of each round of
-    the batch."""
+    """Return the time of each token after the first: its round's seconds, divided by the tokens that the round emitted.
+    Rounds that accept little have slow tokens, which a mean hides. `rounds`: seconds of each round of the batch."""
     own = rounds[output.first_round :][: output.rounds]
     return [seconds / count for count, seconds in zip(output.emitted(), own, strict=True) for _ in range(count)]
 
 
 def token_percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """The spread of `token_seconds`, in milliseconds: p50, p95 and p99."""
+    """Return p50, p95 and p99 of `token_seconds` in milliseconds."""
     values = np.percentile(np.asarray(seconds), TOKEN_PERCENTILES) if seconds else [float("nan")] * 3
     return {f"p{share}": 1e3 * float(value) for share, value in zip(TOKEN_PERCENTILES, values, strict=True)}
 
 
 def is_loop(tokens: Sequence[int]) -> bool:
-    """Return True if a generation ended in a loop: its last LOOP_TAIL tokens repeat with a period of at most
-    LOOP_PERIOD. Loops are easy to draft and inflate every figure here, so their share is reported. A shorter text ended
-    by itself and is not a loop."""
+    """Return True if an output ended in a loop: its last LOOP_TAIL tokens repeat with a period of at most LOOP_PERIOD.
+    Loops are easy to draft and inflate every metric, so their share is reported. A shorter output is not a loop."""
     end = list(tokens[-LOOP_TAIL:])
     return len(end) == LOOP_TAIL and any(end[p:] == end[:-p] for p in range(1, LOOP_PERIOD + 1))
 
 
 def loop_share(generations: Sequence[Sequence[int]]) -> float:
-    """The fraction of generations for which `is_loop` holds."""
+    """Return the fraction of outputs for which `is_loop` is True."""
     return sum(map(is_loop, generations)) / len(generations) if generations else 0.0
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval | None:
-    """The 95% percentile-bootstrap interval of sum(numerators) / sum(denominators), both drawn by the same units."""
+    """Return the 95% percentile-bootstrap interval of sum(numerators) / sum(denominators), paired over units."""
     ones = [1.0] * len(numerators)
     return rate_ratio_interval((numerators, denominators), (ones, ones))
 

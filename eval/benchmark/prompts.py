@@ -1,10 +1,10 @@
-"""Prompt suites: what a head is measured on.
+"""Prompt suites on which heads are measured.
 
-`python-heldout` cuts prompts out of modules of Python's standard library that no training run sees
-(`eval.benchmark.python_source`). The public suites come from the hub through `datasets`; every suite may also be a
-local file of records that hold `turns`, `messages`, `conversations`, `prompt`, `question`, `instruction` or `text`. A
-conversation is rendered with the tokenizer's chat template where it has one. A prompt is token ids from here on, and
-results carry a hash of them.
+The prompts of `python-heldout` are cut from modules of Python's standard library that no training run sees
+(`eval.benchmark.python_source`). The public suites are loaded from the hub with `datasets`. A suite may also be a local
+file of records with `turns`, `messages`, `conversations`, `prompt`, `question`, `instruction` or `text`. A conversation
+is rendered with the tokenizer's chat template if there is one. The runtime gets token ids, and results contain a hash
+of them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ HUB_SUITES: dict[str, dict[str, Any]] = {
     "mbpp": {"path": "google-research-datasets/mbpp", "name": "full", "split": "test"},
     "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
 }
-"""Public name -> the arguments of `datasets.load_dataset`."""
+"""Arguments of `datasets.load_dataset`, by the name of the suite."""
 
-HELD_OUT_TOKENS = (64, 128)  # the least and most tokens of a prompt cut out of a module
-HELD_OUT_REST = 64  # tokens of the module that must follow, so that there is something to continue
+HELD_OUT_TOKENS = (64, 128)  # minimum and maximum number of tokens of a prompt cut from a module
+HELD_OUT_REST = 64  # minimum number of tokens of the excerpt after the prompt, so that there is text to continue
 EXCERPT_CHARACTERS = 4_000
 MOST_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
 ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
@@ -74,7 +74,7 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     """The conversation so far; empty for plain text."""
     later_turns: tuple[str, ...] = ()
-    """Further turns of the user, asked after this prompt is answered (MT-Bench, Spec-Bench)."""
+    """Further turns of the user, for after the answer to this prompt (MT-Bench, Spec-Bench)."""
 
 
 def load_prompts(
@@ -87,10 +87,10 @@ def load_prompts(
     skip_long: bool = False,
     remedy: str = "leave long prompts out (--skip-long), or ask for fewer new tokens",
 ) -> list[Prompt]:
-    """The prompts of one suite or file, at most `num_prompts`, spread evenly over the suite.
+    """Return the prompts of one suite or file: at most `num_prompts`, spread evenly over the suite.
 
-    A prompt of more than `max_prompt_tokens` is an error that says where it stands and what to do, or left out with
-    `skip_long`.
+    A prompt of more than `max_prompt_tokens` raises UserError with its place and `remedy`. With `skip_long` it is left
+    out instead.
     """
     if suite_or_path == HELD_OUT_SUITE:
         prompts = held_out_prompts(tokenizer, num_prompts or 64, max_prompt_tokens, seed)
@@ -115,7 +115,7 @@ def load_prompts(
 
 
 def split_prompts(text: str) -> list[str]:
-    """The suites and files that a text names, separated by commas. An existing file may have commas in its name."""
+    """Split a list of suites and files at its commas. The name of an existing file may contain commas."""
     parts, found = text.split(","), []
     while parts:
         joined = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]
@@ -126,13 +126,13 @@ def split_prompts(text: str) -> list[str]:
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """A hash of the prompts' token ids: two results compare only where it is equal."""
+    """Return a hash of the prompts' token ids. Two results can be compared only if it is the same."""
     ids = json.dumps([prompt.ids for prompt in prompts], separators=(",", ":"))
     return hashlib.sha256(ids.encode()).hexdigest()[:16]
 
 
 def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The prompt of the next turn: the conversation, the target's own answer, and what the user says then."""
+    """Return the prompt of the next turn: the conversation, the target's own answer, and the user's next turn."""
     assert prompt.later_turns, f"{prompt.id} has no further turn"
     said, *later = prompt.later_turns
     messages = [*prompt.messages, {"role": "assistant", "content": answer}, {"role": "user", "content": said}]
@@ -146,10 +146,10 @@ def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase) -
 def held_out_prompts(
     tokenizer: PreTrainedTokenizerBase, count: int, max_tokens: int, seed: int, roots: tuple[Path, ...] | None = None
 ) -> list[Prompt]:
-    """64 to 128 tokens of each of `count` held-out modules, from the start of a random line.
+    """Return `count` prompts of 64 to 128 tokens from held-out modules, each from the start of a random line.
 
-    The line and the length follow from the seed and the module's path alone. Where there are fewer modules than
-    prompts, each gives several.
+    The line and the length depend only on the seed, the module's path and the number of the prompt from this module. If
+    there are fewer modules than prompts, modules are used several times.
     """
     if count > MOST_HELD_OUT:
         raise UserError(f"{HELD_OUT_SUITE}: expected at most {MOST_HELD_OUT} prompts, got {count}")
@@ -172,7 +172,7 @@ def held_out_prompts(
 def cut_prompt(
     name: str, text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int, rng: np.random.Generator
 ) -> Prompt | None:
-    """A prompt from a random line of a module on; None where the module is too short."""
+    """Return a prompt that starts at a random line of a module, or None if too little text follows."""
     lines = text.splitlines(keepends=True)
     starts = [i for i, line in enumerate(lines[: max(1, len(lines) * 3 // 4)]) if line.strip()]
     if not starts:
@@ -188,7 +188,7 @@ def cut_prompt(
 
 
 def suite_records(suite_or_path: str) -> Iterator[Record]:
-    """The records of a file, or of a public suite by name."""
+    """Return the records of a file, or of a public suite by name."""
     if is_file(suite_or_path):
         return read_records(suite_or_path)
     if suite_or_path in HUB_SUITES:
@@ -198,7 +198,7 @@ def suite_records(suite_or_path: str) -> Iterator[Record]:
 
 
 def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """One record as a prompt: its first user turn, with a system message where the record has one."""
+    """Return a record as a prompt: its first user turn, after its system message if it has one."""
     where, fields = record
     key = next((key for key in TEXT_KEYS if fields.get(key)), None)
     if key is None:
@@ -219,8 +219,8 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def read_opening(record: Record, key: str) -> tuple[list[Message], list[str]]:
-    """A record's system message, if any, and its user turns. Of a conversation with its answers only the first: the
-    recorded answers are not the target's."""
+    """Return a record's system message, if any, and its user turns. A conversation with recorded answers yields only
+    its first turn, because the answers are not the target's."""
     where, fields = record
     if key in CONVERSATIONS:
         said = read_turns(record, key)
@@ -236,7 +236,8 @@ def read_opening(record: Record, key: str) -> tuple[list[Message], list[str]]:
 
 
 def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:
-    """Text and ids of a conversation to be answered; without a chat template its texts, with blank lines between."""
+    """Return the text and token ids of a conversation, ready for an answer. Without a chat template, messages are
+    joined with blank lines."""
     if tokenizer.chat_template is None:
         text = "\n\n".join(message["content"] for message in messages)
         return text, encode(text, tokenizer)
@@ -245,20 +246,20 @@ def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> t
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Token ids of plain text, with the special tokens the tokenizer puts before a text but not those it puts after."""
-    ids = list(tokenizer(text, verbose=False)["input_ids"])  # its length is checked here, not warned of
+    """Return the token ids of plain text, with the tokenizer's special tokens before it but without EOS after it."""
+    ids = list(tokenizer(text, verbose=False)["input_ids"])  # no warning about its length, which is checked elsewhere
     while ids and ids[-1] == tokenizer.eos_token_id:
         ids.pop()
     return tuple(ids)
 
 
 def spread(items: Sequence[Item], count: int | None) -> Sequence[Item]:
-    """Return at most `count` of the items, evenly spread, so that every category of an ordered suite is met."""
+    """Return at most `count` of the items, evenly spread, so that every category of an ordered suite is included."""
     if count is None or count >= len(items):
         return items
     return [items[i * len(items) // count] for i in range(count)]
 
 
 def suite_name(suite_or_path: str) -> str:
-    """`data/gsm8k_test.jsonl.gz` -> `gsm8k_test`; a public name is its own."""
+    """Return the name of a suite: `gsm8k_test` for `data/gsm8k_test.jsonl.gz`. Names of public suites are unchanged."""
     return Path(suite_or_path).name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")

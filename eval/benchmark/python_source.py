@@ -1,9 +1,9 @@
-"""Python source found on this machine, as training text.
+"""Python source on this machine as text for training and for prompts.
 
-Heads and prompts take it from the standard library, which is the same wherever the same Python is, whatever packages
-are installed beside it. A target trained from scratch needs more, and takes the installed packages too. Modules are
-split by a hash of their path relative to the folder that is on `sys.path`, so the split is the same on every machine
-and for every version: a module held out here was held out when the quickstart target was trained.
+Heads are trained and measured on the standard library, which is the same for the same version of Python, whatever
+packages are installed. A target trained from scratch needs more text and also uses the installed packages. Modules are
+split by a hash of their path relative to the folder on `sys.path`, so the split is the same on every machine and for
+every version: a module that is held out here was also held out when the quickstart target was trained.
 """
 
 import hashlib
@@ -19,31 +19,31 @@ HELD_OUT_PERCENT = 3
 MIN_BYTES, MAX_BYTES = 1_000, 120_000
 SKIPPED_FOLDERS = frozenset(
     {"tests", "test", "testing", "idlelib", "lib2to3", "__pycache__", "_vendor", "vendor", "node_modules"}
-    | {"site-packages", "dist-packages"}  # inside the standard library's folder; the interpreter's own is another root
+    | {"site-packages", "dist-packages"}  # inside the standard library's folder; installed packages are another root
     | {"encodings"}  # tables of characters
 )
 
 
 def standard_library() -> tuple[Path, ...]:
-    """The folder of the running interpreter's standard library."""
+    """Return the folder of the running interpreter's standard library."""
     return (Path(sysconfig.get_paths()["stdlib"]),)
 
 
 def installed_source() -> tuple[Path, ...]:
-    """The standard library's folder and the installed packages' folder of the running interpreter."""
+    """Return the folders of the running interpreter's standard library and of its installed packages."""
     return (*standard_library(), Path(sysconfig.get_paths()["purelib"]))
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Return True if a module belongs to the held-out split; a function of its path alone."""
+    """Return True if a module belongs to the held-out split. The result depends only on its path."""
     return int.from_bytes(hashlib.sha256(relative_path.encode()).digest()) % 100 < HELD_OUT_PERCENT
 
 
 @cache
 def list_modules(roots: tuple[Path, ...]) -> dict[bool, list[tuple[str, Path]]]:
-    """(relative path, file) of every module by split, sorted by the hash of the path: a fixed, mixed order.
+    """Return (relative path, file) of every module by split, sorted by the hash of the path: a fixed, mixed order.
 
-    Walking some ten thousand folders takes seconds, so it is done once a process.
+    Cached, because walking about ten thousand folders takes seconds.
     """
     modules: dict[str, Path] = {}
     for root in roots:
@@ -62,7 +62,7 @@ def list_modules(roots: tuple[Path, ...]) -> dict[bool, list[tuple[str, Path]]]:
 
 
 def read_module(path: Path) -> str | None:
-    """The text of a module, or None where it is no readable source: too short, too long, a data table, not UTF-8."""
+    """Return the text of a module, or None if it is too short, too long, a data table, unreadable or not UTF-8."""
     try:
         data = path.read_bytes()
         if not MIN_BYTES <= len(data) <= MAX_BYTES:
@@ -75,23 +75,21 @@ def read_module(path: Path) -> str | None:
 
 
 def long_lines(text: str) -> set[str]:
-    """The lines that say something of their own: at least 24 characters after stripping."""
+    """Return the distinctive lines of a text: those with at least 24 characters after stripping."""
     return {line for line in map(str.strip, text.splitlines()) if len(line) >= 24}
 
 
 @cache
 def protected_lines(roots: tuple[Path, ...]) -> frozenset[str]:
-    """Every long line of the held-out split."""
+    """Return every long line of the held-out split."""
     return frozenset().union(*(long_lines(text) for _, text in read_split(held_out=True, roots=roots)))
 
 
 def read_split(*, held_out: bool, roots: tuple[Path, ...] | None = None) -> Iterator[tuple[str, str]]:
-    """(relative path, text) of each module of a split, read one by one as they are asked for; of the standard library
-    by default.
+    """Yield (relative path, text) of each module of a split, read lazily. Default roots: the standard library.
 
-    A module that repeats another is no evidence. Exact copies are given once. A training module of which more than half
-    the long lines stand in held-out modules is left out, so that the held-out split is not learnt by heart from a near
-    copy.
+    Exact copies are yielded once. A training module is left out if more than half of its long lines are also in
+    held-out modules, so that the held-out split cannot be memorised from a near copy.
     """
     roots = standard_library() if roots is None else roots
     seen = set()

@@ -1,6 +1,7 @@
-"""Records of data files, each with the place it came from, and the conversations in them.
+"""Records of data files, each with its file and line, and the conversations in them.
 
-Every fault is named by file and line. A conversation is `messages`, `conversations`, or a question with its answer.
+Every error names the file and the line. A conversation is a list under `messages` or `conversations`, or a question
+with its answer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Record = tuple[str, dict[str, Any]]
-"""(`file:line`, the record)."""
+"""Pair of `file:line` and the record."""
 Message = dict[str, Any]
 
 JSON_FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
@@ -33,11 +34,12 @@ FORMS = ".jsonl, .json, .jsonl.gz, .json.gz, .parquet or .txt file"
 BLANK = re.compile(r"\s*")
 DECODER = json.JSONDecoder()
 CHUNK = 1 << 20
-"""Bytes of an array that are read at a time, until they hold a whole record."""
+"""Minimum number of bytes of an array that are read at a time."""
 ROWS = 256
-"""Rows of a Parquet file that are held at a time."""
+"""Number of rows of a Parquet file that are in memory at a time."""
 CUT_SHORT = 16
-"""A fault this near to the end of what is read may be that the rest is not read yet."""
+"""Distance from the end of the text read so far, in characters, within which a syntax error may only mean that more
+must be read."""
 
 CONVERSATIONS = ("messages", "conversations")
 QUESTIONS = ("instruction", "question", "prompt")
@@ -47,21 +49,22 @@ ROLES |= {"chatgpt": "assistant", "bot": "assistant", "system": "system", "tool"
 
 
 def read_records(path: str, *, split: str = "train", limit: int | None = None) -> Iterator[Record]:
-    """Records of a file of JSON lines or of a JSON array, of a .txt or .parquet file, or of a data set on the hub."""
+    """Return the records of a file of JSON lines or of a JSON array, a .txt or .parquet file, or a data set on the
+    hub."""
     return islice(_read(path, split), limit)
 
 
 def read_hub(called: str, /, **arguments: Any) -> Iterator[Record]:
-    """Records of a data set that `datasets.load_dataset` finds by these arguments; `called` is its name in what is
-    said, beside which `arguments` may hold a `name` of their own."""
-    from datasets import load_dataset  # only what is not a file here needs the network and a second of imports
+    """Yield the records of the data set that `datasets.load_dataset` loads with these arguments. `called` is its name
+    in messages; it is positional, because `arguments` may contain a `name`."""
+    from datasets import load_dataset  # here, because importing it takes a second and local files do not need it
 
     number = 0
     try:
         for record in load_dataset(**arguments):
             number += 1
             yield f"{called}:{number}", dict(record)
-    except Exception as error:  # no such data set, no network, no such split, a broken file: each its own kind
+    except Exception as error:  # no such data set, no network, no such split, a broken file: each raises another type
         reason = first_line(error)
         where = f", broken off after record {number}" if number else ""
         raise UserError(
@@ -71,7 +74,7 @@ def read_hub(called: str, /, **arguments: Any) -> Iterator[Record]:
 
 
 def content_hash(path: str, *, split: str = "train") -> str:
-    """A hash that changes with the records that `read_records` gives."""
+    """Return a hash that changes with the records that `read_records` returns."""
     if is_file(path):
         try:
             with Path(path).open("rb") as file:
@@ -111,7 +114,7 @@ def _read(path: str, split: str) -> Iterator[Record]:
     _check_hub_name(path)
     from datasets import config
 
-    # A stream needs the network, and knows no parts of splits.
+    # Streaming needs the network, and does not support parts of splits.
     streaming = not config.HF_HUB_OFFLINE and split.isidentifier()
     return read_hub(path, path=path, split=split, streaming=streaming)
 
@@ -137,19 +140,19 @@ def _read_json(file: Path) -> Iterator[Record]:
 
 
 class _Text:
-    """The text of a file from `at` on, of which little more than one record is held."""
+    """Text of a file from the index `at` on. Little more than one record is in memory."""
 
     def __init__(self, file: Path, opening: bytes, read: Callable[[int], bytes]) -> None:
         self.file, self.read, self.text, self.at = file, read, "", 0
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self.bytes, self.ended = 0, False
-        """Bytes decoded, and whether the file is read to its end."""
+        """Number of bytes decoded, and True once the file is read to its end."""
         self.lines = self.columns = 0
-        """Newlines dropped, and characters dropped of the line that `text` begins in."""
+        """Number of newlines dropped, and of characters dropped from the line in which `text` begins."""
         self._decode(opening)
 
     def more(self) -> None:
-        """Read on, as much as is held already, and drop what stands before `at`."""
+        """Drop the text before `at`, and read as much again as is left (at least CHUNK)."""
         dropped, held = self.text[: self.at], self.text[self.at :]
         *lines, last = dropped.split("\n")
         self.lines, self.columns = self.lines + len(lines), len(last) + (0 if lines else self.columns)
@@ -166,7 +169,7 @@ class _Text:
         self.bytes += len(data)
 
     def next_character(self) -> str:
-        """The character after blanks, at which `at` then stands; none at the end of the file."""
+        """Move `at` past blanks. Return the character there; empty at the end of the file."""
         while True:
             self.at = BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]  # matches nothing, too
             if self.at < len(self.text) or self.ended:
@@ -174,7 +177,8 @@ class _Text:
             self.more()
 
     def record(self) -> tuple[Any, bool]:
-        """The JSON value at `at`, and whether it is written with escapes. ValueError or RecursionError for none."""
+        """Return the JSON value at `at`, and True if its text has \\u escapes. Raise ValueError or RecursionError if
+        there is no value."""
         while True:
             try:
                 value, end = DECODER.raw_decode(self.text, self.at)
@@ -186,14 +190,14 @@ class _Text:
                     raise
                 self.more()
                 continue
-            if end < len(self.text) or self.ended:  # a number goes on, perhaps
+            if end < len(self.text) or self.ended:  # else a number may continue
                 escaped, self.at = "\\u" in self.text[self.at : end], end
                 return value, escaped
             self.more()
 
 
 def _read_array(file: Path, opening: bytes, read: Callable[[int], bytes]) -> Iterator[Record]:
-    """The records of an array, parsed one by one as they are read."""
+    """Yield the records of an array, parsed one by one as they are read."""
     text = _Text(file, opening, read)
     text.next_character()
     text.at += 1
@@ -258,7 +262,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
 
 
 class RecordError(UserError):
-    """A record that cannot be used; `reason` says why in words that other records share."""
+    """Error of a record that cannot be used. `reason` is a general description, the same for all such records."""
 
     def __init__(self, text: str, reason: str = "") -> None:
         super().__init__(text)
@@ -266,7 +270,7 @@ class RecordError(UserError):
 
 
 def read_messages(record: Record) -> list[Message]:
-    """The turns of a record in any of the forms that are in use."""
+    """Return the turns of a record in any of the common formats."""
     place, fields = record
     key = next((key for key in CONVERSATIONS if key in fields), None)
     if key is not None:
@@ -284,7 +288,7 @@ def read_messages(record: Record) -> list[Message]:
 
 
 def read_turns(record: Record, key: str) -> list[Message]:
-    """The turns listed under a key, with roles by the names that chat templates use."""
+    """Return the turns listed under a key, with the names of roles that chat templates use."""
     place, fields = record
     turns = fields[key]
     if not isinstance(turns, list) or not turns:
@@ -293,14 +297,15 @@ def read_turns(record: Record, key: str) -> list[Message]:
 
 
 def read_question(record: Record, key: str) -> str:
-    """The text of an instruction, followed by the input that some records give it."""
+    """Return the text of an instruction, followed by the `input` that some records have."""
     place, fields = record
     text = _text(f"{place}: {key}", fields[key])
     return f"{text}\n\n{_text(f'{place}: input', fields['input'])}" if fields.get("input") else text
 
 
 def read_tools(record: Record) -> list[Any] | None:
-    """The tools that a conversation may call, as chat templates take them; some records hold them as JSON."""
+    """Return the tools that a conversation may call, as chat templates expect them. Some records have them as JSON
+    text."""
     place, fields = record
     tools = fields.get("tools")
     if isinstance(tools, str):
@@ -314,7 +319,7 @@ def read_tools(record: Record) -> list[Any] | None:
 
 
 def read_text(record: Record) -> str:
-    """The `text` of a record."""
+    """Return the `text` of a record."""
     place, fields = record
     if "text" not in fields:
         raise UserError(f"{place}: expected a record with 'text', got keys {', '.join(sorted(fields)) or 'none'}")
@@ -324,10 +329,10 @@ def read_text(record: Record) -> str:
 def apply_template(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, place: str = "conversation", **options: Any
 ) -> str:
-    """The text that a chat template makes of a conversation. RecordError where the template fails."""
+    """Return a conversation rendered with the chat template. Raise RecordError if the template fails."""
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
-    except Exception as error:  # a template is a program: it fails in any of a program's ways
+    except Exception as error:  # a template is a program, and may raise anything
         what = f"turns 1 to {len(messages)}" if messages else "an empty conversation"
         said = str(error) or type(error).__name__
         raise RecordError(

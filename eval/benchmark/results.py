@@ -1,8 +1,8 @@
-"""results.json: the form of the file, how it is written and read, and the folder that each measurement lies in.
+"""results.json: its schema, functions that write and read it, and the folders of measurements.
 
-Keys are added, never renamed. Figures at the top level are those of the headline setting; `measurements` has every
-setting, `suites` every suite and category at the headline setting. No speedup is stated unless every output was
-identical. The newest measurement is found by what its file says, whatever its folder is called.
+Keys are added, never renamed. Figures at the top level are those of the headline setting. `measurements` contains every
+setting; `suites` contains every suite and category at the headline setting. A speedup is reported only if every output
+was identical. The newest measurement is found by the time in its file, whatever its folder is called.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from heads.tree import MOST_NODES
 SCHEMA_VERSION = 1
 RESULTS = "results.json"
 BENCH = "bench"
-"""The folder in a run that later measurements of its head lie in."""
+"""Folder in a run for later measurements of its head."""
 ALWAYS_NAMED = ("trees", "temperatures", "prompts", "batch_sizes", "contexts")
-"""Settings that a folder is named for even where they are the defaults."""
+"""Settings that are part of a folder's name even if they have their default values."""
 LONGEST_NAME = 150
 Results = dict[str, Any]
 
@@ -43,7 +43,7 @@ Interval = Annotated[list[Number], Field(min_length=2, max_length=2)] | None
 VagueInterval = Annotated[list[Number | None], Field(min_length=2, max_length=2)] | None
 Tree = Annotated[str, Field(pattern=r"^[a-z]+(:[0-9x.]+)?$", max_length=5000)]
 Time = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$")]
-"""Time in UTC, so that the order of texts is the order of times."""
+"""Time in UTC, so that times sort correctly as text."""
 PlainStep = Annotated[float, Field(gt=1e-9, le=1e9)]
 Shares = Annotated[list[Share | None], Field(min_length=1)]
 Counts = Annotated[list[Whole], Field(min_length=1)]
@@ -140,12 +140,12 @@ FILE = FIGURES | {
         }
     ],
 }
-"""Everything that a report, a model card, a sweep or a plot reads. Other keys may be anything."""
+"""Schema of every key that a report, a model card, a sweep or a plot reads. Other keys may have any value."""
 
 
 def type_of(form: Any) -> Any:
-    """Return the type of values of a form: a dictionary is an object with these keys (with a ? behind, a key may be
-    absent; * stands for any key), a list holds values of one form, and (form, None) may be null."""
+    """Return the pydantic type of a form: a dictionary is an object with these keys (a key that ends with ? may be
+    absent; * is any key), a list contains values of one form, and (form, None) may be null."""
     match form:
         case {"*": item}:
             return dict[str, type_of(item)]  # type: ignore[misc] # made as the program runs
@@ -165,12 +165,13 @@ FILE_TYPE: TypeAdapter[Any] = TypeAdapter(type_of(FILE))
 
 
 def write_results(results: Results, path: Path) -> None:
-    """Write results.json whole or not at all. A value that is not finite becomes null."""
+    """Write results.json atomically. A value that is not finite becomes null."""
     write_text(path, json.dumps(_clean(results), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_results(path: Path) -> Results:
-    """Read a results.json. UserError if it is not one, or a value in it has the wrong form."""
+    """Read a results.json. Raise UserError if it is not one, or if its values have the wrong form or contradict each
+    other."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -188,7 +189,7 @@ def read_results(path: Path) -> Results:
 
 
 def contradictions(results: Results) -> Iterator[str]:
-    """Yield the values of a file that are of their form, but do not go together."""
+    """Yield descriptions of values that have the right form but contradict each other."""
     if not results["measurements"]:
         yield "measurements: expected at least one"
     settings = {"the whole": results, **{f"measurements.{n}": m for n, m in enumerate(results["measurements"])}}
@@ -211,7 +212,7 @@ def contradictions(results: Results) -> Iterator[str]:
 
 
 def figures_of(results: Results) -> dict[str, float | None]:
-    """Return the figures of the headline setting by name, for sorting a sweep and for wandb."""
+    """Return the figures of the headline setting by name, for wandb and for the ranking of a sweep."""
     withheld = results["speedup"] is None
     return {
         "tau": results["tau"]["mean"],
@@ -225,7 +226,7 @@ def figures_of(results: Results) -> dict[str, float | None]:
 
 
 def _clean(value: Any) -> Any:
-    """Return a value fit for JSON: plain types, without NaN and infinity."""
+    """Return a value that JSON can represent: plain types, with None for NaN and infinity."""
     match value:
         case float():
             return value if math.isfinite(value) else None
@@ -241,8 +242,8 @@ def _clean(value: Any) -> Any:
 
 @contextmanager
 def own_folder(parent: Path, settings: Any, options: argparse.Namespace) -> Iterator[Path]:
-    """The folder that `options` name with --out, else a new one in `parent` for a measurement by `settings`, a
-    dataclass. A new folder, and what was made for it, vanish if nothing comes to lie in them."""
+    """Yield the folder named with --out, or a new one in `parent` for a measurement with `settings`, a dataclass. On
+    exit a new folder, and parents created for it, are removed if they are empty."""
     if options.out:
         yield options.out
         return
@@ -251,20 +252,20 @@ def own_folder(parent: Path, settings: Any, options: argparse.Namespace) -> Iter
     name = measurement_name(settings, options)
     for number in count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
-        with suppress(FileExistsError):  # another process has just made one
+        with suppress(FileExistsError):  # another process has just made a folder of this name
             folder.mkdir()
             break
     try:
         yield folder
     finally:
         for place in (folder, *made):
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # it is not empty
                 place.rmdir()
 
 
 def measurement_name(settings: Any, options: argparse.Namespace) -> str:
-    """`2026-11-03_14-05-12_chain-5_greedy_python-heldout`: the time, then what is measured, then all settings that are
-    not the defaults."""
+    """Return a name such as `2026-11-03_14-05-12_chain-5_greedy_python-heldout`: the time, the settings that are always
+    named, then all settings that differ from their defaults."""
     given = {field.name: getattr(settings, field.name) for field in fields(settings)}
     changed = [f.name for f in fields(settings) if f.name not in ALWAYS_NAMED and given[f.name] != f.default]
     words = [setting_word(name, given[name]) for name in (*ALWAYS_NAMED, *changed) if name in given]
@@ -273,12 +274,12 @@ def measurement_name(settings: Any, options: argparse.Namespace) -> str:
 
 
 def plain_name(text: str) -> str:
-    """A text as the name of a folder."""
+    """Return a text as the name of a folder."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text)[:LONGEST_NAME].strip("-._+")
 
 
 def setting_word(name: str, value: Any) -> str:
-    """A setting as a word of a folder's name."""
+    """Return a setting as a word of a folder's name."""
     match name:
         case "trees":
             return "+".join(value)
@@ -292,12 +293,12 @@ def setting_word(name: str, value: Any) -> str:
 
 
 def folders_of(run: Path) -> list[Path]:
-    """The folders of a run's measurements: its own, and those in bench/."""
+    """Return the folders of a run's measurements: the run itself, and the folders in bench/."""
     return [run, *sorted((run / BENCH).glob("*"))]
 
 
 def newest_results(folders: Iterable[Path]) -> tuple[Path, Results] | None:
-    """The newest measurement in any of the folders and its results; of several as new the first. None where there is
-    none; UserError for a results.json that is damaged."""
+    """Return the folder and the results of the newest measurement in some folders, or None if there is none. Of equally
+    new ones, return the first. Raise UserError if a results.json is damaged."""
     found = [(folder, read_results(folder / RESULTS)) for folder in folders if (folder / RESULTS).is_file()]
     return max(found, key=lambda pair: str(pair[1]["measured_at"]), default=None)

@@ -1,12 +1,13 @@
-"""Time of a round by part, beside the time that its bytes alone would take.
+"""Roofline of a round: the time of each part, compared with the time to move its bytes.
 
     floor of a part    = bytes it must move / copy bandwidth measured here
     speedup now        = tau * seconds of a plain step / seconds of a round
-    at zero gaps       = the same with nothing between the parts of either
-    at the floor       = the same with every part at its floor
+    at zero gaps       = the same, without the time between parts
+    at the floor       = the same, with every part at its floor
 
-Each part is run by itself, all layers of it in turn so that weights come from memory, in a graph where there is a GPU.
-What a round takes beyond the sum of its parts is its gaps; on a GPU the launches too, unless rounds are graphs.
+Each part is timed separately, for all layers in turn so that weights are read from memory. On a GPU it runs in a CUDA
+graph. The gaps are the time of a round minus the sum of its parts. On a GPU they include launches, unless the round is
+a CUDA graph.
 
 Letters: B rows, N nodes, L layers.
 """
@@ -31,12 +32,12 @@ from heads.growth import grow
 from heads.tree import is_chain
 
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-"""Larger than any cache."""
+"""Bytes to copy, by type of device: more than any cache holds."""
 GLUE = "accept, compact, state"
 BELIEVABLE = 1.25
-"""Factor of the copy bandwidth: reading alone, as a plain step does, may be as much faster than copying."""
+"""Maximum plausible bandwidth of a plain step, relative to copying: it only reads, which may be faster than copying."""
 ROUNDS, TRIES = {"cpu": 1, "cuda": 16}, {"cpu": 12, "cuda": 4}
-"""Rounds timed together, and how often; the best counts, as it does of the parts."""
+"""Number of rounds timed together, and number of such timings. The best timing counts, as for the parts."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Part:
 
     name: str
     bytes: int
-    """Least number of bytes to read and write: weights, and the cache as long as the text is."""
+    """Minimum number of bytes to read and write: weights, and the cache of all tokens."""
     seconds: float
 
     def record(self, bandwidth: float) -> dict[str, Any]:
@@ -60,7 +61,8 @@ class Part:
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
-    """Bytes a second of a copy of `size` bytes, by default larger than any cache; read and written ones together."""
+    """Return the bytes per second, read and written together, of a copy of `size` bytes. Default: more than any cache
+    holds."""
     size = size or COPY_BYTES[device.type]
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -69,9 +71,9 @@ def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
 
 @torch.inference_mode()
 def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidth: float) -> dict[str, Any]:
-    """The parts of a round of `engine` and of a plain step, behind `length` tokens; `tau` tokens a round.
+    """Return the parts of a round of `engine` and of a step of `plain` after `length` tokens, and speedups at `tau`.
 
-    `glue_us`: choosing which nodes to draft, acceptance, compaction and state; the first of these is a part of `draft`.
+    `glue_us`: time to choose nodes, accept, compact and update the state. Choosing nodes is also part of `draft`.
     """
     fill_batch(engine, length)
     fill_batch(plain, length)
@@ -104,14 +106,14 @@ def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidt
 
 
 def gaps(whole: float, busy: float) -> dict[str, Any]:
-    """Return the time that the parts, each by itself, do not account for."""
+    """Return the time of a round that is in no part."""
     left = max(0.0, whole - busy)
     return {"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": 1e6 * left, "over_floor": None, "share": left / whole}
 
 
 @torch.inference_mode()
 def fill_batch(engine: Engine, length: int) -> None:
-    """Give every row a prompt of `length` tokens, and no end in sight."""
+    """Give every row a prompt of `length` tokens, and let its output be as long as its slots allow."""
     most = engine.options.max_length - engine.nodes - length
     if most < 2:
         raise UserError(
@@ -125,7 +127,7 @@ def fill_batch(engine: Engine, length: int) -> None:
 
 @torch.inference_mode()
 def round_seconds(engine: Engine, length: int) -> float:
-    """Return the time of one round as the engine runs them, one after another without a poll."""
+    """Return the seconds of one round when the engine runs rounds one after another without a poll."""
     rounds, count = engine.rounds_of(engine.decoder), ROUNDS[engine.target.device.type]
     extent = min(round_up(length + (count + 1) * engine.nodes), engine.decoder.step.capacity)
     best = float("inf")
@@ -139,7 +141,7 @@ def round_seconds(engine: Engine, length: int) -> float:
 
 
 def parts_of(engine: Engine, length: int) -> list[Part]:
-    """A round's parts, in order."""
+    """Return the parts of a round in order."""
     decoder, step, device = engine.decoder, engine.decoder.step, engine.target.device
     B, N = engine.options.batch_size, engine.nodes
     extent = min(round_up(length + N), step.capacity)
@@ -169,7 +171,7 @@ def parts_of(engine: Engine, length: int) -> list[Part]:
 
 
 def attention_bytes(step: TargetStep, batch_size: int, length: int) -> int:
-    """The bytes of the cached keys and values, read once."""
+    """Return the bytes of the cached keys and values of `length` tokens in every row."""
     cache, native = step.decoder.cache, step.decoder.native
     if native is not None:
         per_slot = len(native.layers) * native.layers[0].attention.slot_width * step.target.dtype.itemsize
@@ -180,8 +182,8 @@ def attention_bytes(step: TargetStep, batch_size: int, length: int) -> int:
 
 
 def layer_parts(step: TargetStep, rows: int) -> list[Part]:
-    """The large products of the target, by kind, all layers together; none for a Hugging Face model, where they count
-    to the rest."""
+    """Return the target's large products by kind, all layers together. For a Hugging Face model return none; the
+    products are then in the part for the rest of the target."""
     native, device = step.decoder.native, step.target.device
     if native is None:
         return []
@@ -195,7 +197,8 @@ def layer_parts(step: TargetStep, rows: int) -> list[Part]:
 
 
 def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> list[Part]:
-    """Time acceptance, compaction and state, and the head's extension, on rows that are done: they do not change."""
+    """Return the parts for acceptance, compaction and state, and for the head's `extend`. They are timed on rows that
+    are done, which do not change."""
     device = decoder.state.root.device
     consulted = decoder.rule.consult(decoder.step, features.hidden, positions)
 
@@ -217,7 +220,7 @@ def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, abov
 
 
 def select_seconds(decoder: Decoder, chosen_by: Select) -> float:
-    """Seconds to choose which nodes to draft and verify, without the head's own passes; 0 if logits choose none."""
+    """Return the seconds to choose the nodes to draft, without the head's own passes; 0 if not chosen from logits."""
     held = decoder.head_state
     Vd = 0 if decoder.head is None else decoder.head.bytes_per_round(held).logits
     if Vd == 0:
@@ -237,7 +240,7 @@ def select_seconds(decoder: Decoder, chosen_by: Select) -> float:
 
 
 def lines(record: dict[str, Any]) -> list[str]:
-    """The record as text."""
+    """Return the record as lines of text."""
     made = [
         f"copy bandwidth {record['copy_bandwidth'] / 1e9:.1f} GB/s, {record['length']} tokens of context, "
         f"batch {record['batch_size']}, draft {record['tree']}, tau {record['tau']:.2f}"

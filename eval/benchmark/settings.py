@@ -1,4 +1,4 @@
-"""The settings of eval/bench.py, eval/compare.py and eval/scaling.py, and the options of the first two."""
+"""Settings of eval/bench.py, eval/compare.py and eval/scaling.py, and the command-line options of measurements."""
 
 import argparse
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """Settings of a measurement, all of which go into results.json."""
+    """Settings of a measurement. All of them are recorded in results.json."""
 
     prompts: str = HELD_OUT_SUITE
     """Suites or files, separated by commas."""
     num_prompts: int | None = None
-    """Number of prompts of each suite; None: the whole suite, or 64 held-out modules."""
+    """Number of prompts of each suite; None: the whole suite, or 64 held-out prompts."""
     max_prompt_tokens: int | None = None
-    """Maximum number of tokens of a prompt; None: as many as the target's context leaves room for."""
+    """Maximum number of tokens of a prompt; None: as many as fit in the target's context."""
     skip_long: bool = False
     trees: tuple[str, ...] = ("chain:5",)
-    """Drafts; `auto` looks for the best ones."""
+    """Names of the draft trees; `auto` searches for the fastest."""
     rule: str = "match"
-    """Name of the acceptance rule, in `eval.runtime.sampling.RULES`."""
+    """Acceptance rule, one of `eval.runtime.sampling.RULES`."""
     adaptive: bool = False
     """Shorten drafts, or leave them out, while that is faster."""
     strict: bool = False
-    """Make trees, too, repeat plain decoding bit for bit in narrow numbers on a GPU; else near-ties are counted."""
+    """Make trees, too, repeat plain decoding bit for bit in 16-bit types on a GPU; if False, near-ties are allowed."""
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
@@ -48,11 +48,12 @@ class BenchSettings:
 
     @property
     def is_auto(self) -> bool:
-        """True if drafts are to be searched for."""
+        """True if the fastest draft is searched for."""
         return AUTO in self.trees
 
     def shapes(self, head: Drafter, target: "FrozenTarget") -> list[TreeShape]:
-        """The drafts that are named outright, with the head's own tree where it has one and is to be looked for."""
+        """Return the shapes that are named, except `auto`. A search under `match` also includes the head's own tree,
+        unless the target is recurrent."""
         named = [tree for tree in self.trees if tree != AUTO]
         looked_for = self.is_auto and self.rule == "match" and not target.is_recurrent
         own = looked_for and head.own_tree is not None and head.own_tree.tree
@@ -62,32 +63,32 @@ class BenchSettings:
         return shapes
 
     def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """Return the settings in results.json, with the record of the prompts."""
+        """Return the record of the settings and the prompts for results.json."""
         distinct = len({prompt.ids for prompt in prompts})
         counts = {"num_prompts": len(prompts), "distinct_prompts": distinct}
         given = {"suites": split_prompts(self.prompts), "prompts_hash": prompts_hash(prompts)}
         return {**asdict(self), **counts, **given}
 
     def sampling(self, temperature: float) -> Sampling:
-        """Return the sampling at one of the temperatures."""
+        """Return the sampling settings at one of the temperatures."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingSettings(BenchSettings):
-    """The settings of eval/scaling.py, at every batch size and context; all of it goes into scaling.json."""
+    """Settings of eval/scaling.py, used at every batch size and context length. All are recorded in scaling.json."""
 
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     contexts: tuple[int, ...] = (64, 256, 768)
-    """Tokens of each prompt."""
+    """Number of tokens of each prompt."""
     batches: int = 1
-    """Batches of prompts at each point."""
+    """Number of batches of prompts at each point."""
     trees: tuple[str, ...] = ("chain:3",)
     max_new_tokens: int = 64
 
 
 def add_measure_options(parser: Parser) -> None:
-    """One option for each setting, and `--out`."""
+    """Add an option for each setting, and `--out`."""
     known = BenchSettings()
     add = parser.add_argument
     suites = ", ".join([HELD_OUT_SUITE, *HUB_SUITES])
@@ -134,7 +135,7 @@ def add_measure_options(parser: Parser) -> None:
 
 
 def to_settings(options: argparse.Namespace) -> BenchSettings:
-    """The command's settings, checked together."""
+    """Return the settings of a command. Raise UserError if they contradict each other."""
     for temperature in options.temperatures:
         Sampling(temperature, options.top_k, options.top_p, options.min_p, options.seed)
     if not any(options.temperatures):
@@ -147,7 +148,7 @@ def to_settings(options: argparse.Namespace) -> BenchSettings:
 
 
 def add_prompt_options(parser: Parser, *, num_prompts: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Add the options of the prompts, their lengths, and the record. The numbers are defaults."""
+    """Add the options for prompts, lengths, the seed and `--out`. The arguments are their defaults."""
     add = parser.add_argument
     add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
     add("--num-prompts", type=count, default=num_prompts, help="prompts, evenly spread over the suite")

@@ -1,7 +1,7 @@
-"""A wandb sweep file over evaluations, and its settings without a server: their product, or a random walk over it.
+"""Sweep files of evaluations in wandb's format, and their settings without a server: a grid, or random draws from it.
 
-The same file goes to `wandb sweep`: `program` is eval/bench.py, `parameters` are its options (and `head`), and
-`command` is for wandb's agent. Distributions, and methods that learn from earlier runs, are the server's.
+`wandb sweep` reads the same file: `program` is eval/bench.py, `parameters` are its options (and `head`), and `command`
+is for wandb's agent. Distributions, and methods that learn from earlier runs, need wandb's server.
 """
 
 import itertools
@@ -21,18 +21,18 @@ from heads.files import read_given
 
 KEYS = ("name", "description", "project", "entity", "program", "method", "metric", "parameters", "command", "run_cap")
 METRICS = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second", "ms_per_round", "loop_share")
-"""Names in `eval.benchmark.results.figures_of` of every measurement, beside alpha_1, alpha_2, ..."""
+"""Names that `eval.benchmark.results.figures_of` returns for every measurement, in addition to alpha_1, alpha_2, ..."""
 GOALS = ("maximize", "minimize")
 METHODS = ("grid", "random")
 COMMAND = ("${env}", "${interpreter}", "scripts/tracked.py", "${program}", "${args_no_boolean_flags}")
-"""The command of an agent whose runs wandb is to have the figures of."""
+"""Command of an agent, which sends the figures of its runs to wandb."""
 
 Setting = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file, checked."""
+    """Contents of a sweep file, checked by `read_sweep`."""
 
     path: Path
     method: str
@@ -44,13 +44,13 @@ class Sweep:
     run_cap: int | None
 
     def text(self, setting: Setting) -> str:
-        """Return the varied values of a setting in a line."""
+        """Return the values of a setting in one line, without those that do not vary."""
         varying = [name for name, given in self.parameters.items() if len(given.get("values", ())) > 1]
         shown = varying or list(self.parameters)
         return " ".join(f"{name}={setting[name]}" for name in shown)
 
     def settings(self, count: int | None = None, seed: int = 0) -> list[Setting]:
-        """The settings to measure, all different: `count` of them at most, or run_cap."""
+        """Return the settings to measure, all different, and at most `count` and `run_cap` of them."""
         cap = min((number for number in (count, self.run_cap) if number is not None), default=None)
         if self.method not in METHODS:
             raise UserError(
@@ -67,20 +67,20 @@ class Sweep:
             walk: Iterator[tuple[Any, ...]] = itertools.product(*choices)
         elif cap is None:
             raise UserError(f"{self.path}: method random: lacks the number of settings; give run_cap or --count")
-        else:  # a small space may hold fewer settings than are asked for
+        else:  # a small space may have fewer settings than `cap`
             rng = random.Random(seed)
             drawn = (tuple(rng.choice(values) for values in choices) for _ in range(100 * cap))
             walk = iter({repr(values): values for values in drawn}.values())
         return [dict(zip(self.parameters, values, strict=True)) for values in itertools.islice(walk, cap)]
 
     def arguments(self, setting: Setting) -> list[str]:
-        """Return the program's arguments, as wandb's agent makes them: a switch that is False is left out."""
+        """Return the program's arguments in the form of wandb's agent. A switch that is False is left out."""
         kept = {name: value for name, value in setting.items() if value is not False}
         return [f"--{name}" if value is True else f"--{name}={value}" for name, value in kept.items()]
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep file. UserError names the key that is wrong."""
+    """Read a sweep file. Raise UserError with the name of a key that is wrong."""
     try:
         raw = yaml.safe_load(read_given(path, "a sweep file"))
     except yaml.YAMLError as error:
@@ -109,7 +109,7 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def read_parameters(path: Path, raw: Any) -> dict[str, dict[str, Any]]:
-    """The parameters, each with value or values; anything else is for a server."""
+    """Return the parameters of a sweep file. Raise UserError for those that no sweep can use."""
     if not isinstance(raw, dict) or not raw:
         raise UserError(f"{path}: parameters: expected options of eval/bench.py with their values")
     for name, parameter in raw.items():
@@ -124,7 +124,7 @@ def read_parameters(path: Path, raw: Any) -> dict[str, dict[str, Any]]:
 
 
 def read_metric(path: Path, raw: Any) -> tuple[str | None, bool]:
-    """The metric's name, and True if more of it is better."""
+    """Return the metric's name, and True if higher is better."""
     if raw is None:
         return None, True
     if not isinstance(raw, dict) or set(raw) != {"name", "goal"} or raw["goal"] not in GOALS:
@@ -135,7 +135,7 @@ def read_metric(path: Path, raw: Any) -> tuple[str | None, bool]:
 
 
 def ranked(rows: Sequence[dict[str, Any]], sweep: Sweep) -> list[dict[str, Any]]:
-    """Rows by the metric, the best first; those without it last, in the order they were walked."""
+    """Return the rows sorted by the metric, the best first. Rows without it are last, in their original order."""
 
     def key(row: dict[str, Any]) -> float:
         value = row["figures"].get(sweep.metric)
@@ -145,5 +145,5 @@ def ranked(rows: Sequence[dict[str, Any]], sweep: Sweep) -> list[dict[str, Any]]
 
 
 def folder_name(text: str, digest: str) -> str:
-    """A folder's name that describes a setting, as far as there is room, and cannot be another setting's."""
+    """Return a folder's name that describes a setting, shortened if necessary, and is unique because of `digest`."""
     return f"{re.sub(r'[^A-Za-z0-9.=-]+', '-', text)[:80].strip('-.')}-{digest[:8]}"

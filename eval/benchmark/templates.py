@@ -10,15 +10,15 @@ from jinja2 import Environment, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""The tags around what the model writes, which some templates have and Jinja does not know. They often take in the
-opening of an answer too, which the prompt holds already, so no label is found by them."""
+"""Tags that some templates have around the model's output, and that Jinja does not know. Labels do not use them,
+because they often include the beginning of an answer that is already part of the prompt."""
 GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"})
-"""Names that a template reads and that are no arguments."""
+"""Names that a template reads but that are not arguments of a user."""
 
 
 def arguments_read(template: str | Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
-    """The names that a template, or one of several by name, reads and does not set; None for one that cannot be
-    analysed."""
+    """Return the names that a template (or any template of a mapping) reads but does not set, or None if it cannot be
+    parsed."""
     texts: Iterable[str] = [template] if isinstance(template, str) else template.values()
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
@@ -30,8 +30,8 @@ def arguments_read(template: str | Mapping[str, str], tokenizer: PreTrainedToken
 
 
 def with_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer with those of the arguments that its chat template reads set in the template, so that prompts are
-    rendered as the training data are."""
+    """Return the tokenizer with the arguments that its chat template reads set in the template, so that prompts are
+    rendered like the training data."""
     template = tokenizer.chat_template
     known = None if template is None else arguments_read(template, tokenizer)
     read = {name: value for name, value in arguments.items() if name in (known or ())}

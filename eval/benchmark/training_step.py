@@ -1,4 +1,4 @@
-"""A training step's time and memory: by our loss, with recomputation and without, and by whole logits."""
+"""Time and memory of a training step with our loss (with and without recomputation) and with whole logits."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from heads.files import check_file
 
 NUM_AUX_LAYERS = 3
 STRETCH = 32
-"""Length of the stretches of labels where half of the tokens are labels."""
+"""Length of the runs of consecutive labels, if half of the tokens are labels."""
 LLAMA_8B = {"hidden": 4096, "vocab": 128_256, "draft_vocab": 32_000, "steps": 7}
 """Options with the sizes of Llama-3.1-8B."""
 LLAMA_8B_BLOCK = {
@@ -36,7 +36,7 @@ LLAMA_8B_BLOCK = {
 
 
 def compare(options: argparse.Namespace, variants: Sequence[str], labels: Sequence[str]) -> int:
-    """Run the variants, each in processes of the same command, in turn; 1 if their losses differ."""
+    """Run the variants in turn, each in processes of its own, and print a table. Return 1 if their losses differ."""
     if options.out:
         check_file(options.out, "--out")
     found: dict[str, dict[str, list[Any]]] = {part: {variant: [] for variant in variants} for part in labels}
@@ -84,14 +84,15 @@ def run(variant: str, labels: str) -> Any:
 
 
 def merge(runs: Sequence[Any]) -> dict[str, float]:
-    """Return the first loss, the median time of a step and the highest peak of some processes."""
+    """Return the loss of the first process, and over all processes the median time of a step and the highest peak."""
     seconds = [taken for record in runs for taken in record["seconds"]]
     peak = max(record["step_bytes"] for record in runs)
     return {"loss": runs[0]["loss"], "seconds": statistics.median(seconds), "step_bytes": peak}
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Make some steps of one variant and print their record; the first, which allocates, gives the peak."""
+    """Run some steps of one variant and print their record. The peak is that of the first step, which allocates; the
+    times are those of the other steps."""
     torch.manual_seed(0)
     device = torch.device(options.device)
     head, batch = make_head(options).to(device), make_batch(options, device)
@@ -99,7 +100,7 @@ def measure(options: argparse.Namespace) -> int:
     weights = torch.tensor(head.depth_weights, device=device)
     scale = weights / head.counts(batch.loss_mask, batch.documents)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-4)
-    for parameter in head.parameters():  # the optimizer's state stands before a step that is not the first
+    for parameter in head.parameters():  # as before any later step: the optimizer's state exists
         state = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(parameter)}
         optimizer.state[parameter] = {**state, "exp_avg_sq": torch.zeros_like(parameter)}
     before, losses, seconds = reset_peak(device), [], []
@@ -119,8 +120,8 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def saved_bytes(tokens: int, *, recompute: bool) -> int:
-    """Return the bytes that the steps of the training-time test keep for the backward pass at the shape of an 8B
-    target, in bfloat16, by tensors without data. Weights and the target's features are not counted."""
+    """Return the bytes that the steps of the training-time test save for the backward pass at the shape of an 8B
+    target, in bfloat16, computed on tensors without data. Weights and the target's features do not count."""
     options = argparse.Namespace(tokens=tokens, **LLAMA_8B)
     held: dict[int, int] = {}
     usual = torch.get_default_dtype()
@@ -134,7 +135,7 @@ def saved_bytes(tokens: int, *, recompute: bool) -> int:
 
             def keep(tensor: Tensor) -> Tensor:
                 storage = tensor.untyped_storage()
-                storages.append(storage)  # alive, so that no other has its address
+                storages.append(storage)  # kept alive, so that no other storage gets its address
                 held[storage._cdata] = storage.nbytes()
                 return tensor
 
@@ -146,7 +147,7 @@ def saved_bytes(tokens: int, *, recompute: bool) -> int:
 
 
 def make_head(options: argparse.Namespace, **block: int) -> Eagle3:
-    """A head of the given widths, its draft vocabulary the lowest ids."""
+    """Return a head of the given sizes. Its draft vocabulary is the lowest ids."""
     D = options.hidden
     heads = {"num_attention_heads": D // 64, "num_key_value_heads": max(1, D // 256), "head_dim": 64}
     config = Eagle3Config(
@@ -165,7 +166,8 @@ def make_head(options: argparse.Namespace, **block: int) -> Eagle3:
 
 
 def make_batch(options: argparse.Namespace, device: torch.device) -> Batch:
-    """One packed row of random features; the target's end is a random matrix that favours the draft vocabulary."""
+    """Return one packed row of random features. The target's lm_head is a random matrix that favours the draft
+    vocabulary."""
     T, D, V = options.tokens, options.hidden, options.vocab
     table = torch.randn(V, D, device=device) * D**-0.5
     matrix = torch.randn(V, D, device=device) * 2 * D**-0.5
@@ -186,7 +188,7 @@ def make_batch(options: argparse.Namespace, device: torch.device) -> Batch:
 
 
 def plain_loss(head: Eagle3, batch: Batch, scale: Tensor) -> Tensor:
-    """The same KL with whole logits, for one document."""
+    """Return the same KL loss computed with whole logits, for one document."""
     kept = head.kept
     with torch.no_grad():
         logits = batch.shared.lm_head(batch.hidden)  # (1, T, V): slot t predicts x_{t+1}
@@ -196,8 +198,8 @@ def plain_loss(head: Eagle3, batch: Batch, scale: Tensor) -> Tensor:
         inside[:, :-1] *= batch.loss_mask[:, 1:]
     total = torch.zeros((), device=scale.device)
     for k, state in enumerate(head.unroll(batch, head.config.depth)):
-        # Step k at slot t predicts x_{t+2+k}, whose distribution the target gives at slot t+1+k; the last label is
-        # x_{T-1}.
+        # Step k at slot t predicts x_{t+2+k}. The target's distribution of that token is at slot t+1+k. The last label
+        # is x_{T-1}.
         T = batch.tokens.shape[1]
         distribution, right = p[:, 1 + k : T - 1], inside[:, 1 + k : T - 1]
         logq = head.lm_head(state[:, : distribution.shape[1]]).float().log_softmax(-1)
@@ -207,7 +209,7 @@ def plain_loss(head: Eagle3, batch: Batch, scale: Tensor) -> Tensor:
 
 
 def reset_peak(device: torch.device) -> int:
-    """Begin to watch the peak anew; -> the bytes in use now."""
+    """Reset the peak of memory in use. Return the bytes in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -219,6 +221,6 @@ def reset_peak(device: torch.device) -> int:
 
 
 def read_status(name: str) -> int:
-    """A size in /proc/self/status, in bytes."""
+    """Return a size in /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""The audit of many prompts: every draft at every temperature and batch size against plain decoding."""
+"""Audit on many prompts: outputs of every draft at every temperature and batch size, compared with plain decoding."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Run every setting; 1 if a token differs anywhere."""
+    """Run every setting, and print and write the results. Return 1 if any token differs, else 0."""
     if options.out:
         check_file(options.out, "--out")
     opened = open_head(options)
@@ -50,7 +50,7 @@ def audit(options: argparse.Namespace) -> int:
 def audit_temperature(
     opened: Opened, prompts: list[Prompt], shapes: list[TreeShape], sampling: Sampling, options: argparse.Namespace
 ) -> list[Row]:
-    """All settings at one temperature, against plain decoding one prompt at a time."""
+    """Return the rows of all settings at one temperature. The reference is plain decoding at batch size 1."""
     requests = make_requests(prompts, sampling, options.max_new_tokens, ignore_eos=True)
     everything, longest = list(range(len(prompts))), max(len(prompt.ids) for prompt in prompts)
 
@@ -87,7 +87,7 @@ def audit_temperature(
 
 
 def print_table(rows: list[Row]) -> None:
-    """The settings, a line each."""
+    """Print a table with a line for each setting."""
     table = figure_table(["draft", "sampling", "batch", "identical", "tau", "loops", "seconds"])
     for row in rows:
         identical = f"{row['identical']} of {row['prompts']}"

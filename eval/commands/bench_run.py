@@ -1,4 +1,4 @@
-"""The benchmark of one head or of several: one comparison against plain decoding, and its report."""
+"""Benchmark of one or several heads: a comparison with plain decoding, and its report."""
 
 import argparse
 import os
@@ -38,9 +38,9 @@ COMPARISONS = Path("runs/compare")
 
 
 def bench_command(options: argparse.Namespace) -> int:
-    """Load what the command line names, and measure: the exit status."""
+    """Load the heads and the target that the options name, and measure them. Return the exit status."""
     settings, paths = to_settings(options), options.heads
-    head_names(paths)  # each is named once
+    head_names(paths)  # raises UserError if a head is named twice
     parent = default_out(paths[0]) if len(paths) == 1 else COMPARISONS
     check_folder(options.out or parent, "--out")
     if options.out and len(paths) == 1:
@@ -66,9 +66,9 @@ def run_bench(
     console: Console | None = None,
     with_roofline: bool = False,
 ) -> Results:
-    """Measure heads, by their paths, in one comparison a temperature, write and print the report, and return what
-    results.json holds, or compare.json of several. `with_roofline`: the parts of a round of the headline setting, timed
-    one by one beside the floor of each (`eval.benchmark.roofline`)."""
+    """Measure heads, given by their paths, in one comparison per temperature. Write and print the report, and return
+    the contents of results.json, or of compare.json for several heads. `with_roofline`: also time the parts of a round
+    of the headline setting (`eval.benchmark.roofline`)."""
     if settings.strict and not is_narrow(target):
         raise UserError(
             "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
@@ -120,10 +120,10 @@ def measure(
     prompts: Sequence[Prompt],
     named: Sequence[Sequence[TreeShape]],
 ) -> tuple[Judged, list[int], list[tuple[int, Results]]]:
-    """Measure the `named` shapes of each head, or what a search comes upon beside them, at every temperature. A search
-    for one head goes on while it finds better; of several heads all run in one comparison.
+    """Measure the `named` shapes of each head at every temperature, and with a search those that it proposes. For one
+    head, a search continues while it finds faster drafts; for several heads, it ends after one comparison.
 
-    Return the figures of every setting, the number of its head among all, and for each search that and its record.
+    Return the figures of every setting, the index of each setting's head, and the index and record of each search.
     """
     judged, owners, records = Judged(), list[int](), list[tuple[int, Results]]()
     with progress_bar() as bar:
@@ -150,7 +150,7 @@ def measure(
 
 
 def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:
-    """The trees that the settings name and this head, one of several, drafts. UserError if there are none."""
+    """Return the trees of the settings that this head, one of several, can draft. Raise UserError if there are none."""
     own = settings.rule == "match" and head.own_tree is not None and head.own_tree.tree
     texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or own)
     shapes = replace(settings, trees=texts).shapes(head, target)
@@ -161,7 +161,8 @@ def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: Ben
 
 
 def head_names(paths: Sequence[str]) -> list[str]:
-    """Return short names, or the paths if those are not distinct. UserError if one is named twice."""
+    """Return short names of heads, or their paths if short names are not distinct. Raise UserError if a path occurs
+    twice."""
     if len(set(paths)) < len(paths):
         raise UserError(f"{max(paths, key=list(paths).count)}: named twice; name each head once")
     names = [path if untrained_kind(path) else short_name(path) for path in paths]
@@ -171,7 +172,7 @@ def head_names(paths: Sequence[str]) -> list[str]:
 def parts_of_headline(
     target: FrozenTarget, head: Drafter, prompts: Sequence[Prompt], settings: BenchSettings, results: Results
 ) -> Results:
-    """The roofline of the headline setting, in the middle of an output after a prompt of the middle length."""
+    """Return the roofline of the headline setting, in the middle of an output after a prompt of median length."""
     (shape,) = draft_shapes([results["tree"]], head)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     room = lengths[-1] + settings.max_new_tokens + shape.nodes
@@ -183,9 +184,9 @@ def parts_of_headline(
 
 
 def default_out(head: str) -> Path:
-    """The folder in which measurements of a head get folders of their own: bench/ in its run, else runs/bench-NAME."""
+    """Return the parent folder for measurements of a head: bench/ in its run, else runs/bench-NAME."""
     if not untrained_kind(head) and not is_published(head):
-        folder = Path(os.path.abspath(find_head(head)))  # as it was named: where a link leads there is no run
+        folder = Path(os.path.abspath(find_head(head)))  # without resolving links: their targets are not in the run
         if folder.name == "head" and (folder.parent / "recipe.yaml").is_file():
             return folder.parent / BENCH
     name = os.path.abspath(head) if os.path.exists(head) else head

@@ -1,4 +1,4 @@
-"""A conversation with a target that a head drafts for: answers shown while they are decoded."""
+"""Conversation with a target and its draft head, with answers shown while they are decoded."""
 
 import argparse
 import io
@@ -28,17 +28,18 @@ from heads.errors import UserError
 from heads.tree import TreeShape
 
 DEFAULT_TREES = ("chain:5", "chain:3", "chain:1")
-"""The first that a head can draft."""
+"""Default trees: the first one that the head can draft is used."""
 LEAST_ROOM = 1024
-"""Tokens that an engine has room for at least; it is made anew, with twice as many, where a conversation needs more."""
+"""Minimum number of slots of an engine. If a conversation needs more, a new engine with the next power of two is
+built."""
 DRAFTED, QUIET = "green", "dim"
 INVISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Control characters, which a model may write and a terminal would obey."""
+"""Replacements for control characters, which a model may emit and a terminal would execute."""
 REFRESH_SECONDS = 0.05
 
 
 class Screen:
-    """An answer in a terminal: whole lines are printed, the last one and the figures so far are drawn below them."""
+    """Answer in a terminal. Complete lines are printed; the last line and the figures so far are redrawn below."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.line, self.drawn = console, Text(overflow="fold"), 0.0
@@ -53,7 +54,7 @@ class Screen:
         self.console.print(self.line, highlight=False, soft_wrap=True)
 
     def add(self, text: str, style: str = "") -> None:
-        """Go on with some text."""
+        """Append some text to the answer."""
         self.line.append(text.translate(INVISIBLE), style)
         *whole, self.line = self.line.split("\n", allow_blank=True)
         self.line.overflow = "fold"
@@ -61,14 +62,14 @@ class Screen:
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def draw(self, figures: str) -> None:
-        """Show the last line and the figures, unless that was done a moment ago."""
+        """Redraw the last line and the figures, at most once per REFRESH_SECONDS."""
         if time.monotonic() - self.drawn >= REFRESH_SECONDS:
             self.live.update(Group(self.line, Text(figures, QUIET)), refresh=True)
             self.drawn = time.monotonic()
 
 
 class Pipe:
-    """An answer as text alone."""
+    """Answer as plain text on standard output."""
 
     def __enter__(self) -> "Pipe":
         self.last = "\n"
@@ -79,7 +80,7 @@ class Pipe:
             print(flush=True)
 
     def add(self, text: str, style: str = "") -> None:
-        """Go on with some text; a prompt that is only shown is none of it."""
+        """Append some text to the answer. A prompt, which has the style QUIET, is not written."""
         if text and style != QUIET:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -90,19 +91,20 @@ class Pipe:
 
 
 class Stream:
-    """An answer on its way to the screen, token by token, each either drafted or the target's own."""
+    """Stream of an answer's tokens to the screen, each marked as drafted or as the target's own."""
 
     def __init__(self, screen: Screen | Pipe, detokenizer: Detokenizer) -> None:
         self.screen, self.detokenizer = screen, detokenizer
         self.flags: list[bool] = []
-        """Drafted or not, for each token shown."""
+        """True for each token shown that was drafted."""
         self.held: list[int] = []
-        """The last round's tokens, of which only the end of the answer tells how many were drafted."""
+        """Tokens of the last round. Only the final output shows how many of them were drafted."""
         self.rounds = -1
-        """Target passes so far, the prompt's not counted."""
+        """Number of target passes so far, without the prompt's pass."""
 
     def take(self, tokens: Sequence[int], *, is_last: bool) -> None:
-        """Show a round's tokens: the last of them is the target's own, those before it were drafted."""
+        """Show the tokens of a round. The last one is the target's own; those before it were drafted. The tokens of the
+        answer's last round are kept for `end`."""
         self.rounds += 1
         if is_last:
             self.held = list(tokens)
@@ -117,30 +119,30 @@ class Stream:
         self.screen.add(self.detokenizer.push(token), DRAFTED if drafted else "")
 
     def end(self, output: Output) -> None:
-        """Show what was held back."""
+        """Show the tokens of the last round and the remaining text."""
         for token, drafted in zip(self.held, output.drafted()[len(self.flags) :], strict=True):
             self.show(token, drafted)
         self.screen.add(self.detokenizer.flush())
 
 
 class Conversation:
-    """A head on its target, and what was said so far."""
+    """Conversation with a target and a head, with all messages so far."""
 
     def __init__(
         self, opened: Opened, shape: TreeShape, sampling: Sampling, max_new_tokens: int, console: Console | None
     ) -> None:
-        """`console`: where answers are drawn; None: they are written as text alone."""
+        """`console`: terminal for answers. If None, answers are written to standard output as plain text."""
         self.head, self.target, self.tokenizer = opened
         self.shape, self.sampling, self.max_new_tokens, self.console = shape, sampling, max_new_tokens, console
         self.messages: list[Message] = []
         self.marks: list[bool] = []
-        """Drafted or not, for each token of the last answer."""
+        """True for each token of the last answer that was drafted."""
         self.answers = 0
         self.engine: Engine | None = None
 
     def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Output:
-        """Show the answer to a prompt while it is decoded, and its figures; `is_asked_to_stop`: asked after each round.
-        UserError where the target has no room for it."""
+        """Show the answer to a prompt while it is decoded, then its figures. `is_asked_to_stop` is called after each
+        round and ends the answer if it returns True. Raise UserError if the prompt is empty or too long."""
         try:
             prompt.encode()
         except UnicodeEncodeError:
@@ -183,7 +185,7 @@ class Conversation:
     def engine_for(self, needed: int) -> Engine:
         """Return an engine with room for `needed` tokens."""
         if self.engine is None or self.engine.options.max_length < needed:
-            self.engine = None  # its caches go first
+            self.engine = None  # frees its caches before new ones are allocated
             length = max(LEAST_ROOM, 1 << (needed - 1).bit_length())
             options = EngineOptions(shape=self.shape, max_length=min(length, self.target.context_length))
             self.engine = Engine(self.target, self.head, options)
@@ -191,13 +193,13 @@ class Conversation:
 
 
 def figures_line(tokens: int, tau: float | None) -> str:
-    """`128 tokens, tau 2.84`."""
+    """Return the figures of an answer, such as `128 tokens, tau 2.84`."""
     return f"{plural(tokens, 'token')}, tau {number(tau)}"
 
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C only sets what is yielded to true; pressed again, it interrupts as ever."""
+    """Yield a function that returns True once Ctrl-C was pressed. A second Ctrl-C raises KeyboardInterrupt."""
     asked = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -214,13 +216,13 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Load what the command line names, and answer: the exit status."""
+    """Load the head and the target that the options name, and answer prompts. Return the exit status."""
     if options.prompt is None:
         open_input()
     opened = open_head(options)
     shapes = draft_shapes([options.tree] if options.tree else DEFAULT_TREES, opened.head)
     fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
-    shape = (fitting or shapes)[0]  # where none fits, the engine says why
+    shape = (fitting or shapes)[0]  # if none fits, the engine raises the error that says why
     console = Console()
     shown = console if console.is_interactive else None
     sampling = Sampling(options.temperature, seed=options.seed)
@@ -235,14 +237,15 @@ def chat(options: argparse.Namespace) -> int:
         try:
             with interruptible() as is_interrupted:
                 conversation.answer(prompt, is_interrupted)
-        except UserError as error:  # of this prompt; the next may be shorter
+        except UserError as error:  # about this prompt; the next one may be shorter
             print_line(f"error: {error}")
             conversation.messages.clear()
     return 0
 
 
 def open_input() -> None:
-    """Let bytes of standard input that are not UTF-8 pass, to be refused with their line. UserError if it is closed."""
+    """Accept bytes on standard input that are not UTF-8, so that only their prompt is refused. Raise UserError if
+    standard input is closed."""
     if sys.stdin is None:
         raise UserError("standard input is closed, and prompts are read from it; name one with --prompt")
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -250,7 +253,7 @@ def open_input() -> None:
 
 
 def read_prompt(name: str) -> str | None:
-    """A line from the user; None at the end of input."""
+    """Return a line from the user, or None at the end of the input."""
     try:
         return input(f"\n{name}> " if sys.stdin.isatty() else "")
     except EOFError:

@@ -1,4 +1,4 @@
-"""Turns of the engine's plain decoding and `transformers` generate, on the same prompts."""
+"""Comparison of the engine's plain decoding with `generate` of transformers, on the same prompts in turns."""
 
 import argparse
 import time
@@ -20,7 +20,7 @@ WARM_UP_TOKENS = 16
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Time both and print the ratio; 1 if their texts differ."""
+    """Time both and print the ratio. Return 1 if their outputs differ, else 0."""
     if options.out:
         check_file(options.out, "--out")
     target, tokenizer = open_target(options.target, options)
@@ -67,15 +67,15 @@ def compare(options: argparse.Namespace) -> int:
 
 @torch.inference_mode()
 def run_generate(target: FrozenTarget, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """Return the tokens of `generate`, as a user would call it."""
+    """Return the tokens of `generate`, called as a user would call it."""
     ids = torch.tensor([prompt], device=target.device)
-    generate: Any = target.model.generate  # typed by the library as something that cannot be called
+    generate: Any = target.model.generate  # Any, because in the library's types it is not callable
     output = generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
         do_sample=False,
-        use_cache=True,  # whatever the target's config says: without a cache there is nothing to compare with
+        use_cache=True,  # even if the target's config disables it: without a cache the comparison makes no sense
         pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
     )
     tokens: list[int] = output[0, len(prompt) :].tolist()

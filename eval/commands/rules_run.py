@@ -1,4 +1,4 @@
-"""The acceptance rules side by side: tokens a round of every rule on every tree that it can judge."""
+"""Comparison of the acceptance rules: tokens per round of every rule on every tree that it can judge."""
 
 import argparse
 import sys
@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Run:
-    """One rule on one tree: its outputs, by prompt and seed."""
+    """One rule on one tree, with its outputs by prompt and seed."""
 
     rule: str
     shape: TreeShape
@@ -37,7 +37,7 @@ class Run:
 
     @property
     def rate(self) -> tuple[list[float], list[float]]:
-        """Tokens emitted and rounds, by prompt."""
+        """Tokens emitted and number of rounds, by prompt."""
         emitted = [float(sum(o.decoded for o in by_seed)) for by_seed in self.outputs]
         return emitted, [float(sum(o.rounds for o in by_seed)) for by_seed in self.outputs]
 
@@ -55,7 +55,7 @@ class Run:
 
 
 class OnOneDraft(Rejection):
-    """`ratio` on a chain, which also notes what it and `block` may expect of each draft: (B,) tokens each."""
+    """Rule `ratio` on a chain that also records the expected tokens (B,) of `ratio` and of `block` for each draft."""
 
     expected: list[tuple[Tensor, Tensor]]
 
@@ -68,7 +68,7 @@ class OnOneDraft(Rejection):
 
 
 def bench_rules(options: argparse.Namespace) -> int:
-    """Decode, comparison, print and write."""
+    """Decode with every rule, and compare, print and write the figures. Return the exit status."""
     shapes = draft_shapes(options.trees)
     if options.out:
         check_file(options.out, "--out")
@@ -124,21 +124,21 @@ def can_judge(rule: str, shape: TreeShape) -> bool:
 
 
 def compare(one: Run, other: Run) -> Record:
-    """The later rule's tau over the earlier one's, paired over prompts."""
+    """Return the ratio of the second run's tau to the first one's, paired over prompts."""
     rates = other.rate, one.rate
     between = {"ratio": rate_ratio(*rates), "ci95": rate_ratio_interval(*rates)}
     return {"tree": str(one.shape), "rule": other.rule, "over": one.rule, **between}
 
 
 def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -> Record:
-    """Return the tokens that `ratio` and `block` are expected to emit of the same drafts, over all rounds of all
-    requests."""
+    """Return the ratio of the expected tokens of `block` to those of `ratio` for the same drafts, over all rounds of
+    all requests."""
     rule = OnOneDraft("ratio", engine.options.shape, engine.decoder.sampling)
     engine.decoder = replace(engine.decoder, rule=rule)
     plain, whole, ones = [0.0] * len(requests), [0.0] * len(requests), [1.0] * len(requests)
     jobs = [(i, request) for i, by_seed in enumerate(requests) for request in by_seed]
     for start in range(0, len(jobs), engine.options.batch_size):
-        part = jobs[start : start + engine.options.batch_size]  # no more than there are rows: each keeps its own
+        part = jobs[start : start + engine.options.batch_size]  # at most one per row, so that each keeps its row
         rule.expected = []
         outputs = engine.generate([request for _, request in part])
         for row, ((prompt, _), output) in enumerate(zip(part, outputs, strict=True)):
@@ -153,7 +153,7 @@ def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -
 
 
 def print_tables(record: Record) -> None:
-    """tau of every rule, and the comparisons."""
+    """Print tau of every rule, and the comparisons."""
     console = Console()
     table = figure_table(["draft", "rule", "tau"])
     for run in record["runs"]:

@@ -1,4 +1,4 @@
-"""eval/bench.py at every batch size and context length: the measurement of eval/scaling.py, its table and its plot."""
+"""Measurement of eval/scaling.py at every batch size and context length, with its table and its plot."""
 
 import argparse
 import sys
@@ -34,7 +34,7 @@ from heads.target.frozen import FrozenTarget
 
 
 def scaling_command(options: argparse.Namespace) -> int:
-    """Load what the command line names, and measure: the exit status."""
+    """Load the head and the target that the options name, and measure them. Return the exit status."""
     names = {field.name for field in fields(ScalingSettings)} & vars(options).keys()
     given = {name: getattr(options, name) for name in names}
     settings = ScalingSettings(**given, temperatures=(options.temperature,))
@@ -57,8 +57,8 @@ def measure_scaling(
     out: Path | None = None,
     console: Console | None = None,
 ) -> Results:
-    """Measure every pair of batch size and context length, write and print it, and return what scaling.json holds. A
-    point that the device's memory is too small for has no figures."""
+    """Measure every pair of batch size and context length. Write and print the results, and return the contents of
+    scaling.json. A point without figures ran out of the device's memory."""
     shapes = draft_shapes(settings.trees, head)
     (temperature,) = settings.temperatures
     room = prompt_room(target, settings.max_new_tokens, max(shape.nodes for shape in shapes))
@@ -104,7 +104,7 @@ def measure_scaling(
 
 
 def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> list[Prompt]:
-    """Return `number` prompts of `length` tokens, one after another out of the suite's texts."""
+    """Return `number` prompts of `length` tokens, cut one after another from the suite's texts."""
     ids: list[int] = []
     for text in texts(suite, tokenizer):
         ids += text
@@ -121,7 +121,7 @@ def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, number:
 
 
 def texts(suite: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
-    """The token ids of a suite's texts: whole modules of the held-out ones, else its prompts."""
+    """Yield the token ids of a suite's texts: whole modules for the held-out suite, else its prompts."""
     if suite == HELD_OUT_SUITE:
         for _, text in read_split(held_out=True):
             yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -130,7 +130,8 @@ def texts(suite: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[i
 
 
 def draw_scaling(results: Results, path: Path) -> list[Path]:
-    """Speedup against batch size, a line for each context, and against context, a line for each batch size."""
+    """Draw speedup against batch size with a line for each context, and against context with a line for each batch
+    size. Return the files."""
     trees = list(dict.fromkeys(point["tree"] for point in results["points"]))
     settings = results["settings"]
     with style():
@@ -151,7 +152,7 @@ def draw_scaling(results: Results, path: Path) -> list[Path]:
 
 
 def draw_lines(axes: Axes, points: Sequence[Results], along: str, by: str, label: str, legend: str) -> None:
-    """One line for each value of `by`."""
+    """Draw speedup against `along`, with one line for each value of `by`."""
     axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
     colours = matplotlib.colormaps["viridis"]
     values = sorted({point[by] for point in points})

@@ -1,4 +1,4 @@
-"""Measurements of a sweep file's settings: a process for each, the table, sweep.json and sweep.csv."""
+"""Measurement of the settings of a sweep file, each in its own process, with the table, sweep.json and sweep.csv."""
 
 import argparse
 import csv
@@ -33,11 +33,12 @@ TRACKED = "scripts/tracked.py"
 Row = dict[str, Any]
 Run = Callable[..., Any]
 Parse = Callable[[Sequence[str]], argparse.Namespace]
-"""Read the arguments of the program, eval/bench.py."""
+"""Function that parses the arguments of the program, eval/bench.py."""
 
 
 def run_sweep(options: argparse.Namespace, parse: Parse, run: Run = subprocess.run) -> int:
-    """Measure the settings, each in a process by `run`, or let a server choose them; return the exit status."""
+    """Measure the settings, each in a process started with `run`, or let a server choose them. Return the exit
+    status."""
     sweep = read_sweep(options.sweep)
     if not is_file(sweep.program):
         raise UserError(f"{sweep.path}: program: no {sweep.program} here; run sweeps from the repository's folder")
@@ -48,7 +49,7 @@ def run_sweep(options: argparse.Namespace, parse: Parse, run: Run = subprocess.r
         command = [sys.executable, TRACKED, "--agent", str(sweep.path), *limit]
         return subprocess.run(command, env=environment("online")).returncode
     settings = sweep.settings(options.count, options.seed)
-    places = [place_of(sweep, setting, parse) for setting in settings]  # a setting is refused before any is measured
+    places = [place_of(sweep, setting, parse) for setting in settings]  # raises for a wrong setting before measuring
     out = options.out or Path("runs") / f"sweep-{sweep.path.stem}"
     check_folder(out, "--out")
     rows: list[Row] = []
@@ -69,8 +70,8 @@ def run_sweep(options: argparse.Namespace, parse: Parse, run: Run = subprocess.r
 
 
 def place_of(sweep: Sweep, setting: Setting, parse: Parse) -> str:
-    """A setting's folder, named for all that its figures depend on: arguments, head, prompt files. UserError for
-    arguments that eval/bench.py would refuse."""
+    """Return the name of a setting's folder. It depends on everything that the figures depend on: arguments, head and
+    prompt files. Raise UserError for arguments that eval/bench.py would refuse."""
     try:
         options = parse(sweep.arguments(setting))
         settings = to_settings(options)
@@ -90,7 +91,7 @@ def place_of(sweep: Sweep, setting: Setting, parse: Parse) -> str:
 
 
 def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str, run: Run) -> Row:
-    """The row of a setting: of its results.json, where there is one, else measured now."""
+    """Return the row of a setting, from its results.json if there is one, else from a new measurement."""
     file, log = folder / "results.json", folder / "log.txt"
     status, error = 0, ""
     results = found(file)
@@ -121,7 +122,7 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str, run: Run) 
 
 
 def found(file: Path) -> Results | None:
-    """The results of an earlier measurement; None where there are none to go by."""
+    """Return the results of a measurement, or None if there are no valid ones."""
     try:
         return read_results(file)
     except UserError:
@@ -129,13 +130,14 @@ def found(file: Path) -> Results | None:
 
 
 def environment(wandb: str) -> dict[str, str]:
-    """Return the environment of a setting's process, or of the agent: this repository's packages, and wandb's mode."""
+    """Return the environment of a setting's process or of the agent, with this repository's packages and wandb's
+    mode."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "WANDB_MODE": "disabled" if wandb == "off" else wandb}
 
 
 def write_record(sweep: Sweep, rows: Sequence[Row], out: Path) -> None:
-    """sweep.json and sweep.csv, of what is measured so far."""
+    """Write sweep.json and sweep.csv with the rows measured so far."""
     rows = ranked(rows, sweep)
     metric = {"name": sweep.metric, "goal": "maximize" if sweep.maximize else "minimize"} if sweep.metric else None
     write_json(out / "sweep.json", {"sweep": str(sweep.path), "method": sweep.method, "metric": metric, "rows": rows})
@@ -150,7 +152,7 @@ def write_record(sweep: Sweep, rows: Sequence[Row], out: Path) -> None:
 
 
 def print_table(sweep: Sweep, rows: Sequence[Row]) -> None:
-    """A line for each setting: what varies, and the figures."""
+    """Print a table with a line for each setting: the values that vary, and the figures."""
     varying = [name for name in sweep.parameters if len({repr(row["setting"][name]) for row in rows}) > 1]
     shown = list(dict.fromkeys([*([sweep.metric] if sweep.metric else []), "tau", "speedup", "tokens_per_second"]))
     table = Table(box=box.SIMPLE, show_edge=False)

@@ -1,39 +1,38 @@
-"""The acceptance rules at work: they draw a round's drafts and decide which of them are kept.
+"""Acceptance rules: they draw a round's draft tokens and decide which of them are accepted.
 
-`match` is a backend's (`heads.backends.torch.accept`). At temperature 0 all are one rule. Above
-it the last two need q, the very distribution that a draft token was drawn from: the draft's logits under the same
-temperature, top-k, top-p and min-p as the target's, over the full vocabulary. So they refuse drafts that draw from no
-distribution, and trees in which it depends on the draws who stays: the distribution of what survives a reranking is not
-q.
+`match` is implemented by a backend (`heads.backends.torch.accept`). `ratio` and `block`, in this file, compare the
+target's p with q, the distribution that a draft token was drawn from. At temperature 0 all rules accept the same
+tokens. Above it, `ratio` and `block` need the exact q: the draft's logits under the same temperature, top-k, top-p and
+min-p as the target's, over the full vocabulary. So they refuse drafts that are not drawn from a distribution. They also
+refuse trees whose nodes are selected by the draws: the distribution of the nodes that survive a reranking is not q.
 
-Their noise is counter-based as `match`'s is, in four streams that know nothing of each other: the drafts', the tests',
-the last token's, and `match`'s own, which chooses a request's first token. None may be shared, and none is keyed by
-position alone: `block` refuses a whole chain for what its last tokens are, so that a token not emitted still says
-something of the noise at its position. The root's position, which no two rounds of a request share, is in every key.
+Their noise is counter-based like that of `match`, in four independent streams: for the drafts, for the tests, for the
+last token, and that of `match`, which chooses a request's first token. No stream may be shared, and none is keyed by
+position alone: `block` may refuse a whole chain because of its last tokens, so even a token that was not emitted
+carries information about the noise at its position. Every key contains the root's position, which no two rounds of a
+request share.
 
-The other two compare the target's p with q, from which the draft was drawn.
-
-`ratio` (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2), on trees as
-recursive rejection with siblings drawn without replacement (Sequoia, arXiv 2402.12374, algorithm 2). The children x of
-a node are tried in the order in which they were drawn:
+`ratio` (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2) is generalised to
+trees as recursive rejection with siblings drawn without replacement (Sequoia, arXiv 2402.12374, algorithm 2). The
+children x of a node are tried in the order in which they were drawn:
 
     accept x with probability min(1, P(x) / Q(x)), at first P = p and Q = q
     if refused: P <- norm(max(P - Q, 0)), Q(x) <- 0, Q <- norm(Q)
-    if all are refused, the round ends here with a token drawn from P; at a leaf, from p
+    if all are refused: the round ends here with a token drawn from P; at a leaf, from p
 
-`block` (Sun et al., arXiv 2403.10444, algorithm 2) judges a chain x_1 .. x_K as a whole. p_i and q_i stand for the
+`block` (Sun et al., arXiv 2403.10444, algorithm 2) judges a chain x_1 .. x_K as a whole. p_i and q_i are the
 distributions after x_1 .. x_i:
 
     w_0 = 1,  w_i = min(1, w_{i-1} p_{i-1}(x_i) / q_{i-1}(x_i))
     h_K = w_K,  h_i = S_i / (S_i + 1 - w_i)  with  S_i = sum_v max(w_i p_i(v) - q_i(v), 0)
     accepted = the largest i whose own test of probability h_i passes, or 0
-    the last token is drawn from norm(max(w_i p_i - q_i, 0)), from p_K if all of the chain is accepted
+    the last token is drawn from norm(max(w_i p_i - q_i, 0)) with i = accepted, or from p_K if i = K
 
-Randomness enters from outside, as tests that passed or did not: every test's probability depends on the tree alone, so
-the distribution of what comes out can be summed up exactly, and is, in the tests.
+The functions are given the results of the random tests. The probability of each test depends only on the tree, so the
+exact distribution of the output can be computed, and the unit tests compute it.
 
-Letters: B rows, N nodes, W nodes drawn for at once, R children of a node, I nodes that have children, K depth, V
-vocabulary, Vx columns of a draft's logits.
+Letters: B rows, N nodes, W nodes whose children are drawn at once, R children of a node, I nodes that have children, K
+depth, V vocabulary, Vx columns of a draft's logits.
 """
 
 from collections.abc import Callable
@@ -55,38 +54,40 @@ if TYPE_CHECKING:
     from eval.runtime.round import TargetStep
 
 DRAFTS, TESTS, LAST = 0x3C79AC492BA7B653, 0x1CE4E5B9BF58476D, 0x14D049BB133111EB
-"""Numbers of the streams by purpose; any three distinct ones."""
+"""Identifiers of the noise streams, by purpose: any three distinct numbers."""
 
 
 class Rule(Protocol):
-    """Interface of an acceptance rule to a round."""
+    """Interface of an acceptance rule, as a round uses it."""
 
     needs_distribution: bool
-    """True if the rule needs the target's whole distribution; else the target's choices are enough."""
+    """True if the rule needs the target's whole distribution; False if it needs only the target's choices."""
 
     def begin(self) -> Pick:
-        """Return the function that draws this round's drafts."""
+        """Return the function that draws this round's draft tokens."""
 
     def consult(self, step: "TargetStep", hidden: Tensor, positions: Tensor) -> Tensor:
-        """Return what the target says at each node: hidden (B, N, D); positions (B, N) of the tokens that follow."""
+        """Return the target's choice (B, N) or distribution (B, N, V) after each node. hidden (B, N, D); positions
+        (B, N) of the tokens after the nodes."""
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
-        """Judge the drafts; above (B, N, N) is `heads.backends.slot_mapping.ancestors`, None for a chain."""
+        """Decide which draft tokens are accepted. consulted: from `consult`; above (B, N, N):
+        `heads.backends.slot_mapping.ancestors`, or None for a chain."""
 
 
 def make_rule(name: str, shape: TreeShape, sampling: RowSampling, backend: Backend) -> Rule:
-    """Return the rule of that name for trees of one shape. UserError if there is none."""
+    """Return the rule of that name for trees of one shape. Raise UserError if it cannot judge them."""
     check_rule(name, shape)
     return Match(shape, sampling, backend.match) if name == "match" else Rejection(name, shape, sampling)
 
 
 class Match:
-    """The rule `match`, by the target's own choices."""
+    """Rule `match`: a draft token is accepted if it is the target's own choice."""
 
     needs_distribution = False
 
     def __init__(self, shape: TreeShape, sampling: RowSampling, match: Callable[..., Acceptance]) -> None:
-        """`match`: a backend's."""
+        """`match`: the implementation of a backend."""
         self.shape, self.sampling, self.match = shape, sampling, match
 
     def begin(self) -> Pick:
@@ -96,22 +97,22 @@ class Match:
         return step.choose(hidden, positions, self.sampling)  # (B, N)
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
-        if self.shape.nodes == 1:  # a root alone emits the target's choice
-            return Acceptance(proposal.depths[:, 0], proposal.depths, consulted)  # zeros
+        if self.shape.nodes == 1:  # without drafts a round emits the target's choice after the root
+            return Acceptance(proposal.depths[:, 0], proposal.depths, consulted)  # the depths are zeros
         return self.match(proposal, consulted, above, self.shape.depth)
 
 
 class Draws:
-    """One round's picks: children drawn from the draft's distribution, which is kept for the verdict.
+    """Pick of one round: it draws children from the draft's distribution, which is kept for the verdict.
 
-    Siblings are drawn without replacement and stand in the order drawn: falling log q + Gumbel noise. A greedy row
-    drafts its likeliest tokens.
+    Siblings are drawn without replacement, in the order of falling log q + Gumbel noise. A greedy row drafts its
+    likeliest tokens.
     """
 
     def __init__(self, sampling: RowSampling) -> None:
         self.sampling = sampling
         self.distributions: list[Tensor] = []
-        """Log q of the nodes drawn for, (B, W, Vx) float32, by level."""
+        """Log q after the nodes whose children were drawn, (B, W, Vx) float32, by level."""
         self.token_ids: Tensor | None = None
 
     def __call__(
@@ -132,7 +133,7 @@ class Draws:
         return columns if token_ids is None else token_ids[columns], logq.gather(-1, columns)
 
     def distribution(self, vocab: int) -> Tensor:
-        """Return (B, I, V) q over the target's vocabulary, in the order of the nodes."""
+        """Return q (B, I, V) over the target's vocabulary, in the order of the nodes."""
         q = torch.cat(self.distributions, dim=1).exp()
         if self.token_ids is not None:
             return q.new_zeros(*q.shape[:2], vocab).index_copy_(2, self.token_ids, q)
@@ -141,25 +142,25 @@ class Draws:
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` highest scores in the last dimension, in falling order."""
+    """Return the indices of the `count` highest scores in the last dimension, the highest first."""
     return scores.argmax(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1).indices
 
 
 def draw_counters(positions: Tensor, level: int) -> Tensor:
-    """Return (B, W) int64, a distinct number for each node of a request that is drawn for: positions (B, W) of the
-    drawn tokens, and their level below the root, which together give the root's position."""
+    """Return (B, W) int64, a number for each node whose children are drawn, distinct within a request. positions
+    (B, W): of the drawn tokens; level: theirs below the root. The two together determine the root's position."""
     return (positions * MOST_NODES + level) * MOST_NODES**2 + torch.arange(positions.shape[1], device=positions.device)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Descent of nodes as fixed by the shape. Nodes stand in the order of `heads.growth.grow`, and so siblings in the
-    order in which they were drawn."""
+    """Parents and children of the nodes of a shape. Nodes are in the order of `heads.growth.grow`, so siblings are in
+    the order in which they were drawn."""
 
-    parents: Tensor  # (I,) int64, the nodes that have children, ascending: the order in which `grow` asks for draws
-    children: Tensor  # (I, R) int64, in the order drawn; 0 where there are fewer
-    there: Tensor  # (I, R) bool
-    place: Tensor  # (N - 1,) int64: node j's place in `children`, flattened, at j - 1
+    parents: Tensor  # (I,) int64, the nodes that have children, ascending: the order in which `grow` draws children
+    children: Tensor  # (I, R) int64, in the order drawn; 0 for padding
+    there: Tensor  # (I, R) bool, False for padding
+    place: Tensor  # (N - 1,) int64: entry j - 1 is the index of node j in `children`, flattened
 
 
 def family_of(shape: TreeShape, device: torch.device | str = "cpu") -> Family:
@@ -184,14 +185,14 @@ def family_of(shape: TreeShape, device: torch.device | str = "cpu") -> Family:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Probabilities of a rule's tests on a tree, and the distributions after them."""
+    """Probabilities of a rule's tests on a tree, and the distributions of the last token."""
 
     odds: Tensor  # (B, N), the probability that node j's own test passes; 1 for the root
-    rest: Tensor  # (B, N, V), the distribution of the token that follows if the round ends at node j
+    rest: Tensor  # (B, N, V), the distribution of the last token if the round ends at node j
 
 
 class Rejection:
-    """The rules `ratio` and `block`, by the two distributions."""
+    """Rules `ratio` and `block`, which compare the target's distribution with the draft's."""
 
     needs_distribution = True
 
@@ -218,11 +219,11 @@ class Rejection:
         rest = verdict.rest.gather(1, end[..., None].expand(-1, -1, verdict.rest.shape[2]))  # (B, 1, V)
         noise = self.sampling.gumbel(stream(seed, LAST), root, torch.arange(rest.shape[2], device=device))
         last = (rest.log() + noise).argmax(dim=-1)  # (B, 1)
-        drafted = proposal.tokens.gather(1, path).roll(-1, dims=1)  # at the end padding, which only `last` covers
+        drafted = proposal.tokens.gather(1, path).roll(-1, dims=1)  # its last column is padding for `last` to replace
         return Acceptance(accepted, path, drafted.scatter(1, accepted[:, None], last))
 
     def weigh(self, proposal: Proposal, p: Tensor) -> Verdict:
-        """Judge drafts that `begin`'s pick has drawn; p (B, N, V)."""
+        """Return the verdict on the draft tokens that the pick of `begin` has drawn. p (B, N, V)."""
         if not self.draws.distributions:
             raise UserError(
                 f"rule {self.name} needs the distribution that the draft was drawn from, and this draft is drawn from "
@@ -233,25 +234,25 @@ class Rejection:
         if self.name == "block":
             return block(p, q, tokens)
         verdict = ratio(p, q, tokens, self.family)
-        # A greedy row drafts several tokens where its distribution has one: each is given, and so accepted if p is all
-        # on it.
+        # In a greedy row q has only one token, but several children may be drafted, without a draw. So the token that
+        # has all of p is accepted.
         hot = (self.sampling.temperature > 0)[:, None]
         chosen = p.argmax(dim=-1).gather(1, proposal.parents) == tokens  # (B, N)
         odds = torch.where(hot, verdict.odds, chosen.to(verdict.odds.dtype))
         return Verdict(odds, torch.where(hot[..., None], verdict.rest, p))
 
     def decide(self, passed: Tensor, proposal: Proposal, above: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the path that the passed tests (B, N) accept."""
+        """Return the number of accepted tokens (B,) and their path (B, K + 1), given the passed tests (B, N)."""
         if self.name == "block":
             return last_accepted(passed)
         return leading(passed) if above is None else first_accepted(passed, proposal, above, self.shape.depth)
 
 
 def ratio(p: Tensor, q: Tensor, tokens: Tensor, family: Family) -> Verdict:
-    """Recursive rejection: p (B, N, V), q (B, I, V), tokens (B, N).
+    """Apply recursive rejection to a tree: p (B, N, V), q (B, I, V), tokens (B, N).
 
-    A test is the one that is made once all elder siblings were refused. A token that q cannot have given is never
-    accepted and changes nothing: q had fewer tokens than the node has children.
+    The test of a node is the test made if all its elder siblings were refused. If q has fewer tokens than the node has
+    children, some children have probability 0 in q. They are never accepted and change nothing.
     """
     P, Q = p[:, family.parents], q  # (B, I, V)
     odds = []
@@ -277,8 +278,8 @@ def block(p: Tensor, q: Tensor, tokens: Tensor) -> Verdict:
     w = torch.stack(weights, dim=1)  # (B, K + 1, 1)
     before = w[:, :-1]
     excess = (before * p[:, :-1] - q).clamp_min(0).sum(-1, keepdim=True)
-    # Where w = 1 and nothing exceeds q, the two distributions are one: the test is a formality, and so is what would
-    # follow it.
+    # Where w = 1 and nothing exceeds q, p and q are equal: then the result of the test does not matter, nor does the
+    # distribution after it.
     whole = excess + (1 - before)
     odds = torch.where(whole > 0, excess / whole, 1.0)
     rest = residual(before * p[:, :-1], q, otherwise=p[:, :-1])
@@ -287,10 +288,10 @@ def block(p: Tensor, q: Tensor, tokens: Tensor) -> Verdict:
 
 
 def expected_tokens(odds: Tensor, *, whole: bool) -> Tensor:
-    """Return (B,), the expected tokens of a chain of these odds (B, K + 1), the last one included.
+    """Return (B,), the expected number of tokens that a round emits with a chain of these odds (B, K + 1).
 
-    It is one more than the sum over k of the probability that at least k are accepted: for `ratio` that the first k
-    tests pass, for `block` (`whole`) that one from the k-th on does.
+    It is 1 plus the sum over k of the probability that at least k draft tokens are accepted: for `ratio`, that the
+    first k tests pass; for `block` (`whole`), that any test from the k-th on passes.
     """
     tests = odds[:, 1:]
     reached = 1 - (1 - tests).flip(1).cumprod(1) if whole else tests.cumprod(1)
@@ -298,25 +299,25 @@ def expected_tokens(odds: Tensor, *, whole: bool) -> Tensor:
 
 
 def quotient(p: Tensor, q: Tensor) -> Tensor:
-    """Return p / q, or 0 where q is 0, which no drawn token has."""
+    """Return p / q, or 0 where q is 0, which is true of no token that was drawn from q."""
     return torch.where(q > 0, p / q, 0.0)
 
 
 def residual(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
-    """Return norm(max(p - q, 0)) over the last dimension, or p itself (`otherwise`) where no mass is left: then q
-    covers p, a refusal has probability 0, and any distribution will do."""
+    """Return norm(max(p - q, 0)) over the last dimension, or `otherwise` (default: p) where no mass is left. There q
+    covers p, a refusal has probability 0, and any distribution is correct."""
     return normalised((p - q).clamp_min(0), p if otherwise is None else otherwise)
 
 
 def normalised(mass: Tensor, otherwise: Tensor) -> Tensor:
-    """Return `mass` over its sum, or `otherwise` where that is 0."""
+    """Return `mass` divided by its sum over the last dimension, or `otherwise` where the sum is 0."""
     total = mass.sum(-1, keepdim=True)
     return torch.where(total > 0, mass / total, otherwise)
 
 
 def first_accepted(passed: Tensor, proposal: Proposal, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Descend to the eldest child whose test passed as long as there is one: passed (B, N) -> the number accepted (B,),
-    and their path (B, K + 1) from the root."""
+    """Descend from the root to the eldest child whose test passed, as long as there is one. passed (B, N). Return the
+    number of accepted tokens (B,) and their path (B, K + 1) from the root."""
     node = torch.arange(passed.shape[1], device=passed.device)
     siblings = (proposal.parents[:, :, None] == proposal.parents[:, None, :]) & (node[:, None] > node) & (node > 0)
     refused_before = ~(passed[:, None, :] & siblings).any(dim=2)
@@ -324,12 +325,13 @@ def first_accepted(passed: Tensor, proposal: Proposal, above: Tensor, depth: int
 
 
 def last_accepted(passed: Tensor) -> tuple[Tensor, Tensor]:
-    """Decide by `block`: the last node of a chain whose test passed, whatever happened to those before it."""
+    """Return the number accepted and the path by `block`: up to the last node of the chain whose test passed, whether
+    or not the tests before it passed."""
     place = torch.arange(passed.shape[1], device=passed.device).expand_as(passed)
     return (place * passed).amax(dim=1), place
 
 
 def leading(passed: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `first_accepted` of a chain: the nodes before the first whose test failed."""
+    """Return `first_accepted` for a chain: all nodes before the first whose test failed."""
     place = torch.arange(passed.shape[1], device=passed.device).expand_as(passed)
     return passed[:, 1:].cumprod(dim=1).sum(dim=1), place

@@ -1,36 +1,36 @@
-"""Choice of when to draft, and how deep, made while decoding from the measured acceptance and cost of drafts.
+"""Adaptive drafting: the choice of whether to draft, and how deep, from measured acceptance and cost while decoding.
 
-The candidates are drafts, the longest first and none at all last. For each of them
+The candidates are drafts, from the longest to none at all. Each candidate has an estimated speed:
 
-    tokens a second = (1 + sum over k of alpha_1 .. alpha_k) / seconds of a round
+    tokens per second = (1 + sum over k of alpha_1 .. alpha_k) / seconds per round
 
-with alpha_k the running acceptance at depth k, which chains of all lengths share, and the seconds measured at every
-poll by the host. The best one is `current`. A change begins with a trial: a few rounds with the draft that promises
-more. It becomes the current one only if it keeps the promise. The other candidates are tried now and then, because a
-head may become good or bad with the text: at intervals that double while the current one stays. So a useless head costs
-a few rounds in the beginning and ever fewer later, and a good one is left as soon as it is no longer good.
+alpha_k is the running acceptance at depth k, which chains of all lengths share. The host measures the seconds at every
+poll. The preferred candidate is `current`. A change begins with a trial of a few rounds with a draft whose estimate is
+better. The draft becomes `current` only if the trial confirms the estimate. Because a head may become good or bad as
+the text changes, other candidates are tried from time to time, at intervals that double while `current` stays. So a
+useless head costs a few rounds at first and fewer later, and a head that stops being useful is soon dropped.
 
-The estimate at an untested depth is that of the depth before it. Drifts of costs are common to all drafts (the context
-grows, the machine slows down): where the cost of the current one changes, the others are taken to have changed by the
-same factor until they are measured again. And a round costs no more than one that drafts more: where the clock says
-otherwise, something else held up the cheaper one.
+The estimate at an untested depth is that of the depth before it. Costs drift for all drafts together (the context
+grows, the machine slows down): when the cost of the candidate in use changes, the costs of the other candidates are
+assumed to change by the same factor until they are measured again. A round is assumed to cost no more than a round
+that drafts more. If the clock disagrees, something else delayed the cheaper round.
 
-Where a head says of each draft token how likely it is accepted (`heads.tree.Proposal.confidence`), a round verifies its
-chain only so far as
+If a head predicts the acceptance of each draft token (`heads.tree.Proposal.confidence`), a round verifies its chain
+only as long as
 
-    P(accepted up to here) > seconds that one more token takes to verify * tokens a second
+    P(accepted up to here) > seconds to verify one more token * tokens per second
 
-which is the most tokens a second in the long run. A token that was left out counts as one that was refused, so that the
-candidate is judged by what it gives. The confidence is scaled by what came of it so far. The decision on a token knows
-the tokens drafted before it and no more, so that what is verified is still a draw from the draft's distribution.
+which maximises tokens per second in the long run. A token that was left out counts as refused, so that the candidate
+is judged by its output. The confidence is scaled by how well it has predicted so far. The decision on a token uses
+only the tokens drafted before it, so the verified tokens are still a draw from the draft's distribution.
 
-The choice of a candidate depends on past rounds and on the clock, never on the round to come. Under the rule `match` it
-cannot change a token. Under the rules that compare two distributions it keeps the target's distribution too, by
+The choice of a candidate depends on past rounds and on the clock, never on the next round. Under the rule `match` it
+cannot change a token. Under the rules that compare two distributions it also keeps the target's distribution, by
 induction from the last round backwards: a round of any shape, continued by draws from the target, is a draw from the
-target, and the noise of a round is keyed by its root's position, which no earlier round of the request had. But that
-holds only as long as no two requests share a seed, because the choice carries the effect of one request's noise into
-rounds of the next; and the text would depend on the clock, so that none could be repeated. Those rules are therefore
-refused: `eval.runtime.sampling.check_adaptive`.
+target, and the noise of a round is keyed by its root's position, which no earlier round of the request had. But this
+is true only if no two requests share a seed, because the choice carries the effect of one request's noise into rounds
+of the next request. The text would also depend on the clock, so it could not be reproduced. Therefore
+`eval.runtime.sampling.check_adaptive` refuses those rules.
 """
 
 from collections.abc import Sequence
@@ -46,13 +46,13 @@ from heads.tree import TreeShape, is_chain
 TRIAL_ROUNDS, TRIAL_TESTS = 4, 4
 """Minimum number of rounds in a trial, and of tests of the first draft token if there is one."""
 MARGIN = 0.03
-"""Relative margin by which another draft must be better to be preferred."""
+"""Relative margin by which another draft must be faster to be preferred."""
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 64, 1024
 """Rounds between two trials of candidates other than the current one."""
 EVIDENCE = 64.0
 """Number of tests over which the running acceptance at a depth is averaged."""
 OLD_EVIDENCE = 1.0
-"""Weight of old evidence, in tests, when a draft is tried again."""
+"""Maximum weight of old acceptance counts, in tests, when a draft is tried again."""
 GUESS = 0.5
 """Acceptance of the first draft token before any test, with the weight of one test."""
 OLD_ROUNDS = 4
@@ -60,11 +60,11 @@ OLD_ROUNDS = 4
 WINDOW = 16
 """Number of rounds over which the running cost is averaged."""
 OUTLIER = 1.5
-"""Limit on a round's time, in multiples of the usual one. A longer time is replaced by the limit."""
+"""Limit on a round's time, in multiples of the usual time. A longer time is replaced by the limit."""
 
 
 def candidates(shape: TreeShape) -> list[str]:
-    """Return the drafts to choose from, by name: `shape`, shorter and shorter chains, none."""
+    """Return the names of the drafts to choose from: `shape`, then ever shorter chains, then none."""
     depths, depth = [], shape.depth
     while depth > 0:
         depths.append(depth)
@@ -75,27 +75,28 @@ def candidates(shape: TreeShape) -> list[str]:
 
 @dataclass
 class Acceptance:
-    """Running counts by depth for one kind of draft."""
+    """Running counts of tested and accepted tokens by depth, for one kind of draft."""
 
     tested: list[float]
     kept: list[float]
 
     def add(self, tested: Sequence[int], kept: Sequence[int]) -> None:
-        """Add the counts of some rounds; old ones decay."""
+        """Add the counts of some rounds. Old counts decay."""
         for k, (tests, passes) in enumerate(zip(tested, kept, strict=True)):
             fade = min(1.0, max(EVIDENCE - tests, 0.0) / max(self.tested[k], 1e-9))
             self.tested[k] = self.tested[k] * fade + tests
             self.kept[k] = self.kept[k] * fade + passes
 
     def fade(self, first: int) -> None:
-        """Reduce the weight of the counts from depth `first` on (0 is the first), because they are old."""
+        """Reduce the weight of old counts from depth `first` on (0 is the first draft token)."""
         for k in range(first, len(self.tested)):
             fade = min(1.0, OLD_EVIDENCE / max(self.tested[k], 1e-9))
             self.tested[k] *= fade
             self.kept[k] *= fade
 
     def alpha(self) -> list[float]:
-        """Return the estimate at each depth, with the one before it as the prior, worth one test."""
+        """Return the acceptance at each depth. The prior is the estimate of the depth before it, with the weight of one
+        test."""
         estimates, before = [], GUESS
         for tests, passes in zip(self.tested, self.kept, strict=True):
             before = (passes + before) / (tests + 1)
@@ -105,14 +106,15 @@ class Acceptance:
 
 @dataclass
 class Cost:
-    """Running time of a round in seconds."""
+    """Running average of the seconds per round of one draft."""
 
     seconds: float | None = None
     rounds: int = 0
-    """Rounds since this draft was last chosen."""
+    """Rounds measured since this draft was last chosen, plus the weight of its earlier cost."""
 
     def add(self, seconds: float, rounds: int) -> float:
-        """Add `rounds` of `seconds` each. Return the factor by which the running cost moved, 1 in the first WINDOW."""
+        """Add `rounds` of `seconds` each. Return the factor by which the running cost changed; 1 while `self.rounds` is
+        at most WINDOW."""
         if self.seconds is None:
             self.seconds, self.rounds = seconds, rounds
             return 1.0
@@ -125,21 +127,21 @@ class Cost:
 
 @dataclass
 class Slope:
-    """Running estimate of the seconds that one more token adds to a round, by the line through rounds of different
-    lengths."""
+    """Running estimate of the seconds that one more token adds to a round: the slope of a line fitted to rounds of
+    different lengths."""
 
     weight: float = 0.0
     sums: np.ndarray = field(default_factory=lambda: np.zeros(4))
-    """Of length, seconds, length * length, and length * seconds."""
+    """Weighted sums of length, seconds, length * length, and length * seconds."""
 
     def add(self, length: float, seconds: float, rounds: int) -> None:
-        """Add `rounds` of `seconds` each; old ones decay."""
+        """Add `rounds` of `seconds` each. Old rounds decay."""
         fade = max(1 - rounds / EVIDENCE, 0.0)
         self.weight = self.weight * fade + rounds
         self.sums = self.sums * fade + rounds * np.array([length, seconds, length**2, length * seconds])
 
     def estimate(self, guess: float) -> float:
-        """Return the slope, with `guess` as the prior, worth lengths that vary by one token."""
+        """Return the slope. The prior is `guess`, with the weight of lengths whose variance is 1."""
         if not self.weight:
             return guess
         length, seconds, square, product = self.sums / self.weight
@@ -149,19 +151,19 @@ class Slope:
 
 @dataclass
 class Calibration:
-    """Running ratio of the draft tokens that were accepted to the number that the head foresaw."""
+    """Running ratio of accepted draft tokens to the number that the head predicted."""
 
     kept: float = 1.0
     foreseen: float = 1.0
 
     def add(self, kept: float, foreseen: float) -> None:
-        """Add the counts of some rounds; old ones decay."""
+        """Add the counts of some rounds. Old counts decay."""
         fade = max(1 - foreseen / EVIDENCE, 0.0)
         self.kept, self.foreseen = self.kept * fade + kept, self.foreseen * fade + foreseen
 
 
 class Span(NamedTuple):
-    """Rounds with one draft between two polls by the host."""
+    """Measurements of the rounds with one draft between two polls by the host."""
 
     rounds: int
     seconds: float
@@ -170,14 +172,14 @@ class Span(NamedTuple):
     kept: Sequence[int] = ()
     """Number of tokens accepted at each depth."""
     length: float | None = None
-    """Mean number of draft tokens verified, where that is decided by the draft."""
+    """Mean number of draft tokens verified, if the confidence of the draft decides it; else None."""
     foreseen: float = 0.0
-    """Number of tested tokens that the head foresaw to be accepted."""
+    """Number of tested tokens that the head predicted to be accepted."""
 
 
 @dataclass
 class Controller:
-    """Controller that chooses the candidate of the next rounds."""
+    """Choice of the candidate for the next rounds."""
 
     shapes: Sequence[TreeShape]
     """Candidates: drafts that differ in depth, the deepest first, plain decoding last."""
@@ -196,22 +198,22 @@ class Controller:
         self.calibration = Calibration()
         self.rounds = [0] * len(self.shapes)
         self.last_tried = [0] * len(self.shapes)
-        self.spans: list[Span] = []  # not yet learnt from
+        self.spans: list[Span] = []  # noted, but not yet used by `_learn`
         self.current = self.candidate = 0
         self.interval = SHORTEST_INTERVAL
         self.stay = self.stay_tests = 0  # rounds with this candidate since it was chosen, and tests of its first token
-        self.measured = False  # whether its cost was measured since then
-        self.fresh = True  # the first span with a candidate is no measure of its cost: it may warm up or catch up
+        self.measured = False  # True if its cost was measured since then
+        self.fresh = True  # the first span with a candidate does not measure its cost: it may warm up or catch up
 
     def length(self, confidence: np.ndarray) -> int:
         """Return the number of draft tokens to verify of chains with this confidence (B, K): at least one, and none
-        behind the first that is not worth it."""
+        after the first token that is not worth its time."""
         ratio = self.calibration.kept / self.calibration.foreseen
         reached = np.minimum(confidence * ratio, 1).cumprod(1).mean(0)
         return max(int((reached > self.price()).cumprod().sum()), 1)
 
     def price(self) -> float:
-        """Return the tokens that the time to verify one more token of a chain is worth."""
+        """Return the cost of verifying one more token of a chain, in tokens: its seconds times tokens per second."""
         candidate, plain = self.candidate, self.costs[self.none].seconds
         if plain is None or self.costs[candidate].seconds is None:
             return 0.0
@@ -219,12 +221,12 @@ class Controller:
         return self.slopes[candidate].estimate(guess) * self.speed(candidate)
 
     def note(self, span: Span) -> None:
-        """Add the results of the current candidate, and choose the next."""
+        """Add the results of the candidate in use, and choose the next candidate."""
         self.rounds[self.candidate] += span.rounds
         self.stay += span.rounds
         self.spans.append(span)
-        # While nothing is drafted nothing is learnt of drafts, and costs move together: there is nothing to weigh, and
-        # what a plain step's caches have no room for had better wait.
+        # Plain rounds show nothing about drafts, and costs drift together: there is nothing to decide yet. The work can
+        # wait, because it would displace a plain step's data from the processor's caches.
         if self.candidate == self.current == self.none and self.stay < self.interval:
             return
         for past in self.spans:
@@ -234,7 +236,7 @@ class Controller:
             self._choose()
 
     def _learn(self, span: Span) -> None:
-        """Update acceptance and cost from rounds with the current candidate."""
+        """Update acceptance and cost from rounds with the candidate in use."""
         candidate, depth = self.candidate, self.shapes[self.candidate].depth
         if depth:
             untested = [0] * (len(self.acceptance[candidate].tested) - depth)
@@ -256,7 +258,7 @@ class Controller:
         self.fresh = False
 
     def _tried(self) -> bool:
-        """Return True if the current candidate has run long enough to be judged."""
+        """Return True if the candidate in use has run long enough to be judged."""
         enough = self.stay >= TRIAL_ROUNDS and (self.candidate == self.none or self.stay_tests >= TRIAL_TESTS)
         return enough and self.measured
 
@@ -264,7 +266,7 @@ class Controller:
         on_trial = self.candidate != self.current
         if self.costs[self.none].seconds is None:  # in the beginning
             return self._change_to(self.none)
-        if self.current != self.none and self.tokens(self.current) < 1 + MARGIN:  # no clock can make it worth its cost
+        if self.current != self.none and self.tokens(self.current) < 1 + MARGIN:  # not worth it at any cost of a round
             self.current, self.interval = self.none, SHORTEST_INTERVAL
             return self._change_to(self.none)
         speeds = [self.speed(candidate) for candidate in range(len(self.shapes))]
@@ -283,7 +285,7 @@ class Controller:
 
     def _try_another(self) -> None:
         current, none = self.current, self.none
-        if current == none:  # the shortest of each kind is the cheapest to test
+        if current == none:  # the shortest draft of each kind is the cheapest to test
             kinds = {id(self.acceptance[candidate]): candidate for candidate in range(none)}
             candidates = set(kinds.values())
         else:
@@ -300,7 +302,7 @@ class Controller:
         self.stay = self.stay_tests = 0
         if self.costs[candidate].seconds is not None:
             self.costs[candidate].seconds = self.seconds(candidate)
-        # The estimate is old, but that of the current one was known a moment ago.
+        # The old cost has little weight, except that of the current candidate, which was measured a moment ago.
         self.costs[candidate].rounds = WINDOW if candidate == self.current else OLD_ROUNDS
         self.measured = False
 
@@ -309,14 +311,14 @@ class Controller:
         return self.tokens(candidate) / self.seconds(candidate)
 
     def tokens(self, candidate: int) -> float:
-        """Return the expected tokens of a round in each row."""
+        """Return the expected number of tokens per round of each row."""
         alphas = self.acceptance[candidate].alpha()[: self.shapes[candidate].depth]
         tokens: float = 1.0 + sum(accumulate(alphas, mul))
         return tokens
 
     def seconds(self, candidate: int) -> float:
-        """Return the seconds of a round: at most those of one that drafts more; if it was never measured, interpolated
-        between its neighbours by depth."""
+        """Return the seconds per round, at most those of any candidate that drafts more. If it was never measured,
+        interpolate by depth between the candidates that were."""
         if self.costs[candidate].seconds is not None:
             return min(cost.seconds for cost in self.costs[: candidate + 1] if cost.seconds is not None)
         depth_and_cost = [

@@ -1,12 +1,12 @@
-"""One target and one head with several drafts: the decoders among which a controller chooses.
+"""Candidates for adaptive drafting: one decoder per draft, among which a controller chooses.
 
-All share the target's cache, the head's state and the rounds' state. A candidate that drafts less is the same decoder
-with another shape. A head that drafts nothing reads nothing: tokens and hidden states are kept, and read when there is
-no more room or when drafting goes on; what is kept when a request ends is dropped.
+All candidates share the target's cache, the head's state and the rounds' state. A candidate that drafts less is the
+same decoder with another shape. While nothing is drafted, the head reads nothing: tokens and hidden states are kept as
+pending. The head reads them when their buffer is full or when drafting resumes. They are dropped when the request ends.
 
-To read one token a round would cost a pass of the head's weights for each. A GPU reads `PENDING` tokens in the time of
-one, so that is how many it keeps. A CPU pays by the token whenever it reads them, so it keeps many more: a text may end
-before they are needed.
+Reading one token per round would cost one pass over the head's weights each time. A GPU reads `PENDING` tokens in the
+time of one, so it keeps that many. A CPU pays for each token whenever it reads it, so it keeps many more: the request
+may end before they are needed.
 
 Letters: B rows, K depth, R rounds of a span, S tokens kept of each row, M of them read at once.
 """
@@ -26,33 +26,33 @@ from heads.base import Observation, Pick
 from heads.tree import ROOT_ONLY, Proposal, TreeShape, is_chain, parse_shape
 
 PENDING = 64
-"""Number of tokens that a head reads at once: a power of two."""
+"""Maximum number of pending tokens that a head reads at once: a power of two."""
 PATIENCE = 16
-"""Factor by which more are kept on a CPU."""
+"""Ratio of the pending tokens kept on a CPU to PENDING."""
 
 
 def pending_room(on_host: bool) -> int:
-    """Return the number of tokens kept for a row."""
+    """Return the maximum number of pending tokens of a row."""
     return PENDING * PATIENCE if on_host else PENDING
 
 
 class PendingStates:
-    """Pending tokens of every row of a batch."""
+    """Pending tokens of every row of a batch, with their hidden states."""
 
     def __init__(self, rounds: RoundState, *, on_host: bool) -> None:
-        """`rounds`: the state of the rows; the features' sizes show in the first observation. `on_host`: as
-        `heads.backends.base.Backend.on_host`, so that asking the device does not wait for it."""
+        """`rounds`: state of the rows. `on_host`: as `heads.backends.base.Backend.on_host`; if True, reading a tensor
+        does not wait for a device. Buffers are allocated at the first observation, which shows the features' sizes."""
         self.rounds, self.may_ask = rounds, on_host
         self.room, self.block = pending_room(on_host), PENDING  # S, and the most of M
         self.count = torch.zeros_like(rounds.length)  # (B,)
         self.most = 0
-        """Upper bound on the tokens of a row, known without asking the device."""
+        """Upper bound on the pending tokens of a row, known without asking the device."""
         self.tokens = self.aux_hidden_states = self.hidden = (
             self.count
         )  # (B, S + 1), (B, S, L * D) and (B, S, D), once allocated
 
     def allocate(self, like: Observation) -> None:
-        """Allocate room for features like these."""
+        """Allocate buffers for features of the sizes and types of `like`."""
         B, S = len(self.count), self.room
         self.tokens = like.tokens.new_zeros(B, S + 1)
         self.aux_hidden_states, self.hidden = (
@@ -68,7 +68,7 @@ class PendingStates:
         if self.tokens is self.count:
             self.allocate(observation)
         aux_hidden_states, hidden = observation.aux_hidden_states, observation.hidden
-        # A row that is done gets padding in a place that is not counted, or in its last: it is reset before it is read.
+        # A row that is done gets padding, after its counted tokens or over the last one: it is reset before it is read.
         at = self.count.clamp_max(self.room - 1)[:, None]
         self.tokens.scatter_(1, torch.cat([at, at + 1], dim=1), observation.tokens)
         self.aux_hidden_states.scatter_(1, at[..., None].expand_as(aux_hidden_states), aux_hidden_states)
@@ -76,20 +76,20 @@ class PendingStates:
         self.count.add_(observation.count)
 
     def has_room(self, rounds: int) -> bool:
-        """Return True if every row has room for `rounds` more, and count them as kept."""
+        """Return True if every row has room for `rounds` more tokens, and then reserve it."""
         if self.most + rounds > self.room and self.may_ask:
-            self.most = int(self.live().max())  # rows come and go
+            self.most = int(self.live().max())  # rows start and end
         if self.most + rounds > self.room:
             return False
         self.most += rounds
         return True
 
     def live(self) -> Tensor:
-        """Return (B,) int64, the number of pending tokens of the rows that go on."""
+        """Return (B,) int64, the number of pending tokens of each row; 0 for rows that are done."""
         return torch.where(self.rounds.done, 0, self.count)
 
     def drain(self) -> Iterator[Observation]:
-        """Yield all pending tokens, the oldest first, `block` tokens a row at once, and clear them."""
+        """Yield all pending tokens, the oldest first, at most `block` per row at once, and clear them."""
         if self.most == 0:
             return
         count = self.live()
@@ -111,7 +111,8 @@ class PendingStates:
 
 
 class PausedDrafter:
-    """A head that drafts nothing while it is paused; it has its own state, whatever it is given."""
+    """Drafter that proposes nothing and keeps tokens as pending for its head. It uses the head's state and ignores the
+    `state` arguments."""
 
     def __init__(self, decoder: Decoder) -> None:
         assert decoder.head is not None
@@ -127,7 +128,7 @@ class PausedDrafter:
         return Proposal(self.pending.rounds.root[:, None], self.zeros, self.zeros, self.zeros)
 
     def extend(self, state: Any, observation: Observation) -> None:
-        if observation.nodes is None:  # a prompt, of rows that have just been reset
+        if observation.nodes is None:  # a prompt, in rows that have just been reset
             self.head.extend(self.head_state, observation)
         else:
             self.pending.keep(observation)
@@ -152,12 +153,13 @@ class Candidates:
         self.chains = {
             depth: self._candidate(decoder, parse_shape(f"chain:{depth}")) for depth in range(1, decoder.shape.depth)
         }
-        """Decoders for the chains that are verified in part, by their length."""
+        """Decoders for chains of which only a part is verified, by the length of that part."""
         self.confidences: list[tuple[int, Tensor]] = []
-        """Of each round since `begin`: the tokens verified, and the confidence (B, K) of the draft."""
+        """Number of tokens verified and confidence (B, K) of the draft, of each round since `begin`."""
 
     def shorten(self, decoder: Decoder, proposal: Proposal) -> tuple[Decoder, Proposal]:
-        """`Decoder.shorten`, by the draft's confidence and the controller's measured times."""
+        """Cut off the part of a draft that is not worth verifying: `Decoder.shorten`, based on the draft's confidence
+        and the controller's measured times."""
         if proposal.confidence is None:
             return decoder, proposal
         live = ~decoder.state.done
@@ -179,18 +181,17 @@ class Candidates:
             head_state=replace(decoder.head_state, shape=shape) if drafts else None,
             rule=make_rule("match", shape, decoder.sampling, decoder.backend),
             update=decoder.backend.commit(decoder.state, decoder.update.eos, shape.depth),
-            # A graph holds a whole round, and on a device the host would wait for the draft.
+            # Not on a device: a graph captures a whole round, and without a graph the host would wait for the draft.
             shorten=self.shorten if decoder.backend.on_host and is_chain(shape) and shape.depth > 1 else None,
         )
 
     @property
     def idle(self) -> Decoder:
-        """The candidate that drafts nothing. Prompts are read through it, which clears the pending tokens of their
-        rows."""
+        """Candidate that drafts nothing. Prompts are read through it, which clears the pending tokens of their rows."""
         return self.candidates[-1]
 
     def begin(self, rounds: int) -> Decoder:
-        """Return the candidate of the next rounds, at most PENDING of them, ready to run. Pending tokens are counted
+        """Return the candidate for the next `rounds` rounds (at most PENDING), ready to run. Pending tokens are counted
         here, on the host."""
         candidate, pending = self.candidates[self.controller.candidate], self.paused.pending
         self.confidences.clear()
@@ -203,7 +204,7 @@ class Candidates:
         return candidate
 
     def end(self, rounds: int, seconds: float) -> str:
-        """Report the results of these rounds to the controller. Return the name of their draft."""
+        """Report the results of the rounds since `begin` to the controller. Return the name of their draft."""
         candidate = self.candidates[self.controller.candidate]
         if candidate is self.idle:
             self.controller.note(Span(rounds, seconds))
@@ -212,8 +213,8 @@ class Candidates:
         return str(candidate.shape)
 
     def _outcomes(self, candidate: Decoder, rounds: int, seconds: float) -> Span:
-        """Return the last rounds, with the tokens tested and accepted at each depth. A token behind an accepted one
-        counts as tested even if it was not verified."""
+        """Return the measurements of the last rounds, with tokens tested and accepted at each depth. If all verified
+        tokens of a shortened chain were accepted, the next token counts as tested although it was not verified."""
         state = candidate.state
         indices = self.before[:, None] + torch.arange(rounds, device=self.before.device)  # (B, R)
         depth = torch.arange(1, candidate.shape.depth + 1, device=indices.device)

@@ -1,12 +1,12 @@
-"""Exact decoding of any number of requests, with or without a draft head: the face of the runtime.
+"""Exact decoding of any number of requests, with or without a draft head: the runtime's public interface.
 
     engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:5"), batch_size=8, max_length=1024))
     outputs = engine.generate([Request(prompt, max_new_tokens=128, sampling=Sampling(temperature=1.0, seed=3)), ...])
 
-Without a head the same code decodes plainly: the baseline of every speedup and the reference of every audit. What a
-request gives depends on the request alone, not on its row, its neighbours or how often the host polls, and under the
-rule `match` not on the head or the tree either. Other rules (`eval.runtime.sampling`) give other draws of the same
-distribution.
+Without a head the same code runs plain decoding: the baseline of every speedup and the reference of every audit. The
+output of a request depends only on the request, not on its row, the other rows or how often the host polls. Under the
+rule `match` it does not depend on the head or the tree either. The other rules (`eval.runtime.sampling`) produce
+different samples from the same distribution.
 """
 
 import time
@@ -37,23 +37,23 @@ from heads.tree import ROOT_ONLY, TreeShape
 
 PHASES = ("draft", "verify", "accept", "commit")
 OnTokens = Callable[[int, list[int]], bool | None]
-"""Callback with a request's index and its newly decided tokens, which are final. If it returns True, the request ends
-with them."""
+"""Callback that receives a request's index and its new tokens, which are final. If it returns True, the request ends
+with these tokens."""
 
 
 @dataclass
 class Timings:
-    """Times of one `generate`."""
+    """Times of one call of `Engine.generate`."""
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     round_seconds: list[float] = field(default_factory=list)
     """Seconds of each round of the whole batch. Rounds between two polls by the host share their time evenly."""
     breakdown: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """Seconds by phase, measured only under `Engine.profile`, which synchronises after each phase. The head's reading
-    of accepted features is part of committing."""
+    """Seconds by phase, measured only if `Engine.profile` is set, which synchronises after each phase. The phase
+    "commit" includes the head's `extend`."""
     candidates: Counter[str] = field(default_factory=Counter)
-    """Number of rounds of the whole batch by draft, if it is adaptive."""
+    """Number of rounds of the whole batch by the name of the draft, if drafts are adaptive."""
 
     @property
     def rounds(self) -> int:
@@ -66,30 +66,30 @@ class EngineOptions:
     """Options of an engine."""
 
     shape: TreeShape = ROOT_ONLY
-    """Draft tokens of a round; the root alone without a head."""
+    """Shape of the draft trees; the root alone without a head."""
     rule: str = "match"
-    """One of `eval.runtime.sampling.RULES`, by which drafts are accepted."""
+    """Acceptance rule, one of `eval.runtime.sampling.RULES`."""
     batch_size: int = 1
     max_length: int
-    """Slots of one sequence: prompt, output and the tree under test together."""
+    """Number of slots of one sequence: prompt, output and the tree of a round together."""
     adaptive: bool = False
-    """Shorten drafts, or leave them out, while that is faster (`eval.runtime.adaptive`). What was found holds for later
-    calls too."""
+    """Shorten drafts, or leave them out, while that is faster (`eval.runtime.adaptive`). Later calls keep what was
+    measured."""
     strict: bool = False
-    """Make trees, too, repeat plain decoding bit for bit in narrow numbers on a GPU, by attention that costs more."""
+    """Use slower attention with which trees, too, repeat plain decoding bit for bit in 16-bit types on a GPU."""
     pinned: int = 1
-    """Nodes of a plain step, all but one padding: the same products, of the same shapes, as in rounds of as many nodes.
-    In narrow numbers that is what drafts must repeat bit for bit."""
+    """Number of nodes of a plain step. All but the root are padding, so that its products have the shapes of a round
+    with that many nodes. In 16-bit types, drafts must repeat such steps bit for bit."""
     backend: str | None = None
-    """One of `heads.backends.selection.BACKENDS`; by default the target's own choice, else the fastest there is."""
+    """One of `heads.backends.selection.BACKENDS`. Default: the target's own choice, else the fastest available."""
     graphs: bool = True
-    """Capture rounds on a GPU."""
+    """Capture rounds as CUDA graphs on a GPU."""
     poll_interval: int | None = None
-    """Rounds between two looks of the host; by default 1, and 4 on a GPU where drafts are adaptive. On a GPU it looks
-    when the next rounds are already launched."""
+    """Number of rounds between two polls by the host. Default: 1, or 4 on a GPU with adaptive drafts. On a GPU with
+    fixed drafts the host polls after the next rounds are launched."""
 
     def check(self, target: FrozenTarget, head: Drafter | None) -> None:
-        """UserError for what cannot be decoded with this target and head."""
+        """Raise UserError if this target and head cannot decode with these options."""
         if target.placement != "whole":
             raise UserError(
                 f"{target.name}: cannot decode here: its decoder layers are {target.placement}; load it whole"
@@ -120,7 +120,7 @@ class EngineOptions:
 
 
 class Engine:
-    """One target, one head or none, one tree shape and one batch size, over any number of requests."""
+    """Decoder of any number of requests with one target, at most one head, one tree shape and one batch size."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Engine:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """`tokenizer`: needed for stop strings only."""
+        """`tokenizer`: needed only for stop strings."""
         options.check(target, head)
         self.target, self.head, self.options, self.tokenizer = target, head, options, tokenizer
         self.nodes = max(options.shape.nodes, options.pinned)
@@ -139,19 +139,19 @@ class Engine:
         self.poll_interval = options.poll_interval or (1 if on_host or not adaptive else 4)
         self.profile = False
         self.timings = Timings()
-        if not on_host:  # where kernels are launched, whatever their tensors' device
+        if not on_host:  # kernels are launched on the current device, whatever the device of their tensors
             torch.cuda.set_device(target.device)
         with torch.inference_mode():
             self.decoder = self._build()
             self.candidates = Candidates(self.decoder) if adaptive else None
         self.capture: Capture | None = CudaCapture(target.device) if options.graphs and not on_host else None
         self.rounds: dict[str, Rounds] = {}
-        """Rounds by the name of the draft."""
+        """Rounds of each decoder, by the name of its draft."""
         self.ahead = 0 if on_host or adaptive else 1
-        """Number of polls postponed while rounds run."""
+        """Number of launches that may be unread while the host launches more rounds."""
         self.reports = Reports(self.decoder.state.report, self.ahead + 2, on_host=on_host)
         self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
-        """Rounds launched and not yet polled: their number, and the requests in their rows."""
+        """Launches not yet read by the host: the number of rounds, and the request in each row."""
         self.looked = 0.0
 
     def _build(self) -> Decoder:
@@ -209,8 +209,8 @@ class Engine:
         )
 
     def generate(self, requests: Sequence[Request], *, on_tokens: OnTokens | None = None) -> list[Output]:
-        """Decode the requests, `batch_size` at a time; a row whose request ends takes the next one. Outputs are in the
-        order of requests."""
+        """Decode the requests, `batch_size` at a time. A row whose request ends takes the next one. Return the outputs
+        in the order of the requests."""
         for index, request in enumerate(requests):
             check_request(
                 request,
@@ -253,14 +253,14 @@ class Engine:
         return not has_newcomers and any(state is not None and state.left > 0 for state in request_states)
 
     def _decode(self, request_states: list[RequestState | None]) -> None:
-        """Launch rounds until the host polls again, without those before which every row must have ended, as each gives
-        a token."""
+        """Launch the rounds until the next poll, but at most as many as the row with most tokens left can need: each
+        round emits at least one token."""
         running = [state for state in request_states if state is not None]
         rounds = min(self.poll_interval, max((state.left for state in running), default=0), PENDING)
         if rounds <= 0:
             return
         if self.candidates is not None and self.capture is not None and not self.profile:
-            for candidate in self.candidates.candidates:  # at once, so that no trial is measured by its capture
+            for candidate in self.candidates.candidates:  # all at once, so that no trial's time includes a capture
                 self.rounds_of(candidate).prepare()
         decoder = self.candidates.begin(rounds) if self.candidates is not None else self.decoder
         M, N = decoder.shape.depth + 1, max(decoder.shape.nodes, decoder.pinned)
@@ -277,7 +277,7 @@ class Engine:
         self._launch(rounds, request_states)
 
     def rounds_of(self, decoder: Decoder) -> Rounds:
-        """Return the rounds of the engine's decoder, or of one of its shorter drafts."""
+        """Return the rounds of the engine's decoder, or of one of its candidates."""
         name = str(decoder.shape)
         if name not in self.rounds:
             self.rounds[name] = Rounds(decoder, self.capture)
@@ -299,13 +299,13 @@ class Engine:
         decoder.round(extent, mark)
 
     def clock(self) -> float:
-        """Return the time in seconds once the device has finished."""
+        """Wait for the device to finish. Return the time in seconds."""
         if not self.backend.on_host:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
     def _moment(self) -> float:
-        """Return the time in seconds without waiting for the device, if rounds run ahead of the host."""
+        """Return the time in seconds. Wait for the device only if the host does not run ahead of it."""
         return time.perf_counter() if self.ahead else self.clock()
 
     def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, RequestState]:
@@ -325,7 +325,7 @@ class Engine:
     def _look(
         self, request_states: list[RequestState | None], on_tokens: OnTokens | None
     ) -> dict[int, tuple[int, Output]]:
-        """Read the oldest unread report. Return the outputs of the rows that ended."""
+        """Read the oldest unread report. Return the request's index and output for each row that ended."""
         rounds, sitters = self.launched.popleft()
         reports = self.reports.receive()
         if rounds:
@@ -339,7 +339,7 @@ class Engine:
         state, M = self.decoder.state, self.options.shape.depth + 1
         ended: dict[int, tuple[int, Output]] = {}
         for row, (request_state, report) in enumerate(zip(sitters, reports, strict=True)):
-            if request_state is None or request_states[row] is not request_state:  # another has taken the row since
+            if request_state is None or request_states[row] is not request_state:  # that request has ended already
                 continue
             fresh = request_state.learn(report, under_way, M)
             if on_tokens is not None and fresh and on_tokens(request_state.index, fresh):
@@ -348,7 +348,7 @@ class Engine:
                 state.done[row] = True
             if report.done or request_state.stopped:
                 ended[row] = request_state.index, self._output(row, request_state)
-                # An empty row still takes part in rounds; at slot 0 it never asks for more slots than the others show.
+                # An empty row still takes part in rounds. With length 0 it never needs more slots than the other rows.
                 state.length[row] = 0
         return ended
 

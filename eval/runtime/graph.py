@@ -1,10 +1,10 @@
-"""Rounds as CUDA graphs: one for each extent and form of sampling, replayed without a word between host and device.
+"""CUDA graphs of rounds: one for each extent and form of sampling, replayed without synchronising host and device.
 
-A round has static shapes, keeps its state in static tensors and never asks the host, so that it can be captured once
-and replayed. What the host decides is frozen in a graph: the slots shown (kernels look at what is there, and need no
-telling), and whether any row samples or filters. So there is a graph for each combination that occurs, its extents few
-(powers of two), all in one pool of memory, since no two run at once. Where a round cannot be captured, rounds are
-called plainly.
+A round has static shapes, keeps its state in static tensors and never waits for the host, so that it can be captured
+once and replayed. A graph fixes the host's decisions: the number of slots visible to attention, and whether any row
+samples or filters. So there is one graph for each combination that occurs. Extents are powers of two, so they are few;
+kernels that read lengths on the device need only one. All graphs share one memory pool, because no two run at once. If
+a round cannot be captured, rounds run without graphs.
 """
 
 import gc
@@ -29,21 +29,21 @@ Form = tuple[bool, bool]
 
 
 class Graph(Protocol):
-    """A graph that `Capture` makes."""
+    """Captured graph, as returned by `Capture`."""
 
     def replay(self) -> None:
         """Run the captured work again, on the same memory."""
 
 
 Capture = Callable[[Callable[[], None]], Graph]
-"""Records work without running it."""
+"""Function that captures work and returns its graph."""
 
 
 class Rounds:
     """Rounds of one decoder."""
 
     def __init__(self, decoder: Decoder, capture: Capture | None) -> None:
-        """With `capture` None, every round is called without a graph."""
+        """If `capture` is None, every round runs without a graph."""
         self.decoder, self.capture = decoder, capture
         self.graphs: dict[tuple[int, Form], Graph] = {}
 
@@ -57,11 +57,11 @@ class Rounds:
 
     @property
     def form(self) -> Form:
-        """Return the form of sampling of the current rows."""
+        """Form of sampling of the current rows."""
         return self.decoder.sampling.random, self.decoder.sampling.filtered
 
     def prepare(self) -> None:
-        """Capture the form of sampling of the current rows, unless that was done before."""
+        """Capture rounds for the form of sampling of the current rows, unless that was done before."""
         if self.capture is not None and (self.bucket(1), self.form) not in self.graphs:
             self.record(self.form)
 
@@ -79,11 +79,11 @@ class Rounds:
         return extents
 
     def record(self, form: Form) -> None:
-        """Capture one form of sampling in all extents, so that no text waits for it later."""
+        """Capture one form of sampling in all extents, so that no request waits for a capture later."""
         assert self.capture is not None
         trouble = None
         with preserved(self.decoder.state):
-            self.decoder.state.done.fill_(True)  # a row that is done stays as it is, whatever rounds warm up
+            self.decoder.state.done.fill_(True)  # so that the rounds of the warm-up change no row
             try:
                 for extent in self.extents():
                     for _ in range(WARM_UPS):
@@ -91,11 +91,11 @@ class Rounds:
                     self.graphs[extent, form] = self.capture(lambda extent=extent: self.decoder.round(extent))  # type: ignore[misc]
             except RuntimeError as error:
                 trouble = "the GPU has no memory left for them" if is_out_of_memory(error) else first_line(error)
-        if trouble is not None:  # and the error forgotten, which held on to all that the round had made
+        if trouble is not None:  # outside the except block: the error would keep the round's tensors alive
             self.give_up(trouble)
 
     def give_up(self, reason: str) -> None:
-        """Free the graphs, and go on without them."""
+        """Free the graphs, and run rounds without them from now on."""
         self.graphs.clear()
         self.capture = None
         gc.collect()
@@ -106,7 +106,7 @@ class Rounds:
 
 @contextmanager
 def preserved(state: RoundState) -> Iterator[None]:
-    """Put the rows back afterwards, whatever was done to them."""
+    """Restore the state of the rows on exit, whatever was done to them."""
     before = {field.name: getattr(state, field.name).clone() for field in fields(state)}
     try:
         yield
@@ -126,18 +126,18 @@ class CudaCapture:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            work()  # workspaces and modules belong to a stream: what is first used in a capture fails it
+            work()  # warms up this stream: a capture fails if it uses a workspace or module for the first time
         current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile (data loaders pin memory, say) is no concern of the capture's.
+        # thread_local: other threads may use CUDA meanwhile (data loaders pin memory, for example).
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             work()
         return graph
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error, or the error that caused it, says that memory ran out. A failed allocation during a
-    graph's capture ends in an error of the capture. A CPU's allocator says so in its text alone."""
+    """Return True if an error, or an error in its chain of causes, says that memory ran out. A failed allocation during
+    capture surfaces as an error of the capture. A CPU's allocator says so only in its message."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             return True

@@ -1,10 +1,11 @@
-"""Comparison of a text with plain decoding's, bit for bit, in numbers so narrow that the order of a sum shows.
+"""Comparison of an output with that of plain decoding, bit for bit, in types so narrow that the order of a sum matters.
 
-In bfloat16 a product of one row and a product of eight are different kernels with different roundings, and logits that
-lie within a rounding of each other choose another token. So the reference is plain decoding through steps of as many
-nodes as the rounds have (`EngineOptions.pinned`): the same kernels on the same shapes. Chains must repeat it exactly,
-and so must trees under `strict`. Other trees find their ancestors in other slots than plain decoding does, so their
-sums are made in another order; where that turned a choice, the two tokens must lie within two units in the last place.
+In bfloat16 a product of one row and a product of eight rows use different kernels with different rounding, and if two
+logits differ by less than a rounding error, another token is chosen. So the reference is plain decoding in steps of as
+many nodes as the rounds have (`EngineOptions.pinned`): the same kernels on the same shapes. Chains must repeat it
+exactly, and so must trees under `strict`. Other trees read their ancestors from other slots than plain decoding does,
+so sums are computed in another order. If that changes a choice, the two tokens' scores must differ by at most two units
+in the last place.
 """
 
 import math
@@ -20,7 +21,7 @@ from eval.runtime.round import read_prompts
 from heads.tree import ROOT_ONLY
 
 NEAR = 2.0
-"""Limit on a near-tie in units in the last place of the target's numbers, at the size of the larger logit."""
+"""Maximum gap of a near-tie, in units in the last place of the target's dtype at the size of the larger logit."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Flip:
     chosen: int
     """Plain decoding's choice."""
     gap: float
-    """Difference between the two in logits."""
+    """Difference between the scores of the two tokens, in units of logits."""
     ulp: float
-    """Unit in the last place of such a logit."""
+    """Unit in the last place of the larger of the two logits."""
 
     @property
     def is_near_tie(self) -> bool:
@@ -43,14 +44,14 @@ class Flip:
 
 
 def pinned_engine(engine: Engine) -> Engine:
-    """Reference of an engine's texts."""
+    """Return the reference for an engine: plain decoding in steps of as many nodes as the engine's rounds have."""
     options = replace(engine.options, shape=ROOT_ONLY, rule="match", adaptive=False, pinned=engine.nodes)
     return Engine(engine.target, None, options)
 
 
 @torch.inference_mode()
 def find_flips(pinned: Engine, request: Request, tokens: Sequence[int]) -> list[Flip]:
-    """Run the reference over a whole output, token by token, and record the tokens it would not have chosen."""
+    """Run the reference over a whole output, token by token, and return the tokens that it would not have chosen."""
     decoder, state, step = pinned.decoder, pinned.decoder.state, pinned.decoder.step
     state.done.fill_(True)
     state.length.zero_()
@@ -79,7 +80,8 @@ def find_flips(pinned: Engine, request: Request, tokens: Sequence[int]) -> list[
 
 
 def scores_of(engine: Engine, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores of row 0's root, in units of logits, and its logits; (V,) each."""
+    """Return the scores of all tokens after row 0's root, in units of logits, and their logits; (V,) each. A score is
+    the logit, plus the scaled noise in a row that samples."""
     sampling = engine.decoder.sampling
     own = logits[0, 0].float()
     if not sampling.random:

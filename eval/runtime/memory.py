@@ -1,4 +1,4 @@
-"""Memory of a batch: an estimate before anything is allocated, and a refusal with the batch that would fit."""
+"""Memory of a batch: an estimate before anything is allocated, and an error that says which batch would fit."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ LOGITS = 4
 def row_bytes(
     target: FrozenTarget, decoder: NativeDecoder | None, *, capacity: int, nodes: int, drafts: bool, pending: int = 0
 ) -> int:
-    """Estimate the caches and the widest tensors of a round, for one row. A draft's cache counts as two layers of the
-    target's; a recurrent layer keeps a state behind each node. `pending`: hidden states kept for a paused head."""
+    """Estimate the bytes of the caches and of the widest tensors of a round, for one row. A draft's cache counts as two
+    of the target's layers. A recurrent layer keeps a state after each node. `pending`: hidden states kept for a paused
+    head."""
     config: Any = target.config
     size, slots = target.dtype.itemsize, round_up(capacity)
     if decoder is not None:
@@ -30,14 +31,15 @@ def row_bytes(
         width = 2 * keys * (layer_setting(config, "head_dim") or config.hidden_size // queries)
     cache = slots * (target.attention_layers + 2 * drafts) * width * size + (nodes + 1) * target.state_bytes
     node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
-    mask = slots * (size + 1)  # as truth values and as numbers
+    mask = slots * (size + 1)  # as bool and in the target's dtype
     return int(cache + nodes * (node + mask) + pending * config.hidden_size * size)
 
 
 def check_memory(per_row: int, batch_size: int, free: int | None, name: str) -> None:
-    """Raise UserError if a batch needs more bytes than are free, with a batch that would fit.
+    """Raise UserError if a batch needs more bytes than are free. The message names a batch that would fit.
 
-    A GPU refuses what it does not have. A CPU's operating system grants it, and kills the process that comes to use it.
+    A GPU refuses an allocation that does not fit. On a CPU the operating system grants it, and kills the process once
+    the memory is used.
     """
     need, room = batch_size * per_row, int((free or 0) * (1 - RESERVE))
     if free is None or need <= room:

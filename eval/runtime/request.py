@@ -1,9 +1,9 @@
-"""Requests to the runtime, what the host learns of each while it runs, its text, and its output.
+"""Requests to the runtime, their state on the host while they run, their text and their output.
 
-A round ends by writing a report. The host has it copied to memory of its own, launches more rounds, and only then reads
-it: by that time it has long arrived, and the device never waits.
+A round ends with a report. The host starts a copy of it to its own memory, launches more rounds, and only then reads
+the copy, which has arrived by then. So the device never waits.
 
-Letters: B rows, M tokens a round can emit, T tokens a report shows.
+Letters: B rows, M tokens a round can emit, T tokens in a report.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 
 SLACK = 16
-"""Number of tokens searched beyond the longest that a stop string can be, for tokens that show as nothing."""
+"""Number of tokens searched in addition to the longest possible stop string, because some tokens have no text."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Text that a tokenizer gives for bytes of an incomplete character."""
+"""Text that a tokenizer returns for the bytes of an incomplete character."""
 
 
 @dataclass(frozen=True)
@@ -34,45 +34,46 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
-    """Stop strings: the output ends with the first token that completes one of them in its text."""
+    """Stop strings. The output ends with the first token that completes one of them in its text."""
     ignore_eos: bool = False
 
 
 @dataclass
 class Output:
-    """Output of a request. The first token comes from the prompt's own pass; rounds made the others."""
+    """Output of a request. The prompt's pass produces the first token, and rounds produce the other tokens."""
 
     tokens: list[int]
     finish_reason: Literal["eos", "stop", "length"]
     accepted: list[int]
-    """Draft tokens in the output by round. The round's last token is the target's own, unless the last round is cut at
-    a draft token."""
+    """Number of draft tokens in the output, by round. The target chooses the last token of a round, unless the output
+    ends the round at a draft token."""
     reached: list[int]
-    """Deepest level tested by round; min(accepted + 1, levels drafted), less where the output's end cut the round."""
+    """Deepest level tested, by round: min(accepted + 1, levels drafted), or less in a round cut by the output's end."""
     start: int = 0
-    """Tokens of the prompt: the position of the first token."""
+    """Number of tokens of the prompt, which is the position of the first output token."""
     first_round: int = 0
-    """Number of rounds of the batch before this request's first: its round r is the batch's first_round + r."""
+    """Number of rounds of the batch before this request's first: its round r is the batch's round first_round + r."""
 
     @property
     def rounds(self) -> int:
-        """Number of target passes after the prompt's."""
+        """Number of target passes after the prompt's pass."""
         return len(self.accepted)
 
     @property
     def decoded(self) -> int:
-        """Number of tokens that rounds made."""
+        """Number of tokens produced by rounds."""
         return len(self.tokens) - 1
 
     def emitted(self) -> list[int]:
-        """Tokens in the output by round; one less than usual where the output's end cut off the target's own."""
+        """Return the number of tokens in the output, by round: accepted + 1, or one less in a last round whose bonus
+        token was cut off."""
         counts = [count + 1 for count in self.accepted]
         if counts:
             counts[-1] -= sum(counts) - self.decoded
         return counts
 
     def drafted(self) -> list[bool]:
-        """Return, for every token, True if it was drafted and accepted, and False if the target's own pass made it."""
+        """Return for every token True if it is an accepted draft token, and False if the target chose it."""
         flags = [False]
         for count in self.accepted:
             flags += [True] * count + [False]
@@ -80,8 +81,8 @@ class Output:
 
 
 def check_request(request: Request, name: str, *, target: FrozenTarget, slots: int, nodes: int, can_stop: bool) -> None:
-    """Raise UserError, starting with `name`, for a request that a target cannot decode in `slots` slots with trees of
-    `nodes`; `can_stop`: stop strings can be searched for."""
+    """Raise UserError, starting with `name`, if a target cannot decode a request in `slots` slots with trees of `nodes`
+    nodes. `can_stop`: True if there is a tokenizer to search for stop strings."""
     prompt = len(request.prompt)
     if prompt == 0:
         raise UserError(f"{name}: the prompt is empty; expected at least one token")
@@ -117,11 +118,11 @@ class Report:
     output_length: int
     length: int
     tail: list[int]
-    """Last tokens of the output, or all of it if it is shorter."""
+    """Last T tokens of the output, or all tokens of a shorter output."""
 
 
 class Reports:
-    """Buffers for reports under way, used in turn."""
+    """Host buffers for reports under way, used in turn."""
 
     def __init__(self, source: Tensor, count: int, *, on_host: bool) -> None:
         """source (B, 3 + T): `RoundState.report` on the device; count: maximum number of reports under way."""
@@ -131,7 +132,7 @@ class Reports:
         self.sent = self.read = 0
 
     def send(self) -> None:
-        """Copy the report as it is after all work launched so far."""
+        """Launch a copy of the report, to run after all work launched so far."""
         assert self.sent - self.read < len(self.buffers), (self.sent, self.read)
         index = self.sent % len(self.buffers)
         self.buffers[index].copy_(self.source, non_blocking=True)
@@ -141,7 +142,7 @@ class Reports:
         self.sent += 1
 
     def receive(self) -> list[Report]:
-        """Return every row's report, from the oldest unread copy."""
+        """Wait for the oldest unread copy, and return its report for every row."""
         assert self.read < self.sent
         index = self.read % len(self.buffers)
         arrival = self.arrivals[index]
@@ -155,12 +156,12 @@ class Reports:
 
 
 class StopWatch:
-    """Finds the first token at which the text of a generation contains a stop string.
+    """Search for the first token that completes a stop string in the text of an output.
 
-    The rule: the output ends with the earliest token i such that the decoded text of tokens 0 .. i contains one of
-    the strings (the prompt does not count, and the token is kept). It is asked token by token, so it depends on the
-    tokens alone and not on how many of them a round brought. Only the tail of the tokens is decoded each time: a
-    character takes at most 4 byte tokens.
+    The output ends with the earliest token i such that the decoded text of tokens 0 .. i contains one of the strings
+    (the prompt does not count, and the token is kept). The search goes token by token, so its result depends only on
+    the tokens and not on how many of them a round emitted. Only the last tokens are decoded each time: a character
+    takes at most 4 byte tokens.
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -169,8 +170,8 @@ class StopWatch:
         self.looked_at = 0
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """Return the number of tokens that the output keeps, or None if no stop string is complete. Call it as tokens
-        come in."""
+        """Return the number of tokens that the output keeps, or None if no stop string is complete. Call it with all
+        tokens so far each time that new ones arrive; only the new ones are searched."""
         for end in range(self.looked_at + 1, len(tokens) + 1):
             tail = list(islice(tokens, max(0, end - self.reach), end))
             text = self.tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -182,36 +183,36 @@ class StopWatch:
 
 @dataclass
 class RequestState:
-    """State of one request, from its prompt's pass to its end."""
+    """State of one request on the host, from its prompt's pass to its end."""
 
     index: int
-    """Index of the request among all."""
+    """Index of the request in the call to `Engine.generate`."""
     request: Request
     first_round: int
-    """Rounds of the whole batch before its first."""
+    """Number of rounds of the whole batch before this request's first."""
     watch: StopWatch | None
     tokens: list[int] = field(default_factory=list)
     stopped: bool = False
-    """True if it was ended by a stop string or by the callback."""
+    """True if a stop string or the callback ended the request."""
 
     def __post_init__(self) -> None:
         self.most_tokens = len(self.request.prompt)
-        """Upper bound on the tokens in the row's cache after the rounds launched."""
+        """Upper bound on the tokens in the row's cache after all launched rounds."""
         self.left = self.request.max_new_tokens - 1
-        """Upper bound on the tokens still to come after the rounds launched, each of which gives at least one."""
+        """Upper bound on the tokens to come after all launched rounds, each of which emits at least one."""
 
     @property
     def limit(self) -> int:
-        """Maximum number of tokens of prompt and output."""
+        """Maximum number of tokens of prompt and output together."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
     def launch(self, M: int) -> None:
-        """Count one more round as launched."""
+        """Count one more launched round, which emits at most M tokens."""
         self.most_tokens = min(self.most_tokens + M, self.limit)
         self.left -= 1
 
     def learn(self, report: Report, under_way: int, M: int) -> list[int]:
-        """Add a report, with `under_way` rounds launched since. Return the new tokens."""
+        """Add a report, after which `under_way` more rounds were launched. Return the new tokens."""
         before = len(self.tokens)
         self.left = self.request.max_new_tokens - report.output_length - under_way
         self.most_tokens = min(report.length + M * under_way, self.limit)
@@ -223,8 +224,8 @@ class RequestState:
         return self.tokens[before:]
 
     def output(self, accepted: Sequence[int], reached: Sequence[int], eos_token_ids: Sequence[int]) -> Output:
-        """Return the output of a request that ended. accepted, reached: of each round of the row, as in `Output`;
-        rounds after a stop string are dropped."""
+        """Return the output of a request that ended. accepted, reached: as in `Output`, for all rounds of the row.
+        Rounds after a stop string are dropped."""
         kept_by_round, tested_by_round, left = [], [], len(self.tokens) - 1
         for kept, tested in zip(accepted, reached, strict=True):
             if left == 0:
@@ -239,23 +240,23 @@ class RequestState:
 
 
 class Detokenizer:
-    """The texts of a generation's tokens, one after another; together they are the text of all tokens.
+    """Incremental decoder of tokens to text: the texts it returns, joined, are the text of all tokens.
 
     A token's text depends on the token before it (some tokenizers drop a leading space), and a character may need up to
-    four byte tokens. So only the tokens since the last whole character are decoded anew, behind the ones that brought
-    that character.
+    four byte tokens. So each call decodes only the tokens since the last complete character, preceded by the tokens
+    of the text returned last.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = False) -> None:
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         self.decode: Callable[[list[int]], Any] = partial(tokenizer.decode, **options)
         self.known: list[int] = []
-        """Tokens already shown on which the text of the next one may depend."""
+        """Tokens whose text was returned last. The text of the next token may depend on them."""
         self.waiting: list[int] = []
-        """Tokens not yet shown."""
+        """Tokens whose text was not returned yet."""
 
     def push(self, token: int) -> str:
-        """Add a token. Return the text that it completes, empty if it ends inside a character."""
+        """Add a token. Return the text that it completes; empty if the token ends inside a character."""
         self.waiting.append(token)
         text = self._rest()
         if text.endswith(INCOMPLETE):
@@ -270,7 +271,7 @@ class Detokenizer:
         return text
 
     def _shown(self, text: str) -> None:
-        if text:  # tokens without a text of their own, such as special ones, are no context for the next
+        if text:  # tokens without text, such as special tokens, are not enough context for the next one
             self.known, self.waiting = self.waiting, []
 
     def _rest(self) -> str:

@@ -1,14 +1,14 @@
 """One round of speculative decoding: propose, verify, choose, accept, commit.
 
-Everything lives in static tensors on the target's device and nothing waits for the host, so that a CUDA graph can
-hold a round. The host may run any number of rounds ahead: a row that is done stays as it is.
+All state is in static tensors on the target's device and nothing waits for the host, so that a CUDA graph can capture
+a round. The host may run any number of rounds ahead: a row that is done does not change.
 
-State of row b: its first length[b] tokens are in the target's cache, the root is the next one (decided, not yet in
-the cache). Node j goes to slot length + j at position length + depth_j; the token chosen after it has position length
+State of row b: its first length[b] tokens are in the target's cache. The root is the next token (decided, not yet in
+the cache). Node j is in slot length + j at position length + depth_j. The token chosen after it has position length
 + depth_j + 1.
 
-A prompt is read one row at a time, so that what a request computes cannot depend on its neighbours; the head, which
-takes a whole batch, reads the chunks of all new rows together.
+A prompt is read one row at a time, so that the result of a request cannot depend on the other rows. The head works on
+a whole batch, so it reads the chunks of all new rows together.
 
 Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, or the longest chunk of a step, C tokens of a
 prompt's chunk, E slots shown to attention, D hidden, V vocabulary.
@@ -38,7 +38,7 @@ CHUNK = 256
 """Maximum number of prompt tokens in one prefill step."""
 ALIBI_FAMILIES = {"bloom", "mpt"}
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narrower types
-"""Relative error of hidden states above which a decoder is taken to ignore its mask: far above rounding."""
+"""Relative error of hidden states above which a decoder is assumed to ignore its mask: far above rounding errors."""
 Mark = Callable[[str], None]
 """Called after each phase of a round with its name: draft, verify, accept, commit."""
 
@@ -47,24 +47,23 @@ class TargetStep:
     """The frozen target with the caches of one batch."""
 
     def __init__(self, target: FrozenTarget, decoder: CachedDecoder, *, pads: bool = False) -> None:
-        """`pads`: whether prompts are padded to few shapes, which kernels and graphs want; a CPU would only compute in
-        vain."""
+        """`pads`: pad prompts to a few shapes, which kernels and graphs need. On a CPU padding only costs time."""
         self.target, self.decoder, self.pads = target, decoder, pads
         self.batch_size, self.capacity = decoder.spec.batch_size, decoder.spec.capacity
-        # One more than there are, so that what a padded chunk has beyond them goes to the last, which no prompt fills.
+        # One index more than there are slots, so that the tokens of a padded chunk that do not fit go to the last slot,
+        # which no prompt fills.
         self.slot = torch.arange(self.capacity + 1, device=target.device)
 
     def chunk_size(self, remaining: int) -> int:
-        """Return the number of slots of the next prefill step; with padding a power of two, less than half of it
-        unused. An encoder reads a prompt at once."""
+        """Return the number of slots of the next prefill step: with padding, the power of two that covers the remaining
+        tokens, at least 16. At most CHUNK, except for an encoder, which reads a prompt in one step."""
         size = max(16, 1 << (remaining - 1).bit_length()) if self.pads else remaining
         return size if self.target.start_token is not None else min(CHUNK, size)
 
     def prefill(self, row: int, tokens: Tensor, start: int) -> Features:
-        """Take one chunk of a prompt, tokens (1, C) at positions start .., into a row's cache.
+        """Read one chunk of a prompt, tokens (1, C) at positions start .., into a row's cache.
 
-        One row at a time: what a request computes then cannot depend on its neighbours. Tokens past the prompt's end
-        are padding whose keys later tokens overwrite before anything may see them.
+        Tokens after the prompt's end are padding. Later tokens overwrite their keys before anything can see them.
         """
         C = tokens.shape[1]
         mapping = Observed(self.slot[start : start + 1], None, self.slot, C)
@@ -74,21 +73,21 @@ class TargetStep:
     def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int, depth: int) -> Features:
         """Run one pass over a tree: node j of row b is in slot length[b] + j, at position length[b] + its depth.
 
-        above (B, N, N): `heads.backends.slot_mapping.ancestors`, None for a chain and where the decoder reads no masks;
-        length (B,): tokens in the cache; extent: slots shown, at least length + N of every row; depth: the most levels
-        that the trees have.
+        above (B, N, N): `heads.backends.slot_mapping.ancestors`, or None for a chain or a decoder that reads no masks;
+        length (B,): tokens in the cache; extent: slots visible to attention, at least length + N of every row; depth:
+        maximum number of levels of the trees.
         """
         mapping = Verified(length, proposal.parents, proposal.depths, above, depth, self.slot)
         return self.decoder.forward(proposal.tokens, mapping, extent=extent)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider."""
+        """Return logits (..., V), float32 or wider, of hidden states (..., D) after the final norm."""
         return self.decoder.logits(hidden)
 
     def choose(self, hidden: Tensor, positions: Tensor, sampling: RowSampling) -> Tensor:
-        """hidden (B, N, D); positions (B, N) of the tokens to be chosen -> (B, N) token ids.
+        """Return token ids (B, N), chosen from hidden (B, N, D) for positions (B, N).
 
-        Rows with filters need the whole distribution; what the others choose must not depend on there being such rows.
+        Rows with filters need the whole distribution. The choices of the other rows must not depend on such rows.
         """
         fused = None
         if not sampling.filtered or len(hidden) > 1:
@@ -99,13 +98,13 @@ class TargetStep:
         return chosen if fused is None else torch.where(sampling.filters()[:, None], chosen, fused)
 
     def compact(self, start: Tensor, acceptance: Acceptance) -> None:
-        """Move the accepted nodes to the slots they will keep: the first behind `start` (B,), in order."""
+        """Move the accepted nodes to their final slots: those from `start` (B,) on, in order."""
         self.decoder.compact(start, acceptance.path, acceptance.accepted)
 
 
 def open_step(target: FrozenTarget, backend: Backend, spec: CacheSpec) -> TargetStep:
-    """The target's step by a backend, or, where that was not asked for by name and is found to be wrong, by the Hugging
-    Face model."""
+    """Return the target's step on a backend. If the check of masks fails and the backend was not requested by name,
+    return the step of the Hugging Face model instead."""
     check_family(target)
     pads = not backend.on_host and not target.is_recurrent  # padding would pass through a recurrent state
     step = TargetStep(target, backend.decoder(target, spec), pads=pads)
@@ -121,7 +120,7 @@ def open_step(target: FrozenTarget, backend: Backend, spec: CacheSpec) -> Target
 
 
 def check_family(target: FrozenTarget) -> None:
-    """Refuse targets whose attention takes no mask from the caller."""
+    """Raise UserError for a target whose attention accepts no mask from the caller."""
     config = target.config
     if getattr(config, "alibi", False) or config.model_type in ALIBI_FAMILIES:
         raise UserError(
@@ -134,11 +133,11 @@ def check_family(target: FrozenTarget) -> None:
 
 
 def check_masks(step: TargetStep) -> None:
-    """Verify a small tree, or its paths one after the other where a target takes no trees, and compare it with the
-    model's own forward pass over each path.
+    """Verify a small tree, and compare the result with the model's own forward pass over each path. For a recurrent
+    target, which accepts no trees, verify the paths one after the other.
 
-    No list of families is ever complete, and a decoder that ignores the positions or the mask it is given raises
-    nothing: its output would merely be wrong. Leaves padding in the first slots of every row.
+    The check runs for every model, because a list of known families is never complete and a decoder that ignores its
+    positions or its mask raises no error: its output is only wrong. Leaves padding in the first slots of every row.
     """
     target, P = step.target, 4
     device = target.device
@@ -158,7 +157,7 @@ def check_masks(step: TargetStep) -> None:
         return step.verify(proposal, ancestors(links[0], 2), length, extent, 2).hidden
 
     if target.is_recurrent:
-        count = min(3, max(step.decoder.spec.widths))  # a decoder keeps no more states than its rounds need
+        count = min(3, max(step.decoder.spec.widths))  # a decoder keeps only the states that its rounds need
         paths = [path[:count] for path in paths]
         found = torch.stack([verify(nodes[path], [0, 0, 1][:count], [0, 1, 2][:count]) for path in paths], dim=1)
     else:
@@ -177,7 +176,7 @@ def check_masks(step: TargetStep) -> None:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Parts of a round."""
+    """Parts of a round, and the round itself."""
 
     backend: Backend
     step: TargetStep
@@ -190,10 +189,10 @@ class Decoder:
     update: Commit
     zeros: Tensor  # (B, 1) int64
     pinned: int = 1
-    """Number of nodes of a plain step, all but the root of them padding."""
+    """Number of nodes of a plain step. All but the root are padding."""
     shorten: "Callable[[Decoder, Proposal], tuple[Decoder, Proposal]] | None" = None
-    """Leave out the part of a draft that is not worth verifying: what is left, and the decoder for drafts of that
-    size. By the draft alone, each token by those before it."""
+    """Function that cuts off the part of a draft that is not worth verifying. Returns the rest, and the decoder for
+    drafts of that size. The decision on a token may depend only on the draft tokens before it."""
 
     @property
     def depth(self) -> int:
@@ -201,7 +200,7 @@ class Decoder:
         return max(self.shape.depth, self.pinned - 1)
 
     def round(self, extent: int, mark: Mark = lambda phase: None) -> None:
-        """Advance every row that is not done; attention sees `extent` slots, at least length + N of every row."""
+        """Advance every row that is not done. Attention sees `extent` slots, at least length + N of every row."""
         proposal = self.propose()
         decoder = self
         if self.shorten is not None:
@@ -210,7 +209,7 @@ class Decoder:
         decoder.judge(proposal, extent, mark)
 
     def judge(self, proposal: Proposal, extent: int, mark: Mark) -> None:
-        """Verify drafts of this decoder's shape, accept and commit."""
+        """Verify, accept and commit drafts of this decoder's shape."""
         state, shape = self.state, self.shape
         reads = self.step.decoder.reads_masks or self.rule.needs_distribution
         above = ancestors(proposal.parents, shape.depth) if reads and not is_chain(shape) else None
@@ -226,7 +225,7 @@ class Decoder:
         mark("commit")
 
     def propose(self) -> Proposal:
-        """Return the head's tree below each root; the root alone without a head."""
+        """Return the head's tree below each root. Without a head, return the roots, followed by padding if pinned."""
         if self.head is not None:
             return self.head.propose(self.head_state, self.rule.begin())
         if self.pinned == 1:
@@ -240,8 +239,7 @@ class Decoder:
         return Proposal(self.state.root[:, None], self.zeros, self.zeros, self.zeros)
 
     def commit(self, proposal: Proposal, acceptance: Acceptance, features: Features) -> None:
-        """Take the accepted tokens into the state, cut at EOS and at the limit, and let the head read the new
-        tokens."""
+        """Add the accepted tokens to the state, cut at EOS and at the limit, and let the head read the new tokens."""
         chain = is_chain(self.shape)
         result = self.update(acceptance.accepted, acceptance.emitted, None if chain else proposal.depths)
         if not chain:
@@ -249,7 +247,7 @@ class Decoder:
         if self.head is None:
             return
         aux_hidden_states, hidden = features.aux_hidden_states, features.hidden
-        if not chain:  # a chain's path is its nodes in order
+        if not chain:  # the path of a chain is its nodes in order
             aux_hidden_states, hidden = self.backend.take_path(aux_hidden_states, hidden, acceptance.path)
         observation = Observation(
             tokens=result.tokens,
@@ -263,7 +261,7 @@ class Decoder:
 
 
 def read_prompts(decoder: Decoder, newcomers: dict[int, Request]) -> None:
-    """Start each request in its row: prompt in the caches, first token chosen, ready for rounds."""
+    """Start each request in its row: read its prompt into the caches, choose its first token, set its state."""
     if decoder.head is not None:
         fresh = [row in newcomers for row in range(len(decoder.state.done))]
         decoder.head.reset_rows(decoder.head_state, torch.tensor(fresh, device=decoder.state.done.device))
@@ -278,8 +276,8 @@ def read_prompts(decoder: Decoder, newcomers: dict[int, Request]) -> None:
 
 
 def read_chunk(decoder: Decoder, row: int, request: Request, start: int) -> tuple[Features, Tensor]:
-    """Read one row's next chunk. Return its features (1, C, ..), and the tokens from `start` on, one more than the
-    chunk has."""
+    """Read one row's next chunk. Return its features (1, C, ..), and the tokens of the chunk with the token after
+    it."""
     device, prompt = decoder.state.root.device, torch.tensor(request.prompt, dtype=torch.int64)
     C = decoder.step.chunk_size(len(prompt) - start)
     chunk = prompt[start : start + C]
@@ -293,7 +291,8 @@ def read_chunk(decoder: Decoder, row: int, request: Request, start: int) -> tupl
 
 
 def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Tensor:
-    """Choose the first token (1,) from the hidden state (1, 1, D) of the prompt's last, and set the row's state."""
+    """Choose the first token (1,) from the hidden state (1, 1, D) of the prompt's last token, and set the row's
+    state."""
     state, P = decoder.state, len(request.prompt)
     decoder.sampling.set_row(row, request.sampling)
     position = torch.full((1, 1), P, device=hidden.device)
@@ -305,7 +304,7 @@ def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Te
     state.output[row, :1] = root
     state.output_length[row] = 1
     state.rounds[row] = 0
-    state.accepted[row] = state.reached[row] = 0  # rounds that draft nothing leave them as they are
+    state.accepted[row] = state.reached[row] = 0  # rounds that draft nothing do not write them
     state.done[row] = request.max_new_tokens == 1
     if not request.ignore_eos:
         state.done[row : row + 1].logical_or_((root == decoder.update.eos).any())
@@ -313,7 +312,7 @@ def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Te
 
 
 def extend(decoder: Decoder, features: dict[int, Features], spans: dict[int, Tensor], start: int) -> None:
-    """Let the head read one chunk of every new row's prompt; the other rows are unchanged."""
+    """Let the head read one chunk of every new row's prompt. Other rows are unchanged."""
     assert decoder.head is not None
     B, M = len(decoder.state.done), max(f.hidden.shape[1] for f in features.values())
     some = next(iter(features.values()))

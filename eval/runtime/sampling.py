@@ -1,15 +1,17 @@
-"""Sampling settings of a request, by which `heads.backends.torch.sampling` chooses its tokens; and the acceptance rules
-by name, with the trees that each can judge, which `eval.runtime.acceptance` implements.
+"""Sampling settings of a request, and the names of the acceptance rules with the trees that each rule can judge.
 
-| rule | drafts | what comes out | trees |
+`heads.backends.torch.sampling` chooses tokens with these settings. `eval.runtime.acceptance` implements the rules.
+
+| rule | draft tokens | output | trees |
 |---|---|---|---|
-| match | the likeliest, by the target's own noise | plain decoding's tokens, one for one | all |
-| ratio | drawn from the draft's distribution | another draw of the target's distribution | chain, static |
-| block | drawn from the draft's distribution | another draw of the target's distribution | chain |
+| match | the likeliest, under the target's own noise | the same tokens as plain decoding | all |
+| ratio | drawn from the draft's distribution | a different sample from the target's distribution | chain, static |
+| block | drawn from the draft's distribution | a different sample from the target's distribution | chain |
 
-The rule that emits most depends on the shape: scripts/bench_rules.py measures it (figures: eval/results/rules.json).
+The rule that emits the most tokens depends on the shape: scripts/bench_rules.py measures it (figures:
+eval/results/rules.json).
 
-The command line reads these settings, so this file imports no torch.
+The command line reads these settings, so this file does not import torch.
 """
 
 from dataclasses import dataclass
@@ -23,13 +25,13 @@ RULES = ("match", "ratio", "block")
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of a request. Temperature 0 is greedy, and then the filters and the seed have no effect."""
+    """Sampling settings of a request. Temperature 0 is greedy: the filters and the seed then have no effect."""
 
     temperature: float = 0.0
     top_k: int = 0
     """Keep the k likeliest tokens (lowest ids on ties); 0 keeps all."""
     top_p: float = 1.0
-    """Keep the likeliest tokens until their mass reaches this share; 1 keeps all."""
+    """Keep the likeliest tokens until their total probability reaches this share; 1 keeps all."""
     min_p: float = 0.0
     """Keep tokens at least this many times as likely as the likeliest; 0 keeps all."""
     seed: int = 0
@@ -74,7 +76,7 @@ def check_rule(rule: str, shape: TreeShape) -> None:
 
 
 def check_adaptive(rule: str) -> None:
-    """Raise UserError if drafts must not change from round to round."""
+    """Raise UserError if `rule` does not allow drafts that change from round to round."""
     if rule != "match":
         raise UserError(
             f"rule {rule} with adaptive drafts: which token is drawn would depend on the clock, and no text could be "
