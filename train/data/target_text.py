@@ -33,7 +33,7 @@ class TokenizerSettings(Settings):
     """The byte-level BPE tokenizer, trained on the training text."""
 
     vocab_size: Annotated[int, Field(ge=1)]
-    """Number of tokens."""
+    """Number of tokens in the vocabulary."""
     train_modules: Annotated[int, Field(ge=1)]
     """Maximum number of Python modules, and of conversations, on which the tokenizer is trained."""
 

@@ -101,7 +101,7 @@ class Shard:
         """The key of each row -> the index of its first token, the index after its last, and its checksum."""
 
     def read(self, key: bytes) -> tuple[Tensor, Tensor | None]:
-        """Return the stored tensors of a row. UserError if they do not match their checksum."""
+        """Return the stored tensors of a row. UserError if they cannot be read or do not match their checksum."""
         begin, end, total = self.rows[key]
         names = ("values", "scales") if self.has_scales else ("values",)
         try:

@@ -77,7 +77,8 @@ class ServedFeatures(FeatureSource):
 
     def check(self, mixture: Mixture, aux_layer_ids: Sequence[int]) -> None:
         """Compare the server's states for some rows with those of a copy of the target or, without room for one, with
-        the server's own log-probabilities. UserError for other layers, or for states after the final norm."""
+        the server's own log-probabilities. UserError for other layers, for states after the final norm, and for a
+        target with learned positions if conversations are cut."""
 
         def act() -> None:
             rows = mixture.rows(range(CHECKED_ROWS))

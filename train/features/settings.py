@@ -30,7 +30,7 @@ class VllmFeatures(Settings):
     url: Url
     """Address of the server, such as `http://localhost:8000`. Its storage folder has the same path on this machine."""
     in_flight: Annotated[int, Field(ge=1, le=4096)] = 32
-    """Number of documents that each process requests ahead of its steps."""
+    """Maximum number of documents that each process requests at a time, ahead of its steps."""
 
 
 class CacheFeatures(Settings):

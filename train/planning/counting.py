@@ -52,7 +52,7 @@ class TargetCount:
 
     total: int
     active: int
-    """Parameters that one token's pass reads: of experts, those that it is sent to."""
+    """All parameters, embeddings included, except those of the experts to which a token is not routed."""
     dtype: str
     bytes: int
     end_bytes: int

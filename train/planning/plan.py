@@ -202,7 +202,7 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, launch: Launch) -> Plan:
-    """Return the plan of a recipe for a launch. UserError for a launch that the run would also refuse."""
+    """Return the plan of a recipe for a launch. UserError if the run would refuse it, too."""
     train = recipe.train
     if recipe.target.adapter is not None and (launch.sharing, launch.features) != ("ddp", "process"):
         raise UserError(
