@@ -1,4 +1,4 @@
-"""Small random targets of several families, an untrained head and requests for them."""
+"""Small random targets of several families, with untrained heads and requests for them."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 OTHER_HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": dict(layer_types=["conv", "conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
-    # Some of the following clamp their steps by a least one, in whole texts alone.
+    # Some of the following clamp time steps to a minimum, but only for whole texts.
     "qwen3_5_moe_text": DELTA | EXPERTS,
     "falcon_h1": MAMBA2 | dict(mamba_d_ssm=64),
     "nemotron_h": dict(
@@ -66,7 +66,7 @@ OTHER_HYBRIDS: dict[str, dict[str, Any]] = {
 
 
 def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **sizes: int) -> FrozenTarget:
-    """A small random target."""
+    """Return a small random target."""
     config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES.get(family, {}), **sizes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -77,7 +77,7 @@ def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **s
 
 
 def make_hybrid(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> FrozenTarget:
-    """A random hybrid target, the same every time."""
+    """Return a random hybrid target, the same at every call."""
     config = AutoConfig.for_model(family, **HYBRID | (HYBRIDS | OTHER_HYBRIDS).get(family, {}) | changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -91,7 +91,7 @@ def make_hybrid(family: str, dtype: torch.dtype = torch.float32, **changes: Any)
 
 
 def make_head(target: FrozenTarget) -> Drafter:
-    """An untrained EAGLE-3 head, which reads the target's own output head and is right now and then."""
+    """Return an untrained EAGLE-3 head. It uses the target's output head, so some of its draft tokens are accepted."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         head = build_head(
@@ -110,7 +110,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 def make_drafter(name: str, target: FrozenTarget, **settings: Any) -> Any:
-    """A random head of a kind, by `settings` or those of DRAFTERS; a draft without training, as `lookup:3`; or none."""
+    """Return a random head of the kind `name`, with `settings` or those of DRAFTERS. A name such as `lookup:3` gives a
+    drafter without training, and `none` gives None."""
     if name == "none":
         return None
     if ":" in name:
@@ -122,7 +123,7 @@ def make_drafter(name: str, target: FrozenTarget, **settings: Any) -> Any:
 
 
 def some_requests(vocab: int, count: int = 6, new_tokens: int = 48) -> list[Request]:
-    """Greedy, sampled and filtered ones of several lengths."""
+    """Return greedy, sampled and filtered requests of several lengths."""
     ways = [Sampling(), Sampling(0.8, seed=3), Sampling(0.9, top_k=20, top_p=0.9, seed=4)]
     return [
         Request([3 + (11 * i + 7 * j) % (vocab - 3) for j in range(5 + 40 * i)], new_tokens, ways[i % 3], (), True)
@@ -131,13 +132,13 @@ def some_requests(vocab: int, count: int = 6, new_tokens: int = 48) -> list[Requ
 
 
 def texts(outputs: list[Output]) -> list[list[int]]:
-    """The tokens alone."""
+    """Return the tokens of the outputs."""
     return [output.tokens for output in outputs]
 
 
 def open_engine(
     target: FrozenTarget, head: Any, shape: str | TreeShape = ROOT_ONLY, *, tokenizer: Any = None, **options: Any
 ) -> Engine:
-    """An engine, its tree by name and its other options by theirs."""
+    """Return an engine with a tree, which may be given by name, and other options."""
     made = parse_shape(shape) if isinstance(shape, str) else shape
     return Engine(target, head, EngineOptions(shape=made, **options), tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""A cached forward pass by the Hugging Face model itself: of every architecture whose attention takes a mask."""
+"""Cached forward pass that runs the Hugging Face model itself, for every architecture whose attention takes a mask."""
 
 import sys
 from typing import Any
@@ -14,7 +14,7 @@ from heads.target.frozen import Features, LanguageModel
 
 
 class HFDecoder(CachedDecoder):
-    """The model with the cache of one batch."""
+    """A Hugging Face model with the cache of one batch."""
 
     def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
         super().__init__(model, spec)
@@ -35,7 +35,7 @@ class HFDecoder(CachedDecoder):
         self.cache.aim(mapping.slots(self.spec.capacity - 1), extent=extent, row=row, prompt=prompt)
         return self.model.features(
             tokens,
-            positions=positions.clamp_max(positions_of(self.model.config) - 1),  # padding may stand beyond it
+            positions=positions.clamp_max(positions_of(self.model.config) - 1),  # padding may exceed it
             visible=key <= positions[..., None] if visible is None else visible,
             key_positions=key.expand(len(tokens), -1) if visible is None else mapping.key_positions(extent),
             cache=self.cache,
@@ -44,5 +44,5 @@ class HFDecoder(CachedDecoder):
 
 
 def positions_of(config: Any) -> int:
-    """Return the number of positions that a model reads; without a limit of its own, more than anyone asks for."""
+    """Return the number of positions that a model supports; `sys.maxsize` if its configuration has no limit."""
     return longest_text(config) or sys.maxsize

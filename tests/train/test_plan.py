@@ -19,6 +19,7 @@ from tests.runs import Settings, WriteRecipe, the_error
 from train.adapter import Joint, add_adapters
 from train.entry import KINDS, attempt
 from train.features.batch import make_batch
+from train.features.cache import encode
 from train.head_settings import make_head
 from train.planning.counting import TargetCount, count_run, count_target, full_rows
 from train.planning.plan import Launch, Plan, make_plan
@@ -301,3 +302,13 @@ def test_advice_leaves_what_it_says(eagle: Settings, write_recipe: WriteRecipe) 
     processes = int(text.rpartition(" ")[2].rstrip(")"))
     shared = Plan(plan.recipe, Launch(processes, features="sharded", memory=memory), plan.target, plan.head)
     assert shared.device()["target"] == divided - plan.device_bytes() + plan.device()["target"]
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bfloat16", "float32"])
+def test_a_cache_takes_the_bytes_of_its_dtype(dtype: str, eagle: Settings, write_recipe: WriteRecipe) -> None:
+    eagle["head"]["draft_vocab_size"] = 64
+    eagle["features"] = {"kind": "cache", "folder": "features", "dtype": dtype}
+    plan = plan_of(eagle, write_recipe, features="cache")
+    states = torch.randn(plan.tokens, plan.head.aux_layers + 1, plan.head.hidden_size)
+    stored = [part for part in encode(states, dtype) if part is not None]
+    assert plan.disk()["cache of features, at most"] == sum(part.numel() * part.element_size() for part in stored)

@@ -63,6 +63,11 @@ def encode(streams: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
     return (streams.float() / scales[..., None]).clamp(-most, most).to(torch.float8_e4m3fn), scales
 
 
+def stored_bytes(tokens: int, streams: int, width: int, dtype: str) -> int:
+    """Return the bytes of the stored features of `tokens` tokens, without hashes and headers."""
+    return tokens * streams * (width * DTYPES[dtype].itemsize + (4 if dtype == "fp8" else 0))
+
+
 def decode(values: Tensor, scales: Tensor | None) -> Tensor:
     """Convert stored values back into streams (N, S, D)."""
     return values if scales is None else values.float() * scales[..., None]

@@ -19,7 +19,17 @@ from heads.initial.weights import probe_tokens, probed_rows
 from train.data.loading import load_data
 from train.data.packing import Mixture, Rows, text_rows
 from train.features.base import FeatureSource
-from train.features.cache import DTYPES, Shard, check_same, checksum, describe, encode, read_manifest, row_key, seal
+from train.features.cache import (
+    Shard,
+    check_same,
+    checksum,
+    describe,
+    encode,
+    read_manifest,
+    row_key,
+    seal,
+    stored_bytes,
+)
 from train.features.opening import open_source
 from train.features.settings import CacheFeatures
 from train.head_settings import make_head
@@ -125,8 +135,7 @@ def begin_folder(folder: Path, about: dict[str, Any]) -> set[bytes] | None:
 
 def needed_bytes(mixture: Mixture, streams: int, width: int, dtype: str) -> int:
     """Return the size of all features, without hashes and headers."""
-    tokens = sum(int(pool.pieces[:, 1].sum()) for pool in mixture.pools)
-    return tokens * streams * (width * DTYPES[dtype].itemsize + (4 if dtype == "fp8" else 0))
+    return stored_bytes(sum(int(pool.pieces[:, 1].sum()) for pool in mixture.pools), streams, width, dtype)
 
 
 def all_rows(mixture: Mixture, batch_size: int, accelerator: Accelerator, done: set[bytes]) -> Iterator[Rows]:

@@ -1,15 +1,15 @@
-"""The target's and the head's parts of a plan: parameters, bytes and operations, by shapes alone.
+"""Counts for a plan: parameters, bytes and operations of the target and the head, from shapes alone.
 
-Head: one micro-batch's loss, its gradient and one optimizer step are run in `Shapes`, on full rows of one document in
-which every token is a label, so they are counted at their most.
+Head: the loss of one micro-batch, its gradient and one optimizer step are run in `Shapes`. The rows are full, with one
+document each, and every token is a label, so the counts are upper bounds.
 
-Target, N = B * T tokens of a micro-batch, w bytes a number, forward alone, by formula:
+Target: formulas for the forward pass of a micro-batch with N = B * T tokens and w bytes per number:
 
-    FLOP a token = 2 * active parameters of the layers + 2 * T * heads * (key width + value width) * attention layers
-    bytes        = N w ((2 + L) D + widest)                         two residuals, L auxiliary states
-                 + B T^2 (1 + w)                                    the mask twice, in families that need it whole
-    widest       = the larger of 3 I, or k (3 I + 2 D) with k experts a token, and twice a layer's queries, keys and
-                   values
+    FLOP per token = 2 * active parameters of the layers + 2 * T * heads * (key width + value width) * attention layers
+    bytes          = N w ((2 + L) D + widest)                       two residuals, L auxiliary hidden states
+                   + B T^2 (1 + w)                                  the mask twice, in families that need it whole
+    widest         = the larger of 3 I, or k (3 I + 2 D) with k experts per token, and twice a layer's queries, keys
+                     and values
 
 Letters: B batch, T tokens, D hidden, I intermediate, L auxiliary layers.
 """
@@ -43,12 +43,12 @@ from train.recipe import Recipe
 from train.trained import Trained
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
-"""Names of the number of experts in configs."""
+"""Names that configs use for the number of experts."""
 
 
 @dataclass(frozen=True)
 class TargetCount:
-    """A target's parameters and bytes."""
+    """The counts of a target: parameters, bytes and operations."""
 
     total: int
     active: int
@@ -56,27 +56,27 @@ class TargetCount:
     dtype: str
     bytes: int
     end_bytes: int
-    """Of them, those outside the layers: embeddings, final norm, output head."""
+    """Bytes outside the layers: embeddings, final norm, output head."""
     layer_bytes: int
-    """Of the largest layer."""
+    """Bytes of the largest layer."""
     int8_bytes: int | None
-    """Of the target with `target.quantize: int8`; None where it does not apply."""
+    """Bytes of the target with `target.quantize: int8`; None if that does not apply."""
     flops: float
-    """Of one token's pass through the layers; logits count to the head's loss."""
+    """Operations of one token's pass through the layers. Logits are counted with the head's loss."""
     activations: int
-    """Bytes of one micro-batch's pass."""
+    """Bytes of activations of one micro-batch's forward pass."""
 
 
 @dataclass(frozen=True)
 class HeadCount:
-    """A head's parameters, and what one micro-batch and one optimizer step take."""
+    """The counts of a head: parameters, and the cost of one micro-batch and one optimizer step."""
 
     trained: int
     frozen: int
     bytes: int
-    """In float32."""
+    """Bytes in float32."""
     copy_bytes: int
-    """In the target's dtype: the copy that is measured, and the head's folder."""
+    """Bytes in the target's dtype: the size of the measured copy and of the head's folder."""
     gradients: int
     optimizer: int
     checkpoint: int
@@ -84,19 +84,19 @@ class HeadCount:
     features: int
     """Bytes of the target's features of one micro-batch, as the loss reads them."""
     activations: int
-    """Most bytes above weights and gradients, features included."""
+    """Peak bytes in addition to weights and gradients, including features."""
     flops: float
-    """Of one token: loss and gradient, the target's logits included."""
+    """Operations of one token: loss and gradient, including the target's logits."""
     chunk: int
-    """Of the activations, one chunk of the target's logits; a few of its size live at a time."""
+    """Bytes of one chunk of the target's logits, part of the activations. A few such chunks exist at a time."""
     aux_layers: int
     hidden_size: int
 
 
 def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
-    """Count a recipe's target and head as on a device of type `device` with `memory` bytes, with `passes` to a step;
-    `bf16`: products are, as with autocast. An adapter of the target counts to the head, with its pass through the
-    target."""
+    """Count a recipe's target and head for a device of type `device` with `memory` bytes, and `passes` per step.
+    `bf16`: matrix products are in bfloat16, as under autocast. An adapter of the target, with its pass through the
+    target, is counted with the head."""
     settings, train, T = recipe.target, recipe.train, recipe.data.context_length
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.dtype == "auto" and device == "cpu":
@@ -117,7 +117,7 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
         row = 4 * target.vocab_size  # of float32 logits
         parameters = [p for p in trained.parameters() if p.requires_grad]
         gradients = sum(p.numel() * p.element_size() for p in parameters)
-        if passes > 1:  # those of earlier micro-batches are there already
+        if passes > 1:  # gradients of earlier micro-batches exist already
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
         rows = full_rows(train.batch_size, T)
@@ -154,7 +154,7 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
 def count_target(
     target: ShapeTarget, batch_size: int, length: int, aux_layers: int, quantize: str | None = None
 ) -> TargetCount:
-    """Count a target and one micro-batch's pass, by the formulas above."""
+    """Count a target and one micro-batch's forward pass with the formulas above."""
     config, w, D = target.config, target.dtype.itemsize, target.hidden_size
     total = sum(p.numel() for p in target.model.parameters())
     in_layers = {name: p.numel() for name, p in target.layers.named_parameters()}
@@ -191,7 +191,7 @@ def count_target(
 
 
 def _attention_widths(config: Any, hidden_size: int) -> tuple[int, int, int, int]:
-    """Widths of a key and of a value of one head, and the numbers of heads of queries and of keys."""
+    """Return the widths of a key and of a value of one head, and the numbers of query heads and of key heads."""
     heads: int = layer_setting(config, "num_attention_heads")
     width: int = layer_setting(config, "head_dim") or hidden_size // heads
     key_heads: int = layer_setting(config, "num_key_value_heads") or heads
@@ -202,7 +202,8 @@ def _attention_widths(config: Any, hidden_size: int) -> tuple[int, int, int, int
 
 
 def _layer_bytes(layer: nn.Module, width: int, quantize: str | None) -> int:
-    """Bytes of a layer's weights, `width` each; a quantised matrix has one for each, and a scale a row."""
+    """Return the bytes of a layer's weights, `width` bytes each. A quantised matrix has one byte per weight, and a
+    scale per row."""
     whole = sum(p.numel() for p in layer.parameters()) * width
     if quantize is None:
         return whole
@@ -211,7 +212,8 @@ def _layer_bytes(layer: nn.Module, width: int, quantize: str | None) -> int:
 
 
 def _section(recipe: Recipe) -> Any:
-    """The recipe's head, to start from files that are here. The id of a mask token has no shape of its own."""
+    """Return the recipe's head section, changed to need no download. A missing mask token id becomes 0, since it does
+    not affect shapes."""
     changes: dict[str, Any] = {}
     if recipe.head.init_from is not None:
         changes["init_from"] = _here(recipe.head.init_from)
@@ -221,7 +223,7 @@ def _section(recipe: Recipe) -> Any:
 
 
 def _here(path: str) -> str:
-    """A head's folder on this machine. UserError for one that would have to be downloaded."""
+    """Return a head's path on this machine. UserError if it would have to be downloaded."""
     folder, pickle = without_pickle(path)
     if not is_hub_id(folder):
         return path
@@ -237,7 +239,7 @@ def _here(path: str) -> str:
 
 
 def full_rows(B: int, T: int) -> Rows:
-    """Rows of one document in which every token is a label."""
+    """Return rows of one document each, in which every token is a label."""
     tokens = torch.zeros(B, T, dtype=torch.int64)
     positions = torch.arange(T).expand(B, T)
     return Rows(tokens, torch.ones(B, T, dtype=torch.bool), positions, torch.zeros_like(tokens))
@@ -245,7 +247,7 @@ def full_rows(B: int, T: int) -> Rows:
 
 @contextmanager
 def _chunks_as_on(device: str) -> Iterator[None]:
-    """Let a tensor without values, which says that it is on a CPU, take a loss's chunks of another device."""
+    """Use the chunk size of another device in the losses, for tensors without values, which report a CPU."""
     own = CHUNK_BYTES["cpu"]
     CHUNK_BYTES["cpu"] = CHUNK_BYTES[device]
     try:
@@ -255,5 +257,5 @@ def _chunks_as_on(device: str) -> Iterator[None]:
 
 
 def _size(tensor: Tensor, width: int | None = None) -> int:
-    """Bytes of a tensor; `width`: of its numbers, if they are floating-point."""
+    """Return the bytes of a tensor. `width`: bytes per number, for a floating-point tensor."""
     return tensor.numel() * (width if width and tensor.is_floating_point() else tensor.element_size())

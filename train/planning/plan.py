@@ -10,6 +10,8 @@ from heads.errors import UserError
 from heads.recurrent.draft import total_memory
 from train.data.corpus import TYPES
 from train.fast_dtype import fastest_dtype
+from train.features.cache import stored_bytes
+from train.features.settings import CacheFeatures
 from train.planning.counting import HeadCount, TargetCount, count_run
 from train.recipe import Recipe
 from train.step import rows_per_step
@@ -18,8 +20,7 @@ TOKEN_BYTES = sum(np.dtype(TYPES[part]).itemsize for part in ("tokens", "labels"
 """Bytes on disk of a tokenised token with its label."""
 ANSWER_BYTES = 9
 """Bytes on disk of a token of an answer: in the store of answers, and in the documents with its label."""
-FEATURE_BYTES = 2
-"""Bytes of one number in a cache of features: those of bfloat16, whatever `features.dtype` is."""
+CACHE_DTYPE: str = CacheFeatures.model_fields["dtype"].default
 LIBRARIES = 2**30
 """Host memory of a process that has imported torch, transformers and accelerate."""
 PER_NODE = 8
@@ -142,8 +143,10 @@ class Plan:
         if self.launch.features == "cache":
             known = self.data_tokens()
             tokens = self.tokens if known is None else min(known, self.tokens)
-            rows["cache of features, at most"] = (
-                FEATURE_BYTES * tokens * (self.head.aux_layers + 1) * self.head.hidden_size
+            features = self.recipe.features
+            dtype = features.dtype if isinstance(features, CacheFeatures) else CACHE_DTYPE
+            rows["cache of features, at most"] = stored_bytes(
+                tokens, self.head.aux_layers + 1, self.head.hidden_size, dtype
             )
         return rows
 
