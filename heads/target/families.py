@@ -184,7 +184,8 @@ class OutputHead:
 
     def __init__(self, head: Any, config: Any) -> None:
         self.head = head
-        self.scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+        factor: float | None = getattr(config, "logit_scale", None) or getattr(config, "output_multiplier", None)
+        self.scale: float = factor or 1 / (getattr(config, "logits_scaling", None) or 1.0)
         if getattr(config, "scale_decoder_outputs", False):  # T5's first form
             self.scale *= config.hidden_size**-0.5
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
