@@ -312,7 +312,10 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_a_target(family: str, 
         alone = model(prompt, use_cache=False).logits
     torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
     assert target_record(target)["architecture"] == type(model).__name__
-    assert load_shape(str(tmp_path)).hidden_size == 16
+    shape, counts = load_shape(str(tmp_path)), torch.ones(40, dtype=torch.int64)
+    assert shape.hidden_size == 16
+    if target.is_recurrent:
+        assert "recurrent layers" in refused(build_head, "draft", {"path": str(tmp_path)}, shape, counts)
 
     requests = [Request([*prompt[0].tolist(), 39], 12, Sampling(T), ignore_eos=True) for T in (0.0, 1.0)]
     plain = Engine(target, None, EngineOptions(max_length=40)).generate(requests[:1])[0].tokens
@@ -321,7 +324,7 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_a_target(family: str, 
         for _ in range(12):
             whole = torch.cat([whole, model(whole, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     assert plain == whole[0, len(requests[0].prompt) :].tolist()
-    head = build_head("eagle3", {"aux_layer_ids": [1, 2, 4]}, target, torch.ones(40, dtype=torch.int64))
+    head = build_head("eagle3", {"aux_layer_ids": [1, 2, 4]}, target, counts)
     trees = ["chain:3"] if target.is_recurrent else ["chain:3", "tree:3x2x6"]
     audit(target, head, requests, trees, batch_sizes=(1, 3), max_length=40)
 
