@@ -110,7 +110,8 @@ def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise UserError(
-        f"{name}: {type(base).__name__} holds no list of {num_layers} decoder layers; it cannot be auxiliary"
+        f"{name}: {type(base).__name__} holds no list of {num_layers} decoder layers, which heads could read; "
+        "use another target"
     )
 
 
