@@ -131,6 +131,15 @@ ROWS = 1024
 """Number of rows whose logits `foresees` computes at a time."""
 
 
+def check_takes_back(model: PreTrainedModel) -> None:
+    """Refuse a draft with recurrent layers."""
+    if find_mixers(model):
+        raise UserError(
+            f"head: a {model.config.model_type} has recurrent layers, which cannot take back what they draft; "
+            "use a draft with attention layers alone"
+        )
+
+
 @dataclass
 class DraftState:
     """Static tensors of one batch of sequences.
@@ -159,11 +168,7 @@ class Draft(nn.Module, DraftHead):
 
     def __init__(self, config: DraftConfig, model: PreTrainedModel) -> None:
         super().__init__()
-        if find_mixers(model):
-            raise UserError(
-                f"head: a {model.config.model_type} has recurrent layers, which cannot take back what they draft; "
-                "use a draft with attention layers alone"
-            )
+        check_takes_back(model)
         untyped: Any = model
         self.config = config
         self.model = untyped.eval()  # without dropout, in training as in drafting
@@ -183,6 +188,7 @@ class Draft(nn.Module, DraftHead):
             "fresh": lambda: fresh_model(target, said["fresh"]),
         }
         model = make[sources[0]]()
+        check_takes_back(model)
         common = fit_vocabulary(model, target.vocab_size)
         config = DraftConfig(**said, model=model_record(model), vocab_size=target.vocab_size, common_size=common)
         return cls(config, model)

@@ -110,8 +110,8 @@ HOOKS_OF_SGLANG = """
 BailingMoe BailingMoeV2 DeepseekV32 ExaoneMoe Gemma3 Glm4Moe Glm4MoeLite GlmMoeDsa LongcatFlash Mellum Qwen2Moe
 """
 MULTIMODAL = {
-    VLLM: "Gemma4 Gemma4Unified Llama4 Llava Mistral3 Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe KimiK25",
-    SGLANG: "Gemma3 Gemma4 Gemma4Unified Llama4 Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe KimiK25",
+    VLLM: "Gemma4 Gemma4Unified Llama4 Llava Mistral3 Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe Kimi_K25",
+    SGLANG: "Gemma3 Gemma4 Gemma4Unified Llama4 Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe Kimi_K25",
 }
 
 

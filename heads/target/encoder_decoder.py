@@ -187,11 +187,21 @@ def mark(cache: HFCache, is_input: Tensor) -> Tensor:
 
 def find_base(model: PreTrainedModel, name: str) -> nn.Module:
     """Return a model's decoder without its output head; encoder and decoder as one if it has both."""
-    untyped: Any = model
     if model.config.is_encoder_decoder:
         return EncoderDecoder(model, name)
-    base: nn.Module = untyped.get_decoder()
+    base: nn.Module = _language_model(model).get_decoder()
     return base
+
+
+def find_head(model: PreTrainedModel) -> Any:
+    """Return a model's output embeddings; None without any."""
+    return _language_model(model).get_output_embeddings()
+
+
+def _language_model(model: PreTrainedModel) -> Any:
+    """Return the part of a model that has the output head: of some multimodal ones a causal language model."""
+    untyped: Any = model
+    return untyped if untyped.get_output_embeddings() is not None else untyped.get_decoder()
 
 
 def decoder_of(base: nn.Module) -> nn.Module:

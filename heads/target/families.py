@@ -111,7 +111,8 @@ def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise UserError(
-        f"{name}: {type(base).__name__} holds no list of {num_layers} decoder layers; it cannot be auxiliary"
+        f"{name}: {type(base).__name__} holds no list of {num_layers} decoder layers, which heads could read; "
+        "use another target"
     )
 
 
@@ -186,7 +187,8 @@ class OutputHead:
 
     def __init__(self, head: Any, config: Any) -> None:
         self.head = head
-        self.scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+        factor: float | None = getattr(config, "logit_scale", None) or getattr(config, "output_multiplier", None)
+        self.scale: float = factor or 1 / (getattr(config, "logits_scaling", None) or 1.0)
         if getattr(config, "scale_decoder_outputs", False):  # the first version of T5
             self.scale *= config.hidden_size**-0.5
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 from heads.base import SharedLayers
 from heads.errors import UserError, first_line
 from heads.target.cache import HFCache
-from heads.target.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base
+from heads.target.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base, find_head
 from heads.target.families import (
     OutputHead,
     check_layers,
@@ -152,7 +152,7 @@ class FrozenTarget(LanguageModel):
         """True if the user allows running the Python code that comes with the model."""
         config = model.config.get_text_config()
         check_layers(model, config, name)
-        base, head = find_base(model, name), untyped.get_output_embeddings()
+        base, head = find_base(model, name), find_head(model)
         check_window(base, config, name)
         if head is None:
             raise UserError(f"{name}: expected a causal language model, {type(model).__name__} has no output head")

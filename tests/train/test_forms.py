@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from eval.bench import parse_arguments
 from eval.benchmark.loading import open_target_of
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import check_fits, load_head
+from heads.target.encoder_decoder import auto_class
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.target.quantization import weight_bytes
 from heads.tree import Proposal
@@ -66,6 +67,15 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         dict(GROUPED, use_sliding_window=True, sliding_window=8, max_window_layers=2),
     ),
+    "multimodal: mistral3": (
+        "mistral3",
+        dict(
+            text_config=dict(BASE, **GROUPED, model_type="mistral", sliding_window=8),
+            vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2),
+            tie_word_embeddings=False,
+            image_token_id=127,
+        ),
+    ),
     "experts: mixtral": ("mixtral", dict(GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
     "experts: qwen3_moe": ("qwen3_moe", dict(GROUPED, head_dim=16, num_experts=6, decoder_sparse_step=1, **EXPERTS)),
     "experts: gpt_oss, attention sinks": (
@@ -97,10 +107,10 @@ CHAIN, TREE = "chain:3", "tree:3x4x12"
 def save_target(form: str, folder: Path, tokenizer_folder: Path) -> None:
     """A random target of one form in a folder, with the tiny tokenizer."""
     family, changes = FORMS[form]
-    config = AutoConfig.for_model(family, **{**BASE, **changes})
+    config = AutoConfig.for_model(family, **({} if "text_config" in changes else BASE) | changes)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = auto_class(config).from_config(config)
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "sinks" not in name:
                 torch.nn.init.normal_(parameter, std=0.2)

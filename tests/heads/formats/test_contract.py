@@ -195,6 +195,8 @@ def test_which_options_each_reader_takes(
         ("MixtralForCausalLM", set()),
         ("Gemma2ForCausalLM", set()),
         ("T5ForConditionalGeneration", set()),
+        ("Mistral3ForConditionalGeneration", {VLLM}),
+        ("Kimi_K25ForConditionalGeneration", {VLLM, SGLANG}),
         (None, set()),
     ],
 )

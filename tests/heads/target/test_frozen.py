@@ -20,6 +20,8 @@ from transformers import (
 )
 
 from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.sampling import Sampling
+from heads.backends.torch.architectures import why_not_native
 from heads.checkpoint import save_head, target_record
 from heads.registry import build_head
 from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
@@ -27,6 +29,7 @@ from heads.target.families import attention_masks, unused_weights
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.target.shape import load_shape
 from tests.refusals import refused
+from tests.runs import audit
 
 BASE: dict[str, Any] = {
     "vocab_size": 40,
@@ -252,41 +255,78 @@ def test_families_with_another_kind_of_past_are_refused(family: str, words: str)
     assert words in refused(FrozenTarget, model, "its-path")
 
 
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+    "deepstack_visual_indexes": [],
+    "video_temporal_patch_size": 2,
+}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+MAMBA: dict[str, Any] = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8}
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "mistral3": {"text_config": {"model_type": "mistral", "sliding_window": 4}},
-    "qwen3_vl": {"rope": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "qwen3_vl": {"text_config": {"rope_parameters": ROPE}},
+    "muse_glimmer": {"text_config": {"output_multiplier": 0.5, "final_logit_softcapping": 2.0, "sliding_window": 4}},
+    "nemotron_h_omni": {
+        "text_config": {**MAMBA, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
+    },
 }
+NATIVE = {"mistral3"}
+
+
+def make_multimodal(family: str, placeholder: int) -> Any:
+    """A tiny random model, the same every time, with images in the place of token `placeholder`."""
+    text = {**BASE, **MULTIMODAL[family]["text_config"]}
+    given: dict[str, Any] = {"out_hidden_size": 64, "projector_hidden_size": 8, "vision_hidden_size": 16}
+    known = AutoConfig.for_model(family).to_dict()
+    given = {name: value for name, value in given.items() if name in known}
+    config = AutoConfig.for_model(
+        family, text_config=text, vision_config=VISION, image_token_id=placeholder, video_token_id=41, **given
+    )
+    auto: Any = AutoModelForImageTextToText
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return auto.from_config(config).eval()
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_the_language_model_of_a_multimodal_checkpoint_is_a_target(family: str, tmp_path: Path) -> None:
-    """transformers has no class for the language models of these alone."""
-    changes = dict(MULTIMODAL[family])
-    text = {**BASE, **changes.pop("text_config", {})}
-    if rope := changes.pop("rope", None):
-        text["rope_parameters"] = rope
-    vision: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": 16, "deepstack_visual_indexes": []}
-    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, image_token_id=39)
-    auto: Any = AutoModelForImageTextToText
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = auto.from_config(config).eval()
+    """transformers has no class for the language models of these alone. Without images their placeholder is a token as
+    any other; Muse-Glimmer's own class embeds another in its place, so it has none here."""
+    model = make_multimodal(family, placeholder=40 if family == "muse_glimmer" else 39)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
     target = load_target(str(tmp_path), dtype=torch.float32)
-    tokens, positions, documents = packed()
-    logits = target.shared.lm_head(target.packed_features(tokens, positions, documents, [1, 2]).hidden)
+    assert (why_not_native(target) is None) == (family in NATIVE)
+    given = packed()
+    if target.is_recurrent:  # a document alone
+        given = (given[0][:, LENGTHS[0] :], given[1][:, LENGTHS[0] :], given[2][:, LENGTHS[0] :])
+    logits = target.shared.lm_head(target.packed_features(*given, [1, 2]).hidden)[:, -LENGTHS[1] :]
+    prompt = given[0][:, -LENGTHS[1] :]
     with torch.no_grad():
-        alone = model(tokens[:, LENGTHS[0] :], use_cache=False).logits
-    torch.testing.assert_close(logits[:, LENGTHS[0] :], alone, atol=1e-4, rtol=1e-4)
+        alone = model(prompt, use_cache=False).logits
+    torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
     assert target_record(target)["architecture"] == type(model).__name__
-    assert load_shape(str(tmp_path)).hidden_size == 16
+    shape, counts = load_shape(str(tmp_path)), torch.ones(40, dtype=torch.int64)
+    assert shape.hidden_size == 16
+    if target.is_recurrent:
+        assert "recurrent layers" in refused(build_head, "draft", {"path": str(tmp_path)}, shape, counts)
+
+    requests = [Request([*prompt[0].tolist(), 39], 12, Sampling(T), ignore_eos=True) for T in (0.0, 1.0)]
+    plain = Engine(target, None, EngineOptions(max_length=40)).generate(requests[:1])[0].tokens
+    whole = torch.tensor([requests[0].prompt])
+    with torch.no_grad():
+        for _ in range(12):
+            whole = torch.cat([whole, model(whole, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    assert plain == whole[0, len(requests[0].prompt) :].tolist()
+    head = build_head("eagle3", {"aux_layer_ids": [1, 2, 4]}, target, counts)
+    trees = ["chain:3"] if target.is_recurrent else ["chain:3", "tree:3x2x6"]
+    audit(target, head, requests, trees, batch_sizes=(1, 3), max_length=40)
 
 
 def test_heads_take_the_commonest_shape_of_layers_that_differ() -> None:
