@@ -10,12 +10,12 @@ from train.usage import recipe_keys
 LAUNCH = "accelerate launch --config_file recipes/accelerate/local.yaml"
 PLAN = "--plan"
 USAGE = f"usage: {LAUNCH} train/{{name}}.py RECIPE.yaml [key.sub=value ...] [{PLAN}]"
-PLANNING = f"""{PLAN} prints what the run would take, from the configs alone: memory, disk, operations, hours. With it:
-  --processes N             devices, one a process
-  --sharing MODE            of the head's training state: ddp, fsdp, zero2 or zero3
-  --features PLACE          of the target: process (whole in each), sharded, vllm or cache
-  --memory GIB              of a GPU to plan for; else for this machine's device
-  --tflops X                10^12 operations a second of a device (default: 396, 40% of an H100's); may be repeated"""
+PLANNING = f"""{PLAN} prints the memory, disk, operations and hours of a run, computed from the configs. Options:
+  --processes N             number of processes, one for each device
+  --sharing MODE            how processes share the head's training state: ddp, fsdp, zero2 or zero3
+  --features PLACE          where the target runs: process (whole in each process), sharded, vllm or cache
+  --memory GIB              memory of a GPU to plan for; default: this machine's device
+  --tflops X                TFLOP/s of a device; may be repeated (default: 396, 40% of an H100's)"""
 KINDS = {
     "eagle": "eagle3",
     "mtp": "mtp",
