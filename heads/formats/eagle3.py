@@ -82,7 +82,7 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Loader:
-    """How one reader loads an EAGLE-3 head."""
+    """Limits of one reader of EAGLE-3 heads."""
 
     targets: frozenset[str]
     """Classes of targets whose residual streams the reader passes to a head."""

@@ -222,7 +222,7 @@ def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[s
 
 @dataclass(frozen=True)
 class MtpLoader:
-    """How engines load the modules of one class of targets."""
+    """Engines that load the modules of one class of targets."""
 
     layout: str
     """One of LAYOUTS."""
@@ -253,7 +253,7 @@ MTP = {
     "Qwen3_5MoeForCausalLM": QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
 }
-"""How modules are loaded for each class of targets. The folder's config.json is the target's own, because engines go by
+"""Loader of the modules of each class of targets. The folder's config.json is the target's own, because engines go by
 its class. They use the target's embeddings and output head if the folder has none. No engine supports a draft
 vocabulary."""
 
