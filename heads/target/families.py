@@ -3,17 +3,21 @@
 Letters: B batch, N queries, S key slots, D hidden, V vocabulary.
 """
 
+import json
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from heads.errors import UserError
+from heads.errors import UserError, first_line
+from heads.target.hub import is_here
 
 
 class MiMoConfig(Qwen2Config):
@@ -247,3 +251,18 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)
     return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+def check_generation_config(path: str) -> None:
+    """Raise UserError if the folder's generation_config.json is damaged. transformers would ignore it, including the
+    tokens that end a text."""
+    file = Path(path) / "generation_config.json"
+    if not is_here(path) or not os.path.lexists(file):
+        return
+    remedy = "replace it, or delete it so that config.json alone says which tokens end a text"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({first_line(error)}); {remedy}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: expected a JSON object, got {type(found).__name__}; {remedy}")

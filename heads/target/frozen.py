@@ -7,8 +7,6 @@ may see, and sliding windows are computed from positions, so that draft trees ne
 """
 
 import hashlib
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from heads.target.cache import HFCache
 from heads.target.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base, find_head
 from heads.target.families import (
     OutputHead,
+    check_generation_config,
     check_layers,
     check_window,
     count_attention,
@@ -45,7 +44,6 @@ from heads.tree import TreeShape, is_chain
 
 FINGERPRINT_SAMPLES = 512
 """Number of weights that are read from each parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
-MEND_GENERATION = "replace it, or delete it to end texts by config.json alone"
 
 
 @dataclass(frozen=True)
@@ -143,8 +141,7 @@ class FrozenTarget(LanguageModel):
     """A causal LM that is never trained, with its features, embeddings and output head."""
 
     def __init__(self, model: PreTrainedModel, name: str, *, quantize: str | None = None) -> None:
-        untyped: Any = model
-        untyped.eval()
+        model.eval()
         self.model = model.requires_grad_(False)
         self.checkpoint_config: Any = model.config
         """Config of the whole checkpoint. In a multimodal checkpoint, the language model is only a part."""
@@ -164,11 +161,7 @@ class FrozenTarget(LanguageModel):
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.head.weight.shape[0]
         self.context_length: int = longest_text(config) or 2048
-        self.shared = SharedLayers(
-            embed_tokens=model.get_input_embeddings(),
-            lm_head=self.lm_head,
-            lm_head_weight=self.head.weight,
-        )
+        self.shared = SharedLayers(model.get_input_embeddings(), self.lm_head, self.head.weight)
         self.eos_token_ids = eos_ids(model)
         self.quantize = quantize
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
@@ -329,17 +322,15 @@ def load_target(
     hidden states and replaceable masks.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
-    _check_generation_config(path)
+    check_generation_config(path)
     what = "no causal language model with safetensors weights can be loaded"
     stored = config.get_text_config().dtype
     widens = place is not None and dtype is not None and stored is not None and stored.itemsize < dtype.itemsize
     how: dict[str, Any] = {"dtype": "auto" if widens else dtype or "auto"}
-    how |= {"use_safetensors": True, "output_loading_info": True}
+    how |= {"use_safetensors": True, "output_loading_info": True, "trust_remote_code": trust_remote_code}
     try:
         repo, how["revision"] = repo_and_revision(path)
-        loaded: Any = auto_class(config).from_pretrained(
-            repo, config=config, trust_remote_code=trust_remote_code, **how
-        )
+        loaded: Any = auto_class(config).from_pretrained(repo, config=config, **how)
     except Exception as error:  # transformers, safetensors and torch raise many kinds of errors
         remedy = "install the package" if isinstance(error, ImportError) else "name a folder or hub id of one"
         raise _fault(path, what, error, remedy) from error
@@ -378,20 +369,6 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(repo, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError and the validators' own
         raise _fault(path, "no model that can be read", error, "mend its config.json, or name another") from error
-
-
-def _check_generation_config(path: str) -> None:
-    """Raise UserError if the folder's generation_config.json is damaged. transformers would ignore it, including the
-    tokens that end a text."""
-    file = Path(path) / "generation_config.json"
-    if not is_here(path) or not os.path.lexists(file):
-        return
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({first_line(error)}); {MEND_GENERATION}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: expected a JSON object, got {type(found).__name__}; {MEND_GENERATION}")
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
