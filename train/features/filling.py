@@ -80,7 +80,8 @@ def fill_folder(
             run.tracker.say(f"features.folder {folder}: filled already")
             return None
         written = sum(path.stat().st_size for path in folder.glob("rows-*.safetensors"))
-        size = needed_bytes(mixture, streams, source.target.hidden_size, settings.dtype)
+        tokens = sum(int(pool.pieces[:, 1].sum()) for pool in mixture.pools)
+        size = stored_bytes(tokens, streams, source.target.hidden_size, settings.dtype)
         run.tracker.say(f"features.folder {folder}: {size / 1e9:.3g} GB, of which {written / 1e9:.3g} GB are there")
         free = shutil.disk_usage(folder).free
         if size - written > free:
@@ -131,11 +132,6 @@ def begin_folder(folder: Path, about: dict[str, Any]) -> set[bytes] | None:
         check_same(folder, json.loads(begun.read_bytes()), about)
     write_json(begun, about)
     return {key for path in sorted(folder.glob("rows-*.safetensors")) for key in Shard(path).rows}
-
-
-def needed_bytes(mixture: Mixture, streams: int, width: int, dtype: str) -> int:
-    """Return the size of all features, without hashes and headers."""
-    return stored_bytes(sum(int(pool.pieces[:, 1].sum()) for pool in mixture.pools), streams, width, dtype)
 
 
 def all_rows(mixture: Mixture, batch_size: int, accelerator: Accelerator, done: set[bytes]) -> Iterator[Rows]:
