@@ -25,10 +25,9 @@ from heads.files import is_full_disk
 from heads.tree import TreeShape
 
 AUTO = "auto"
-"""Value of an option that lets the program choose: search for the fastest tree, or select a backend."""
+"""Value of an option that lets the program choose: search for the fastest tree."""
 UNREAD = 128 + signal.SIGPIPE
 """Exit status if the reader of the output has closed it: the one that shells report for other programs."""
-BACKENDS = ("huggingface", "torch", "cpu", "triton")
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -143,7 +142,6 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="number type to compute in"
     )
     parser.add_argument("--device", help="such as cuda or cpu; default: cuda if there is a GPU, else cpu")
-    parser.add_argument("--backend", default=AUTO, choices=[AUTO, *BACKENDS], help="implementation of the decoding")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
     parser.add_argument(
         "--quantize", choices=["none", "int8"], help="quantise the target's layers; default: as in the head's training"

@@ -79,8 +79,6 @@ class Observation:
     start: Tensor  # (B,) int64
     count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a finished row: nothing that is read of its state may change
     nodes: Tensor | None  # (B, M) int64, the proposal's nodes that became these rows; None if nothing was drafted
-    missed: bool = False
-    """True for rows of rounds without a draft, which are read later; False for a prompt."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +134,10 @@ class Drafter(Protocol):
         read. Never by default."""
         return
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any) -> Any:
-        """Return the state of `batch_size` sequences of at most `capacity` positions, to draft trees of `shape` with a
-        `heads.backends.base.Backend`. Raises UserError as `check_draft` does.
-
-        It is a dataclass, opaque to the runtime except for `shape` and `length` (B,), the positions of the roots. Its
-        tensors change only in place: `dataclasses.replace(state, shape=shorter)` drafts a shorter chain from the same
-        tensors, and extending one of the two states extends both."""
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
+        """Return the state of `batch_size` sequences of at most `capacity` positions, to draft trees of `shape`. It is
+        opaque to the runtime, except for `length` (B,), the positions of the roots. Raises UserError as `check_draft`
+        does."""
 
     def reset_rows(self, state: Any, rows: Tensor) -> None:
         """Reset rows of the batch: `rows` (B,) bool, True where a new sequence begins."""

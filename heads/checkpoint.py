@@ -38,7 +38,6 @@ FORMAT = 1
 CONFIG = "config.json"
 WEIGHTS: list[str] = sorted({method.format.weights_file for method in HEADS.values()})
 """Possible names of the file with a head's tensors."""
-NOT_ITS_OWN = ("_name_or_path", "grown_from")
 """Keys of a target's config that state its origin."""
 NOT_SAVED = ("config", "trust_remote_code")
 """Keys of a target's record that are not repeated in a head's files."""
@@ -77,7 +76,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": getattr(config, "eos_token_id", None),
         "pad_token_id": getattr(config, "pad_token_id", None),
-        "config": {key: value for key, value in whole.items() if key not in NOT_ITS_OWN},
+        "config": {key: value for key, value in whole.items() if key != "_name_or_path"},
         "trust_remote_code": target.trust_remote_code,
     }
 

@@ -117,7 +117,7 @@ class DFlash2(DFlash):
     def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
         selector = self.candidate_selector
         values, tokens = logits.topk(self.config.selector_top_k, -1)
-        by_token = selector(states[..., -1, :], previous[..., -1])  # (..., r)
+        by_token = selector(states, previous)  # (..., r)
         added = (selector.successor_codebook[tokens] * by_token[..., None, :]).sum(-1)
         shape = (*added.shape[:-1], logits.shape[-1])
         chosen = logits.new_full(shape, -torch.inf)
@@ -131,4 +131,4 @@ class DFlash2(DFlash):
         """Return the reads of the base class, without the codebooks: only a few of their rows are read."""
         reads, selector = super().bytes_per_round(state), self.candidate_selector
         tables = selector.predecessor_codebook.numel() + selector.successor_codebook.numel()
-        return replace(reads, propose=reads.propose - state.steps.lm_head.product.weight_bytes * tables)
+        return replace(reads, propose=reads.propose - state.lm_head.product.weight_bytes * tables)

@@ -23,9 +23,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads.backends.base import Backend, CachedDecoder
-from heads.backends.huggingface import positions_of
-from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, SlotMapping, round_up
 from heads.base import (
     Batch,
     DraftHead,
@@ -37,16 +34,21 @@ from heads.base import (
     from_plain,
     given,
 )
+from heads.draft_state import take_newest
 from heads.errors import UserError, expect, expect_one_of
 from heads.formats.base import check_tensors
 from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
 from heads.losses import LOSSES, Divergence, draft_loss, jsd
+from heads.target.cached import CachedDecoder, CacheSpec
+from heads.target.decoder import NativeDecoder, why_not_native
 from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
 from heads.target.forward import decode_packed
 from heads.target.frozen import FrozenTarget, LanguageModel
+from heads.target.hf import HFDecoder, positions_of
 from heads.target.recurrent_layers import find_mixers
+from heads.target.slots import Drafted, Observed, SlotMapping, round_up
 from heads.target.smaller_model import (
     empty_model,
     fit_vocabulary,
@@ -56,7 +58,7 @@ from heads.target.smaller_model import (
     model_record,
     own_weights,
 )
-from heads.tree import Proposal, TreeShape, check_width, is_chain, level_widths, scratch_slots
+from heads.tree import Proposal, TreeShape, check_width, level_widths, scratch_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,6 @@ class DraftState:
     """
 
     shape: TreeShape
-    backend: Backend
     decoder: CachedDecoder
     slot: Tensor  # (S,) int64, 0 .. S - 1
     root: Tensor  # (B,) int64
@@ -296,8 +297,8 @@ class Draft(nn.Module, DraftHead):
     def bytes_per_round(self, state: DraftState) -> RoundReads:
         """Return the reads of one round. A step reads only some rows of the embeddings, unless they are the output
         head, too; it reads nothing of an encoder."""
-        output, native = self.output.head.weight, state.decoder.native
-        products = [] if native is None else [product for kind in native.products().values() for product in kind]
+        output, decoder = self.output.head.weight, state.decoder
+        products = decoder.stack.products() if isinstance(decoder, NativeDecoder) else []
         width = min((product.weight_bytes for product in products), default=output.element_size())
         stack: Any = decoder_of(self.base)
         table = stack.get_input_embeddings().weight
@@ -320,64 +321,51 @@ class Draft(nn.Module, DraftHead):
                 "shorter ones"
             )
 
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
-    ) -> DraftState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
         self.check_draft(shape, capacity)
         device = self.output.head.weight.device
         behind = max(shape.depth, scratch_slots(shape))
         spec = CacheSpec(
             batch_size=batch_size,
             capacity=round_up(capacity + behind + 1),  # the last slot is for padding
-            widths=(1, 2, *level_widths(shape)),  # a round begins with two tokens
+            nodes=max(2, *level_widths(shape)) if shape.depth > 1 else 2,  # a round begins with two tokens
             depth=shape.depth,
-            scratch=behind,
             vocab_size=self.config.common_size,
             draft=True,
         )
         output = self.output
         model = LanguageModel(self.base, output.head, output, self.text_config, "head.path")
-        decoder = backend.decoder(model, spec)
+        decoder = NativeDecoder(model, spec) if why_not_native(model) is None else HFDecoder(model, spec)
         ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
         expanded = torch.full((batch_size, shape.nodes), -1, device=device)
-        return DraftState(shape, backend, decoder, decoder.slot, ids[0], ids[1], ids[2], expanded)
+        return DraftState(shape, decoder, decoder.slot, ids[0], ids[1], ids[2], expanded)
 
     @torch.no_grad()
     def extend(self, state: DraftState, observation: Observation) -> None:
         tokens, start, count = observation.tokens, observation.start, observation.count
         nodes, M = observation.nodes, tokens.shape[1] - 1
-        if observation.missed:  # the token before them may be the last draft token, which was never read
-            read = torch.cat([state.previous[:, None], tokens[:, :-1]], 1)
-            mapping = Observed((start - 1).clamp_min(0), torch.where(count > 0, count + 1, 0), state.slot, M + 1)
-            state.read(read, mapping)
-        elif nodes is None:
+        if nodes is None:
             state.read(tokens[:, :-1], Observed(start, count, state.slot, M), prompt=True)
         elif state.shape.top_k > 1:
             # Only the last accepted node may be unexpanded; the next round reads it with its root.
             path, offset = state.expanded.gather(1, nodes) + 1, state.slot[:M]
             path = torch.where((path > 0) & (offset < count[:, None]), path, offset)  # other entries stay in place
-            state.decoder.compact(start, path, count - 1)
-        state.backend.take_newest(tokens, start, count, state.root, state.length, previous=state.previous)
+            state.decoder.compact(start, path)
+        take_newest(tokens, start, count, state.root, state.length, previous=state.previous)
 
     @torch.no_grad()
     def propose(self, state: DraftState, pick: Pick) -> Proposal:
-        decoder, length = state.decoder, state.length
-        if is_chain(state.shape):
-            drafted = decoder.draft_chain(pick, state.previous, state.root, length, state.shape.depth)
-            if drafted is not None:
-                return drafted
+        decoder, length, scratch = state.decoder, state.length, scratch_slots(state.shape)
         observed = length + 1  # with the root, which the pair below reads
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            mapping = Drafted(observed, paths, state.slot, state.shape.top_k == 1)
+            mapping = Drafted(observed, paths, state.slot, state.shape.top_k == 1, scratch)
             return decoder.logits(state.read(tokens, mapping))
 
         tokens = torch.stack([state.previous, state.root], dim=1)
         pair = Observed((length - 1).clamp_min(0), None, state.slot, 2)  # a row without a prompt is at 0
         hidden = state.read(tokens, pair)
-        proposal = grow(
-            state.shape, state.root, length, decoder.logits(hidden[:, 1:]), pick, expand, None, state.backend.select
-        )
+        proposal = grow(state.shape, state.root, length, decoder.logits(hidden[:, 1:]), pick, expand, None)
         if proposal.expanded is not None:
             state.expanded.copy_(proposal.expanded)
         return proposal

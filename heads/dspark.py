@@ -1,17 +1,14 @@
-"""DSpark (arXiv 2607.05147): a block filled in one pass, with a Markov head that conditions each token on the ones
+"""DSpark (arXiv 2607.05147): a block filled in one pass, with a Markov head that conditions each token on the one
 before.
 
-    z_j = lm_head h_j + W2 m_j                      predicts x_{a+1+j}, j = 0 .. block_size - 1
-    m_j = e_j,  e_j = W1[x_{a+j}]                   `vanilla`: from the token before
-    m_j = sigmoid(G [h_j ; e_j]) e_j                `gated`: from the row, too
-    m_j = tanh(o_j),  [g_j ; c_j ; o_j] = J [s_{j-1} ; e_j ; h_j],  s_j = sigmoid(g_j) s_{j-1} + sigmoid(-g_j) tanh(c_j)
-                                                    `rnn`: from all tokens before, s_{-1} = 0
+    z_j = lm_head h_j + W2 e_j                      predicts x_{a+1+j}, j = 0 .. block_size - 1
+    e_j = W1[x_{a+j}]                               the Markov head, from the token before
     confidence_j = sigmoid(w . [h_j ; e_j] + b)     estimates how much of the target's distribution softmax z_j covers
 
 The root's row is used, too, so row j is one token ahead of DFlash's row j.
 
 x_{a+j} is the true token in training and the draft token in drafting. So q, the softmax of z, is conditioned on the
-draft tokens before. Loss of a row = ce_weight * cross-entropy of the label + kl_weight * KL(p || q) + l1_weight * sum
+draft token before. Loss of a row = ce_weight * cross-entropy of the label + kl_weight * KL(p || q) + l1_weight * sum
 |p - q| + confidence_weight * cross-entropy of the confidence with sum min(p, q).
 
 Letters: V vocabulary, D hidden, M blocks, K depth, r rank.
@@ -26,14 +23,10 @@ from torch import Tensor, nn
 from heads.base import RoundReads
 from heads.block.draft import DraftBlockHead, DraftBlockState
 from heads.block.settings import DraftBlockConfig, DraftBlockSettings
-from heads.errors import UserError, expect, expect_one_of
+from heads.errors import UserError, expect
 from heads.initial.bigrams import bigrams
 from heads.initial.weights import TargetProbe
 from heads.labels import LABELS
-
-VANILLA, GATED, RNN = MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
-OPEN = 2.0
-"""Initial bias of a gate, which is then nearly open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +38,6 @@ class DSparkSettings(DraftBlockSettings):
     drafted as in training."""
     markov_rank: int = 256
     """Rank of the matrix from the previous token to the logits of the next."""
-    markov_head_type: str = VANILLA
-    """Inputs of the Markov head in addition to the previous token: `vanilla`, none; `gated`, the row's state; `rnn`,
-    also the states and tokens of all rows before. Engines support only `vanilla`."""
     ce_weight: float = 0.1
     """Factor of the labels' cross-entropy in the loss."""
     kl_weight: float = 0.0
@@ -65,7 +55,6 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
 
     def __post_init__(self) -> None:
         expect(self.markov_rank >= 1, "head.markov_rank", "1 or more (without it take dflash)", self.markov_rank)
-        expect_one_of(MARKOV_HEAD_TYPES, "head.markov_head_type", self.markov_head_type)
         for name in ("ce_weight", "kl_weight", "l1_weight", "confidence_weight"):
             expect(getattr(self, name) >= 0, f"head.{name}", "0 or more", getattr(self, name))
         if self.ce_weight + self.kl_weight + self.l1_weight == 0:
@@ -73,45 +62,12 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
 
 
 class MarkovHead(nn.Module):
-    """Low-rank logits of the next token from the tokens before it."""
+    """Low-rank logits of the next token from the token before it."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        self.kind, rank, D = config.markov_head_type, config.markov_rank, config.hidden_size
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.columns, bias=False)
-        if self.kind == GATED:
-            self.gate_proj = nn.Linear(D + rank, rank)
-        elif self.kind == RNN:
-            self.joint_proj = nn.Linear(2 * rank + D, 3 * rank)
-
-    def forward(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Return m (..., K, r) from the states (..., K, D) of a block's first K rows and W1 of the tokens before them
-        (..., K, r)."""
-        if self.kind == VANILLA:
-            return tokens
-        tokens = tokens.to(states.dtype)
-        if self.kind == GATED:
-            return tokens * self.gate_proj(torch.cat([states, tokens], -1)).sigmoid()  # type: ignore[no-any-return]
-        memory, made = torch.zeros_like(tokens[..., 0, :]), []
-        for token, state in zip(tokens.unbind(-2), states.unbind(-2), strict=True):
-            gate, candidate, out = self.joint_proj(torch.cat([memory, token, state], -1)).chunk(3, -1)
-            gate = gate.sigmoid()
-            memory = gate * memory + (1 - gate) * candidate.tanh()
-            made.append(out.tanh())
-        return torch.stack(made, -2)
-
-    @torch.no_grad()
-    def begin(self, w1: Tensor, w2: Tensor) -> None:
-        """Start as W2 W1 for every kind."""
-        self.markov_w1.weight.copy_(w1)
-        self.markov_w2.weight.copy_(w2)
-        if self.kind == GATED:
-            self.gate_proj.bias.fill_(OPEN)
-        elif self.kind == RNN:
-            rank = w1.shape[1]
-            nn.init.zeros_(self.joint_proj.bias)
-            self.joint_proj.weight[2 * rank :, rank : 2 * rank] += torch.eye(rank)  # tanh barely changes small numbers
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.columns, bias=False)
 
 
 class ConfidenceHead(nn.Module):
@@ -136,7 +92,6 @@ class DSpark(DraftBlockHead):
     def __init__(self, config: DSparkConfig, kept: Tensor | None = None) -> None:
         super().__init__(config, kept)
         self.markov_head = MarkovHead(config)
-        self.reads_paths = config.markov_head_type == RNN
         self.confidence_weight = config.confidence_weight
         width = config.hidden_size + config.markov_rank
         self.confidence_head = ConfidenceHead(width) if config.confidence_weight else None
@@ -147,24 +102,23 @@ class DSpark(DraftBlockHead):
     def initialise(self, probe: TargetProbe) -> None:
         """Also start the Markov head with the target's own bigrams."""
         super().initialise(probe)
-        self.markov_head.begin(*bigrams(probe, self.config.markov_rank))
+        w1, w2 = bigrams(probe, self.config.markov_rank)
+        self.markov_head.markov_w1.weight.copy_(w1)
+        self.markov_head.markov_w2.weight.copy_(w2)
         if self.confidence_head is not None:
             nn.init.zeros_(self.confidence_head.proj.bias)
 
     def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
         markov = self.markov_head
         tokens = markov.markov_w1(previous)  # (M, K, r)
-        given = {"bias_states": markov(states, tokens), "bias_weight": markov.markov_w2.weight}
+        given: dict[str, Any] = {"bias_states": tokens, "bias_weight": markov.markov_w2.weight}
         if self.confidence_head is not None:
             given["confidence"] = self.confidence_head(states, tokens)
         return given
 
     def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
-        if not self.reads_paths:
-            states, previous = states[..., -1:, :], previous[..., -1:]
-        markov = self.markov_head
-        latent = markov(states, markov.markov_w1(previous))[..., -1, :]
-        return logits + markov.markov_w2(latent.to(logits.dtype))  # type: ignore[no-any-return]
+        latent = self.markov_head.markov_w1(previous)
+        return logits + self.markov_head.markov_w2(latent.to(logits.dtype))  # type: ignore[no-any-return]
 
     def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
         """Return the reads of the base class, corrected for the Markov head: a few rows of W1, and the rest once per
@@ -172,10 +126,4 @@ class DSpark(DraftBlockHead):
         reads, markov = super().bytes_per_round(state), self.markov_head
         rows = markov.markov_w1.weight.numel()
         more = (state.shape.depth - 1) * (sum(p.numel() for p in markov.parameters()) - rows) - rows
-        return replace(reads, propose=reads.propose + state.steps.lm_head.product.weight_bytes * more)
-
-    def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:
-        if self.confidence_head is None:
-            return None
-        latent = self.markov_head.markov_w1(previous)
-        return self.confidence_head(states, latent).float().sigmoid()  # type: ignore[no-any-return]
+        return replace(reads, propose=reads.propose + state.lm_head.product.weight_bytes * more)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, expect
 from heads.formats.base import check_tensors
@@ -215,20 +214,6 @@ class Eagle3(Recurrent):
     def lm_head_weight(self, shared: SharedLayers) -> Tensor:
         return self.lm_head.weight
 
-    def logits(self, normed: Tensor, lm_head_weight: Tensor) -> Tensor:
-        return self.lm_head(normed)  # type: ignore[no-any-return]
-
-    def parts(self) -> HeadParts:
-        block, again = self.midlayer, self.config.norm_output
-        module = ModuleParts(
-            attention=block.self_attn,
-            mlp=block.mlp,
-            norm=block.post_attention_layernorm,
-            token_norm=block.input_layernorm,
-            state_norm=block.hidden_norm,
-            leave_norm=self.norm if again else None,
-            read_norm=None if again else self.norm,
-            normed_residual=bool(self.config.norm_before_residual),
-            window=self.config.sliding_window,
-        )
-        return HeadParts(modules=[module], fuse=self.fc, aux_norms=self.aux_norms)
+    @property
+    def starting(self) -> list[nn.Module]:
+        return [self.fc, *self.aux_norms]

@@ -4,11 +4,18 @@ Dynamic trees are EAGLE-2's (arXiv 2406.16858, section 4). Each level expands th
 of the draft's probabilities along their path, and the `nodes` - 1 likeliest of all candidates are kept. Static trees
 are Medusa's (arXiv 2401.10774, section 2.1.2): the nodes are fixed in advance, as ranks of children.
 
-Letters: B batch, N nodes, W nodes expanded at one level, R children picked for each of them.
+Nodes are ranked by score, then by lowest index. A parent's score is never below its child's, and its index is lower, so
+a parent is never dropped before its child. This includes scores that are both -inf, a child of draft probability 1, and
+sums of logarithms so large that the depth penalty is lost in rounding. NaN log-probabilities count as -inf, so that
+they cannot displace the root.
+
+Letters: B batch, T nodes drawn including the root, N nodes kept, K children drawn per node and nodes expanded per level
+of a dynamic tree, W nodes expanded at the level before, R children drawn for each, M nodes of a level of a static tree,
+P of them expanded.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -16,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.backends.torch.select import TORCH, Level, Select, new_nodes
 from heads.tree import Pick, Proposal, TreeShape, is_chain
 
 DEPTH_PENALTY = 1e-4
@@ -31,6 +37,44 @@ holds the indices of a node's ancestors, starting with the root's child, and end
 are numbered from 0, level by level; the W nodes being expanded have the highest numbers."""
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """A tree's nodes, the root first, parents before children."""
+
+    tokens: Tensor  # (B, T) int64
+    parents: Tensor  # (B, T) int64
+    scores: Tensor  # (B, T) usually float32, log-probability of the path
+    expanded: Tensor  # (B, T) int64, the node's index among the expanded nodes; -1 if it is not expanded
+    depths: Tensor  # (T,) int64 while a tree grows, (B, N) after `prune`
+
+
+@dataclass(frozen=True)
+class Beam:
+    """The W nodes expanded at one level. `heads.growth.Expand` describes rows and paths."""
+
+    tokens: Tensor  # (B, W) int64
+    scores: Tensor  # (B, W) float32
+    nodes: Tensor  # (B, W) int64
+    rows: Tensor  # (B, W) int64
+    paths: Tensor  # (B, W, level) int64
+
+
+@dataclass(frozen=True)
+class Level:
+    """A static tree's nodes of one depth: M of them, P expanded."""
+
+    first: int
+    """Index of the level's first node. Its other nodes follow."""
+    count: int
+    """Children drawn for each node of the level above."""
+    row: Tensor  # (M,) int64, index of each node's parent among the nodes expanded at the previous level
+    rank: Tensor  # (M,) int64, rank of each node among its parent's children
+    above: Tensor  # (M,) int64, each node's parent
+    expanded: Tensor  # (P,) int64, which of the M nodes are expanded
+    rows: Tensor  # (P,) int64, indices of their parents among the nodes expanded at the previous level
+    paths: Tensor  # (P, level) int64, the expanded indices of their ancestors and their own
+
+
 def grow(
     shape: TreeShape,
     root: Tensor,
@@ -39,10 +83,9 @@ def grow(
     pick: Pick,
     expand: Expand,
     token_ids: Tensor | None,
-    select: Select = TORCH,
 ) -> Proposal:
     """Grow a tree below `root` (B,), which is at `position` (B,). `logits` (B, 1, Vd) are the draft's, of the token
-    after the root. `pick` draws from logits whose columns are `token_ids` (Vd,); `select` is the backend's.
+    after the root. `pick` draws from logits whose columns are `token_ids` (Vd,).
 
     Levels count from 1, the root's children. `expand` is called depth - 1 times, with static shapes.
     """
@@ -53,10 +96,10 @@ def grow(
         return pick(logits, ahead[:, level, None].expand(-1, logits.shape[1]), count, token_ids)
 
     grow_shape = _grow_static if shape.paths is not None else _grow_chain if is_chain(shape) else _grow_dynamic
-    return grow_shape(shape, root, logits, draw, expand, select)
+    return grow_shape(shape, root, logits, draw, expand)
 
 
-def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand, select: Select) -> Proposal:
+def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     """Grow a tree of one node per level, without the operations that choose among several nodes."""
     B, K, device = len(root), shape.depth, root.device
     node = constant(tuple(range(K + 1)), device).expand(B, -1)
@@ -71,20 +114,18 @@ def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expa
     return Proposal(torch.cat(tokens, 1), parents, node, torch.cat(steps, 1).cumsum(1))
 
 
-def _grow_dynamic(
-    shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand, select: Select
-) -> Proposal:
+def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     B, K, device = len(root), shape.top_k, root.device
     depths, penalties = _levels(shape.depth, K, device)
     picked, logp = draw(logits, 1, K)  # (B, 1, K)
-    nodes = new_nodes(root, depths, logp.dtype)
-    beam = select.widen(nodes, root, None, picked, logp, 1, last=shape.depth == 1)
+    nodes = _new_nodes(root, depths, logp.dtype)
+    beam = _widen(nodes, root, None, picked, logp, 1, last=shape.depth == 1)
     for level in range(2, shape.depth + 1):
         assert beam is not None
         picked, logp = draw(expand(beam.tokens, beam.rows, beam.paths, level - 1), level, K)  # (B, K, K)
-        beam = select.widen(nodes, root, beam, picked, logp, level, last=level == shape.depth)
+        beam = _widen(nodes, root, beam, picked, logp, level, last=level == shape.depth)
     if shape.nodes < len(depths):
-        nodes = select.prune(nodes, penalties, shape.nodes)
+        nodes = _prune(nodes, penalties, shape.nodes)
     else:
         nodes = replace(nodes, depths=depths.expand(B, -1))
     expanded = nodes.expanded if shape.depth > 1 else None
@@ -100,19 +141,17 @@ def _levels(depth: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return constant(levels, device), constant(tuple(penalties.tolist()), device, torch.float32)
 
 
-def _grow_static(
-    shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand, select: Select
-) -> Proposal:
+def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     assert shape.paths is not None
     B = len(root)
     levels, parents, depths, indices = _plan(shape.paths, root.device)
     picked, logp = draw(logits, 1, levels[0].count)  # (B, 1, R)
     tokens, scores = root.new_empty(B, shape.nodes), logp.new_empty(B, shape.nodes)
-    beam = select.place(tokens, scores, root, picked, logp, levels[0])  # (B, P)
+    beam = _place(tokens, scores, root, picked, logp, levels[0])  # (B, P)
     for k, (above, level) in enumerate(pairwise(levels), start=1):
         logits = expand(beam, above.rows.expand(B, -1), above.paths.expand(B, -1, -1), k)
         picked, logp = draw(logits, k + 1, level.count)  # (B, P, R)
-        beam = select.place(tokens, scores, root, picked, logp, level)
+        beam = _place(tokens, scores, root, picked, logp, level)
     return Proposal(tokens, parents.expand(B, -1), depths.expand(B, -1), scores, indices.expand(B, -1))
 
 
@@ -149,6 +188,80 @@ def _plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[lis
         constant(((0, *map(len, paths)),), device),
         constant(((-1, *(order.index(path) if path in has_children else -1 for path in paths)),), device),
     )
+
+
+def _new_nodes(root: Tensor, depths: Tensor, dtype: torch.dtype = torch.float32) -> Nodes:
+    """Return empty nodes of the given depths (T,) for root (B,), with scores of type `dtype`. Nodes not yet drawn are
+    padding."""
+    B, T = len(root), len(depths)
+    tokens, parents, expanded = root.new_empty(3, B, T)
+    return Nodes(tokens, parents, root.new_empty(B, T, dtype=dtype), expanded, depths)
+
+
+def _first_node(K: int, level: int) -> int:
+    """Return the index of a level's first draw."""
+    return 1 if level == 1 else 1 + K + (level - 2) * K * K
+
+
+def _widen(
+    nodes: Nodes, root: Tensor, beam: Beam | None, picked: Tensor, logp: Tensor, level: int, *, last: bool
+) -> Beam | None:
+    """Add picked and logp (B, W, K), the children of the beam's nodes and their log-probabilities, best first. At level
+    1, beam is None and the children are the root's (B,). Return the next beam, None at the last level."""
+    B, W, K = picked.shape
+    start, end, children = _first_node(K, level), _first_node(K, level + 1), picked.flatten(1)
+    totals = nodes.scores[:, start:end]
+    if beam is None:
+        nodes.parents.zero_(), nodes.expanded.fill_(-1)
+        nodes.tokens[:, 0] = root
+        nodes.scores[:, 0].zero_()  # assigning a number would copy it from the host
+        totals.copy_(logp[:, 0])
+    else:
+        nodes.parents[:, start:end].view(B, W, K).copy_(beam.nodes[..., None])
+        torch.add(beam.scores[..., None], logp, out=totals.view(B, W, K))
+    totals.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    nodes.tokens[:, start:end] = children
+    if last:
+        return None
+    if beam is None:  # all are expanded, in the order in which they were drawn
+        best, rows, scores = torch.arange(K, device=root.device).expand(B, K), torch.zeros_like(picked[:, 0]), totals
+        paths = best[..., None]
+    else:
+        scores, best = (x[:, :K] for x in totals.sort(dim=1, descending=True, stable=True))
+        rows = best // K
+        paths = beam.paths.gather(1, rows[..., None].expand(-1, -1, level - 1))
+        paths = torch.cat([paths, beam.paths[..., -1:] + K], dim=2)
+    after = Beam(children.gather(1, best), scores, best + start, rows, paths)
+    nodes.expanded.scatter_(1, after.nodes, paths[..., -1])
+    return after
+
+
+def _prune(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
+    """Return the root and the `count` (N) - 1 other nodes with the best score - penalty (T,), in order, with parents
+    renumbered."""
+    rank = nodes.scores - penalties
+    rank[:, 0].fill_(torch.inf)
+    kept = rank.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values  # (B, N)
+    order = torch.arange(count, device=kept.device).expand_as(kept)
+    place = torch.zeros_like(nodes.parents).scatter_(1, kept, order)
+    return Nodes(
+        nodes.tokens.gather(1, kept),
+        place.gather(1, nodes.parents.gather(1, kept)),
+        nodes.scores.gather(1, kept),
+        nodes.expanded.gather(1, kept),
+        nodes.depths[kept],
+    )
+
+
+def _place(tokens: Tensor, scores: Tensor, root: Tensor, picked: Tensor, logp: Tensor, level: Level) -> Tensor:
+    """Write the entries of picked and logp (B, W, R) that are nodes of a static tree's level to the tree's tokens and
+    scores (B, N); at the first level also the root (B,). Return the tokens (B, P) of the expanded nodes."""
+    if level.first == 1:
+        tokens[:, 0] = root
+        scores[:, 0].zero_()
+    here, taken = slice(level.first, level.first + len(level.row)), picked[:, level.row, level.rank]
+    tokens[:, here], scores[:, here] = taken, scores[:, level.above] + logp[:, level.row, level.rank]
+    return taken[:, level.expanded]
 
 
 @cache

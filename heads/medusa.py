@@ -21,9 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from heads.backends.base import Backend, take_newest
-from heads.backends.torch.block import with_products
-from heads.backends.torch.select import Select
 from heads.base import (
     Batch,
     DraftHead,
@@ -36,6 +33,7 @@ from heads.base import (
     from_plain,
     given,
 )
+from heads.draft_state import take_newest
 from heads.errors import UserError, expect
 from heads.formats.base import check_tensors
 from heads.growth import grow
@@ -43,6 +41,7 @@ from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_dep
 from heads.losses import check_loss_settings, draft_loss
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import check_one_width
+from heads.target.product import with_products
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import build_vocab, check_kept, check_table
 
@@ -122,7 +121,6 @@ class MedusaState:
     """Static tensors of one batch of sequences."""
 
     shape: TreeShape
-    select: Select
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position
     hidden: Tensor  # (B, D), the target's state before the root
@@ -255,15 +253,13 @@ class Medusa(nn.Module, DraftHead):
             raise UserError(f"tree {shape}: {shape.depth} levels, the head has {depth} heads; ask for no more")
         check_width(shape, self.config.draft_vocab_size)
 
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
-    ) -> MedusaState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> MedusaState:
         self.check_draft(shape, capacity)
         config, weight = self.config, self.heads[0][-1].weight
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.kept.device)
         hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)
-        levels = [with_products(head, backend.product) for head in self.heads[: shape.depth]]
-        return MedusaState(shape, backend.select, ids[0], ids[1], hidden, levels)
+        levels = [with_products(head) for head in self.heads[: shape.depth]]
+        return MedusaState(shape, ids[0], ids[1], hidden, levels)
 
     @torch.no_grad()
     def extend(self, state: MedusaState, observation: Observation) -> None:
@@ -279,7 +275,7 @@ class Medusa(nn.Module, DraftHead):
 
         ids = self.kept if len(self.kept) < self.config.vocab_size else None
         first = state.levels[0](state.hidden)[:, None]
-        return grow(state.shape, state.root, state.length, first, pick, expand, ids, state.select)
+        return grow(state.shape, state.root, state.length, first, pick, expand, ids)
 
     def bytes_per_round(self, state: MedusaState) -> RoundReads:
         width = state.levels[0][-1].product.weight_bytes

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, expect, expect_one_of, first_line
 from heads.formats.base import FLOATS, check_tensors
@@ -245,26 +244,3 @@ class Mtp(Recurrent):
         return (
             shared.lm_head_weight if len(self.kept) == len(shared.lm_head_weight) else shared.lm_head_weight[self.kept]
         )
-
-    def parts(self) -> HeadParts | None:
-        modules = []
-        for module in self.mtp_layers:
-            assert isinstance(module, MtpModule)
-            block = module.block
-            if not isinstance(block, DecoderLayer):
-                return None
-            modules.append(
-                ModuleParts(
-                    attention=block.self_attn,
-                    mlp=block.mlp,
-                    norm=block.post_attention_layernorm,
-                    token_norm=module.token_layernorm,
-                    state_norm=module.hidden_layernorm,
-                    input_norm=block.input_layernorm,
-                    project=module.input_proj,
-                    leave_norm=module.final_layernorm,
-                    state_first=module.hidden_first,
-                    zero_first=self.zero_first,
-                )
-            )
-        return HeadParts(modules=modules)

@@ -61,9 +61,6 @@ class Proposal:
     expanded: Tensor | None = None
     """(B, N) int64: index of each node among those that `grow` expanded, in order; -1 for the root and for nodes that
     were not expanded. None for a chain, where node j has the index j - 1 and the last node is not expanded."""
-    confidence: Tensor | None = None
-    """(B, K) float32, for chains: the head's estimate of the probability that each draft token is accepted if those
-    before it are. It depends only on the tokens drafted before that one. None from heads that make no estimate."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
 from eval.command import AUTO
 from eval.runtime.sampling import check_rule
-from heads.backends.base import Backend
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.growth import DEPTH_PENALTY
@@ -171,7 +170,7 @@ def start_search(
     result. Raise UserError if the head drafts no chain."""
     shapes = calibration_shapes(head, target, settings.rule)
     short = min(settings.max_new_tokens, CALIBRATION_TOKENS)
-    bare = replace(settings, max_new_tokens=short, adaptive=False, strict=False)
+    bare = replace(settings, max_new_tokens=short)
     calibrations = calibrate(target, head, shapes, spread(prompts, CALIBRATION_PROMPTS), temperature, bare)
     return Search(calibrations, cost_curve(calibrations), list(fixed))
 
@@ -309,10 +308,8 @@ class Recorded(Drafter):
         self.proposal: Proposal | None = None
         self.outcomes: list[Outcome] = []
 
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
-    ) -> Any:
-        return self.head.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape, backend=backend)
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
+        return self.head.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape)
 
     def reset_rows(self, state: Any, rows: Tensor) -> None:
         self.head.reset_rows(state, rows)

@@ -16,15 +16,13 @@ import psutil
 import torch
 from torch import nn
 
-from heads.backends.cpu.compiling import find_compiler
-from heads.backends.cpu.decoder import CompiledDecoder
-from heads.backends.selection import select_backend
-from heads.backends.torch.architectures import why_not_native
-from heads.backends.triton.decoder import DTYPES
 from heads.base import Drafter
 from heads.checkpoint import weights_hash
 from heads.registry import kind_of
+from heads.target.decoder import why_not_native
 from heads.target.frozen import FrozenTarget
+from heads.target.kernels import runs_kernels
+from heads.target.product import load
 from heads.target.quantization import weight_bytes
 
 PACKAGES = (
@@ -47,7 +45,6 @@ def target_facts(target: FrozenTarget) -> dict[str, Any]:
         "layers": target.num_layers,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
-        "grown_from": getattr(target.config, "grown_from", None),
         "adapter": target.adapter,
         "template": dict(target.template),
     }
@@ -94,15 +91,13 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 def decoder_facts(target: FrozenTarget) -> str:
     """Return a description of the code that decodes the target, and the reason if it is not the native decoder."""
-    backend = select_backend(target)
-    native = backend.native(target)
-    if native is None:
-        return f"its Hugging Face model ({why_not_native(target)})"
-    if backend.name == "triton" and target.dtype in DTYPES:
-        return "Triton kernels"
-    if isinstance(native, CompiledDecoder):
-        return "C kernels"
-    return "torch (no C compiler)" if backend.on_host and find_compiler() is None else "torch"
+    if (reason := why_not_native(target)) is not None:
+        return f"its Hugging Face model ({reason})"
+    if target.device.type == "cuda":
+        return "torch and Triton kernels" if runs_kernels(target.head.weight) else "torch"
+    if target.dtype != torch.float32:
+        return "torch"
+    return "torch and products in C" if load() is not None else "torch (no C compiler)"
 
 
 def setup_line(target: FrozenTarget, training: str | None = None) -> str:

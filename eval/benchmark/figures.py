@@ -8,7 +8,6 @@ the same engines, on the same prompts at temperature 0, must emit the same token
 must emit the same tokens again.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
@@ -21,14 +20,14 @@ from eval.benchmark import metrics
 from eval.benchmark.measure import Comparison, Variant, check_decoded
 from eval.benchmark.prompts import spread
 from eval.benchmark.results import Results
+from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import PHASES, Output
 from eval.runtime.identity import Flip, find_flips, pinned_engine
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling import Sampling
 from heads.backends.selection import is_narrow
-from heads.backends.torch.noise import gumbel
-from heads.backends.torch.sampling import RowSampling
 from heads.target.frozen import FrozenTarget
+from heads.target.noise import gumbel
 from heads.tree import is_chain
 
 NUM_SAMPLES = 4
@@ -191,12 +190,6 @@ def figures(
     tokens, made = ([comparison.tokens(unit, who) for unit in units] for who in (comparison.plain, variant))
     timings = variant.timings_of(units)
     phases = comparison.breakdowns[comparison.drafting.index(variant)]
-    adaptive = {}
-    if variant.engine.candidates is not None:
-        rounds = sum((timing.candidates for timing in timings), Counter())
-        names = [str(shape) for shape in variant.engine.candidates.controller.shapes]  # the longest draft first
-        shares = {name: rounds[name] / max(rounds.total(), 1) for name in names}
-        adaptive = {"adaptive": {"shares": shares, "rounds": rounds.total()}}
     speedup = None
     if identical == len(indices):
         if comparison.in_distribution:  # outputs differ from plain decoding's, so rates are compared
@@ -231,7 +224,6 @@ def figures(
             "plain_step_ms": 1e3 * phases["plain"],
         },
         "speedup": speedup,
-        **adaptive,
         "loop_share": metrics.loop_share([output.tokens for output in outputs]),
         "tokens": sum(len(output.tokens) for output in outputs),
         "undecoded": sum(len(output.tokens) == 1 for output in outputs),

@@ -13,7 +13,7 @@ from eval.benchmark.prompts import Prompt, follow_up, load_prompts, prompts_hash
 from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
 from eval.benchmark.templates import arguments_read, with_arguments
-from eval.command import AUTO, print_line
+from eval.command import print_line
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import Drafter
 from heads.checkpoint import adapt_target, find_head, read_config
@@ -97,7 +97,6 @@ def open_target(
         trust_remote_code=options.trust_remote_code,
         quantize=None if scheme == "none" else scheme,
     )
-    target.backend = None if options.backend == AUTO else options.backend
     print_line(setup_line(target))
     target.template = (template or {}) if options.template is None else options.template
     if options.template:

@@ -149,8 +149,6 @@ def engine_options(settings: BenchSettings, shape: TreeShape, max_length: int) -
     return EngineOptions(
         shape=shape,
         rule=settings.rule,
-        adaptive=settings.adaptive,
-        strict=settings.strict,
         batch_size=settings.batch_size,
         max_length=max_length,
     )

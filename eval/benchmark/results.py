@@ -82,7 +82,6 @@ FIGURES = {
         "plain_step_ms": PlainStep,
     },
     "speedup": ({"measured": Number, "ci95": Interval, "predicted": Number}, None),
-    "adaptive?": {"shares": dict[str, Share]},
     "loop_share": Share,
     "undecoded": Whole,
 }
@@ -98,7 +97,6 @@ FILE = FIGURES | {
     "target": {
         **dict.fromkeys(("name", "architecture", "fingerprint"), str),
         **dict.fromkeys(("weight_bytes", "parameters", "layers", "hidden_size", "vocab_size"), Whole),
-        "grown_from": str | None,
         "adapter": ({"parameters": Whole, "rank": Whole}, None),
     },
     "head": {

@@ -1,4 +1,4 @@
-"""Settings of eval/bench.py, eval/compare.py and eval/scaling.py, and the command-line options of measurements."""
+"""Settings of eval/bench.py and eval/compare.py, and the command-line options of measurements."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash, split_prompts
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
-from eval.runtime.sampling import RULES, Sampling, check_adaptive, check_rule
+from eval.runtime.sampling import RULES, Sampling, check_rule
 from heads.base import HEAD_TREE, Drafter
 from heads.errors import UserError
 from heads.tree import TreeShape
@@ -32,10 +32,6 @@ class BenchSettings:
     """Names of the draft trees; `auto` searches for the fastest."""
     rule: str = "match"
     """Acceptance rule, one of `eval.runtime.sampling.RULES`."""
-    adaptive: bool = False
-    """Shorten drafts, or leave them out, while that is faster."""
-    strict: bool = False
-    """Make trees, too, repeat plain decoding bit for bit in 16-bit types on a GPU; if False, near-ties are allowed."""
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
@@ -74,19 +70,6 @@ class BenchSettings:
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScalingSettings(BenchSettings):
-    """Settings of eval/scaling.py, used at every batch size and context length. All are recorded in scaling.json."""
-
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    contexts: tuple[int, ...] = (64, 256, 768)
-    """Number of tokens of each prompt."""
-    batches: int = 1
-    """Number of batches of prompts at each point."""
-    trees: tuple[str, ...] = ("chain:3",)
-    max_new_tokens: int = 64
-
-
 def add_measure_options(parser: Parser) -> None:
     """Add an option for each setting, and `--out`."""
     known = BenchSettings()
@@ -116,8 +99,6 @@ def add_measure_options(parser: Parser) -> None:
         choices=RULES,
         help="acceptance rule; ratio and block keep the distribution of sampled text, match every token",
     )
-    add("--adaptive", action="store_true", help="shorten or skip drafts while that is faster")
-    add("--strict", action="store_true", help="in 16 bits on a GPU: allow no near-ties of trees; slower attention")
     add("--top-k", type=int, default=known.top_k, help="sample from this many likeliest tokens; 0: all")
     add("--top-p", type=float, default=known.top_p, help="sample from the likeliest tokens up to this sum; 1: all")
     add("--min-p", type=float, default=known.min_p, help="least probability, relative to the likeliest; 0: all")
@@ -142,8 +123,6 @@ def to_settings(options: argparse.Namespace) -> BenchSettings:
         for name in ("rule", "top_k", "top_p", "min_p"):
             if getattr(options, name) != getattr(BenchSettings, name):
                 raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
-    if options.adaptive:
-        check_adaptive(options.rule)
     return BenchSettings(**{field.name: getattr(options, field.name) for field in fields(BenchSettings)})
 
 

@@ -24,7 +24,6 @@ from eval.reporting.card import check_card
 from eval.reporting.format import is_exact, short_name
 from eval.reporting.report import print_report, write_report
 from eval.runtime.engine import Engine, EngineOptions
-from heads.backends.selection import is_narrow
 from heads.base import HEAD_TREE, Drafter
 from heads.checkpoint import find_head
 from heads.errors import UserError
@@ -69,11 +68,6 @@ def run_bench(
     """Measure heads, given by their paths, in one comparison per temperature. Write and print the report, and return
     the contents of results.json, or of compare.json for several heads. `with_roofline`: also time the parts of a round
     of the headline setting (`eval.benchmark.roofline`)."""
-    if settings.strict and not is_narrow(target):
-        raise UserError(
-            "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
-            "decoding's bit for bit anyway; leave it out"
-        )
     several, console = len(heads) > 1, console or Console()
     names, drafters = head_names(list(heads)), list(heads.values())
     if several:
@@ -177,7 +171,7 @@ def parts_of_headline(
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     room = lengths[-1] + settings.max_new_tokens + shape.nodes
     length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2
-    engine = Engine(target, head, engine_options(replace(settings, adaptive=False), shape, room))
+    engine = Engine(target, head, engine_options(settings, shape, room))
     plain = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=room))
     length, bandwidth = min(length, room - 3 * shape.nodes), copy_bandwidth(target.device)
     return roofline(engine, plain, length=length, tau=results["tau"]["mean"], bandwidth=bandwidth)

@@ -163,9 +163,8 @@ def short_name(path: str) -> str:
 
 
 def target_text(target: Results) -> str:
-    """Return the name of a target from its record. A grown target is marked as grown."""
-    grown = target.get("grown_from")
-    return short_name(target["name"]) + (f" (grown from {short_name(grown)})" if grown else "")
+    """Return the name of a target from its record."""
+    return short_name(target["name"])
 
 
 def heading(results: Results) -> str:
@@ -303,12 +302,6 @@ def warnings(results: Results) -> list[str]:
     if busy := busy_warning(measurements):
         found.append(busy)
     return found
-
-
-def adaptive_line(figures: Results) -> str:
-    """Return a line with the share of rounds of each draft in an adaptive setting."""
-    shares = ", ".join(f"{name} {percent(share)}" for name, share in figures["adaptive"]["shares"].items())
-    return f"adaptive {figures['tree']}, {sampling_text(figures['temperature'])}, share of rounds: {shares}"
 
 
 def search_line(search: Results) -> str:

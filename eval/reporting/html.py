@@ -127,12 +127,11 @@ def settings_table(results: Results) -> Table:
         cells = [format.setting_text(m), format.speedup_text(m), format.tau_text(m), plain]
         rows.append([*cells, format.speculative_text(m), last])
     searches = [format.search_line(search) for search in results.get("auto", ()) if search["chosen"]]
-    adaptive = [format.adaptive_line(m) for m in results["measurements"] if "adaptive" in m]
     turns = f"Plain and speculative decoding took turns on the same prompts. {BRACKETS}"
     headline = (results["tree"], results["temperature"])
     return Table(
         "Settings measured",
-        [*map(format.sentence, [*searches, *adaptive]), turns],
+        [*map(format.sentence, searches), turns],
         ["draft", "speedup", "tau", "plain tok/s", "speculative tok/s", "predicted" if exact else "identical"],
         rows,
         frozenset(n for n, m in enumerate(results["measurements"]) if (m["tree"], m["temperature"]) == headline),
@@ -180,8 +179,6 @@ def sample_rounds(sample: Results) -> Results:
 def target_facts(target: Results) -> Facts:
     """Return the facts of the target that are needed to repeat the measurement."""
     facts: Facts = [("name", target["name"])]
-    if grown := target.get("grown_from"):
-        facts.append(("grown from", grown))
     size = f"{format.count(target['parameters'])} parameters, {target['layers']} layers of {target['hidden_size']}"
     facts += [("architecture", target["architecture"]), ("size", size), ("vocabulary", f"{target['vocab_size']:,}")]
     if weights := target.get("weight_bytes"):

@@ -66,9 +66,6 @@ def print_report(results: Results, console: Console) -> None:
     if "heads" not in results:
         for search in results.get("auto", ()) if format.is_exact(results) else ():
             say(format.search_line(search))
-        for m in results["measurements"]:
-            if "adaptive" in m:
-                say(format.adaptive_line(m))
     print_audit(results, console)
 
 

@@ -10,29 +10,29 @@ different samples from the same distribution.
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.runtime.acceptance import make_rule
-from eval.runtime.candidates import PENDING, Candidates, pending_room
-from eval.runtime.graph import Capture, CudaCapture, Rounds
+from eval.runtime.commit import Commit, RoundState
+from eval.runtime.distribution import RowSampling
+from eval.runtime.graph import CudaCapture, Rounds
 from eval.runtime.memory import check_memory, free_bytes, row_bytes
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Reports, RequestState, StopWatch, check_request
 from eval.runtime.request import Request as Request
 from eval.runtime.round import Decoder, open_step, read_prompts
+from eval.runtime.rules import make_rule
 from eval.runtime.sampling import Sampling as Sampling
-from eval.runtime.sampling import check_adaptive, check_rule
-from heads.backends.selection import select_backend
-from heads.backends.slot_mapping import CacheSpec, round_up
-from heads.backends.torch.commit import RoundState
+from eval.runtime.sampling import check_rule
 from heads.base import Drafter
 from heads.errors import UserError
+from heads.target.cached import CacheSpec
 from heads.target.frozen import FrozenTarget
+from heads.target.slots import round_up
 from heads.tree import ROOT_ONLY, TreeShape
 
 PHASES = ("draft", "verify", "accept", "commit")
@@ -52,8 +52,6 @@ class Timings:
     breakdown: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Seconds by phase, measured only if `Engine.profile` is set, which synchronises after each phase. The phase
     "commit" includes the head's `extend`."""
-    candidates: Counter[str] = field(default_factory=Counter)
-    """Number of rounds of the whole batch by the name of the draft, if drafts are adaptive."""
 
     @property
     def rounds(self) -> int:
@@ -72,21 +70,13 @@ class EngineOptions:
     batch_size: int = 1
     max_length: int
     """Number of slots of one sequence: prompt, output and the tree of a round together."""
-    adaptive: bool = False
-    """Shorten drafts, or leave them out, while that is faster (`eval.runtime.adaptive`). Later calls keep what was
-    measured."""
-    strict: bool = False
-    """Use slower attention with which trees, too, repeat plain decoding bit for bit in 16-bit types on a GPU."""
     pinned: int = 1
     """Number of nodes of a plain step. All but the root are padding, so that its products have the shapes of a round
     with that many nodes. In 16-bit types, drafts must repeat such steps bit for bit."""
-    backend: str | None = None
-    """One of `heads.backends.selection.BACKENDS`. Default: the target's own choice, else the fastest available."""
     graphs: bool = True
     """Capture rounds as CUDA graphs on a GPU."""
-    poll_interval: int | None = None
-    """Number of rounds between two polls by the host. Default: 1, or 4 on a GPU with adaptive drafts. On a GPU with
-    fixed drafts the host polls after the next rounds are launched."""
+    poll_interval: int = 1
+    """Number of rounds between two polls by the host. On a GPU the host polls after the next rounds are launched."""
 
     def check(self, target: FrozenTarget, head: Drafter | None) -> None:
         """Raise UserError if this target and head cannot decode with these options."""
@@ -113,10 +103,6 @@ class EngineOptions:
             )
         check_rule(self.rule, self.shape)
         target.check_shape(self.shape)
-        if self.adaptive:
-            if head is None:
-                raise UserError("adaptive drafts need a head, and plain decoding has none; leave it out")
-            check_adaptive(self.rule)
 
 
 class Engine:
@@ -134,20 +120,16 @@ class Engine:
         options.check(target, head)
         self.target, self.head, self.options, self.tokenizer = target, head, options, tokenizer
         self.nodes = max(options.shape.nodes, options.pinned)
-        self.backend = select_backend(target, options.backend)
-        adaptive, on_host = options.adaptive, self.backend.on_host
-        self.poll_interval = options.poll_interval or (1 if on_host or not adaptive else 4)
+        self.on_host = on_host = target.device.type != "cuda"
         self.profile = False
         self.timings = Timings()
         if not on_host:  # kernels are launched on the current device, whatever the device of their tensors
             torch.cuda.set_device(target.device)
         with torch.inference_mode():
             self.decoder = self._build()
-            self.candidates = Candidates(self.decoder) if adaptive else None
-        self.capture: Capture | None = CudaCapture(target.device) if options.graphs and not on_host else None
-        self.rounds: dict[str, Rounds] = {}
-        """Rounds of each decoder, by the name of its draft."""
-        self.ahead = 0 if on_host or adaptive else 1
+        capture = CudaCapture(target.device) if options.graphs and not on_host else None
+        self.rounds = Rounds(self.decoder, capture)
+        self.ahead = 0 if on_host else 1
         """Number of launches that may be unread while the host launches more rounds."""
         self.reports = Reports(self.decoder.state.report, self.ahead + 2, on_host=on_host)
         self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
@@ -156,26 +138,22 @@ class Engine:
 
     def _build(self) -> Decoder:
         target, head, options, device = self.target, self.head, self.options, self.target.device
-        backend = self.backend
         aux_layer_ids = head.aux_layer_ids if head is not None else ()
         per_row = row_bytes(
             target,
-            backend.native(target),
             capacity=options.max_length,
             nodes=self.nodes,
             drafts=head is not None,
-            pending=pending_room(backend.on_host) * (len(aux_layer_ids) + 1) if options.adaptive else 0,
         )
-        if backend.on_host:
+        if self.on_host:
             check_memory(per_row, options.batch_size, free_bytes(), target.name)
         spec = CacheSpec(
             batch_size=options.batch_size,
             capacity=round_up(options.max_length),
             aux_layer_ids=aux_layer_ids,
-            widths=(self.nodes,),
-            strict=options.strict,
+            nodes=self.nodes,
         )
-        step = open_step(target, backend, spec)
+        step = open_step(target, spec)
         head_state = None
         if head is not None:
             head_state = head.new_state(
@@ -183,27 +161,25 @@ class Engine:
                 batch_size=options.batch_size,
                 capacity=step.capacity,
                 shape=options.shape,
-                backend=backend,
             )
-        sampling = backend.sampling(options.batch_size, device)
+        sampling = RowSampling(options.batch_size, device)
         state = RoundState.new(
             batch_size=options.batch_size,
             capacity=options.max_length,
             depth=options.shape.depth,
             device=device,
-            rounds=self.poll_interval,
+            rounds=options.poll_interval,
         )
         eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device)
         return Decoder(
-            backend=backend,
             step=step,
             shape=options.shape,
             head=head,
             head_state=head_state,
             sampling=sampling,
-            rule=make_rule(options.rule, options.shape, sampling, backend),
+            rule=make_rule(options.rule, options.shape, sampling),
             state=state,
-            update=backend.commit(state, eos, options.shape.depth),
+            update=Commit(state, eos, options.shape.depth),
             zeros=torch.zeros(options.batch_size, 1, dtype=torch.int64, device=device),
             pinned=self.nodes if head is None else 1,
         )
@@ -256,13 +232,10 @@ class Engine:
         """Launch the rounds until the next poll, but at most as many as the row with most tokens left can need: each
         round emits at least one token."""
         running = [state for state in request_states if state is not None]
-        rounds = min(self.poll_interval, max((state.left for state in running), default=0), PENDING)
+        rounds = min(self.options.poll_interval, max((state.left for state in running), default=0))
         if rounds <= 0:
             return
-        if self.candidates is not None and self.capture is not None and not self.profile:
-            for candidate in self.candidates.candidates:  # all at once, so that no trial's time includes a capture
-                self.rounds_of(candidate).prepare()
-        decoder = self.candidates.begin(rounds) if self.candidates is not None else self.decoder
+        decoder = self.decoder
         M, N = decoder.shape.depth + 1, max(decoder.shape.nodes, decoder.pinned)
         if not self.launched:
             self.looked = self._moment()
@@ -273,15 +246,8 @@ class Engine:
             if self.profile:
                 self._profiled_round(decoder, extent)
             else:
-                self.rounds_of(decoder)(extent)
+                self.rounds(extent)
         self._launch(rounds, request_states)
-
-    def rounds_of(self, decoder: Decoder) -> Rounds:
-        """Return the rounds of the engine's decoder, or of one of its candidates."""
-        name = str(decoder.shape)
-        if name not in self.rounds:
-            self.rounds[name] = Rounds(decoder, self.capture)
-        return self.rounds[name]
 
     def _launch(self, rounds: int, request_states: list[RequestState | None]) -> None:
         self.reports.send()
@@ -300,7 +266,7 @@ class Engine:
 
     def clock(self) -> float:
         """Wait for the device to finish. Return the time in seconds."""
-        if not self.backend.on_host:
+        if not self.on_host:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
@@ -311,8 +277,7 @@ class Engine:
     def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, RequestState]:
         """Start new requests: read their prompts and choose their first tokens."""
         started = self.clock()
-        decoder = self.candidates.idle if self.candidates is not None else self.decoder
-        read_prompts(decoder, {row: request for row, (_, request) in newcomers.items()})
+        read_prompts(self.decoder, {row: request for row, (_, request) in newcomers.items()})
         self.timings.prefill_seconds += self.clock() - started
         request_states = {}
         for row, (index, request) in newcomers.items():
@@ -332,8 +297,6 @@ class Engine:
             now = self._moment()
             self.timings.round_seconds += [(now - self.looked) / rounds] * rounds
             self.timings.decode_seconds += now - self.looked
-            if self.candidates is not None:
-                self.timings.candidates[self.candidates.end(rounds, now - self.looked)] += rounds
             self.looked = now
         under_way = sum(count for count, _ in self.launched)
         state, M = self.decoder.state, self.options.shape.depth + 1

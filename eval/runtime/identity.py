@@ -18,6 +18,7 @@ from torch import Tensor
 from eval.runtime.engine import Engine
 from eval.runtime.request import Request
 from eval.runtime.round import read_prompts
+from heads.target.noise import gumbel
 from heads.tree import ROOT_ONLY
 
 NEAR = 2.0
@@ -45,7 +46,7 @@ class Flip:
 
 def pinned_engine(engine: Engine) -> Engine:
     """Return the reference for an engine: plain decoding in steps of as many nodes as the engine's rounds have."""
-    options = replace(engine.options, shape=ROOT_ONLY, rule="match", adaptive=False, pinned=engine.nodes)
+    options = replace(engine.options, shape=ROOT_ONLY, rule="match", pinned=engine.nodes)
     return Engine(engine.target, None, options)
 
 
@@ -63,7 +64,7 @@ def find_flips(pinned: Engine, request: Request, tokens: Sequence[int]) -> list[
     for t in range(len(tokens) - 1):
         state.root[:1] = given[t : t + 1]
         proposal = decoder.propose()
-        hidden = step.verify(proposal, None, state.length, step.capacity, decoder.depth).hidden
+        hidden = step.verify(proposal, None, state.length, step.capacity).hidden
         positions = state.length[:, None] + 1 + proposal.depths
         chosen = step.choose(hidden, positions, decoder.sampling)[0, 0]
         scores, logits = scores_of(pinned, step.logits(hidden), positions)
@@ -88,6 +89,6 @@ def scores_of(engine: Engine, logits: Tensor, positions: Tensor) -> tuple[Tensor
         return own, own
     ids = torch.arange(logits.shape[-1], device=logits.device)
     logp = sampling.log_distribution(logits[:, :1])[0, 0]
-    noise = sampling.gumbel(sampling.seed, positions[:, :1], ids)[0, 0]
+    noise = gumbel(sampling.seed, positions[:, :1], ids)[0, 0]
     temperature = sampling.temperature[0]
     return torch.where(temperature > 0, (logp + noise) * temperature, own), own

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from heads.backends.slot_mapping import round_up
-from heads.backends.torch.decoder import NativeDecoder
 from heads.errors import UserError
 from heads.target.families import layer_setting
 from heads.target.frozen import FrozenTarget
+from heads.target.slots import round_up
 
 RESERVE = 0.05
 """Share of free memory kept for the allocator."""
@@ -15,24 +14,18 @@ LOGITS = 4
 """Maximum number of float32 copies of a round's logits alive at once."""
 
 
-def row_bytes(
-    target: FrozenTarget, decoder: NativeDecoder | None, *, capacity: int, nodes: int, drafts: bool, pending: int = 0
-) -> int:
+def row_bytes(target: FrozenTarget, *, capacity: int, nodes: int, drafts: bool) -> int:
     """Estimate the bytes of the caches and of the widest tensors of a round, for one row. A draft's cache counts as two
-    of the target's layers. A recurrent layer keeps a state after each node. `pending`: hidden states kept for a paused
-    head."""
+    of the target's layers. A recurrent layer keeps a state after each node."""
     config: Any = target.config
     size, slots = target.dtype.itemsize, round_up(capacity)
-    if decoder is not None:
-        width = decoder.layers[0].attention.slot_width
-    else:
-        queries = layer_setting(config, "num_attention_heads")
-        keys = layer_setting(config, "num_key_value_heads") or queries
-        width = 2 * keys * (layer_setting(config, "head_dim") or config.hidden_size // queries)
+    queries = layer_setting(config, "num_attention_heads")
+    keys = layer_setting(config, "num_key_value_heads") or queries
+    width = 2 * keys * (layer_setting(config, "head_dim") or config.hidden_size // queries)
     cache = slots * (target.attention_layers + 2 * drafts) * width * size + (nodes + 1) * target.state_bytes
     node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
     mask = slots * (size + 1)  # as bool and in the target's dtype
-    return int(cache + nodes * (node + mask) + pending * config.hidden_size * size)
+    return int(cache + nodes * (node + mask))
 
 
 def check_memory(per_row: int, batch_size: int, free: int | None, name: str) -> None:

@@ -21,17 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance import Rule
+from eval.runtime.accept import take_path
+from eval.runtime.commit import Commit, RoundState
+from eval.runtime.distribution import RowSampling
 from eval.runtime.request import Request
-from heads.backends.base import Backend, CachedDecoder
-from heads.backends.huggingface import HFDecoder
-from heads.backends.slot_mapping import CacheSpec, Observed, Verified, ancestors, round_up
-from heads.backends.torch.commit import Commit, RoundState
-from heads.backends.torch.sampling import RowSampling
+from eval.runtime.rules import Rule
 from heads.base import Drafter, Observation
 from heads.errors import UserError, warn_once
+from heads.target.cached import CachedDecoder, CacheSpec
+from heads.target.decoder import NativeDecoder, why_not_native
 from heads.target.frozen import Features, FrozenTarget
+from heads.target.hf import HFDecoder
 from heads.target.recurrent_layers import single_steps
+from heads.target.slots import Observed, Verified, ancestors, round_up
 from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 
 CHUNK = 256
@@ -70,14 +72,13 @@ class TargetStep:
         extent = min(round_up(start + C), self.capacity)
         return self.decoder.forward(tokens, mapping, extent=extent, row=row, prompt=True)
 
-    def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int, depth: int) -> Features:
+    def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int) -> Features:
         """Run one pass over a tree: node j of row b is in slot length[b] + j, at position length[b] + its depth.
 
-        above (B, N, N): `heads.backends.slot_mapping.ancestors`, or None for a chain or a decoder that reads no masks;
-        length (B,): tokens in the cache; extent: slots visible to attention, at least length + N of every row; depth:
-        maximum number of levels of the trees.
+        above (B, N, N): `heads.target.slots.ancestors`, or None for a chain; length (B,): tokens in the cache; extent:
+        slots visible to attention, at least length + N of every row.
         """
-        mapping = Verified(length, proposal.parents, proposal.depths, above, depth, self.slot)
+        mapping = Verified(length, proposal.parents, proposal.depths, above, self.slot)
         return self.decoder.forward(proposal.tokens, mapping, extent=extent)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -99,23 +100,25 @@ class TargetStep:
 
     def compact(self, start: Tensor, acceptance: Acceptance) -> None:
         """Move the accepted nodes to their final slots: those from `start` (B,) on, in order."""
-        self.decoder.compact(start, acceptance.path, acceptance.accepted)
+        self.decoder.compact(start, acceptance.path)
 
 
-def open_step(target: FrozenTarget, backend: Backend, spec: CacheSpec) -> TargetStep:
-    """Return the target's step on a backend. If the check of masks fails and the backend was not requested by name,
-    return the step of the Hugging Face model instead."""
+def open_step(target: FrozenTarget, spec: CacheSpec) -> TargetStep:
+    """Return the target's step: on the native decoder if it has one that passes the check of masks, else on the
+    Hugging Face model."""
     check_family(target)
-    pads = not backend.on_host and not target.is_recurrent  # padding would pass through a recurrent state
-    step = TargetStep(target, backend.decoder(target, spec), pads=pads)
-    try:
-        check_masks(step)
-    except UserError as error:
-        if step.decoder.native is None or backend.is_required:
-            raise
-        warn_once(f"{error}; its Hugging Face model is used instead of the native decoder")
-        step = TargetStep(target, HFDecoder(target, spec), pads=pads)
-        check_masks(step)
+    pads = target.device.type != "cpu" and not target.is_recurrent  # padding would pass through a recurrent state
+    if (reason := why_not_native(target)) is None:
+        step = TargetStep(target, NativeDecoder(target, spec), pads=pads)
+        try:
+            check_masks(step)
+            return step
+        except UserError as error:
+            warn_once(f"{error}; its Hugging Face model is used instead of the native decoder")
+    else:
+        warn_once(f"{target.name}: decoded by its Hugging Face model, slower: {reason}")
+    step = TargetStep(target, HFDecoder(target, spec), pads=pads)
+    check_masks(step)
     return step
 
 
@@ -154,10 +157,10 @@ def check_masks(step: TargetStep) -> None:
         links = torch.tensor([parents, depths], device=device)[:, None].expand(-1, B, -1)
         proposal = Proposal(tokens.expand(B, -1), links[0], links[1], torch.zeros(B, len(tokens)))
         length, extent = torch.full((B,), P, device=device), min(round_up(P + 5), step.capacity)
-        return step.verify(proposal, ancestors(links[0], 2), length, extent, 2).hidden
+        return step.verify(proposal, ancestors(links[0], 2), length, extent).hidden
 
     if target.is_recurrent:
-        count = min(3, max(step.decoder.spec.widths))  # a decoder keeps only the states that its rounds need
+        count = min(3, step.decoder.spec.nodes)  # a decoder keeps only the states that its rounds need
         paths = [path[:count] for path in paths]
         found = torch.stack([verify(nodes[path], [0, 0, 1][:count], [0, 1, 2][:count]) for path in paths], dim=1)
     else:
@@ -178,7 +181,6 @@ def check_masks(step: TargetStep) -> None:
 class Decoder:
     """Parts of a round, and the round itself."""
 
-    backend: Backend
     step: TargetStep
     shape: TreeShape
     head: Drafter | None
@@ -190,30 +192,14 @@ class Decoder:
     zeros: Tensor  # (B, 1) int64
     pinned: int = 1
     """Number of nodes of a plain step. All but the root are padding."""
-    shorten: "Callable[[Decoder, Proposal], tuple[Decoder, Proposal]] | None" = None
-    """Function that cuts off the part of a draft that is not worth verifying. Returns the rest, and the decoder for
-    drafts of that size. The decision on a token may depend only on the draft tokens before it."""
-
-    @property
-    def depth(self) -> int:
-        """Maximum number of levels to verify."""
-        return max(self.shape.depth, self.pinned - 1)
 
     def round(self, extent: int, mark: Mark = lambda phase: None) -> None:
         """Advance every row that is not done. Attention sees `extent` slots, at least length + N of every row."""
-        proposal = self.propose()
-        decoder = self
-        if self.shorten is not None:
-            decoder, proposal = self.shorten(self, proposal)
-        mark("draft")
-        decoder.judge(proposal, extent, mark)
-
-    def judge(self, proposal: Proposal, extent: int, mark: Mark) -> None:
-        """Verify, accept and commit drafts of this decoder's shape."""
         state, shape = self.state, self.shape
-        reads = self.step.decoder.reads_masks or self.rule.needs_distribution
-        above = ancestors(proposal.parents, shape.depth) if reads and not is_chain(shape) else None
-        features = self.step.verify(proposal, above, state.length, extent, self.depth)
+        proposal = self.propose()
+        mark("draft")
+        above = None if is_chain(shape) else ancestors(proposal.parents, shape.depth)
+        features = self.step.verify(proposal, above, state.length, extent)
         positions = state.length[:, None] + 1 + proposal.depths  # (B, N)
         consulted = self.rule.consult(self.step, features.hidden, positions)
         if self.pinned > 1:
@@ -248,7 +234,7 @@ class Decoder:
             return
         aux_hidden_states, hidden = features.aux_hidden_states, features.hidden
         if not chain:  # the path of a chain is its nodes in order
-            aux_hidden_states, hidden = self.backend.take_path(aux_hidden_states, hidden, acceptance.path)
+            aux_hidden_states, hidden = take_path(aux_hidden_states, hidden, acceptance.path)
         observation = Observation(
             tokens=result.tokens,
             aux_hidden_states=aux_hidden_states,

@@ -1,6 +1,6 @@
 """Sampling settings of a request, and the names of the acceptance rules with the trees that each rule can judge.
 
-`heads.backends.torch.sampling` chooses tokens with these settings. `eval.runtime.acceptance` implements the rules.
+`eval.runtime.distribution` chooses tokens with these settings. `eval.runtime.rules` implements the rules.
 
 | rule | draft tokens | output | trees |
 |---|---|---|---|
@@ -73,12 +73,3 @@ def check_rule(rule: str, shape: TreeShape) -> None:
                 "a draw that is left out changes the distribution of the next; use rule match, or number siblings "
                 "from 0"
             )
-
-
-def check_adaptive(rule: str) -> None:
-    """Raise UserError if `rule` does not allow drafts that change from round to round."""
-    if rule != "match":
-        raise UserError(
-            f"rule {rule} with adaptive drafts: which token is drawn would depend on the clock, and no text could be "
-            "repeated; use rule match, or fixed drafts"
-        )

@@ -18,41 +18,54 @@ cache slots, E of them read, H heads, d head dimension.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from heads.backends.base import Backend, BlockSpec, BlockSteps, StepsState, take_newest
-from heads.backends.slot_mapping import Observed, round_up
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers, from_plain, given
 from heads.block.anchors import Blocks, all_blocks, draw_blocks
 from heads.block.attention import Reach, Sight, block_attention
 from heads.block.initial import copy_by_root
 from heads.block.loss import BlockTask, block_loss
 from heads.block.settings import D_PACE, DraftBlockConfig, DraftBlockSettings
+from heads.draft_state import SlotState, take_newest
 from heads.errors import UserError
 from heads.formats.base import check_tensors
 from heads.growth import grow
 from heads.initial.copying import AttentionProbe
 from heads.initial.weights import TargetProbe, begin
-from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm
+from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm, masked_attention
 from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
 from heads.target.mask_token import mask_token
+from heads.target.product import Product, ProductModule, with_products
 from heads.target.rotary import rotary_of
-from heads.tree import Proposal, TreeShape, check_width, is_chain
+from heads.target.slots import Observed, round_up
+from heads.tree import Proposal, TreeShape, check_width
 from heads.vocab import read_vocab, vocab_tables
 
 
 @dataclass
-class DraftBlockState(StepsState):
-    """State of one batch. Slot p of a layer's cache holds its key of the context at position p."""
+class DraftBlockState(SlotState):
+    """State of one batch. Slot p of a layer's cache holds its key of the context at position p; the last slot is for
+    padding. A block's keys go to the slots from the root's onward, and are overwritten when tokens are observed
+    there."""
 
-    steps: BlockSteps
+    head: Any
+    """The head, with products in place of linear layers."""
+    lm_head: ProductModule  # (..., D) -> (..., V)
     embed_tokens: Callable[[Tensor], Tensor]
+    cos_sin_table: CosSin  # (S, d) each
+    row: Tensor  # (B, 1) int64, 0 .. B - 1
+    keys: list[Tensor]  # by layer, (B, Hkv, S, d)
+    values: list[Tensor]
+
+    def cos_sin(self, positions: Tensor) -> CosSin:
+        """Return cosines and sines (B, 1, T, d) of positions (B, T)."""
+        return self.cos_sin_table[0][positions][:, None], self.cos_sin_table[1][positions][:, None]
 
 
 class DraftBlockHead(nn.Module, DraftHead):
@@ -66,8 +79,6 @@ class DraftBlockHead(nn.Module, DraftHead):
     terms: Sequence[tuple[float, str]]
     """See `heads.block.loss.BlockTask.terms`."""
     confidence_weight: float = 0.0
-    reads_paths: bool = False
-    """True if `conditioned` reads more than the last row and the token before it."""
 
     def __init__(self, config: Any, kept: Tensor | None = None) -> None:
         """kept (Vd,) int64: the target ids of a draft vocabulary, ascending."""
@@ -199,13 +210,9 @@ class DraftBlockHead(nn.Module, DraftHead):
         return {}
 
     def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
-        """Return the logits (..., V) of one row of a block, conditioned on drafted tokens. states (..., K, D): of the
-        block's rows up to it; previous (..., K): the token before each of these rows."""
+        """Return the logits (..., V) of one row of a block, conditioned on the drafted token before it, `previous`
+        (...). states (..., D): of the row."""
         return logits
-
-    def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:
-        """Return `Proposal.confidence` (B, K) of the draft tokens after `previous` (B, K), from states (B, K, D)."""
-        return None
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         blocks = draw_blocks(batch.loss_mask, batch.documents, self.config.num_anchors)
@@ -241,8 +248,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         states = self.unroll(batch, all_blocks(batch.documents), depth + self.first_row)[:, :, self.first_row :]
         matrix, hits = batch.shared.lm_head_weight.to(states.dtype), []
         for k in range(depth):
-            before = torch.stack([batch.tokens.roll(-1 - j, dims=1) for j in range(k + 1)], -1)  # by the slot before
-            guess = self.conditioned(states[:, :, k] @ matrix.T, states[:, :, : k + 1], before[:, :-1]).argmax(-1)
+            before = batch.tokens.roll(-1 - k, dims=1)[:, :-1]
+            guess = self.conditioned(states[:, :, k] @ matrix.T, states[:, :, k], before).argmax(-1)
             hit = guess == batch.tokens.roll(-2 - k, dims=1)[:, :-1]
             hits.append(nn.functional.pad(hit, (0, 1)))
         return torch.stack(hits)
@@ -258,9 +265,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         check_width(shape, self.config.columns)
 
     @torch.no_grad()
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
-    ) -> DraftBlockState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftBlockState:
         self.check_draft(shape, capacity)
         config, weight = self.config, self.norm.weight
         assert shared.lm_head_weight is not None
@@ -268,28 +273,32 @@ class DraftBlockHead(nn.Module, DraftHead):
         slot = torch.arange(round_up(capacity + config.block_size + 1), device=weight.device)
         cos, sin = self.cos_sin(slot[None], weight.dtype)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
-        spec = BlockSpec(
-            head=self,
-            lm_head_weight=lm_head_weight.to(weight.dtype),
-            cos_sin_table=(cos[0, 0], sin[0, 0]),
-            batch_size=batch_size,
-            product=backend.product,
-        )
+        form = batch_size, config.num_key_value_heads, len(slot), config.head_dim
+        keys, values = ([weight.new_zeros(form) for _ in self.layers] for _ in range(2))
         return DraftBlockState(
             shape=shape,
-            backend=backend,
-            steps=backend.block(spec),
-            embed_tokens=shared.embed_tokens,
             slot=slot,
             root=ids[0],
             length=ids[1],
+            head=with_products(self),
+            lm_head=ProductModule(Product(lm_head_weight.to(weight.dtype), draft=True)),
+            embed_tokens=shared.embed_tokens,
+            cos_sin_table=(cos[0, 0], sin[0, 0]),
+            row=torch.arange(batch_size, device=weight.device)[:, None],
+            keys=keys,
+            values=values,
         )
 
     @torch.no_grad()
     def extend(self, state: DraftBlockState, observation: Observation) -> None:
         count, tokens = observation.count, observation.tokens
         mapping = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
-        state.steps.extend(observation.aux_hidden_states, mapping)
+        slots, cos_sin = mapping.slots(len(state.slot) - 1), state.cos_sin(mapping.positions)
+        context = state.head.fuse(observation.aux_hidden_states)  # (B, M, D)
+        for layer, keys, values in zip(state.head.layers, state.keys, state.values, strict=True):
+            k, v = layer.self_attn.keys(context, cos_sin)
+            keys[state.row, :, slots] = k.transpose(1, 2)
+            values[state.row, :, slots] = v.transpose(1, 2)
         take_newest(tokens, observation.start, count, state.root, state.length)
 
     def draft_states(self, state: DraftBlockState) -> Tensor:
@@ -306,35 +315,37 @@ class DraftBlockHead(nn.Module, DraftHead):
 
         shown = {reach: visible(reach) for reach in set(self.reaches)}  # (B, R, E) each
         x = self.behind(state.embed_tokens(state.root), rows, state.embed_tokens).to(self.norm.weight.dtype)
-        out = state.steps.run(x, positions, [shown[reach] for reach in self.reaches])
+
+        def attend_by(keys: Tensor, values: Tensor, seen: Tensor) -> Attend:
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                keys[state.row, :, positions] = k.transpose(1, 2)
+                values[state.row, :, positions] = v.transpose(1, 2)
+                return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], seen)
+
+            return attend
+
+        seen = [shown[reach] for reach in self.reaches]
+        attends = [attend_by(*given) for given in zip(state.keys, state.values, seen, strict=True)]
+        out: Tensor = state.head.run(x, state.cos_sin(positions), attends, rows)
         return out[:, self.first_row :]
 
     @torch.no_grad()
     def propose(self, state: DraftBlockState, pick: Pick) -> Proposal:
         states = self.draft_states(state)
-        logits = state.steps.lm_head(states)  # (B, K, V)
-
-        head, expanded = state.steps.head, []
+        logits = state.lm_head(states)  # (B, K, V)
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            W, previous = tokens.shape[1], tokens[..., None]  # (B, W, 1)
-            if self.reads_paths:
-                expanded.append(tokens)
-                above = torch.cat(expanded, 1).gather(1, paths.flatten(1)).view(paths.shape)
-                previous = torch.cat([state.root[:, None, None].expand(-1, W, 1), above], 2)  # (B, W, level + 1)
-            own = states[:, None, : level + 1].expand(-1, W, -1, -1)
-            return head.conditioned(logits[:, level, None], own, previous).expand(-1, W, -1)  # type: ignore[no-any-return]
+            W = tokens.shape[1]
+            made = state.head.conditioned(logits[:, level, None], states[:, level, None].expand(-1, W, -1), tokens)
+            return made.expand(-1, W, -1)  # type: ignore[no-any-return]
 
-        first = head.conditioned(logits[:, :1], states[:, None, :1], state.root[:, None, None])
-        proposal = grow(state.shape, state.root, state.length, first, pick, expand, self.kept, state.backend.select)
-        if not is_chain(state.shape):
-            return proposal
-        return replace(proposal, confidence=state.steps.head.confidence(states, proposal.tokens[:, :-1]))
+        first = state.head.conditioned(logits[:, :1], states[:, :1], state.root[:, None])
+        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
 
     def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
         """Return the reads of one round. Drafting reads the layers and the output head once; extending reads `fc` and
         the key and value projections once."""
-        width, layers = state.steps.lm_head.product.weight_bytes, cast(Any, self.layers)
+        width, layers = state.lm_head.product.weight_bytes, cast(Any, self.layers)
         keys = sum(p.weight.numel() for layer in layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
         whole = sum(p.numel() for p in self.parameters()) - self.fc.weight.numel()
         V = self.config.columns

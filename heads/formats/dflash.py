@@ -117,7 +117,7 @@ def dspark_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         "mask_token_id": config.mask_token_id,
         "num_anchors": config.num_anchors,
         "markov_rank": config.markov_rank,
-        "markov_head_type": config.markov_head_type,
+        "markov_head_type": "vanilla",
         "enable_confidence_head": config.confidence_weight > 0,
         "confidence_head_with_markov": config.confidence_weight > 0,
         "sample_from_anchor": True,
@@ -137,16 +137,6 @@ def block_tensors(c: Mapping[str, Any], ids: list[int]) -> Shapes:
         shapes |= {f"{layer}.self_attn.{name}.weight": (d,) for name in ("q_norm", "k_norm")}
         shapes |= attention(f"{layer}.self_attn", c, D) | gated_mlp(f"{layer}.mlp", D, c["intermediate_size"])
     return shapes
-
-
-def markov_projection(c: Mapping[str, Any]) -> Shapes:
-    """Return the shapes of the further tensors of a Markov head that reads more than the token before."""
-    D, r, kind = c["hidden_size"], c["markov_rank"], c.get("markov_head_type")
-    if kind == "gated":
-        return {"markov_head.gate_proj.weight": (r, D + r), "markov_head.gate_proj.bias": (r,)}
-    if kind == "rnn":
-        return {"markov_head.joint_proj.weight": (3 * r, 2 * r + D), "markov_head.joint_proj.bias": (3 * r,)}
-    return {}
 
 
 def selector_tensors(c: Mapping[str, Any], own: Mapping[str, Any]) -> Shapes:
@@ -181,7 +171,6 @@ class BlockForm:
             shapes |= selector_tensors(c, own)
         if self.markov:
             shapes |= {f"markov_head.markov_w{i}.weight": (c["vocab_size"], c["markov_rank"]) for i in (1, 2)}
-            shapes |= markov_projection(c)
             if c.get("enable_confidence_head"):
                 width = c["hidden_size"] + c["markov_rank"]
                 shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}

@@ -119,7 +119,12 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     weights = block_weights(source, target, drafted)
     if spark:
         name, rank = "confidence_head.proj.weight", own["markov_rank"]
-        config |= {"markov_rank": rank, "markov_head_type": own.get("markov_head_type") or "vanilla"}
+        if (kind := own.get("markov_head_type") or "vanilla") != "vanilla":
+            raise UserError(
+                f"{path}: config.json: markov_head_type: expected vanilla, the Markov head that engines load, found "
+                f"{shown(kind)}"
+            )
+        config["markov_rank"] = rank
         config |= {"confidence_weight": float(own.get("enable_confidence_head", name in weights))}
         if name in weights and weights[name].shape == (1, qwen.hidden_size):  # it does not read the token before
             weights[name] = pad(weights[name], (0, rank))
@@ -205,8 +210,6 @@ def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarge
         said.append(f"{SGLANG} refuses the embeddings, layer -1, among target_layer_ids")
     if config.get("causal") and not raw.get("is_causal"):
         said.append(f"{SGLANG} reads no causal but is_causal beside the other fields: another head would run")
-    if config.get("markov_head_type", "vanilla") != "vanilla":
-        said.append(f"{VLLM} and {SGLANG} load no Markov head but a vanilla one")
     full = FULL in config.get("layer_types", [FULL])
     if not config.get("sliding_causal", True) and raw.get("is_causal") is not False:
         said.append(f"{SGLANG} makes sliding layers causal unless is_causal is false: another head would run")

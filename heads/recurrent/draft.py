@@ -18,6 +18,7 @@ cache slots, E of them read, P tokens expanded in a round, d head dimension.
 """
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +26,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from heads.backends.base import Backend, RecurrentSpec, RecurrentSteps, StepsState
-from heads.backends.recurrent_parts import HeadParts
-from heads.backends.slot_mapping import Drafted, round_up
 from heads.base import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
+from heads.draft_state import SlotState, take_newest
 from heads.errors import UserError
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
-from heads.layers import Attend, CosSin
+from heads.layers import Attend, CosSin, masked_attention
 from heads.losses import draft_loss
 from heads.recurrent.attention import causal_attention
+from heads.target.product import Product, ProductModule, with_products
 from heads.target.rotary import Rotary
-from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
+from heads.target.slots import Drafted, Observed, round_up
+from heads.tree import Proposal, TreeShape, check_width, scratch_slots
 
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""
@@ -53,10 +54,17 @@ def total_memory(device: torch.device) -> int:
 
 
 @dataclass
-class RecurrentState(StepsState):
-    """State of one batch. Slot p of a module's cache holds its key of token x_{p+1}."""
+class RecurrentState(SlotState):
+    """State of one batch. Slot p of a module's cache holds its key of token x_{p+1}; the last slot is for padding."""
 
-    steps: RecurrentSteps
+    head: Any
+    """The head, with products in place of linear layers."""
+    lm_head: ProductModule  # (..., D) -> (..., Vd)
+    embed: Callable[[Tensor], Tensor]
+    cos_sin_table: CosSin  # (S, d) each
+    row: Tensor  # (B, 1) int64, 0 .. B - 1
+    keys: list[Tensor]  # by module, (B, Hkv, S, d)
+    values: list[Tensor]
     recycled: list[Tensor]  # by module, (B, D): its output for the root
 
 
@@ -178,18 +186,18 @@ class Recurrent(nn.Module, DraftHead):
 
     def bytes_per_round(self, state: RecurrentState) -> RoundReads:
         """Return the reads of one round. Each level reads the output head, and each level after the first the modules;
-        the weights that fuse the auxiliary hidden states are only read to extend."""
-        K, J, parts = state.shape.depth, self.num_modules, self.parts()
-        width = state.steps.weight_bytes or next(self.parameters()).element_size()
+        what only `start` reads is read to extend."""
+        K, J, width = state.shape.depth, self.num_modules, state.lm_head.product.weight_bytes
         own = width * sum(p.numel() for name, p in self.named_parameters() if name not in UNREAD)
-        fuse = width * parts.fuse.weight.numel() if parts is not None and parts.fuse is not None else 0
+        start = width * sum(p.numel() for module in self.starting for p in module.parameters())
         output = width * len(self.kept) * self.config.hidden_size
         used = sum(J - min(level, J - 1) for level in range(1, K))
-        return RoundReads(K * output + used * (own - fuse) // J, own, len(self.kept))
+        return RoundReads(K * output + used * (own - start) // J, own, len(self.kept))
 
-    def parts(self) -> HeadParts | None:
-        """Return a description of the modules for kernels, or None if kernels cannot run them."""
-        return None
+    @property
+    def starting(self) -> Sequence[nn.Module]:
+        """Modules that only `start` reads."""
+        return ()
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         check_width(shape, self.config.draft_vocab_size)
@@ -200,62 +208,105 @@ class Recurrent(nn.Module, DraftHead):
             )
 
     @torch.no_grad()
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
-    ) -> RecurrentState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> RecurrentState:
         self.check_draft(shape, capacity)
-        own, weight, parts = self.shared_layers(shared), next(self.parameters()), self.parts()
-        slots = round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
+        own, weight = self.shared_layers(shared), next(self.parameters())
+        slot = torch.arange(round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1), device=weight.device)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
-        slot = torch.arange(slots, device=weight.device)
-        spec = RecurrentSpec(
-            head=self,
-            parts=parts if parts is not None and parts.plain else None,
-            embed=own.embed_tokens,
-            lm_head_weight=self.lm_head_weight(own).to(weight.dtype),
-            cos_sin_table=self.cos_sin(slot[None], weight.dtype),
-            batch_size=batch_size,
-            shape=shape,
+        cos, sin = self.cos_sin(slot[None], weight.dtype)
+        forms = [self.key_forms(module, (cos[:, :, :1], sin[:, :, :1])) for module in range(self.num_modules)]
+        keys, values = (
+            [weight.new_zeros(batch_size, h, len(slot), d) for h, d in form] for form in zip(*forms, strict=True)
         )
         return RecurrentState(
             shape=shape,
-            backend=backend,
-            steps=backend.recurrent(spec),
             slot=slot,
             root=ids[0],
             length=ids[1],
+            head=with_products(self, without="lm_head"),
+            lm_head=ProductModule(Product(self.lm_head_weight(own).to(weight.dtype), draft=True)),
+            embed=own.embed_tokens,
+            cos_sin_table=(cos[0, 0], sin[0, 0]),
+            row=torch.arange(batch_size, device=weight.device)[:, None],
+            keys=keys,
+            values=values,
             recycled=[weight.new_zeros(batch_size, self.config.hidden_size) for _ in range(self.num_modules)],
         )
 
+    def key_forms(self, module: int, cos_sin: CosSin) -> list[tuple[int, int]]:
+        """Return the number of heads and the width of a module's keys and of its values, as its block passes them to
+        attention."""
+        forms: list[tuple[int, int]] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            forms.extend((x.shape[1], x.shape[3]) for x in (k, v))
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+
+        nothing = next(self.parameters()).new_zeros(1, 1, self.config.hidden_size)
+        self.step(module, nothing, nothing, cos_sin, attend)
+        return forms
+
+    def draft_step(
+        self,
+        state: RecurrentState,
+        module: int,
+        tokens: Tensor,
+        states: Tensor,
+        mapping: Observed | Drafted,
+        extent: int,
+    ) -> Tensor:
+        """Run one step over the cache, on tokens (B, W) and the states (B, W, D) that they recycle. Attention sees the
+        first `extent` slots. Return the states to recycle (B, W, D)."""
+        keys, values, slot = state.keys[module], state.values[module], state.slot[:extent]
+        positions, slots = mapping.positions, mapping.slots(len(state.slot) - 1)
+        visible = mapping.visible(module, extent)
+        if visible is None:
+            visible = slot <= positions[..., None]
+        if self.sliding_window is not None:  # draft tokens only appear nearer: slot >= position
+            visible = visible & (positions[..., None] - slot < self.sliding_window)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys[state.row, :, slots] = k.transpose(1, 2)
+            values[state.row, :, slots] = v.transpose(1, 2)
+            return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], visible)
+
+        cos_sin = state.cos_sin_table[0][positions][:, None], state.cos_sin_table[1][positions][:, None]
+        embedding = self.masked(state.embed(tokens), positions)
+        made: Tensor = state.head.step(module, embedding, states, cos_sin, attend)
+        return made
+
     @torch.no_grad()
     def extend(self, state: RecurrentState, observation: Observation) -> None:
-        extent = state.extent(observation.hidden.shape[1])
-        state.steps.extend(observation, state.slot, extent, state.recycled, state.root, state.length)
+        tokens, start, count = observation.tokens, observation.start, observation.count
+        mapping = Observed(start, count, state.slot, observation.hidden.shape[1])
+        extent = state.extent(mapping.number)
+        above = state.head.start(observation.aux_hidden_states, observation.hidden)
+        for module, newest in enumerate(state.recycled):
+            made = self.draft_step(state, module, tokens[:, 1:], above, mapping, extent)
+            if module + 1 < len(state.recycled):
+                above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # this module's state of the previous token
+            take_newest(tokens, start, count, state.root, state.length, recycled=newest, made=made)
 
     @torch.no_grad()
     def propose(self, state: RecurrentState, pick: Pick) -> Proposal:
-        steps, J, chain = state.steps, self.num_modules, state.shape.top_k <= 1
-        extent = state.extent(max(state.shape.depth, scratch_slots(state.shape)))
-        if is_chain(state.shape):
-            known = self.kept, state.recycled[0], state.root, state.length
-            drafted = steps.draft_chain(pick, *known, state.shape.depth, extent)
-            if drafted is not None:
-                return drafted
+        J, scratch, chain = self.num_modules, scratch_slots(state.shape), state.shape.top_k <= 1
+        extent = state.extent(max(state.shape.depth, scratch))
         recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the previous level
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             nonlocal recycled
-            mapping = Drafted(state.length, paths, state.slot, chain)
-            made, normed, first = list(recycled), [], min(level, J - 1)
+            mapping = Drafted(state.length, paths, state.slot, chain, scratch)
+            made, first = list(recycled), min(level, J - 1)
             for module in range(first, J):
                 above = recycled[module - 1 if level <= module else module]
-                made[module], read = steps.step(module, tokens, above, None if chain else rows, mapping, extent)
-                normed.append(read)
+                if not chain:
+                    above = above.gather(1, rows[..., None].expand(-1, -1, above.shape[2]))
+                made[module] = self.draft_step(state, module, tokens, above, mapping, extent)
             recycled = made
-            return steps.logits(normed[0])
+            return state.lm_head(state.head.normed(made[first]))
 
-        first = steps.logits(steps.normed(recycled[0]))
-        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept, state.backend.select)
+        first = state.lm_head(state.head.normed(recycled[0]))
+        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:

@@ -198,6 +198,11 @@ class HFCache(Cache):
             flat.index_copy_(1, goals, flat.index_select(1, sources))
 
     @property
+    def bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(store.nbytes for store in (*self.stores["keys"], *self.stores["values"]))
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one row's recurrent states after one token, in all layers."""
         kept = [tensor for state in self.recurrent.values() for tensor in state.kept.values()]

@@ -66,6 +66,8 @@ class LanguageModel:
         """True if any layer is recurrent. Such a model reads one document per row and verifies only chains."""
         self.attention_layers = count_attention(config, self.num_layers)
         """Number of layers with keys and values."""
+        self.native = True
+        """False to decode by the model's own code even if there is a native decoder."""
 
     @property
     def device(self) -> torch.device:
@@ -165,8 +167,6 @@ class FrozenTarget(LanguageModel):
         self.eos_token_ids = eos_ids(model)
         self.quantize = quantize
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
-        self.backend: str | None = None
-        """Backend that decodes it, one of `heads.backends.selection.BACKENDS`; None for the fastest available."""
         self.placement: Literal["whole", "sharded", "absent"] = "whole"
         """Placement of the decoder layers (`heads.target.placement`). Only a whole target decodes."""
         self.remote: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Features] | None = None

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from heads.backends.base import Backend
 from heads.base import Drafter, Observation, Pick, RoundReads, SharedLayers
 from heads.draft_model import Draft, DraftConfig, DraftState
 from heads.errors import UserError
@@ -66,10 +65,8 @@ class EarlyExit(Drafter):
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         self.draft.check_draft(shape, capacity)
 
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
-    ) -> DraftState:
-        return self.draft.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape, backend=backend)
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
+        return self.draft.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape)
 
     def extend(self, state: DraftState, observation: Observation) -> None:
         self.draft.extend(state, observation)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.backends.base import Backend
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError, expect
 from heads.target.frozen import FrozenTarget
@@ -53,9 +52,7 @@ class Lookup(Drafter):
                 f"tree {shape}: lookup has one guess at a time; ask for a chain, such as chain:{shape.depth}"
             )
 
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
-    ) -> LookupState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> LookupState:
         self.check_draft(shape, capacity)
         tokens = torch.full((batch_size, capacity + 1), NOTHING, dtype=torch.int64, device=self.device)
         return LookupState(shape, tokens, torch.zeros(batch_size, dtype=torch.int64, device=self.device))

@@ -7,10 +7,10 @@ from typing import Annotated
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from heads.backends.huggingface import positions_of
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
+from heads.target.hf import positions_of
 from train.data.answers import Answering, Answers, Regenerate
 from train.data.corpus import Corpus, Tally, open_entry
 from train.data.dialogues import Dialogue

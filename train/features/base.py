@@ -36,9 +36,7 @@ class FeatureSource:
             yield self.target
             return
         assert self._load_whole is not None
-        copy = self._load_whole()
-        copy.backend = self.target.backend
-        yield copy
+        yield self._load_whole()
 
     def check(self, mixture: Mixture, aux_layer_ids: tuple[int, ...]) -> None:
         """Raise UserError if features of these rows would be missing or wrong. Called by every process."""

@@ -1,0 +1,165 @@
+"""Choice of tokens from one processed distribution, with noise that depends only on (seed, position, token id).
+
+    p_t      = min_p(top_p(top_k(softmax(logits_t / T))))          in float32; at T = 0 all of it on the argmax
+    choice_t = argmax(log p_t + G(seed, t))                        lowest id on ties
+
+log p_t may be replaced by anything that differs from it by a constant, so no choice needs a sum over the vocabulary. G
+is Gumbel noise, so the choice is a draw from p_t. G is a pure function of the seed, the absolute position and the token
+id, so the draw is the same on every device, in every batch, tree and round. That makes sampled speculative decoding
+equal to plain decoding token for token, and lets a draft use the same noise as the target.
+
+Letters: B rows of the batch, W positions per row, V vocabulary, Vx columns of a draft's logits.
+"""
+
+import torch
+from torch import Tensor
+
+from eval.runtime.sampling import Sampling
+from heads.target.noise import gumbel
+from heads.tree import Pick
+
+SHARPNESS = 1.5
+"""Factor on a greedy row's logits in the probabilities that rank a tree's nodes. A greedy target always takes its
+likeliest token, so a draft's likeliest token is right more often than its probability. Chosen on the quickstart's
+heads, where it raises tau by 2 to 3% (`eval/results/ranking.json`, `ranking-before.json`). Sampled rows do not gain."""
+
+
+class RowSampling:
+    """Sampling settings of every row of a batch, as tensors, and the resulting choices. Rows may have any settings.
+
+    The host flags `random` (any row samples) and `filtered` (any row filters) select cheaper computations with the same
+    result. A greedy batch costs one argmax.
+    """
+
+    def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
+        self._rows: list[Sampling | None] = [None] * batch_size
+        self.temperature = torch.zeros(batch_size, device=device)  # (B,) float32
+        self.top_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(batch_size, device=device)
+        self.min_p = torch.zeros(batch_size, device=device)
+        self.seed = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.random = self.filtered = False
+        self.pick: Pick = self.pick_likeliest
+        """Pick children for the rule `match`: those with the highest scores, noise included."""
+
+    def set_row(self, row: int, sampling: Sampling) -> None:
+        """Set the settings of one row."""
+        self._rows[row] = sampling
+        self.temperature[row] = sampling.temperature
+        self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p
+        self.seed[row] = sampling.seed
+        warm = [s for s in self._rows if s is not None and s.temperature > 0]
+        self.random = bool(warm)
+        self.filtered = any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in warm)
+
+    def filters(self) -> Tensor:
+        """Return (B,) bool, True for rows with filters."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
+    def row(self, row: int) -> "RowSampling":
+        """Return a copy of one row, as a batch of one."""
+        alone, settings = type(self)(1, self.seed.device), self._rows[row]
+        if settings is not None:
+            alone.set_row(0, settings)
+        return alone
+
+    def log_distribution(self, logits: Tensor) -> Tensor:
+        """Return log p (B, W, V) in float32 of logits (B, W, V); -inf where a filter excludes the token."""
+        return log_distribution(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
+
+    def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Return the chosen token ids (B, W), given logits (B, W, V) and positions (B, W) of the tokens to choose."""
+        if not self.random:
+            return logits.argmax(dim=-1)
+        perturbation = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
+        scores = scaled(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
+        return perturbation.add_(scores).argmax(dim=-1)
+
+    def pick_likeliest(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Pick the likeliest tokens; a `heads.tree.Pick`."""
+        W = logits.shape[1]
+        if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # independent heads: one distribution for all
+            ids, logp = self.pick_likeliest(logits[:, :1], positions[:, :1], count, token_ids)
+            return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
+        return self.pick_of_each(logits, positions, count, token_ids)
+
+    def pick_of_each(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Pick the likeliest tokens of nodes that each have their own distribution."""
+        if not self.random:
+            return best_columns(logits, SHARPNESS, count, token_ids)
+        sharpness = torch.where(self.temperature > 0, 1.0, SHARPNESS)[:, None, None]
+        return best_columns(self.perturb(logits, positions, token_ids), sharpness, count, token_ids)
+
+    def perturb(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Return the scores that rank a draft's candidates, with the noise that `choose` will use at the same position.
+
+        logits (B, W, Vx); positions (B, W) of the draft tokens; token_ids (Vx,) the target ids of the columns, None if
+        they are 0 .. Vx - 1. For greedy rows, the scores are the logits in float32.
+        """
+        logits = logits.float()
+        if not self.random:
+            return logits
+        if token_ids is None:
+            token_ids = torch.arange(logits.shape[-1], device=logits.device)
+        hot = (self.temperature > 0)[:, None, None]
+        warmth = torch.where(hot, self.temperature[:, None, None], 1.0)
+        together = positions.shape[1] > 1 and positions.stride(1) == 0  # all nodes of a tree level have one position
+        perturbation = gumbel(self.seed, positions[:, :1] if together else positions, token_ids)
+        return torch.where(hot, logits / warmth + perturbation, logits)
+
+
+def log_distribution(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
+) -> Tensor:
+    """Return the log of the processed distribution: temperature, then top-k, top-p and min-p, each renormalizing the
+    result of the previous one.
+
+    logits (B, W, V); the settings (B,) each; -> (B, W, V) float32. Every draw of a token uses this distribution.
+    """
+    return scaled(logits, temperature, top_k, top_p, min_p, filtered=filtered).log_softmax(dim=-1)
+
+
+def scaled(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
+) -> Tensor:
+    """Return `log_distribution` up to a constant per position, with 0 at the likeliest token."""
+    hot = (temperature > 0)[:, None, None]  # (B, 1, 1)
+    top = logits.argmax(dim=-1, keepdim=True)
+    greedy = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, top, 0.0)
+    # Subtract the maximum first: logits divided by a very low temperature would overflow to inf - inf.
+    warm = (logits - logits.gather(-1, top)).float() / torch.where(hot, temperature[:, None, None], 1.0)
+    if filtered:
+        warm = warm.masked_fill(~_kept(warm, top_k, top_p, min_p), -torch.inf)
+    return torch.where(hot, warm, greedy)
+
+
+def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Return (B, W, V) bool, True for tokens that pass all three filters. Each filter keeps a prefix of the tokens in
+    descending order, so one sort is enough."""
+    V = scaled.shape[-1]
+    falling, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(V, device=scaled.device)
+    k = torch.where(top_k > 0, top_k, V)[:, None, None]
+    kept = rank < k
+    # Keep a token if the mass before it is less than top_p, so the likeliest token is always kept. With top_p = 1, a
+    # sum that reaches 1 by rounding must not cut tokens off, hence the second term.
+    share = falling.masked_fill(~kept, -torch.inf).softmax(dim=-1)
+    before = share.cumsum(dim=-1) - share
+    p = top_p[:, None, None]
+    kept = kept & ((before < p) | (p >= 1)) & (falling >= falling[..., :1] + min_p[:, None, None].log())
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+def best_columns(
+    scores: Tensor, sharpness: Tensor | float, count: int, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the `count` (R) best columns of scores (B, W, Vx), best first: target ids (B, W, R) int64, and the float32
+    log-softmax of sharpness (B, 1, 1) * scores. The order of equal scores is unspecified."""
+    scores = scores.float()
+    best, columns = scores.max(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1)
+    logp = sharpness * best - (sharpness * scores).logsumexp(-1, keepdim=True)
+    return columns if token_ids is None else token_ids[columns], logp

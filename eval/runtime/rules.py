@@ -1,0 +1,327 @@
+"""Acceptance rules: they draw a round's draft tokens and decide which of them are accepted.
+
+`match` is in `eval.runtime.accept`. `ratio` and `block`, in this file, compare the
+target's p with q, the distribution that a draft token was drawn from. At temperature 0 all rules accept the same
+tokens. Above it, `ratio` and `block` need the exact q: the draft's logits under the same temperature, top-k, top-p and
+min-p as the target's, over the full vocabulary. So they refuse drafts that are not drawn from a distribution. They also
+refuse trees whose nodes are selected by the draws: the distribution of the nodes that survive a reranking is not q.
+
+Their noise is counter-based like that of `match`, in four independent streams: for the drafts, for the tests, for the
+last token, and that of `match`, which chooses a request's first token. No stream may be shared, and none is keyed by
+position alone: `block` may refuse a whole chain because of its last tokens, so even a token that was not emitted
+carries information about the noise at its position. Every key contains the root's position, which no two rounds of a
+request share.
+
+`ratio` (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2) is generalised to
+trees as recursive rejection with siblings drawn without replacement (Sequoia, arXiv 2402.12374, algorithm 2). The
+children x of a node are tried in the order in which they were drawn:
+
+    accept x with probability min(1, P(x) / Q(x)), at first P = p and Q = q
+    if refused: P <- norm(max(P - Q, 0)), Q(x) <- 0, Q <- norm(Q)
+    if all are refused: the round ends here with a token drawn from P; at a leaf, from p
+
+`block` (Sun et al., arXiv 2403.10444, algorithm 2) judges a chain x_1 .. x_K as a whole. p_i and q_i are the
+distributions after x_1 .. x_i:
+
+    w_0 = 1,  w_i = min(1, w_{i-1} p_{i-1}(x_i) / q_{i-1}(x_i))
+    h_K = w_K,  h_i = S_i / (S_i + 1 - w_i)  with  S_i = sum_v max(w_i p_i(v) - q_i(v), 0)
+    accepted = the largest i whose own test of probability h_i passes, or 0
+    the last token is drawn from norm(max(w_i p_i - q_i, 0)) with i = accepted, or from p_K if i = K
+
+The functions are given the results of the random tests. The probability of each test depends only on the tree, so the
+exact distribution of the output can be computed, and the unit tests compute it.
+
+Letters: B rows, N nodes, W nodes whose children are drawn at once, R children of a node, I nodes that have children, K
+depth, V vocabulary, Vx columns of a draft's logits.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from eval.runtime.accept import deepest_path, match
+from eval.runtime.distribution import RowSampling
+from eval.runtime.sampling import check_rule
+from heads.errors import UserError
+from heads.target.noise import gumbel, stream, uniform
+from heads.tree import MOST_NODES, Acceptance, Pick, Proposal, TreeShape, is_chain
+
+if TYPE_CHECKING:
+    from eval.runtime.round import TargetStep
+
+DRAFTS, TESTS, LAST = 0x3C79AC492BA7B653, 0x1CE4E5B9BF58476D, 0x14D049BB133111EB
+"""Identifiers of the noise streams, by purpose: any three distinct numbers."""
+
+
+class Rule(Protocol):
+    """Interface of an acceptance rule, as a round uses it."""
+
+    def begin(self) -> Pick:
+        """Return the function that draws this round's draft tokens."""
+
+    def consult(self, step: "TargetStep", hidden: Tensor, positions: Tensor) -> Tensor:
+        """Return the target's choice (B, N) or distribution (B, N, V) after each node. hidden (B, N, D); positions
+        (B, N) of the tokens after the nodes."""
+
+    def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
+        """Decide which draft tokens are accepted. consulted: from `consult`; above (B, N, N):
+        `heads.target.slots.ancestors`, or None for a chain."""
+
+
+def make_rule(name: str, shape: TreeShape, sampling: RowSampling) -> Rule:
+    """Return the rule of that name for trees of one shape. Raise UserError if it cannot judge them."""
+    check_rule(name, shape)
+    return Match(shape, sampling) if name == "match" else Rejection(name, shape, sampling)
+
+
+class Match:
+    """Rule `match`: a draft token is accepted if it is the target's own choice."""
+
+    def __init__(self, shape: TreeShape, sampling: RowSampling) -> None:
+        self.shape, self.sampling = shape, sampling
+
+    def begin(self) -> Pick:
+        return self.sampling.pick
+
+    def consult(self, step: "TargetStep", hidden: Tensor, positions: Tensor) -> Tensor:
+        return step.choose(hidden, positions, self.sampling)  # (B, N)
+
+    def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
+        if self.shape.nodes == 1:  # without drafts a round emits the target's choice after the root
+            return Acceptance(proposal.depths[:, 0], proposal.depths, consulted)  # the depths are zeros
+        return match(proposal, consulted, above, self.shape.depth)
+
+
+class Draws:
+    """Pick of one round: it draws children from the draft's distribution, which is kept for the verdict.
+
+    Siblings are drawn without replacement, in the order of falling log q + Gumbel noise. A greedy row drafts its
+    likeliest tokens.
+    """
+
+    def __init__(self, sampling: RowSampling) -> None:
+        self.sampling = sampling
+        self.distributions: list[Tensor] = []
+        """Log q after the nodes whose children were drawn, (B, W, Vx) float32, by level."""
+        self.token_ids: Tensor | None = None
+
+    def __call__(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        sampling = self.sampling
+        self.token_ids = token_ids
+        logq = sampling.log_distribution(logits)
+        self.distributions.append(logq)
+        if not sampling.random:
+            columns = best(logits, count)
+        else:
+            ids = torch.arange(logits.shape[2], device=logits.device) if token_ids is None else token_ids
+            counters = draw_counters(positions, len(self.distributions))
+            noise = gumbel(stream(sampling.seed, DRAFTS), counters, ids)  # (B, W, Vx)
+            hot = (sampling.temperature > 0)[:, None, None]
+            columns = best(torch.where(hot, noise + logq, logits.float()), count)
+        return columns if token_ids is None else token_ids[columns], logq.gather(-1, columns)
+
+    def distribution(self, vocab: int) -> Tensor:
+        """Return q (B, I, V) over the target's vocabulary, in the order of the nodes."""
+        q = torch.cat(self.distributions, dim=1).exp()
+        if self.token_ids is not None:
+            return q.new_zeros(*q.shape[:2], vocab).index_copy_(2, self.token_ids, q)
+        assert q.shape[2] <= vocab, f"a draft over {q.shape[2]} tokens, a target of {vocab}"
+        return torch.nn.functional.pad(q, (0, vocab - q.shape[2]))
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Return the indices of the `count` highest scores in the last dimension, the highest first."""
+    return scores.argmax(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1).indices
+
+
+def draw_counters(positions: Tensor, level: int) -> Tensor:
+    """Return (B, W) int64, a number for each node whose children are drawn, distinct within a request. positions
+    (B, W): of the drawn tokens; level: theirs below the root. The two together determine the root's position."""
+    return (positions * MOST_NODES + level) * MOST_NODES**2 + torch.arange(positions.shape[1], device=positions.device)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Parents and children of the nodes of a shape. Nodes are in the order of `heads.growth.grow`, so siblings are in
+    the order in which they were drawn."""
+
+    parents: Tensor  # (I,) int64, the nodes that have children, ascending: the order in which `grow` draws children
+    children: Tensor  # (I, R) int64, in the order drawn; 0 for padding
+    there: Tensor  # (I, R) bool, False for padding
+    place: Tensor  # (N - 1,) int64: entry j - 1 is the index of node j in `children`, flattened
+
+
+def family_of(shape: TreeShape, device: torch.device | str = "cpu") -> Family:
+    """Return the family of a chain or a static tree, whose siblings have consecutive ranks."""
+    paths = [(0,) * k for k in range(1, shape.depth + 1)] if is_chain(shape) else shape.paths
+    assert paths is not None
+    node_of = {(): 0, **{path: 1 + i for i, path in enumerate(paths)}}
+    by_parent: dict[int, list[int]] = {}
+    for path in paths:
+        by_parent.setdefault(node_of[path[:-1]], []).append(node_of[path])
+    parents, children = list(by_parent), list(by_parent.values())
+    assert parents == sorted(parents), parents
+    R = max(map(len, children))
+    place = {child: i * R + r for i, own in enumerate(children) for r, child in enumerate(own)}
+    return Family(
+        parents=torch.tensor(parents, device=device),
+        children=torch.tensor([own + [0] * (R - len(own)) for own in children], device=device),
+        there=torch.tensor([[r < len(own) for r in range(R)] for own in children], device=device),
+        place=torch.tensor([place[j] for j in range(1, shape.nodes)], device=device),
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Probabilities of a rule's tests on a tree, and the distributions of the last token."""
+
+    odds: Tensor  # (B, N), the probability that node j's own test passes; 1 for the root
+    rest: Tensor  # (B, N, V), the distribution of the last token if the round ends at node j
+
+
+class Rejection:
+    """Rules `ratio` and `block`, which compare the target's distribution with the draft's."""
+
+    def __init__(self, name: str, shape: TreeShape, sampling: RowSampling) -> None:
+        self.name, self.shape, self.sampling = name, shape, sampling
+        self.family = family_of(shape, sampling.seed.device)
+        self.draws = Draws(sampling)
+
+    def begin(self) -> Pick:
+        self.draws = Draws(self.sampling)
+        return self.draws
+
+    def consult(self, step: "TargetStep", hidden: Tensor, positions: Tensor) -> Tensor:
+        return self.sampling.log_distribution(step.logits(hidden)).exp()  # (B, N, V)
+
+    def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
+        verdict = self.weigh(proposal, consulted)
+        device, seed = positions.device, self.sampling.seed
+        root = positions[:, :1] - 1
+        node = torch.arange(self.shape.nodes, device=device)
+        passed = uniform(stream(seed, TESTS), root, node)[:, 0] < verdict.odds
+        accepted, path = self.decide(passed, proposal, above)
+        end = path.gather(1, accepted[:, None])  # (B, 1)
+        rest = verdict.rest.gather(1, end[..., None].expand(-1, -1, verdict.rest.shape[2]))  # (B, 1, V)
+        noise = gumbel(stream(seed, LAST), root, torch.arange(rest.shape[2], device=device))
+        last = (rest.log() + noise).argmax(dim=-1)  # (B, 1)
+        drafted = proposal.tokens.gather(1, path).roll(-1, dims=1)  # its last column is padding for `last` to replace
+        return Acceptance(accepted, path, drafted.scatter(1, accepted[:, None], last))
+
+    def weigh(self, proposal: Proposal, p: Tensor) -> Verdict:
+        """Return the verdict on the draft tokens that the pick of `begin` has drawn. p (B, N, V)."""
+        if not self.draws.distributions:
+            raise UserError(
+                f"rule {self.name} needs the distribution that the draft was drawn from, and this draft is drawn from "
+                "none; use rule match"
+            )
+        q, tokens = self.draws.distribution(p.shape[2]), proposal.tokens
+        assert q.shape[1] == len(self.family.parents), f"{q.shape[1]} draws, {len(self.family.parents)} nodes to expand"
+        if self.name == "block":
+            return block(p, q, tokens)
+        verdict = ratio(p, q, tokens, self.family)
+        # In a greedy row q has only one token, but several children may be drafted, without a draw. So the token that
+        # has all of p is accepted.
+        hot = (self.sampling.temperature > 0)[:, None]
+        chosen = p.argmax(dim=-1).gather(1, proposal.parents) == tokens  # (B, N)
+        odds = torch.where(hot, verdict.odds, chosen.to(verdict.odds.dtype))
+        return Verdict(odds, torch.where(hot[..., None], verdict.rest, p))
+
+    def decide(self, passed: Tensor, proposal: Proposal, above: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the number of accepted tokens (B,) and their path (B, K + 1), given the passed tests (B, N)."""
+        if self.name == "block":
+            return last_accepted(passed)
+        return leading(passed) if above is None else first_accepted(passed, proposal, above, self.shape.depth)
+
+
+def ratio(p: Tensor, q: Tensor, tokens: Tensor, family: Family) -> Verdict:
+    """Apply recursive rejection to a tree: p (B, N, V), q (B, I, V), tokens (B, N).
+
+    The test of a node is the test made if all its elder siblings were refused. If q has fewer tokens than the node has
+    children, some children have probability 0 in q. They are never accepted and change nothing.
+    """
+    P, Q = p[:, family.parents], q  # (B, I, V)
+    odds = []
+    for r in range(family.children.shape[1]):
+        x = tokens[:, family.children[:, r]][..., None]  # (B, I, 1)
+        drawn = Q.gather(-1, x)
+        tested = family.there[:, r, None] & (drawn > 0)
+        odds.append(torch.where(tested, quotient(P.gather(-1, x), drawn).clamp(max=1), 0.0))
+        P = torch.where(tested, residual(P, Q), P)
+        Q = torch.where(tested, normalised(Q.scatter(-1, x, 0.0), Q), Q)
+    by_child = torch.cat(odds, dim=-1).flatten(1)[:, family.place]  # (B, N - 1)
+    return Verdict(torch.cat([torch.ones_like(by_child[:, :1]), by_child], 1), p.index_copy(1, family.parents, P))
+
+
+def block(p: Tensor, q: Tensor, tokens: Tensor) -> Verdict:
+    """Apply block verification to a chain: p (B, K + 1, V), q (B, K, V), tokens (B, K + 1)."""
+    K = q.shape[1]
+    x = tokens[:, 1:, None]  # (B, K, 1)
+    ratios = quotient(p[:, :-1].gather(-1, x), q.gather(-1, x))
+    weights = [torch.ones_like(ratios[:, 0])]
+    for i in range(K):
+        weights.append((weights[-1] * ratios[:, i]).clamp(max=1))
+    w = torch.stack(weights, dim=1)  # (B, K + 1, 1)
+    before = w[:, :-1]
+    excess = (before * p[:, :-1] - q).clamp_min(0).sum(-1, keepdim=True)
+    # Where w = 1 and nothing exceeds q, p and q are equal: then the result of the test does not matter, nor does the
+    # distribution after it.
+    whole = excess + (1 - before)
+    odds = torch.where(whole > 0, excess / whole, 1.0)
+    rest = residual(before * p[:, :-1], q, otherwise=p[:, :-1])
+    odds = torch.cat([torch.ones_like(odds[:, :1]), odds[:, 1:], w[:, -1:]], dim=1)
+    return Verdict(odds[..., 0], torch.cat([rest, p[:, -1:]], dim=1))
+
+
+def expected_tokens(odds: Tensor, *, whole: bool) -> Tensor:
+    """Return (B,), the expected number of tokens that a round emits with a chain of these odds (B, K + 1).
+
+    It is 1 plus the sum over k of the probability that at least k draft tokens are accepted: for `ratio`, that the
+    first k tests pass; for `block` (`whole`), that any test from the k-th on passes.
+    """
+    tests = odds[:, 1:]
+    reached = 1 - (1 - tests).flip(1).cumprod(1) if whole else tests.cumprod(1)
+    return 1 + reached.sum(1)
+
+
+def quotient(p: Tensor, q: Tensor) -> Tensor:
+    """Return p / q, or 0 where q is 0, which is true of no token that was drawn from q."""
+    return torch.where(q > 0, p / q, 0.0)
+
+
+def residual(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
+    """Return norm(max(p - q, 0)) over the last dimension, or `otherwise` (default: p) where no mass is left. There q
+    covers p, a refusal has probability 0, and any distribution is correct."""
+    return normalised((p - q).clamp_min(0), p if otherwise is None else otherwise)
+
+
+def normalised(mass: Tensor, otherwise: Tensor) -> Tensor:
+    """Return `mass` divided by its sum over the last dimension, or `otherwise` where the sum is 0."""
+    total = mass.sum(-1, keepdim=True)
+    return torch.where(total > 0, mass / total, otherwise)
+
+
+def first_accepted(passed: Tensor, proposal: Proposal, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Descend from the root to the eldest child whose test passed, as long as there is one. passed (B, N). Return the
+    number of accepted tokens (B,) and their path (B, K + 1) from the root."""
+    node = torch.arange(passed.shape[1], device=passed.device)
+    siblings = (proposal.parents[:, :, None] == proposal.parents[:, None, :]) & (node[:, None] > node) & (node > 0)
+    refused_before = ~(passed[:, None, :] & siblings).any(dim=2)
+    return deepest_path(proposal, (passed & refused_before) | (node == 0), above, depth)
+
+
+def last_accepted(passed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number accepted and the path by `block`: up to the last node of the chain whose test passed, whether
+    or not the tests before it passed."""
+    place = torch.arange(passed.shape[1], device=passed.device).expand_as(passed)
+    return (place * passed).amax(dim=1), place
+
+
+def leading(passed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `first_accepted` for a chain: all nodes before the first whose test failed."""
+    place = torch.arange(passed.shape[1], device=passed.device).expand_as(passed)
+    return passed[:, 1:].cumprod(dim=1).sum(dim=1), place
