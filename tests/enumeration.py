@@ -6,9 +6,9 @@ from itertools import permutations, product
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance import Rejection, Verdict
-from heads.backends.slot_mapping import ancestors
+from eval.runtime.rules import Rejection, Verdict
 from heads.growth import grow
+from heads.target.slots import ancestors
 from heads.tree import Pick, Proposal, TreeShape, is_chain
 
 

@@ -2,8 +2,8 @@
 
 from typing import TypeVar
 
+from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
-from heads.backends.torch.sampling import RowSampling
 
 Rows = TypeVar("Rows", bound=RowSampling)
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15

@@ -5,25 +5,24 @@ from contextlib import contextmanager
 
 import pytest
 
-from heads.backends.cpu import compiling, library
-from heads.backends.triton import availability
+from heads.target import kernels, product
 
-LOADERS = (compiling.find_compiler, library.load)
+LOADERS = (product.find_compiler, product.load)
 
 
 @contextmanager
 def without_c() -> Iterator[None]:
-    """Hide the C compiler: everything built inside uses torch's operations."""
+    """Hide the C compiler: products built inside are oneDNN's."""
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CC", "none")
-            forget_libraries()
+            forget_library()
             yield
     finally:
-        forget_libraries()
+        forget_library()
 
 
-def forget_libraries() -> None:
+def forget_library() -> None:
     """Clear the caches of the compiler and the library, so that both are searched for again."""
     for loader in LOADERS:
         loader.cache_clear()
@@ -31,25 +30,24 @@ def forget_libraries() -> None:
 
 @contextmanager
 def kernels_on_cpu() -> Iterator[None]:
-    """Run Triton's kernels on CPU tensors in its interpreter, without C."""
-    before = availability.ON_CPU
-    with without_c():
-        availability.ON_CPU = True
-        try:
-            yield
-        finally:
-            availability.ON_CPU = before
+    """Run Triton's kernels on CPU tensors in its interpreter."""
+    before = kernels.ON_CPU
+    kernels.ON_CPU = True
+    try:
+        yield
+    finally:
+        kernels.ON_CPU = before
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Take the same code path as on a GPU: no C, and heads do not read the lengths of their texts."""
-    with without_c(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("heads.recurrent.draft.RecurrentState.extent", lambda state, tokens: len(state.slot))
+    """Take the same code path as on a GPU: heads do not read the lengths of their texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("heads.draft_state.SlotState.extent", lambda state, tokens: len(state.slot))
         yield
 
 
 def need_c() -> None:
     """Skip a test if there is no C compiler."""
-    if library.load() is None:
+    if product.load() is None:
         pytest.skip("no C compiler")

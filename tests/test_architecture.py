@@ -107,19 +107,6 @@ def test_no_two_files_import_each_other() -> None:
     assert not cycles(folders)
 
 
-@pytest.mark.parametrize("module", ["heads.base", "heads.eagle3", "heads.medusa", "heads.mtp", "heads.draft_model"])
-def test_a_head_is_imported_without_triton_and_without_a_loader_of_c(module: str) -> None:
-    """The backend that a head is given creates the head's states."""
-    seen, left = set(), [module]
-    while left:
-        name = left.pop()
-        if name not in seen:
-            seen.add(name)
-            left += imported_files((ROOT / name.replace(".", "/")).with_suffix(".py"))
-    wrong = {name for name in seen if name.startswith(("heads.backends.cpu", "heads.backends.triton"))}
-    assert not wrong
-
-
 def test_no_file_shadows_another_module() -> None:
     """Python puts a script's own folder first on sys.path: train/queue.py would hide the module queue."""
     everything = [name for folder in ORDER for path in modules(folder) for name in imported_names(path)]

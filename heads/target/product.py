@@ -101,6 +101,11 @@ class ProductModule(nn.Module):
         super().__init__()
         self.product = product
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight (O, K) of the linear layer that it replaces."""
+        return self.product.weight
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         return self.product(rows if rows.stride(-1) == 1 else rows.contiguous()).unflatten(0, x.shape[:-1])

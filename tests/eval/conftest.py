@@ -73,9 +73,7 @@ class PairHead(nn.Module, Drafter):
         if shape.depth > self.deepest or shape.top_k > self.deepest:
             raise UserError("too large a tree")
 
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any
-    ) -> PairState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> PairState:
         self.check_draft(shape, capacity)
         if batch_size * capacity > self.memory:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")

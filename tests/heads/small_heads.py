@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from heads.backends.base import Backend
-from heads.backends.selection import TORCH
 from heads.base import Batch, DraftHead, Observation, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.initial.weights import TargetProbe
@@ -116,11 +114,9 @@ def observe(head: DraftHead, state: Any, batch: Batch, start: Tensor, count: Ten
     head.extend(state, Observation(batch.tokens.gather(1, rows), aux_hidden_states, hidden, start, count, None))
 
 
-def seen(head: DraftHead, batch: Batch, shape: str, lengths: list[int], backend: Backend = TORCH) -> Any:
+def seen(head: DraftHead, batch: Batch, shape: str, lengths: list[int]) -> Any:
     """A draft state that has seen the first `lengths` positions of each row, in one go."""
-    state = head.new_state(
-        batch.shared, batch_size=len(lengths), capacity=28, shape=parse_shape(shape), backend=backend
-    )
+    state = head.new_state(batch.shared, batch_size=len(lengths), capacity=28, shape=parse_shape(shape))
     count = torch.tensor(lengths)
     observe(head, state, batch, torch.zeros_like(count), count, max(lengths))
     return state

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.backends.cpu import library
-from heads.backends.selection import BACKENDS
 from heads.base import Batch, Observation
 from heads.checkpoint import load_head, save_head, target_record
 from heads.draft_model import DraftState
@@ -22,7 +20,6 @@ from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.tree import parse_shape
 from tests.heads.small_heads import greedy, loss_agrees, token_paths
 
-BACKEND = BACKENDS["torch" if library.load() is None else "cpu"]
 V = 40
 SIZE = {
     "vocab_size": V,
@@ -104,9 +101,7 @@ def feed(head: Any, state: DraftState, texts: list[list[int]], start: list[int],
 
 def opened(head: Any, texts: list[list[int]], shape: str, capacity: int = 40) -> DraftState:
     """The state that has read all of each text but its last token, the root."""
-    state: DraftState = head.new_state(
-        None, batch_size=len(texts), capacity=capacity, shape=parse_shape(shape), backend=BACKEND
-    )
+    state: DraftState = head.new_state(None, batch_size=len(texts), capacity=capacity, shape=parse_shape(shape))
     feed(head, state, texts, [0] * len(texts), [len(text) - 1 for text in texts], None)
     return state
 
@@ -192,7 +187,7 @@ def test_rounds_go_on_from_what_was_accepted(shape: str, family: str, dtype: tor
 def test_prompts_may_come_in_pieces_and_rows_begin_anew() -> None:
     head = make_head(make_target())
     texts = texts_of([11, 6])
-    state = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape("chain:3"), backend=BACKEND)
+    state = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
     feed(head, state, [texts_of([20])[0], texts[1]], [0, 0], [15, 5], None)
     head.propose(state, greedy)
     head.reset_rows(state, torch.tensor([True, False]))
@@ -409,9 +404,7 @@ def test_rotary_frequencies_stay_as_they_are_when_the_weights_are_narrowed() -> 
 
 def test_a_tree_wider_than_the_common_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match="tree tree:1x41x42: 41 children of a node, the head drafts 40"):
-        make_head(make_target()).new_state(
-            None, batch_size=1, capacity=40, shape=parse_shape("tree:1x41x42"), backend=BACKEND
-        )
+        make_head(make_target()).new_state(None, batch_size=1, capacity=40, shape=parse_shape("tree:1x41x42"))
 
 
 def test_rows_longer_than_the_drafts_context_are_refused() -> None:
@@ -420,4 +413,4 @@ def test_rows_longer_than_the_drafts_context_are_refused() -> None:
     with pytest.raises(UserError, match="the draft model reads 8 positions, a row has 18"):
         head.loss(make_batch(target, [[18]]), torch.ones(1))
     with pytest.raises(UserError, match="the draft model reads 8 positions, the sequences may have 128"):
-        head.new_state(None, batch_size=1, capacity=128, shape=parse_shape("chain:3"), backend=BACKEND)
+        head.new_state(None, batch_size=1, capacity=128, shape=parse_shape("chain:3"))

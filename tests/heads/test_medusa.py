@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.backends.cpu import library
-from heads.backends.selection import BACKENDS
 from heads.base import Batch, SharedLayers, most_nodes, shape_for
 from heads.errors import UserError
 from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree
 from heads.tree import parse_shape, static_shape
 from tests.heads.small_heads import greedy, loss_agrees, observe, random_batch, token_paths
 
-BACKEND = BACKENDS["torch" if library.load() is None else "cpu"]
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
 KEPT = torch.tensor([0, 1, 2, 4, 5, 7, 9, 10, 13, 14, 18, 19])
 
@@ -98,9 +95,7 @@ def test_it_begins_as_the_targets_own_output_head() -> None:
 
 def observed(head: Medusa, batch: Batch, shape: str, lengths: list[int]) -> MedusaState:
     """A draft state that has seen the first `lengths` positions of each row, in two pieces with padding behind."""
-    state = head.new_state(
-        batch.shared, batch_size=len(lengths), capacity=40, shape=parse_shape(shape), backend=BACKEND
-    )
+    state = head.new_state(batch.shared, batch_size=len(lengths), capacity=40, shape=parse_shape(shape))
     head.reset_rows(state, torch.ones(len(lengths), dtype=torch.bool))
     count, start = torch.tensor(lengths), torch.zeros(len(lengths), dtype=torch.int64)
     for part in (count // 2, count - count // 2, torch.zeros_like(count)):  # the last: a row that is done
@@ -132,15 +127,14 @@ def test_drafting_is_what_training_foresees() -> None:
         assert foreseen[:, 0, n - 1].tolist() == [k != wrong for k in range(3)]
 
 
-@pytest.mark.skipif(library.load() is None, reason="no C compiler")
-def test_on_the_kernels_it_drafts_by_its_own_logits() -> None:
+def test_in_products_it_drafts_by_its_own_logits() -> None:
     head = make_head().float()
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(parameter.bfloat16())  # as the kernels hold them
     shared = SharedLayers(embed_tokens=lambda ids: ids, lm_head=lambda hidden: hidden)
-    state = head.new_state(shared, batch_size=2, capacity=40, shape=parse_shape("chain:3"), backend=BACKEND)
-    assert all(hasattr(level[-1].product, "packed") for level in state.levels) and len(state.levels) == 3
+    state = head.new_state(shared, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
+    assert len(state.levels) == 3
     state.hidden.copy_(torch.randn(2, 8, generator=torch.Generator().manual_seed(3)))
     for k, level in enumerate(state.levels):
         torch.testing.assert_close(level(state.hidden), head.logits(state.hidden, k), atol=1e-5, rtol=1e-5)

@@ -7,28 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.backends.selection import TRITON
-from heads.backends.slot_mapping import ancestors
-from heads.backends.torch.select import TORCH, Select
 from heads.errors import UserError
 from heads.growth import grow
+from heads.target.slots import ancestors
 from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape, scratch_slots, static_shape
 from tests.heads.small_heads import token_paths
 
 VOCAB = 11
 Path = tuple[int, ...]
-
-
-@pytest.fixture(params=["torch", "kernels"])
-def select(request: pytest.FixtureRequest) -> Select:
-    """The choice of nodes by torch's operations, and by kernels in Triton's interpreter."""
-    if request.param == "torch":
-        return TORCH
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("on a GPU the kernels themselves are run")
-    request.getfixturevalue("interpreted")
-    return TRITON.select
 
 
 @pytest.mark.parametrize(
@@ -74,8 +60,8 @@ def test_a_static_tree_without_a_parent_is_refused() -> None:
 class Distribution:
     """A draft whose distribution depends on the whole path, and which sees only what `grow` shows it."""
 
-    def __init__(self, shape: TreeShape, kind: str, batch: int, select: Select = TORCH) -> None:
-        self.shape, self.kind, self.batch, self.select = shape, kind, batch, select
+    def __init__(self, shape: TreeShape, kind: str, batch: int) -> None:
+        self.shape, self.kind, self.batch = shape, kind, batch
         self.expanded = torch.zeros(batch, 0, dtype=torch.int64)  # tokens of the expanded nodes, in order
         self.calls: list[tuple[int, ...]] = []
         self.before = torch.zeros(batch, 1, dtype=torch.int64)  # tokens of the level before
@@ -115,7 +101,7 @@ class Distribution:
     def grow(self) -> Proposal:
         first = torch.stack([self.logits(b, ()) for b in range(self.batch)])[:, None]
         root = torch.arange(self.batch)
-        return grow(self.shape, root, torch.zeros_like(root), first, self.pick, self.expand, None, self.select)
+        return grow(self.shape, root, torch.zeros_like(root), first, self.pick, self.expand, None)
 
 
 def naive_dynamic(distribution: Distribution, b: int) -> dict[Path, float]:
@@ -147,8 +133,8 @@ def check_form(proposal: Proposal, shape: TreeShape, batch: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["chain:4", "tree:1x3x4", "tree:4x3x12", "tree:3x4x9", "tree:4x3x31", "tree:5x1x4"])
-def test_dynamic_trees_are_eagle_2s(text: str, select: Select) -> None:
-    distribution = Distribution(parse_shape(text), "random", 3, select)
+def test_dynamic_trees_are_eagle_2s(text: str) -> None:
+    distribution = Distribution(parse_shape(text), "random", 3)
     proposal = distribution.grow()
     check_form(proposal, distribution.shape, 3)
     for b in range(3):
@@ -161,9 +147,9 @@ def test_dynamic_trees_are_eagle_2s(text: str, select: Select) -> None:
 
 @pytest.mark.parametrize("kind", ["certain", "flat"])
 @pytest.mark.parametrize("text", ["tree:4x3x5", "tree:4x3x12", "tree:6x2x7", "tree:3x4x30"])
-def test_trees_are_closed_where_scores_tie(kind: str, text: str, select: Select) -> None:
+def test_trees_are_closed_where_scores_tie(kind: str, text: str) -> None:
     """A child of probability 1 ties with its parent; the parent is kept first, and no node is kept twice."""
-    distribution = Distribution(parse_shape(text), kind, 2, select)
+    distribution = Distribution(parse_shape(text), kind, 2)
     proposal = distribution.grow()
     check_form(proposal, distribution.shape, 2)
     for b in range(2):
@@ -183,8 +169,8 @@ RAGGED = static_shape([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 
 @pytest.mark.parametrize(
     "shape", [*map(parse_shape, ("static:3", "static:3.2.1", "static:1.2.2")), RAGGED], ids=lambda shape: str(shape)
 )
-def test_static_trees_take_the_children_by_rank(shape: TreeShape, select: Select) -> None:
-    distribution = Distribution(shape, "random", 2, select)
+def test_static_trees_take_the_children_by_rank(shape: TreeShape) -> None:
+    distribution = Distribution(shape, "random", 2)
     proposal = distribution.grow()
     check_form(proposal, shape, 2)
     assert shape.paths is not None
@@ -201,14 +187,14 @@ def test_static_trees_take_the_children_by_rank(shape: TreeShape, select: Select
 @pytest.mark.parametrize(
     "text", ["none", "chain:1", "chain:6", "tree:1x5x6", "tree:4x3x12", "static:3", "static:3.2.1"]
 )
-def test_shapes_are_static_and_scratch_slots_hold_what_is_expanded(text: str, select: Select) -> None:
+def test_shapes_are_static_and_scratch_slots_hold_what_is_expanded(text: str) -> None:
     shape = parse_shape(text)
     if shape is ROOT_ONLY:
         assert scratch_slots(shape) == 0
         return
     calls = []
     for kind in ("random", "certain", "flat"):
-        distribution = Distribution(shape, kind, 2, select)
+        distribution = Distribution(shape, kind, 2)
         distribution.grow()
         assert distribution.expanded.shape[1] == scratch_slots(shape)
         calls.append(distribution.calls)

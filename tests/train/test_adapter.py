@@ -11,11 +11,11 @@ from peft import PeftModel
 from torch.nn.functional import kl_div
 
 from eval.benchmark.loading import fitting_head
-from heads.backends.torch.architectures import why_not_native
 from heads.base import Batch
 from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError
 from heads.registry import build_head
+from heads.target.decoder import why_not_native
 from heads.target.frozen import FrozenTarget, load_target
 from tests.faults import signal_at
 from tests.runs import Settings, WriteRecipe, measured_run, same, the_error, weights

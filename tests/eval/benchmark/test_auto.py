@@ -21,12 +21,12 @@ from eval.benchmark.auto import (
 )
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
-from heads.backends.slot_mapping import ancestors
-from heads.backends.torch.accept import match
-from heads.backends.torch.sampling import RowSampling
+from eval.runtime.accept import match
+from eval.runtime.distribution import RowSampling
 from heads.errors import UserError
 from heads.growth import grow
 from heads.target.frozen import FrozenTarget
+from heads.target.slots import ancestors
 from heads.tree import Proposal, parse_shape
 from heads.untrained.lookup import Lookup
 

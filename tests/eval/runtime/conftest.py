@@ -123,9 +123,7 @@ class ScriptedHead(Drafter):
     observations: int = 0
     chance: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any
-    ) -> Story:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Story:
         return Story(shape, [[0] for _ in range(batch_size)])
 
     def reset_rows(self, state: Story, rows: Tensor) -> None:

@@ -3,22 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance import Rejection
-from eval.runtime.adaptive import Controller
-from heads.backends.selection import TORCH
-from heads.backends.torch.sampling import RowSampling
 from heads.base import Observation, SharedLayers
 from heads.block.draft import DraftBlockHead
 from heads.dflash import DFlash, DFlashConfig
 from heads.dflash2 import DFlash2, DFlash2Config
 from heads.dspark import DSpark, DSparkConfig
 from heads.tree import Proposal, TreeShape, parse_shape
-from tests.enumeration import EveryDraw, Toy, draws_of, prefixes_of, sum_over_tests
+from tests.enumeration import Toy, prefixes_of
 from tests.eval.runtime.test_rejection import EXACT, distance, outcome
 from tests.heads.small_heads import BLOCK_SIZES
 
@@ -59,7 +54,7 @@ class Drafted(Toy):
         torch.manual_seed(4)
         table, out = torch.randn(2, V, D, dtype=torch.float64)
         shared = SharedLayers(lambda ids: table[ids], lambda hidden: hidden @ out.T, out)
-        state = self.head.new_state(shared, batch_size=rows, capacity=16, shape=shape, backend=TORCH)
+        state = self.head.new_state(shared, batch_size=rows, capacity=16, shape=shape)
         known, ids = (
             torch.randn(5, D, dtype=torch.float64).expand(rows, -1, -1),
             torch.zeros(rows, 6, dtype=torch.int64),
@@ -80,48 +75,3 @@ def test_what_comes_out_has_the_targets_distribution(kind: str, rule: str, shape
     distribution, tokens = outcome(drafted, tree, rule)
     assert distance(drafted, distribution, tree) < EXACT
     assert 1 < tokens <= tree.depth + 1
-
-
-class Priced(Controller):
-    """A controller to whom a token is always worth the same."""
-
-    def price(self) -> float:
-        return 0.25
-
-
-def shortened_outcome(drafted: Drafted, rule: str, *, peeks: bool) -> tuple[Tensor, set[int]]:
-    """The distribution of what comes out of chains of 3 that are verified only so far as the confidence says, and the
-    lengths that there were. `peeks`: the confidence in a token knows the token."""
-    K, whole = 3, parse_shape("chain:3")
-    pick = EveryDraw(draws_of(whole), V, replace=False)
-    proposal, prefixes = drafted.grow(whole, pick, len(pick.ways))
-    assert proposal.confidence is not None
-    confidence = proposal.confidence.detach().numpy()
-    if peeks:
-        confidence = np.where(proposal.tokens[:, 1:].numpy() == 1, 0.9, 0.1)
-    controller = Priced([whole, parse_shape("none")])
-    lengths = torch.tensor([controller.length(row[None]) for row in confidence])
-    total = torch.zeros(V ** (K + 1), dtype=torch.float64)
-    for length in lengths.unique().tolist():
-        ways, nodes = (lengths == length).nonzero()[:, 0], slice(0, length + 1)
-        fields = (proposal.tokens, proposal.parents, proposal.depths, proposal.scores)
-        part = Proposal(*(field[ways, nodes] for field in fields))
-        sampling = RowSampling(len(ways))
-        sampling.temperature.fill_(1.0)
-        judging = Rejection(rule, parse_shape(f"chain:{length}"), sampling)
-        judging.draws.distributions = [level[ways] for level in pick.distributions[:length]]
-        own = prefixes[ways, nodes]
-        verdict = judging.weigh(part, drafted.at(own, part.depths))
-        for made in sum_over_tests(judging, part, verdict, own, pick.weight[ways]):
-            total += drafted.complete(made.flatten(), K + 1)
-    return total, set(lengths.tolist())
-
-
-@pytest.mark.parametrize("rule", ["ratio", "block"])
-def test_chains_shortened_by_confidence_keep_the_targets_distribution(rule: str) -> None:
-    """By the confidence of a token, which knows those before it alone; one that knew the token would not."""
-    shape, drafted = parse_shape("chain:3"), Drafted(make_head("dspark"), 3)
-    distribution, lengths = shortened_outcome(drafted, rule, peeks=False)
-    assert len(lengths) > 1
-    assert distance(drafted, distribution, shape) < EXACT
-    assert distance(drafted, shortened_outcome(drafted, rule, peeks=True)[0], shape) > 1e-3

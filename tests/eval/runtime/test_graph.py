@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from eval.runtime.engine import Engine, EngineOptions, Output, Request
+from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
@@ -174,7 +174,7 @@ def test_whatever_ends_a_capture_the_rows_stay_as_they_were(target_of: TargetOf)
 
     engine.capture = refuse
     with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
-        engine.rounds_of(engine.decoder).prepare()
+        engine.rounds.prepare()
     assert all(torch.equal(getattr(state, field.name), x) for field, x in zip(fields(state), before, strict=True))
 
 
@@ -227,22 +227,9 @@ def test_a_replayed_round_keeps_its_state_where_it_was_and_leaves_nothing_behind
         gc.collect()
         before = count_tensors()
         for _ in range(3):
-            engine.rounds_of(engine.decoder)(64)
+            engine.rounds(64)
         gc.collect()
         assert count_tensors() == before
     assert pointers == [getattr(state, f.name).data_ptr() for f in fields(state)]
     head_state = vars(engine.decoder.head_state)
     assert held == {name: x.data_ptr() for name, x in head_state.items() if isinstance(x, Tensor)}
-
-
-def test_adaptive_drafts_replay_too(target_of: TargetOf) -> None:
-    """A head of random weights is soon paused, reads what it missed, and is tried again."""
-    target = target_of("llama")
-    requests = [
-        Request([5, 6, 7 + i], 100, Sampling(temperature=0.9 * (i % 2), seed=i), ignore_eos=True) for i in range(4)
-    ]
-    plain = open_engine(target, None, batch_size=2, max_length=192).generate(requests)
-    options = EngineOptions(shape=parse_shape("chain:3"), batch_size=2, max_length=192, adaptive=True)
-    engine = taped(Engine(target, make_drafter("eagle3", target), options))
-    assert [o.tokens for o in engine.generate(requests)] == [o.tokens for o in plain]
-    assert engine.timings.candidates["none"] > 20 and len(engine.rounds) >= 2

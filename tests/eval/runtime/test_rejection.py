@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance import Rejection, Verdict, expected_tokens, quotient, ratio, residual
-from heads.backends.slot_mapping import ancestors
-from heads.backends.torch.accept import match
-from heads.backends.torch.sampling import RowSampling
+from eval.runtime.accept import match
+from eval.runtime.distribution import RowSampling
+from eval.runtime.rules import Rejection, Verdict, expected_tokens, quotient, ratio, residual
+from heads.target.slots import ancestors
 from heads.tree import Proposal, TreeShape, parse_shape, static_shape
 from tests.enumeration import EveryDraw, Toy, draws_of, sum_over_tests
 

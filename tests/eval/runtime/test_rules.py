@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from eval.benchmark.prompts import Prompt
-from eval.runtime.acceptance import DRAFTS, LAST, TESTS, Draws, Rejection, Rule, draw_counters, make_rule
+from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Request
+from eval.runtime.rules import DRAFTS, LAST, TESTS, Draws, Rejection, Rule, draw_counters, make_rule
 from eval.runtime.sampling import RULES, Sampling, check_rule
-from heads.backends.selection import TORCH
-from heads.backends.slot_mapping import ancestors
-from heads.backends.torch.noise import gumbel, stream, uniform
-from heads.backends.torch.sampling import RowSampling
 from heads.base import Drafter, Observation, Pick
 from heads.errors import UserError
 from heads.growth import grow
 from heads.target.frozen import FrozenTarget
+from heads.target.noise import gumbel, stream, uniform
+from heads.target.slots import ancestors
 from heads.tree import Proposal, parse_shape, static_shape
 from tests.enumeration import Toy, prefixes_of
 from tests.small_targets import open_engine
@@ -70,7 +69,7 @@ class Decoding:
 
     def __init__(self, toy: Toy, rule: str, text: str, sampling: RowSampling) -> None:
         self.toy, self.shape, self.sampling = toy, parse_shape(text), sampling
-        self.rule: Rule = make_rule(rule, self.shape, sampling, TORCH)
+        self.rule: Rule = make_rule(rule, self.shape, sampling)
         self.p, starts = toy.flat("p")
         self.q, _ = toy.flat("q")
         self.starts = torch.tensor(starts)
@@ -266,7 +265,7 @@ class Copying(Drafter):
 
     aux_layer_ids: tuple[int, ...] = ()
 
-    def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: Any, backend: Any) -> int:
+    def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: Any) -> int:
         return batch_size
 
     def reset_rows(self, state: int, rows: Tensor) -> None: ...

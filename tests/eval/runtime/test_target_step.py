@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.round import TargetStep, check_family
-from heads.backends.huggingface import HFDecoder
-from heads.backends.slot_mapping import CacheSpec, ancestors
 from heads.errors import UserError, warn_once
 from heads.target.frozen import FrozenTarget
+from heads.target.hf import HFDecoder
+from heads.target.slots import CacheSpec, ancestors
 from heads.tree import Proposal
 from tests.small_targets import open_engine
 
@@ -103,7 +103,8 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(ignored: str, targ
 
     target.base.forward = deaf
     with pytest.raises(UserError, match="does not take tree masks, positions and states"):
-        open_engine(target, None, max_length=64, backend="huggingface")
+        target.native = False
+        open_engine(target, None, max_length=64)
 
 
 def test_a_target_without_a_native_decoder_is_given_of_once(
@@ -116,6 +117,5 @@ def test_a_target_without_a_native_decoder_is_given_of_once(
     said = "gpt2: decoded by its Hugging Face model, slower: gpt2 has no native decoder"
     assert [(r.levelno, r.message) for r in caplog.records] == [(logging.WARNING, said)]
     caplog.clear()
-    open_engine(target_of("gpt2"), None, max_length=64, backend="huggingface")  # as asked for
     open_engine(target_of("llama"), None, max_length=64)
     assert not caplog.records

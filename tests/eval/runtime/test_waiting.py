@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.launches import Launches
 
 from eval.runtime.engine import Engine, Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.tree import parse_shape
-from tests.launches import Launches
 from tests.small_targets import make_drafter, make_target, open_engine
 from tests.switches import as_on_a_gpu, kernels_on_cpu
 from tests.waiting import NoWaiting

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import pad
 
-from heads.backends.selection import TORCH
 from heads.base import Batch
 from heads.block.anchors import Blocks, all_blocks, draw_blocks
 from heads.block.attention import Reach, Sight, by_pieces, by_tiles
@@ -130,23 +129,9 @@ def plain_choice(head: DFlash2, logits: Tensor, state: Tensor, before: int) -> T
     return chosen
 
 
-def plain_markov(head: DSpark, states: Tensor, before: list[int]) -> Tensor:
-    """(V,) what the Markov head adds to the logits of the last row of a block's first rows (K, D), behind the tokens
-    `before` (K); one row after the other, as DeepSpec has it."""
-    markov, r = head.markov_head, head.config.markov_rank
-    memory = torch.zeros(r, dtype=torch.float64)
-    for state, token in zip(states, before, strict=False):
-        made = e = markov.markov_w1.weight[token]
-        if head.config.markov_head_type == "gated":
-            proj = markov.gate_proj
-            made = e * (proj.weight @ torch.cat([state, e]) + proj.bias).sigmoid()
-        elif head.config.markov_head_type == "rnn":
-            proj = markov.joint_proj
-            joint = proj.weight @ torch.cat([memory, e, state]) + proj.bias
-            g = joint[:r].sigmoid()
-            memory = g * memory + (1 - g) * joint[r : 2 * r].tanh()
-            made = joint[2 * r :].tanh()
-    return markov.markov_w2.weight @ made
+def plain_markov(head: DSpark, before: int) -> Tensor:
+    """(V,) what the Markov head adds to the logits of a row behind the token `before`."""
+    return head.markov_head.markov_w2.weight @ head.markov_head.markov_w1.weight[before]
 
 
 def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,7 +170,7 @@ def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Ten
                     assert isinstance(head, DSpark) and head.confidence_head is not None
                     w1 = head.markov_head.markov_w1.weight[batch.tokens[b, label - 1]]
                     before = batch.tokens[b, anchor:label].tolist()
-                    logq = (matrix @ states[k] + plain_markov(head, states, before)).log_softmax(-1)
+                    logq = (matrix @ states[k] + plain_markov(head, before[-1])).log_softmax(-1)
                     distance = (p - logq.exp()).abs().sum()
                     proj: Any = head.confidence_head.proj
                     sure = (proj.weight[0] @ torch.cat([states[k], w1]) + proj.bias[0]).sigmoid()
@@ -213,8 +198,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash2", {"loss": "labels", "weights": "d_pace", "conv_kernel_size": 3, "conv_group_size": 16}),
     ("dflash2", {"sliding_window": 5, "conv_kernel_size": 1, "selector_top_k": 1, "selector_weight": 0.3}),
     ("dspark", {"sliding_window": 4}),
-    ("dspark", {"markov_head_type": "gated"}),
-    ("dspark", {"markov_head_type": "rnn"}),
     ("dspark", {}),
     ("dspark", {"weights": "d_pace", "kl_weight": 0.5}),
 ]
@@ -416,7 +399,7 @@ def test_no_scores_of_all_rows_and_keys_are_made(largest_tensor: Callable[[Calla
 
 def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> DraftBlockState:
     B, T = batch.tokens.shape
-    return head.new_state(batch.shared, batch_size=B, capacity=T + 8, shape=parse_shape(shape), backend=TORCH)
+    return head.new_state(batch.shared, batch_size=B, capacity=T + 8, shape=parse_shape(shape))
 
 
 DRAFTING: list[tuple[str, dict[str, Any]]] = [
@@ -450,21 +433,16 @@ def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any], 
         torch.testing.assert_close(drafted[b], plain, rtol=0, atol=1e-6 if "rope_scaling" in changes else 1e-10)
 
 
-MARKOV: list[dict[str, Any]] = [{}, {"markov_head_type": "gated"}, {"markov_head_type": "rnn"}]
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"), [("dflash", {}), ("dflash2", {}), *(("dspark", changes) for changes in MARKOV)]
-)
-def test_a_chain_is_the_likeliest_token_of_each_row(kind: str, changes: dict[str, Any]) -> None:
-    head, batch = make_head(kind, **changes), make_batch([[20]])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_chain_is_the_likeliest_token_of_each_row(kind: str) -> None:
+    head, batch = make_head(kind), make_batch([[20]])
     proposal = head.propose(seen(head, batch, "chain:3", [9]), greedy)
     states = plain_block(head, batch, 0, 9, 3 + head.first_row)[head.first_row :]
     tokens = [int(batch.tokens[0, 9])]
-    for k, state in enumerate(states):
+    for state in states:
         logits = lm_head(batch) @ state
         if isinstance(head, DSpark):
-            logits = logits + plain_markov(head, states[: k + 1], tokens)
+            logits = logits + plain_markov(head, tokens[-1])
         if isinstance(head, DFlash2):
             logits = plain_choice(head, logits, state, tokens[-1])
         tokens.append(int(logits.argmax()))
@@ -476,18 +454,6 @@ def test_a_draft_longer_than_a_block_is_refused(kind: str) -> None:
     head, batch = make_head(kind, block_size=4), make_batch([[20]])
     with pytest.raises(UserError, match=f"the head drafts {head.depth} in a block of 4; ask for no more"):
         new_state(head, batch, f"chain:{head.depth + 1}")
-
-
-def test_confidence_of_a_chain_is_that_of_training_at_what_was_drafted() -> None:
-    head, batch = make_head("dspark"), make_batch([[20], [20]])
-    assert isinstance(head, DSpark) and head.confidence_head is not None
-    state = seen(head, batch, "chain:4", [9, 14])
-    proposal = head.propose(state, greedy)
-    logits = head.beside(head.draft_states(state), proposal.tokens[:, :-1])["confidence"]
-    assert proposal.confidence is not None
-    torch.testing.assert_close(proposal.confidence, logits.sigmoid().float())
-    assert head.propose(seen(head, batch, "tree:2x2x4", [9, 14]), greedy).confidence is None
-    assert make_head("dflash").propose(seen(make_head("dflash"), batch, "chain:3", [9, 14]), greedy).confidence is None
 
 
 def scores_are_of_paths(proposal: Proposal, logits: Callable[[int, list[int]], Tensor]) -> None:
@@ -520,17 +486,14 @@ def test_a_new_dflash2_head_drafts_as_dflash_does() -> None:
     assert torch.equal(ours.tokens, theirs.tokens)
 
 
-@pytest.mark.parametrize("changes", MARKOV)
-def test_a_row_of_dspark_is_conditioned_on_the_tokens_drafted_before_it(changes: dict[str, Any]) -> None:
+def test_a_row_of_dspark_is_conditioned_on_the_token_drafted_before_it() -> None:
     """In every node of a tree: its score is the sum of the conditioned log q along its path."""
-    head, batch = make_head("dspark", **changes), make_batch([[20]])
+    head, batch = make_head("dspark"), make_batch([[20]])
     assert isinstance(head, DSpark)
     states = plain_block(head, batch, 0, 9, 3)
     for shape in ("tree:3x3x13", "static:3.2.1"):
         proposal = head.propose(seen(head, batch, shape, [9]), greedy)
-        scores_are_of_paths(
-            proposal, lambda k, before: lm_head(batch) @ states[k] + plain_markov(head, states[: k + 1], before)
-        )
+        scores_are_of_paths(proposal, lambda k, before: lm_head(batch) @ states[k] + plain_markov(head, before[-1]))
 
 
 def test_observing_in_pieces_equals_observing_at_once() -> None:

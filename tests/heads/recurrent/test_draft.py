@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.backends.selection import TORCH
 from heads.errors import UserError
 from heads.recurrent.draft import Recurrent
 from heads.tree import parse_shape
@@ -80,7 +79,7 @@ def test_observing_in_pieces_equals_observing_at_once(make: Make) -> None:
     """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later."""
     head, batch, shape = make(), random_batch([[20], [20]]), "tree:4x3x15"
     whole = head.propose(seen(head, batch, shape, [12, 12]), greedy)
-    state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape(shape), backend=TORCH)
+    state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape(shape))
     start = torch.zeros(2, dtype=torch.int64)
     for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
         count = torch.tensor(counts)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from heads.backends.selection import TORCH
 from heads.base import Observation
 from heads.tree import parse_shape
 from heads.untrained.lookup import Lookup, look_up
@@ -56,7 +55,7 @@ def test_a_text_of_one_token_and_a_row_without_a_text_are_drafted_all_the_same()
 def test_known_rows_stay_as_they_are_while_others_draft() -> None:
     """A row that is done observes nothing, and a row used anew forgets."""
     head, shared = Lookup(2), None
-    state = head.new_state(shared, batch_size=2, capacity=16, shape=parse_shape("chain:2"), backend=TORCH)  # type: ignore[arg-type]
+    state = head.new_state(shared, batch_size=2, capacity=16, shape=parse_shape("chain:2"))  # type: ignore[arg-type]
     observe = observer(head, state)
     observe([[1, 2, 3, 1, 2], [4, 5, 4, 5, 4]], [0, 0], [4, 4])
     assert head.propose(state, None).tokens.tolist() == [[2, 3, 1], [4, 5, 4]]  # type: ignore[arg-type]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.backends.slot_mapping import CacheSpec, Observed, Verified, ancestors
-from heads.backends.torch.architectures import native_decoder, why_not_native
-from heads.backends.torch.cached_decoder import TorchDecoder
-from heads.backends.torch.feedforward import Experts
+from heads.target.cached import CacheSpec
+from heads.target.decoder import Experts, NativeDecoder, native_stack, why_not_native
 from heads.target.frozen import Features, FrozenTarget
+from heads.target.slots import Observed, Verified, ancestors
+from tests.switches import kernels_on_cpu
 
 BASE = dict(
     vocab_size=61,
@@ -44,8 +44,6 @@ YARN = dict(
 )
 WINDOWS = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
-LATENT = dict(kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10, num_key_value_heads=4, **EXPERTS)
-ROUTED = dict(n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1, n_group=4, topk_group=2)
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama one key head": dict(num_key_value_heads=1),
@@ -69,23 +67,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe some dense, no renormalising": dict(
         head_dim=16, num_experts=6, norm_topk_prob=False, mlp_only_layers=[1], **EXPERTS
     ),
-    "deepseek_v2": dict(q_lora_rank=24, topk_method="greedy", **LATENT, **ROUTED),
-    "deepseek_v2 groups, yarn": dict(
-        q_lora_rank=None,
-        topk_method="group_limited_greedy",
-        routed_scaling_factor=1.7,
-        rope_parameters=YARN,
-        **LATENT,
-        **ROUTED,
-    ),
-    "deepseek_v2 biases": dict(
-        q_lora_rank=24, topk_method="greedy", attention_bias=True, mlp_bias=True, **LATENT, **ROUTED
-    ),
-    "deepseek_v3": dict(q_lora_rank=24, **LATENT, **ROUTED),
-    "deepseek_v3 yarn": dict(q_lora_rank=24, rope_parameters=YARN, routed_scaling_factor=1.3, **LATENT, **ROUTED),
-    "deepseek_v3 direct, halves, biases": dict(
-        q_lora_rank=None, rope_interleave=False, norm_topk_prob=False, attention_bias=True, **LATENT, **ROUTED
-    ),
 }
 
 
@@ -107,15 +88,14 @@ def make_target(variant: str, dtype: torch.dtype = torch.float64, **settings: An
 def run(target: FrozenTarget, prompts: list[Tensor], tokens: Tensor, parents: Tensor) -> Features:
     """Each prompt in two chunks into its own row, then a tree (B, N) behind each."""
     spec = CacheSpec(batch_size=len(tokens), capacity=64, aux_layer_ids=(0, 1, 3))
-    decoder = TorchDecoder.of(target, spec)
-    assert decoder is not None
+    decoder = NativeDecoder(target, spec)
     for row, prompt in enumerate(prompts):
         for span in (slice(0, 3), slice(3, len(prompt))):
             chunk = prompt[None, span]
             known = Observed(torch.tensor([span.start]), None, decoder.slot, chunk.shape[1])
             decoder.forward(chunk, known, extent=64, row=row)
     length, above = torch.tensor([len(prompt) for prompt in prompts]), ancestors(parents, 4)
-    tree = Verified(length, parents, above.sum(-1) - 1, above, 4, decoder.slot)
+    tree = Verified(length, parents, above.sum(-1) - 1, above, decoder.slot)
     return decoder.forward(tokens, tree, extent=64)
 
 
@@ -143,30 +123,44 @@ def test_every_node_of_a_tree_has_the_logits_and_streams_of_the_model(variant: s
     torch.testing.assert_close(again, expected[0][5].logits, atol=1e-12, rtol=0)  # the model itself is as it was
 
 
+@pytest.mark.filterwarnings("ignore:(All-NaN|invalid value)")  # by the interpreter's numpy
+@pytest.mark.parametrize("variant", ["llama", "llama wide heads", "qwen3", "qwen2 some windows", "mixtral window"])
+@torch.no_grad()
+def test_the_kernel_sees_what_masks_show(variant: str) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the kernel itself is run")
+    target = make_target(variant, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(61, (n,), generator=generator) for n in (23, 9)]
+    tokens = torch.randint(61, (2, 6), generator=generator)
+    parents = torch.tensor([[0, 0, 0, 1, 3, 2], [0, 0, 1, 2, 3, 1]])
+    masked = run(target, prompts, tokens, parents)
+    with kernels_on_cpu():
+        found = run(target, prompts, tokens, parents)
+    torch.testing.assert_close(found.hidden, masked.hidden, atol=2e-5, rtol=2e-5)
+
+
 def test_weights_are_kept_once_and_read_anew_when_they_change() -> None:
     target = make_target("llama")
-    decoder = native_decoder(target)
-    assert decoder is not None and native_decoder(target) is decoder
+    stack = native_stack(target)
+    assert native_stack(target) is stack
     attention: Any = target.layers[0].self_attn
-    fused = decoder.layers[0].attention.qkv.weight  # type: ignore[union-attr]
+    fused = stack.layers[0].attention.qkv.weight
     parts = [module.weight for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
     assert [part.data_ptr() - fused.data_ptr() for part in parts] == [0, 8 * 32 * 32, 8 * 32 * 48]
     with torch.no_grad():
         attention.q_proj.weight.mul_(2)
-    renewed = native_decoder(target)
-    assert renewed is not None and renewed is not decoder
-    torch.testing.assert_close(renewed.layers[0].attention.qkv.weight[:32], parts[0].data)  # type: ignore[union-attr]
+    renewed = native_stack(target)
+    assert renewed is not stack
+    torch.testing.assert_close(renewed.layers[0].attention.qkv.weight[:32], parts[0].data)
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "deepseek_v3"])
 @torch.no_grad()
-def test_both_ways_to_the_experts_are_one(variant: str) -> None:
-    decoder = native_decoder(make_target(variant))
-    assert decoder is not None
-    experts = decoder.layers[2].feedforward
+def test_both_ways_to_the_experts_are_one() -> None:
+    experts = native_stack(make_target("mixtral")).layers[2].feedforward
     assert isinstance(experts, Experts)
-    x = torch.randn(7, 32, dtype=torch.float64)
-    _, ids = experts.router(x)
+    x, ids = torch.randn(7, 32, dtype=torch.float64), torch.rand(7, 4).topk(2, -1).indices
     assert len(ids.unique()) > 2
     torch.testing.assert_close(experts.gathered(x, ids), experts.by_expert(x, ids), atol=1e-12, rtol=1e-12)
 
@@ -190,5 +184,3 @@ def test_what_cannot_be_read_is_left_to_the_model() -> None:
     mixed = make_target("qwen3")
     mixed.layers[0].self_attn.q_norm.float()  # type: ignore[union-attr]
     assert why_not_native(mixed) == "0.self_attn.q_norm holds its weights in another form or place"
-    for target in (hooked, adapted, mixed):
-        assert native_decoder(target) is None

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from heads.backends.slot_mapping import round_up
 from heads.target.cache import HFCache
+from heads.target.slots import round_up
 
 
 @pytest.mark.parametrize("widths", [(4, 4), (6, 3)], ids=["equal", "keys wider than values"])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from eval.runtime.distribution import RowSampling, log_distribution
 from eval.runtime.sampling import Sampling
-from heads.backends.torch.noise import gumbel
-from heads.backends.torch.sampling import RowSampling, log_distribution
 from heads.errors import UserError
+from heads.target.noise import gumbel
 from tests.samplings import GOLDEN, MASK, rows_of, splitmix
 
 CHI_SQUARE_999 = {5: 20.5, 7: 24.3, 11: 31.3, 15: 37.7}  # 99.9% quantiles by degrees of freedom

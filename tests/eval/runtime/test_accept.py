@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from heads.backends.slot_mapping import ancestors
-from heads.backends.torch.accept import match, match_chain
+from eval.runtime.accept import match, match_chain
+from heads.target.slots import ancestors
 from heads.tree import Proposal
 
 
