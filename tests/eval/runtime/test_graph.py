@@ -60,7 +60,7 @@ REQUESTS = [
 
 
 def taped(engine: Engine) -> Engine:
-    engine.capture = Tape
+    engine.rounds.capture = Tape
     return engine
 
 
@@ -96,7 +96,7 @@ def test_replayed_rounds_decode_the_same_text(
     engines = [open_engine(target, make_drafter(name, target), **options) for _ in range(2)]
     plain = engines[0].generate(REQUESTS)
     assert texts(taped(engines[1]).generate(REQUESTS)) == texts(plain)
-    rounds = engines[1].rounds[shape]
+    rounds = engines[1].rounds
     assert rounds.graphs and rounds.capture is Tape
 
 
@@ -151,13 +151,13 @@ def test_a_round_that_cannot_be_captured_runs_plainly(target_of: TargetOf, caplo
             raise error
 
         engine = open_engine(target, None, max_length=64)
-        engine.capture = refuse
+        engine.rounds.capture = refuse
         caplog.clear()
         assert texts(engine.generate(REQUESTS)) == texts(expected)
         assert (
             len(caplog.messages) == 1 and reason in caplog.messages[0] and "launched one by one" in caplog.messages[0]
         )
-        assert not engine.rounds["none"].graphs
+        assert not engine.rounds.graphs
 
 
 def test_whatever_ends_a_capture_the_rows_stay_as_they_were(target_of: TargetOf) -> None:
@@ -172,7 +172,7 @@ def test_whatever_ends_a_capture_the_rows_stay_as_they_were(target_of: TargetOf)
         work()
         raise KeyboardInterrupt
 
-    engine.capture = refuse
+    engine.rounds.capture = refuse
     with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
         engine.rounds.prepare()
     assert all(torch.equal(getattr(state, field.name), x) for field, x in zip(fields(state), before, strict=True))
@@ -206,7 +206,7 @@ def test_a_capture_that_runs_out_of_memory_leaves_nothing_behind(
     target = target_of("llama")
     expected = open_engine(target, None, max_length=512).generate(REQUESTS[:2])
     engine = open_engine(target, None, max_length=512)
-    engine.capture = capture
+    engine.rounds.capture = capture
     assert texts(engine.generate(REQUESTS[:2])) == texts(expected)
     assert len(made) == 3 and not any(ref() for ref in made)
     assert "the GPU has no memory left for them" in caplog.messages[-1]

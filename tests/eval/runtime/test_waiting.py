@@ -1,19 +1,18 @@
 """No round makes the host wait for a device: every operation of it, with the kernels on and all code for CPUs off, is
-one that a GPU takes in without a word. And few are launched beside the head's and the target's."""
+one that a GPU takes in without a word."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tests.launches import Launches
 
 from eval.runtime.engine import Engine, Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.tree import parse_shape
 from tests.small_targets import make_drafter, make_target, open_engine
-from tests.switches import as_on_a_gpu, kernels_on_cpu
+from tests.switches import as_on_a_gpu, kernels_on_cpu, without_c
 from tests.waiting import NoWaiting
 
 pytest.importorskip("triton")
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU torc
 
 @pytest.fixture(autouse=True)
 def every_kernel() -> Iterator[None]:
-    with Launches(), kernels_on_cpu(), as_on_a_gpu():
+    with without_c(), kernels_on_cpu(), as_on_a_gpu():
         yield
 
 
@@ -58,31 +57,6 @@ def warm_engine(family: str, kind: str, shape: str, requests: list[Request], **o
         read_prompts(engine.decoder, dict(enumerate(requests)))
         engine.decoder.round(64)
     return engine
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "shape", "most"), [("eagle3", "tree:3x3x8", 8), ("medusa", "chain:3", 6), ("none", "none", 5)]
-)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_few_launches_stand_beside_the_head_and_the_target(
-    kind: str, shape: str, most: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Positions, the choice, acceptance, compaction, features of the path, and state; rows greedy and sampled."""
-    ways = [Sampling(), Sampling(0.9, seed=3)]
-    engine = warm_engine("llama", kind, shape, [Request([5, 6, 7], 20, ways[i], (), True) for i in range(rows)])
-    decoder = engine.decoder
-    with torch.inference_mode():
-        proposal, state = decoder.propose(), decoder.state
-        features = decoder.step.verify(proposal, None, state.length, 64, decoder.depth)
-        for owner, name, made in ((decoder, "propose", proposal), (decoder.step, "verify", features)):
-            monkeypatch.setitem(owner.__dict__, name, lambda *arguments, made=made: made)
-        if decoder.head is not None:
-            decoder.head.extend = lambda *arguments: None  # type: ignore[method-assign]
-        with Launches() as launches:
-            decoder.round(64)
-    assert {"_commit", "_best_of_tile"} <= launches.names.keys()
-    assert launches.names.total() <= most, launches.names
 
 
 def test_the_watch_sees_what_waits() -> None:
