@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from eval.runtime.checks import open_step
 from eval.runtime.commit import Commit, RoundState
 from eval.runtime.distribution import RowSampling
 from eval.runtime.graph import CudaCapture, Rounds
@@ -24,7 +25,7 @@ from eval.runtime.memory import check_memory, free_bytes, row_bytes
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Reports, RequestState, StopWatch, check_request
 from eval.runtime.request import Request as Request
-from eval.runtime.round import Decoder, open_step, read_prompts
+from eval.runtime.round import Decoder, read_prompts
 from eval.runtime.rules import make_rule
 from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.sampling import check_rule

@@ -27,20 +27,13 @@ from eval.runtime.distribution import RowSampling
 from eval.runtime.request import Request
 from eval.runtime.rules import Rule
 from heads.base import Drafter, Observation
-from heads.errors import UserError, warn_once
-from heads.target.cached import CachedDecoder, CacheSpec
-from heads.target.decoder import NativeDecoder, why_not_native
+from heads.target.cached import CachedDecoder
 from heads.target.frozen import Features, FrozenTarget
-from heads.target.hf import HFDecoder
-from heads.target.recurrent_layers import single_steps
 from heads.target.slots import Observed, Verified, ancestors, round_up
 from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 
 CHUNK = 256
 """Maximum number of prompt tokens in one prefill step."""
-ALIBI_FAMILIES = {"bloom", "mpt"}
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narrower types
-"""Relative error of hidden states above which a decoder is assumed to ignore its mask: far above rounding errors."""
 Mark = Callable[[str], None]
 """Called after each phase of a round with its name: draft, verify, accept, commit."""
 
@@ -101,80 +94,6 @@ class TargetStep:
     def compact(self, start: Tensor, acceptance: Acceptance) -> None:
         """Move the accepted nodes to their final slots: those from `start` (B,) on, in order."""
         self.decoder.compact(start, acceptance.path)
-
-
-def open_step(target: FrozenTarget, spec: CacheSpec) -> TargetStep:
-    """Return the target's step: on the native decoder if it has one that passes the check of masks, else on the
-    Hugging Face model."""
-    check_family(target)
-    pads = target.device.type != "cpu" and not target.is_recurrent  # padding would pass through a recurrent state
-    if (reason := why_not_native(target)) is None:
-        step = TargetStep(target, NativeDecoder(target, spec), pads=pads)
-        try:
-            check_masks(step)
-            return step
-        except UserError as error:
-            warn_once(f"{error}; its Hugging Face model is used instead of the native decoder")
-    else:
-        warn_once(f"{target.name}: decoded by its Hugging Face model, slower: {reason}")
-    step = TargetStep(target, HFDecoder(target, spec), pads=pads)
-    check_masks(step)
-    return step
-
-
-def check_family(target: FrozenTarget) -> None:
-    """Raise UserError for a target whose attention accepts no mask from the caller."""
-    config = target.config
-    if getattr(config, "alibi", False) or config.model_type in ALIBI_FAMILIES:
-        raise UserError(
-            f"{target.name}: the runtime cannot verify drafts on {config.model_type}: its alibi position biases "
-            "are built from a 2-D mask; use a target with rotary or learned positions"
-        )
-    attention = config._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        raise UserError(f"{target.name}: attention {attention!r} takes no 4-D mask; load the target with sdpa or eager")
-
-
-def check_masks(step: TargetStep) -> None:
-    """Verify a small tree, and compare the result with the model's own forward pass over each path. For a recurrent
-    target, which accepts no trees, verify the paths one after the other.
-
-    The check runs for every model, because a list of known families is never complete and a decoder that ignores its
-    positions or its mask raises no error: its output is only wrong. Leaves padding in the first slots of every row.
-    """
-    target, P = step.target, 4
-    device = target.device
-    ids = target.sample(P + 5, starts=(P - 1,))[0]
-    prompt, nodes = ids[:P], ids[P:]
-    paths, tree = [[0, 1, 3], [0, 2, 4]], ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2])  # a root, two children, a child of each
-    B = step.batch_size
-    pieces = (prompt[:2], prompt[2:]) if target.is_recurrent else (prompt,)
-    for row in range(B):
-        for number, piece in enumerate(pieces):
-            step.prefill(row, piece[None], 2 * number)
-
-    def verify(tokens: Tensor, parents: list[int], depths: list[int]) -> Tensor:
-        links = torch.tensor([parents, depths], device=device)[:, None].expand(-1, B, -1)
-        proposal = Proposal(tokens.expand(B, -1), links[0], links[1], torch.zeros(B, len(tokens)))
-        length, extent = torch.full((B,), P, device=device), min(round_up(P + 5), step.capacity)
-        return step.verify(proposal, ancestors(links[0], 2), length, extent).hidden
-
-    if target.is_recurrent:
-        count = min(3, step.decoder.spec.nodes)  # a decoder keeps only the states that its rounds need
-        paths = [path[:count] for path in paths]
-        found = torch.stack([verify(nodes[path], [0, 0, 1][:count], [0, 1, 2][:count]) for path in paths], dim=1)
-    else:
-        found = verify(nodes, *tree)[:, paths]  # (B, 2, 3, D)
-    texts, count = torch.stack([torch.cat([prompt, nodes[path]]) for path in paths]), len(paths[0])
-    true = (
-        single_steps(target.base, texts, count) if target.is_recurrent else target.alone(texts)[:, -count:]
-    ).double()
-    error = ((found.double() - true).norm(dim=-1) / true.norm(dim=-1)).max().item()
-    if not error < TOLERANCE.get(target.dtype, 0.15):
-        raise UserError(
-            f"{target.name}: {target.config.model_type} does not take tree masks, positions and states as they are "
-            f"given (hidden states off by {error:.1%}); it cannot be a target here"
-        )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+from heads.errors import warn_once
+
 SERIAL_WEIGHTS = 1 << 16
 """Products with fewer weights use one thread, since waking another would cost more."""
 MOST_ROWS = 64
@@ -53,10 +55,8 @@ class Product:
         self.packed: Tensor | None = None
         if self.library is not None:
             half = self.weight.bfloat16()
-            narrow = half if draft or torch.equal(half.float(), self.weight) else self.weight
-            block, (outputs, inputs) = self.library.block_size(), self.weight.shape
-            padded = pad(narrow, (0, 0, 0, -outputs % block))
-            self.packed = padded.view(-1, block, inputs).transpose(1, 2).contiguous()
+            narrow = draft or torch.equal(half.float(), self.weight)
+            self.packed = _packed(self.library, half if narrow else self.weight)
         elif self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and _has_onednn():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
 
@@ -160,7 +160,30 @@ def load() -> ctypes.CDLL | None:
         return None
     library.multiply.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 6
     library.multiply.restype = None
+    if not _is_right(library):
+        warn_once(f"product.c, compiled by {compiler}, gives wrong products: oneDNN's are used, which are slower")
+        return None
     return library
+
+
+def _is_right(library: ctypes.CDLL) -> bool:
+    """Return True if the library's products are torch's, for both widths of weights and more rows than a tile."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(13, 300, generator=draw), torch.randn(129, 300, generator=draw)
+    for narrow in (False, True):
+        made = Product.__new__(Product)
+        made.library, made.bias = library, None
+        made.weight = weight.bfloat16().float() if narrow else weight
+        made.packed = _packed(library, made.weight.bfloat16() if narrow else weight)
+        if not torch.allclose(made(x), x @ made.weight.T, atol=1e-3, rtol=0):
+            return False
+    return True
+
+
+def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
+    """Return a weight (O, K) as blocks (O / block, K, block), the last one padded."""
+    block, (outputs, inputs) = library.block_size(), weight.shape
+    return pad(weight, (0, 0, 0, -outputs % block)).view(-1, block, inputs).transpose(1, 2).contiguous()
 
 
 def _build(source: Path, compiler: str) -> Path:

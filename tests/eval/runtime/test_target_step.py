@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.runtime.round import TargetStep, check_family
+from eval.runtime.checks import check_family
+from eval.runtime.round import TargetStep
 from heads.errors import UserError, warn_once
+from heads.target.cached import CacheSpec
 from heads.target.frozen import FrozenTarget
 from heads.target.hf import HFDecoder
-from heads.target.slots import CacheSpec, ancestors
+from heads.target.slots import ancestors
 from heads.tree import Proposal
 from tests.small_targets import open_engine
 
@@ -41,7 +43,7 @@ def test_every_node_gets_the_logits_of_its_own_path(family: str, target_of: Targ
     above = ancestors(parents, 4)
     depths = above.sum(-1) - 1
     proposal = Proposal(tokens, parents, depths, torch.zeros(2, 6))
-    features = step.verify(proposal, above, torch.tensor([23, 4]), 64, 4)
+    features = step.verify(proposal, above, torch.tensor([23, 4]), 64)
     logits = step.logits(features.hidden)
     for b, prompt in enumerate(prompts):
         for j in range(6):
