@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,10 @@ def test_which_engine_hands_streams_to_a_block_head(
         assert "without their factor" in str(found[VLLM].lacks)
 
 
+def set_scale(scale: object, config: dict[str, Any]) -> None:
+    config["dflash_config"]["input_embedding_scale"] = scale
+
+
 def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path) -> None:
     """The factor in config.json is the one by which the target's own class multiplies."""
     target = make_target("gemma3_text", torch.float32, num_hidden_layers=6)
@@ -241,7 +246,7 @@ def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path
     read = read_published(str(folder), target)
     assert read.config.selector_top_k == own["selector_top_k"] and not read.origin.differs
     for wrong in (1.0, None, "16"):
-        change_config(folder, lambda c, wrong=wrong: c["dflash_config"].update(input_embedding_scale=wrong))
+        change_config(folder, partial(set_scale, wrong))
         found = check(folder, "dflash2", target_record(target) | {"architecture": "Gemma4ForCausalLM"})
         assert serving(found) == {SGLANG} and "input_embedding_scale: expected 16" in found[VLLM].reason
         if wrong is not None:
