@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from eval.benchmark.metrics import token_seconds
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.roofline import phase_seconds
 from eval.benchmark.settings import BenchSettings
 from eval.runtime.engine import PHASES, Engine, EngineOptions, Output, Request, Timings
 from eval.runtime.sampling import Sampling
@@ -119,7 +120,7 @@ def compare(
             for variant in variants[first:] + variants[:first]:
                 variant.run(unit, indices, result.requests, repeat)
                 bar.advance(task, len(indices))
-    result.breakdowns = profile(result)
+    result.breakdowns = replayed_phases(result) or profile(result)
     bar.remove_task(task)
     return result
 
@@ -177,7 +178,8 @@ def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
 
 
 def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list[dict[str, float]]:
-    """Return seconds of one round by phase for each drafting variant, over the first prompts that have rounds.
+    """Return seconds of one round by phase for each drafting variant, over the first prompts that have rounds. The
+    rounds run without graphs, and the host waits after each phase.
 
     Plain decoding runs on the same prompts, so that the seconds of a plain step come from the same minute.
     """
@@ -202,6 +204,17 @@ def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list
         {phase: spent[phase] / max(count, 1) for phase in PHASES} | {"plain": plain}
         for spent, count in zip(seconds[1:], rounds[1:], strict=True)
     ]
+
+
+def replayed_phases(comparison: Comparison) -> list[dict[str, float]] | None:
+    """Return what `profile` returns, from replays of each phase after the first prompts: the times of the device alone.
+    None if rounds are not replayed, or not always the same ones."""
+    engines = [variant.engine for variant in (comparison.plain, *comparison.drafting)]
+    if any(engine.candidates is not None or engine.rounds_of(engine.decoder).capture is None for engine in engines):
+        return None
+    requests = [comparison.requests[i] for i in comparison.units[0]]
+    plain, *drafting = [phase_seconds(engine, requests) for engine in engines]
+    return [phases | {"plain": sum(plain.values())} for phases in drafting]
 
 
 def check_decoded(outputs: Iterable[Output], suite: str) -> None:

@@ -12,6 +12,7 @@ a CUDA graph.
 Letters: B rows, N nodes, L layers.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -130,14 +131,41 @@ def round_seconds(engine: Engine, length: int) -> float:
     """Return the seconds of one round when the engine runs rounds one after another without a poll."""
     rounds, count = engine.rounds_of(engine.decoder), ROUNDS[engine.target.device.type]
     extent = min(round_up(length + (count + 1) * engine.nodes), engine.decoder.step.capacity)
-    best = float("inf")
+    return best_seconds(engine, partial(rounds, extent))
+
+
+def best_seconds(engine: Engine, work: Callable[[], None]) -> float:
+    """Return the seconds of `work`, run several times without a pause. The state of the rows is restored."""
+    best, count = float("inf"), ROUNDS[engine.target.device.type]
     for _ in range(TRIES[engine.target.device.type]):
         with preserved(engine.decoder.state):
             started = engine.clock()
             for _ in range(count):
-                rounds(extent)
+                work()
             best = min(best, (engine.clock() - started) / count)
     return best
+
+
+@torch.inference_mode()
+def phase_seconds(engine: Engine, requests: Sequence[Request]) -> dict[str, float]:
+    """Return the seconds of each phase of a round after the prompts of `requests`, replayed from a graph of its own."""
+    decoder, state, capture = engine.decoder, engine.decoder.state, engine.rounds_of(engine.decoder).capture
+    assert capture is not None
+    extent = min(round_up(max(len(r.prompt) for r in requests) + engine.nodes), decoder.step.capacity)
+    with preserved(state):
+        state.done.fill_(True)
+        read_prompts(decoder, dict(enumerate(requests)))
+        proposal = decoder.propose()
+        features, judged = decoder.verify(proposal, extent)
+        acceptance = decoder.rule.accept(*judged)
+        state.done.fill_(True)  # so that a commit changes no row
+        phases: dict[str, Callable[[], Any]] = {
+            "draft": decoder.propose,
+            "verify": lambda: decoder.verify(proposal, extent),
+            "accept": lambda: decoder.rule.accept(*judged),
+            "commit": lambda: decoder.commit(judged[0], acceptance, features),
+        }
+        return {name: best_seconds(engine, capture(work).replay) for name, work in phases.items()}
 
 
 def parts_of(engine: Engine, length: int) -> list[Part]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.runtime.acceptance import make_rule
 from eval.runtime.candidates import PENDING, Candidates, pending_room
-from eval.runtime.graph import Capture, CudaCapture, Rounds
+from eval.runtime.graph import Capture, CudaCapture, Rounds, try_rounds
 from eval.runtime.memory import check_memory, free_bytes, row_bytes
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Reports, RequestState, StopWatch, check_request
@@ -27,7 +27,7 @@ from eval.runtime.request import Request as Request
 from eval.runtime.round import Decoder, open_step, read_prompts
 from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.sampling import check_adaptive, check_rule
-from heads.backends.selection import select_backend
+from heads.backends.selection import select_backend, without_kernels
 from heads.backends.slot_mapping import CacheSpec, round_up
 from heads.backends.torch.commit import RoundState
 from heads.base import Drafter
@@ -142,7 +142,7 @@ class Engine:
         if not on_host:  # kernels are launched on the current device, whatever the device of their tensors
             torch.cuda.set_device(target.device)
         with torch.inference_mode():
-            self.decoder = self._build()
+            self.decoder = self._open()
             self.candidates = Candidates(self.decoder) if adaptive else None
         self.capture: Capture | None = CudaCapture(target.device) if options.graphs and not on_host else None
         self.rounds: dict[str, Rounds] = {}
@@ -153,6 +153,18 @@ class Engine:
         self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
         """Launches not yet read by the host: the number of rounds, and the request in each row."""
         self.looked = 0.0
+
+    def _open(self) -> Decoder:
+        """Return the decoder, after a round of each kind if it has kernels. If one of them fails, return the decoder
+        without kernels."""
+        try:
+            decoder = self._build()
+            if self.backend.has_kernels:
+                try_rounds(decoder)
+            return decoder
+        except Exception as error:
+            self.backend = without_kernels(self.target, self.backend, error)
+        return self._build()  # outside the except block: the error would keep the failed decoder's tensors alive
 
     def _build(self) -> Decoder:
         target, head, options, device = self.target, self.head, self.options, self.target.device

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from eval.runtime.round import Decoder
+from eval.runtime.sampling import Sampling
 from heads.backends.torch.commit import RoundState
 from heads.errors import first_line
 
@@ -102,6 +103,15 @@ class Rounds:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         logger.warning("rounds cannot be captured as CUDA graphs (%s): they are launched one by one, slower", reason)
+
+
+def try_rounds(decoder: Decoder) -> None:
+    """Run a round of each form of sampling that changes no row, so that every kernel of a round has run."""
+    with preserved(decoder.state):
+        decoder.state.done.fill_(True)
+        for sampling in (Sampling(1.0, top_k=2), Sampling(1.0), Sampling()):
+            decoder.sampling.set_row(0, sampling)
+            decoder.round(decoder.step.capacity)
 
 
 @contextmanager

@@ -210,6 +210,17 @@ class Decoder:
 
     def judge(self, proposal: Proposal, extent: int, mark: Mark) -> None:
         """Verify, accept and commit drafts of this decoder's shape."""
+        features, judged = self.verify(proposal, extent)
+        mark("verify")
+        acceptance = self.rule.accept(*judged)
+        mark("accept")
+        self.commit(judged[0], acceptance, features)
+        mark("commit")
+
+    def verify(
+        self, proposal: Proposal, extent: int
+    ) -> tuple[Features, tuple[Proposal, Tensor, Tensor, Tensor | None]]:
+        """Return the target's features of a draft, and what the rule's `accept` takes."""
         state, shape = self.state, self.shape
         reads = self.step.decoder.reads_masks or self.rule.needs_distribution
         above = ancestors(proposal.parents, shape.depth) if reads and not is_chain(shape) else None
@@ -218,11 +229,7 @@ class Decoder:
         consulted = self.rule.consult(self.step, features.hidden, positions)
         if self.pinned > 1:
             proposal, consulted = self.roots(), consulted[:, :1]
-        mark("verify")
-        acceptance = self.rule.accept(proposal, consulted, positions, above)
-        mark("accept")
-        self.commit(proposal, acceptance, features)
-        mark("commit")
+        return features, (proposal, consulted, positions, above)
 
     def propose(self) -> Proposal:
         """Return the head's tree below each root. Without a head, return the roots, followed by padding if pinned."""

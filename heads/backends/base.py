@@ -241,6 +241,8 @@ class Backend:
     name: str
     is_required: bool = False
     """True if the user named it, so that no other backend may replace it."""
+    has_kernels: bool = False
+    """True if it launches Triton kernels, which may not fit a device."""
     on_host: bool = True
     """True if tensors are in host memory. Then reading them needs no synchronization, and padding only adds cost."""
     native: Callable[[LanguageModel], Any]

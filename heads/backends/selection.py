@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from heads.backends.base import Backend, take_newest
 from heads.backends.cpu import draws
 from heads.backends.cpu.block import CpuBlock
@@ -26,12 +28,12 @@ from heads.backends.torch.recurrent import TorchRecurrent
 from heads.backends.torch.sampling import RowSampling
 from heads.backends.torch.select import Select
 from heads.backends.triton import accept, inputs, select
-from heads.backends.triton.availability import runs_kernels, why_not
+from heads.backends.triton.availability import failed_kernel, runs_kernels, why_not
 from heads.backends.triton.commit import TritonCommit
 from heads.backends.triton.decoder import DTYPES, TritonDecoder
 from heads.backends.triton.pick import TritonSampling
 from heads.backends.triton.recurrent import TritonRecurrent
-from heads.errors import UserError, warn_once
+from heads.errors import UserError, first_line, warn_once
 from heads.target.frozen import FrozenTarget
 
 
@@ -70,6 +72,7 @@ CPU = replace(
 TRITON = replace(
     TORCH,
     name="triton",
+    has_kernels=True,
     on_host=False,
     decoder=first(TritonDecoder.of, TorchDecoder.of, HFDecoder),
     recurrent=first(TritonRecurrent.of, TorchRecurrent),
@@ -97,6 +100,20 @@ def select_backend(target: FrozenTarget, backend: str | None = None) -> Backend:
     if (reason := why_not_backend(target, backend)) is not None:
         raise UserError(f"{target.name}: backend {backend} cannot decode it here: {reason}; name another, or none")
     return replace(BACKENDS[backend], is_required=True, on_host=on_host)
+
+
+def without_kernels(target: FrozenTarget, backend: Backend, error: Exception) -> Backend:
+    """Return the backend to take after an error of a Triton kernel: one that does not compile, fit or run on this
+    device. Warns once. Raises UserError if the backend was requested by name, and any other error as it is."""
+    kernel = failed_kernel(error) if backend.has_kernels else None
+    if kernel is None or isinstance(error, UserError | torch.OutOfMemoryError):
+        raise error
+    card = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else target.device
+    what = f"{target.name}: the kernel of {kernel} fails on {card} ({type(error).__name__}: {first_line(error)})"
+    if backend.is_required:
+        raise UserError(f"{what}; name another backend than {backend.name}, or none") from error
+    warn_once(f"{what}; torch's operations are used instead, slower")
+    return replace(TORCH, on_host=backend.on_host)
 
 
 def fastest(target: FrozenTarget) -> Backend:

@@ -41,8 +41,8 @@ def test_rounds_do_not_wait() -> None:
         rounds = engine.rounds_of(engine.decoder)
         rounds(256)
         torch.cuda.synchronize(CUDA)
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             for _ in range(5):
                 rounds(256)
                 engine.decoder.round(256)
@@ -106,7 +106,7 @@ def test_graphs_are_small() -> None:
         for _ in range(2):
             decoder.round(512)
         nodes = count_nodes(lambda: decoder.round(512))
-        assert nodes <= 12 * target.num_layers + 80, f"{nodes} nodes"
+        assert 8 * target.num_layers <= nodes <= 12 * target.num_layers + 80, f"{nodes} nodes"
         engine.generate(some_requests(target.vocab_size, 1))
         rounds = engine.rounds_of(decoder)
         before = torch.cuda.memory_allocated(CUDA)

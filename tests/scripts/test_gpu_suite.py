@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -178,3 +181,23 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     options = ["checks", "--out", str(tmp_path / "record.json")]
     with pytest.raises(UserError, match="no GPU"):
         gpu_suite.main(options)
+
+
+def test_a_warning_of_a_card_fails_no_check(tmp_path: Path) -> None:
+    """As torch's CUDA build gives at the first use of a prototype; elsewhere a warning is an error."""
+    shutil.copy(parts.ROOT / "tests/gpu/conftest.py", tmp_path)
+    (tmp_path / "test_some.py").write_text("import warnings\n\n\ndef test_it():\n    warnings.warn('a prototype')\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "pyproject.toml",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=parts.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 passed, 1 warning" in done.stdout, done.stdout[-2000:]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -44,6 +45,13 @@ def why_not(device: torch.device) -> str | None:
     except Exception as error:  # whatever fails, kernels are unavailable
         return f"Triton fails ({first_line(error)})"
     return None
+
+
+def failed_kernel(error: BaseException) -> str | None:
+    """Return the name of the function that launched the kernel in which an error was raised; None if none was."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    names = [f.f_code.co_name for f in frames if f.f_globals.get("__name__", "").startswith(f"{__package__}.")]
+    return names[-1] if names else None
 
 
 def launch_once(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from eval.runtime.adaptive import Controller
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.round import TargetStep
 from eval.runtime.sampling import Sampling
-from heads.backends.selection import TORCH, TRITON, fastest, why_not_triton
+from heads.backends.selection import TORCH, TRITON, fastest, why_not_triton, without_kernels
 from heads.backends.slot_mapping import CacheSpec, ancestors
 from heads.backends.triton import decoder
 from heads.backends.triton.attention import tree_attention
@@ -30,12 +31,13 @@ from heads.backends.triton.products import (
     rows_are_independent,
     shape_of,
 )
-from heads.errors import warn_once
+from heads.errors import UserError, warn_once
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
+from tests.small_targets import make_drafter
 from tests.switches import kernels_on_cpu
 
-pytest.importorskip("triton")
+OutOfResources: Any = pytest.importorskip("triton.runtime.errors").OutOfResources
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
 
 TargetOf = Callable[[str], FrozenTarget]
@@ -236,8 +238,6 @@ def test_products_are_timed_on_weights_that_no_cache_holds(monkeypatch: pytest.M
 
 
 def test_a_useless_option_is_refused(scripted_head: Any, target_of: TargetOf) -> None:
-    from heads.errors import UserError
-
     target = target_of("llama-float32")
     with pytest.raises(UserError, match="plain decoding in steps of 4 nodes has no head"):
         Engine(target, scripted_head(target, []), EngineOptions(shape=parse_shape("chain:2"), max_length=64, pinned=4))
@@ -288,6 +288,75 @@ def test_a_gpu_that_cannot_run_the_kernels_is_given_of_once(
         assert fastest(target) is fastest(target) is TORCH
         assert caplog.messages == [f"some target: decoded without kernels of its own, slower: {reason}"]
     why_not.cache_clear()
+
+
+class Unfit:
+    """Stands in for a kernel that a device cannot run."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            raise self.error
+
+        return launch
+
+
+class CompilationError(Exception):
+    """Stands in for Triton's, which is not a RuntimeError either."""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "words"),
+    [  # the first fails while masks are checked, the second only in a round, the third only if a row samples
+        ("attention._attention", OutOfResources(147456, 101376, "shared memory"), "the kernel of tree_attention fails"),
+        ("accept._accept", CompilationError("at 3:4\nmore"), "the kernel of match fails on cpu (CompilationError: at"),
+        ("pick._best_of_block", RuntimeError("PassManager::run failed"), "the kernel of best_columns fails"),
+    ],
+)
+def test_a_kernel_that_a_device_cannot_run_is_given_up_in_one_line(
+    kernel: str,
+    error: Exception,
+    words: str,
+    target_of: TargetOf,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, options = target_of("llama-float32"), EngineOptions(shape=parse_shape("chain:2"), max_length=64)
+    head = make_drafter("early_exit:1", target)
+    requests = [Request([5, 6, 7], 9), Request([4], 5, Sampling(temperature=1.0, seed=1))]
+    expected = [o.tokens for o in Engine(target, head, options).generate(requests)]
+    with kernels_on_cpu():
+        monkeypatch.setattr("eval.runtime.engine.without_kernels", without_kernels)
+        monkeypatch.setattr(f"heads.backends.triton.{kernel}", Unfit(error))
+        warn_once.cache_clear()
+        caplog.clear()
+        engines = [Engine(target, head, options) for _ in range(2)]
+        assert len(caplog.messages) == 1 and words in caplog.messages[0] and "slower" in caplog.messages[0]
+        for engine in engines:
+            assert engine.backend.name == "torch"
+            assert [o.tokens for o in engine.generate(requests)] == expected
+        with pytest.raises(UserError) as refusal:
+            Engine(target, head, replace(options, backend="triton"))
+        assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_other_errors_are_no_reason_to_give_up_kernels(target_of: TargetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a head's own, nor memory that a kernel's result does not fit in."""
+    target, options = target_of("llama-float32"), EngineOptions(shape=parse_shape("chain:2"), max_length=64)
+    head = make_drafter("early_exit:1", target)
+    with kernels_on_cpu():
+        monkeypatch.setattr("eval.runtime.engine.without_kernels", without_kernels)
+        full = torch.OutOfMemoryError("CUDA out of memory")
+        monkeypatch.setattr("heads.backends.triton.attention._attention", Unfit(full))
+        with pytest.raises(torch.OutOfMemoryError):
+            Engine(target, head, options)
+        monkeypatch.undo()
+        monkeypatch.setattr("eval.runtime.engine.without_kernels", without_kernels)
+        monkeypatch.setattr(head, "propose", Unfit(ZeroDivisionError())[0])
+        with pytest.raises(ZeroDivisionError):
+            Engine(target, head, options)
 
 
 class RoundedByRows(Products):
