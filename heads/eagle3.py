@@ -57,7 +57,8 @@ class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
     `fc_norm` nor `norm_output`."""
     sliding_window: int | None = None
     """Number of positions that attention sees, the token's own included, so that the draft's time and memory do not
-    grow with the text. Null: all. vLLM supports it; SGLang and the EAGLE repository would attend to all positions."""
+    grow with the text. Null: all. vLLM reads it from the config; SGLang takes it as an option of its command;
+    the EAGLE repository would attend to all positions."""
 
 
 @dataclass(frozen=True, kw_only=True)

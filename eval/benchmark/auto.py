@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.benchmark.measure import line_up, profile
+from eval.benchmark.measure import line_up, profile, replayed_phases
 from eval.benchmark.metrics import predicted_speedup
 from eval.benchmark.prompts import Prompt, spread
 from eval.benchmark.results import Results
@@ -269,9 +269,10 @@ def calibrate(
     """Decode `prompts` once with each shape, in turns with plain decoding."""
     recorded = [Recorded(head) for _ in shapes]
     comparison = line_up(target, list(zip(recorded, shapes, strict=True)), prompts, temperature, settings)
+    replayed = replayed_phases(comparison)
     for head in recorded:
-        head.outcomes.clear()  # of the warm-up
-    phases_of = profile(comparison, len(prompts))
+        head.outcomes.clear()  # of the warm-up and the replays
+    profiled = profile(comparison, len(prompts))  # it launches every round, so that its outcome is recorded
     if not all(head.outcomes for head in recorded):
         raise UserError(
             f"--tree auto: every output of the {len(prompts)} prompts tried ended with its first token, which the "
@@ -286,7 +287,7 @@ def calibrate(
             phases["plain"],
             torch.cat([ranks(outcome, shape.depth) for outcome in head.outcomes]),
         )
-        for shape, phases, head in zip(shapes, phases_of, recorded, strict=True)
+        for shape, phases, head in zip(shapes, replayed or profiled, recorded, strict=True)
     ]
 
 

@@ -10,17 +10,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eval.benchmark.metrics import token_seconds
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.roofline import phase_seconds
 from eval.benchmark.settings import BenchSettings
 from eval.runtime.engine import PHASES, Engine, EngineOptions, Output, Request, Timings
+from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
+from heads.target.slots import round_up
 from heads.tree import TreeShape
 
 WARM_UP_TOKENS = 24
@@ -119,7 +123,7 @@ def compare(
             for variant in variants[first:] + variants[:first]:
                 variant.run(unit, indices, result.requests, repeat)
                 bar.advance(task, len(indices))
-    result.breakdowns = profile(result)
+    result.breakdowns = replayed_phases(result) or profile(result)
     bar.remove_task(task)
     return result
 
@@ -175,7 +179,8 @@ def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
 
 
 def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list[dict[str, float]]:
-    """Return seconds of one round by phase for each drafting variant, over the first prompts that have rounds.
+    """Return seconds of one round by phase for each drafting variant, over the first prompts that have rounds. The
+    rounds run without graphs, and the host waits after each phase.
 
     Plain decoding runs on the same prompts, so that the seconds of a plain step come from the same minute.
     """
@@ -200,6 +205,23 @@ def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list
         {phase: spent[phase] / max(count, 1) for phase in PHASES} | {"plain": plain}
         for spent, count in zip(seconds[1:], rounds[1:], strict=True)
     ]
+
+
+@torch.inference_mode()
+def replayed_phases(comparison: Comparison) -> list[dict[str, float]] | None:
+    """Return what `profile` returns, from replays of each phase after the first prompts: the times of the device alone.
+    None if rounds are not replayed."""
+    engines = [variant.engine for variant in (comparison.plain, *comparison.drafting)]
+    if any(engine.rounds.capture is None for engine in engines):
+        return None
+    found = []
+    for engine in engines:
+        prompts = [comparison.requests[i] for i in comparison.units[0]]
+        engine.decoder.state.done.fill_(True)
+        read_prompts(engine.decoder, dict(enumerate(prompts)))
+        longest = max(len(request.prompt) for request in prompts)
+        found.append(phase_seconds(engine, min(round_up(longest + engine.nodes), engine.decoder.step.capacity)))
+    return [phases | {"plain": sum(found[0].values())} for phases in found[1:]]
 
 
 def check_decoded(outputs: Iterable[Output], suite: str) -> None:

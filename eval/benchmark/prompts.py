@@ -60,6 +60,8 @@ EXCERPT_CHARACTERS = 4_000
 MOST_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
 ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
 TEXT_KEYS = ("turns", *CONVERSATIONS, "prompt", "question", "instruction", "text")
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""Start of the text in the rows of SPEED-Bench whose prompts may not be shared with it."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,11 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase) ->
             f"{where}: expected one of {', '.join(TEXT_KEYS)}, got {', '.join(fields) or 'an empty object'}"
         )
     system, turns = read_opening(record, key)
+    if any(turn.startswith(PLACEHOLDER) for turn in turns):
+        raise UserError(
+            f"{where}: {key}: expected a prompt, got SPEED-Bench's placeholder; fill the rows in with NVIDIA's "
+            "prepare_data.py, or take them out"
+        )
     messages = [*system, {"role": "user", "content": turns[0]}]
     text, ids = render(messages, tokenizer)
     if not ids:

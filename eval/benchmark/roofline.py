@@ -7,6 +7,7 @@
 Each phase is timed separately; on a GPU, in a CUDA graph. What a round takes beyond the sum of its phases are gaps.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,20 +15,20 @@ from typing import Any
 import torch
 
 from eval.runtime.engine import Engine
-from eval.runtime.graph import device_seconds, preserved
+from eval.runtime.graph import preserved
 from eval.runtime.request import Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.quantization import weight_bytes
-from heads.target.slots import ancestors, round_up
-from heads.tree import is_chain
+from heads.target.slots import round_up
 
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Bytes to copy, by type of device: more than any cache holds."""
 BELIEVABLE = 1.25
 """Maximum plausible bandwidth of a plain step, relative to copying: it only reads, which may be faster than copying."""
-TRIES = 12
+ROUNDS, TRIES = {"cpu": 1, "cuda": 16}, {"cpu": 12, "cuda": 4}
+"""Number of runs timed together, and number of such timings, of which the best counts."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,24 @@ class Part:
         }
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second, read and written together, of a copy larger than any cache."""
-    size = COPY_BYTES[device.type]
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+def copy_bandwidth(engine: Engine) -> float:
+    """Return the bytes per second, read and written together, of a copy larger than any cache on the engine's device."""
+    device = engine.target.device
+    source = torch.randint(0, 255, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / device_seconds(lambda: target.copy_(source), device)
+    return 2 * len(source) / best_seconds(engine, lambda: target.copy_(source))
+
+
+def best_seconds(engine: Engine, work: Callable[[], Any]) -> float:
+    """Return the seconds of `work`, run several times without a pause. The state of the rows is restored."""
+    best, count = float("inf"), ROUNDS[engine.target.device.type]
+    for _ in range(TRIES[engine.target.device.type]):
+        with preserved(engine.decoder.state):
+            started = engine.clock()
+            for _ in range(count):
+                work()
+            best = min(best, (engine.clock() - started) / count)
+    return best
 
 
 @torch.inference_mode()
@@ -65,7 +78,8 @@ def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidt
     found: dict[str, Any] = {}
     for name, each in (("round", engine), ("plain", plain)):
         fill_batch(each, length)
-        parts, seconds = parts_of(each, length), round_seconds(each, length)
+        extent = min(round_up(length + (ROUNDS[each.target.device.type] + 1) * each.nodes), each.decoder.step.capacity)
+        parts, seconds = parts_of(each, length), best_seconds(each, partial(each.rounds, extent))
         left = max(0.0, seconds - sum(part.seconds for part in parts))
         gaps = {"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": 1e6 * left, "over_floor": None}
         found |= {
@@ -101,46 +115,40 @@ def fill_batch(engine: Engine, length: int) -> None:
     read_prompts(engine.decoder, dict.fromkeys(range(engine.options.batch_size), request))
 
 
-def round_seconds(engine: Engine, length: int) -> float:
-    """Return the seconds of one round, the best of several."""
-    extent, best = min(round_up(length + 2 * engine.nodes), engine.decoder.step.capacity), float("inf")
-    for _ in range(TRIES):
-        with preserved(engine.decoder.state):
-            started = engine.clock()
-            engine.rounds(extent)
-            best = min(best, engine.clock() - started)
-    return best
-
-
 def parts_of(engine: Engine, length: int) -> list[Part]:
     """Return the phases of a round in order."""
-    decoder, step, device, target = engine.decoder, engine.decoder.step, engine.target.device, engine.target
-    B, N = engine.options.batch_size, engine.nodes
-    extent, parts = min(round_up(length + N), step.capacity), []
-    reads = None if decoder.head is None else decoder.head.bytes_per_round(decoder.head_state)
-    if reads is not None:
-        parts.append(Part("draft", reads.propose, device_seconds(decoder.propose, device)))
+    head, target = engine.decoder.head, engine.target
+    extent = min(round_up(length + engine.nodes), engine.decoder.step.capacity)
+    seconds = phase_seconds(engine, extent)
+    cache = length * engine.decoder.step.decoder.slot_bytes + (1 + engine.nodes) * target.state_bytes
+    reads = None if head is None else head.bytes_per_round(engine.decoder.head_state)
+    parts = [Part("draft", reads.propose, seconds["draft"])] if reads is not None else []
+    verified = weight_bytes(target.model) + engine.options.batch_size * cache
+    return [
+        *parts,
+        Part("verify and choose", verified, seconds["verify"]),
+        Part("accept and commit", 0 if reads is None else reads.extend, seconds["accept"] + seconds["commit"]),
+    ]
+
+
+@torch.inference_mode()
+def phase_seconds(engine: Engine, extent: int) -> dict[str, float]:
+    """Return the seconds of each phase of a round of the engine's rows. On a GPU each is replayed from a graph of its
+    own, without the time of launches."""
+    decoder, state, capture = engine.decoder, engine.decoder.state, engine.rounds.capture
     proposal = decoder.propose()
-    above = None if is_chain(decoder.shape) else ancestors(proposal.parents, decoder.shape.depth)
-    positions = decoder.state.length[:, None] + 1 + proposal.depths
-
-    def verify() -> Any:
-        features = step.verify(proposal, above, decoder.state.length, extent)
-        return features, decoder.rule.consult(step, features.hidden, positions)
-
-    cache = B * (length * step.decoder.slot_bytes + (1 + N) * target.state_bytes)
-    parts.append(Part("verify and choose", weight_bytes(target.model) + cache, device_seconds(verify, device)))
-    features, consulted = verify()
-
-    def finish() -> None:
-        judged, given = (decoder.roots(), consulted[:, :1]) if decoder.pinned > 1 else (proposal, consulted)
-        decoder.commit(judged, decoder.rule.accept(judged, given, positions, above), features)
-
-    with preserved(decoder.state):
-        decoder.state.done.fill_(True)  # rows that are done do not change
-        seconds = device_seconds(partial(finish), device)
-    parts.append(Part("accept and commit", 0 if reads is None else reads.extend, seconds))
-    return parts
+    features, judged = decoder.verify(proposal, extent)
+    acceptance = decoder.rule.accept(*judged)
+    phases: dict[str, Callable[[], Any]] = {
+        "draft": decoder.propose,
+        "verify": lambda: decoder.verify(proposal, extent),
+        "accept": lambda: decoder.rule.accept(*judged),
+        "commit": lambda: decoder.commit(judged[0], acceptance, features),
+    }
+    with preserved(state):
+        state.done.fill_(True)  # so that a commit changes no row
+        replays = {name: work if capture is None else capture(work).replay for name, work in phases.items()}
+        return {name: best_seconds(engine, work) for name, work in replays.items()}
 
 
 def lines(record: dict[str, Any]) -> list[str]:

@@ -173,7 +173,7 @@ def parts_of_headline(
     length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2
     engine = Engine(target, head, engine_options(settings, shape, room))
     plain = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=room))
-    length, bandwidth = min(length, room - 3 * shape.nodes), copy_bandwidth(target.device)
+    length, bandwidth = min(length, room - 3 * shape.nodes), copy_bandwidth(plain)
     return roofline(engine, plain, length=length, tau=results["tau"]["mean"], bandwidth=bandwidth)
 
 

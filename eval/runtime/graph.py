@@ -9,8 +9,6 @@ a round cannot be captured, rounds run without graphs.
 
 import gc
 import logging
-import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -24,8 +22,6 @@ from heads.errors import first_line
 
 SMALLEST_EXTENT = 256
 WARM_UPS = 2
-ENOUGH, MOST_TIMES = 5e-4, 100
-"""Seconds below which `device_seconds` repeats work within one graph, and the maximum number of repeats."""
 logger = logging.getLogger("draftsmith")
 
 Form = tuple[bool, bool]
@@ -147,36 +143,3 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def device_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """Return the seconds of `work`, the best of `repeats` after a warm-up.
-
-    On a GPU its operations are captured as a CUDA graph, so that the host's time is excluded. `work` must then not wait
-    for the device. Each timed replay is launched while another one runs, so that the device does not wait for the host.
-    """
-    if device.type != "cuda":
-        work()
-        seconds = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - started)
-        return min(seconds)
-    capture = CudaCapture(device)
-
-    def timed(times: int) -> float:
-        graph, best = capture(lambda: [work() for _ in range(times)]), float("inf")  # type: ignore[arg-type, return-value]
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end) / 1e3 / times)
-        return best
-
-    once = timed(1)
-    # Short work is repeated within one graph: else the time to start the graph would distort the result.
-    return once if once > ENOUGH else timed(min(MOST_TIMES, math.ceil(ENOUGH / once)))

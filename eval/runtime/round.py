@@ -114,20 +114,26 @@ class Decoder:
 
     def round(self, extent: int, mark: Mark = lambda phase: None) -> None:
         """Advance every row that is not done. Attention sees `extent` slots, at least length + N of every row."""
-        state, shape = self.state, self.shape
         proposal = self.propose()
         mark("draft")
-        above = None if is_chain(shape) else ancestors(proposal.parents, shape.depth)
-        features = self.step.verify(proposal, above, state.length, extent)
-        positions = state.length[:, None] + 1 + proposal.depths  # (B, N)
+        features, judged = self.verify(proposal, extent)
+        mark("verify")
+        acceptance = self.rule.accept(*judged)
+        mark("accept")
+        self.commit(judged[0], acceptance, features)
+        mark("commit")
+
+    def verify(
+        self, proposal: Proposal, extent: int
+    ) -> tuple[Features, tuple[Proposal, Tensor, Tensor, Tensor | None]]:
+        """Return the target's features of a draft, and what the rule's `accept` takes."""
+        above = None if is_chain(self.shape) else ancestors(proposal.parents, self.shape.depth)
+        features = self.step.verify(proposal, above, self.state.length, extent)
+        positions = self.state.length[:, None] + 1 + proposal.depths  # (B, N)
         consulted = self.rule.consult(self.step, features.hidden, positions)
         if self.pinned > 1:
             proposal, consulted = self.roots(), consulted[:, :1]
-        mark("verify")
-        acceptance = self.rule.accept(proposal, consulted, positions, above)
-        mark("accept")
-        self.commit(proposal, acceptance, features)
-        mark("commit")
+        return features, (proposal, consulted, positions, above)
 
     def propose(self) -> Proposal:
         """Return the head's tree below each root. Without a head, return the roots, followed by padding if pinned."""

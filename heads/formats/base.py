@@ -33,8 +33,8 @@ VOCABULARY = ("d2t", "t2d", "token_map")
 
 Shapes = dict[str, tuple[int, ...]]
 
-Command = Callable[[str, str, int], str]
-"""(target with its options, head, draft tokens per round) -> command that serves them."""
+Command = Callable[[str, str, int, Mapping[str, Any]], str]
+"""(target with its options, head, draft tokens per round, the head's config.json) -> command that serves them."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -
 def vllm(method: str) -> Command:
     """Return a function that makes vLLM's command."""
 
-    def run(target: str, head: str, steps: int) -> str:
+    def run(target: str, head: str, steps: int, config: Mapping[str, Any]) -> str:
         settings = json.dumps({"method": method, "model": head, "num_speculative_tokens": steps})
         return f"vllm serve {target} --speculative-config {shlex.quote(settings)}"
 
@@ -130,14 +130,22 @@ def sglang(algorithm: str, *, block: bool = False) -> Command:
     """Return a function that makes SGLang's command, for chains as in vLLM. `block`: the method drafts a block, and the
     command has no options of a chain."""
 
-    def run(target: str, head: str, steps: int) -> str:
+    def run(target: str, head: str, steps: int, config: Mapping[str, Any]) -> str:
         chain = "" if block else f"--speculative-num-steps {steps} --speculative-eagle-topk 1 "
+        window = config.get("sliding_window") if algorithm == "EAGLE3" else None
         return (
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
             f"--speculative-draft-model-path {shlex.quote(head)} {chain}--speculative-num-draft-tokens {steps + 1}"
+            + (f" {window_option(window)}" if window else "")
         )
 
     return run
+
+
+def window_option(window: int) -> str:
+    """Return the option of SGLang 0.5.23 for an EAGLE-3 head with a sliding window, which it does not read from
+    config.json. The option does not count the token's own position."""
+    return f"--speculative-draft-window-size {window - 1}"
 
 
 DECODER_SIZES = (

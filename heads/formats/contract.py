@@ -64,7 +64,8 @@ def check_folder(
     for reader in dict.fromkeys((*ENGINES, *form.readers)):
         if reader in form.readers:
             lacks, faults = form.check(found, reader)
-            verdicts.append(Verdict(reader, form.readers[reader](base, name, steps), lacks, tuple(faults)))
+            command = form.readers[reader](base, name, steps, found.config)
+            verdicts.append(Verdict(reader, command, lacks, tuple(faults)))
         else:
             verdicts.append(Verdict(reader, "", f"has no method for heads of kind {kind}", ()))
     return verdicts

@@ -6,6 +6,7 @@ draftsmith's number; only speculators numbers them as draftsmith does.
 
 import re
 from collections.abc import Mapping
+from math import isclose
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,8 @@ from heads.target.frozen import FrozenTarget
 SCALED = re.compile(r"Gemma\d")
 """Prefixes of the classes of targets that multiply embeddings when they look them up."""
 UNSCALED = "reads the embeddings of a Gemma without their factor: another head would run"
+ROUNDED = 0.005
+"""Relative difference of a factor in 32 bits from the same in bfloat16."""
 
 DFLASH_KIND, DFLASH2_KIND, DSPARK_KIND = KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 """Kinds, with the names of the methods."""
@@ -38,8 +41,10 @@ CLASSES = {
 """Classes that config.json names in the forms of z-lab, DeepSpec, SpecForge and speculators."""
 SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 """Fields that DFlash2 has and DFlash does not. draftsmith's settings have the same names."""
-NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": 0}
-"""Factors that engines read for a DFlash2 head, with the values at which they have no effect."""
+EMBEDDING_SCALE = "input_embedding_scale"
+"""Factor of the target's embeddings that vLLM 0.33.0 reads for a DFlash2 head. SGLang's Gemma scales them itself."""
+NEUTRAL = {"output_multiplier": 1, "final_logit_softcapping": 0}
+"""Factors of the logits that engines read for a DFlash2 head, with the values at which they have no effect."""
 OWN_FIELDS = {
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "causal", "sample_from_anchor"),
     *("projector_type", "attention_mode", "markov_rank", "markov_head_type", "num_anchors"),
@@ -48,6 +53,17 @@ OWN_FIELDS = {
 """Fields of `dflash_config` that are read or have no effect. Any other may mean a different head."""
 UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_freq")
 """Tensors in files that are the target's or have no effect."""
+
+
+def embedding_scale(architecture: str, width: int) -> float:
+    """Return the factor by which a target of this class multiplies its embeddings of `width`."""
+    return width**0.5 if SCALED.match(architecture) else 1.0
+
+
+def is_scaled(own: Mapping[str, Any], architecture: str, width: int) -> bool:
+    """Return True if the fields of a DFlash2 head have the factor of its target's embeddings."""
+    found = own.get(EMBEDDING_SCALE, 1.0)
+    return isinstance(found, int | float) and isclose(found, embedding_scale(architecture, width), rel_tol=ROUNDED)
 
 
 def block_kind(source: Source) -> str | None:
@@ -74,7 +90,8 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     width = own.get("target_hidden_size") or qwen.hidden_size
     check_same(source, target, width=width, vocabulary=qwen.vocab_size, number_of_layers=own.get("num_target_layers"))
     spark, selects = kind == DSPARK_KIND, kind == DFLASH2_KIND
-    known = OWN_FIELDS | {*SELECTOR_FIELDS, *NEUTRAL} if selects else OWN_FIELDS
+    known = OWN_FIELDS | {*SELECTOR_FIELDS, *NEUTRAL, EMBEDDING_SCALE} if selects else OWN_FIELDS
+    scaled = selects and is_scaled(own, type(target.model).__name__, qwen.hidden_size)
     causal = own.get("causal") if own.get("is_causal") is None else own["is_causal"]
     refuse_settings(
         source,
@@ -89,6 +106,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             "projector_type": own.get("projector_type") not in (None, kind),
             "markov_rank": spark and not own.get("markov_rank"),
             **{name: selects and own.get(name) not in (None, neutral) for name, neutral in NEUTRAL.items()},
+            EMBEDDING_SCALE: selects and own.get(EMBEDDING_SCALE) is not None and not scaled,
             **{f"dflash_config.{name}": value for name, value in nested.items() if name not in known},
         },
     )
@@ -136,7 +154,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             raise UserError(f"{path}: config.json: {lacking[0]}: expected a number, found none")
         config |= {name: own[name] for name in SELECTOR_FIELDS}
     form = ("" if layer is None else "speculators' ") + KINDS[kind]
-    return Reading(form, config, weights, tuple(block_misread(source, config, target)))
+    return Reading(form, config, weights, tuple(block_misread(source, config, target, scaled=scaled)))
 
 
 def sliding_layers(source: Source, own: Mapping[str, Any], qwen: Any, causal: bool | None) -> dict[str, Any]:
@@ -199,10 +217,11 @@ def block_weights(source: Source, target: FrozenTarget, drafted: int) -> dict[st
     return weights
 
 
-def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarget) -> list[str]:
-    """Return a line for each thing that engines read differently from `read_block`."""
+def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarget, *, scaled: bool) -> list[str]:
+    """Return a line for each thing that engines read differently from `read_block`. `scaled`: the config has the factor
+    of the target's embeddings."""
     raw, said = source.config, []
-    if SCALED.match(type(target.model).__name__):
+    if SCALED.match(type(target.model).__name__) and not scaled:
         said.append(f"{VLLM} {UNSCALED}")
     if config["num_target_layers"] in config["aux_layer_ids"]:
         said.append(f"{SGLANG} never captures the output of the last layer")

@@ -36,6 +36,7 @@ from heads.formats.base import (
     sizes,
     tensors,
     vllm,
+    window_option,
 )
 from heads.formats.decoder import check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.formats.source import Source
@@ -115,29 +116,29 @@ MULTIMODAL = {
 }
 
 
-def hooked(reader: str, *texts: str) -> frozenset[str]:
-    """Return the classes of the families in `texts`, and the reader's multimodal classes. Of the classes with the hook,
-    these are only the ones that transformers has."""
+def hooked(*texts: str, multimodal: str = "") -> frozenset[str]:
+    """Return the classes of the families in `texts`, and the multimodal classes of those in `multimodal`. Of the
+    classes with the hook, these are only the ones that transformers has."""
     text = {f"{name}ForCausalLM" for names in texts for name in names.split()}
-    return frozenset(text | {f"{name}ForConditionalGeneration" for name in MULTIMODAL.get(reader, "").split()})
+    return frozenset(text | {f"{name}ForConditionalGeneration" for name in multimodal.split()})
 
 
 EAGLE_3_1 = frozenset({"norm_before_fc", "fc_norm", "norm_output"})
 EAGLE3 = {
     VLLM: Eagle3Loader(
-        targets=hooked(VLLM, HOOKS_OF_BOTH, HOOKS_OF_VLLM),
+        targets=hooked(HOOKS_OF_BOTH, HOOKS_OF_VLLM, multimodal=MULTIMODAL[VLLM]),
         ids=("eagle_aux_hidden_state_layer_ids",),
         last=True,
         options=EAGLE_3_1 | {"norm_before_residual", "sliding_window"},
     ),
     SGLANG: Eagle3Loader(
-        targets=hooked(SGLANG, HOOKS_OF_BOTH, HOOKS_OF_SGLANG),
+        targets=hooked(HOOKS_OF_BOTH, HOOKS_OF_SGLANG, multimodal=MULTIMODAL[SGLANG]),
         ids=("eagle_config", "eagle_aux_hidden_state_layer_ids"),
         offset=-1,
         fewest=2,  # it omits `fc` where input and output are equally wide
-        options=EAGLE_3_1,
+        options=EAGLE_3_1 | {"sliding_window"},  # by an option of its command
     ),
-    EAGLE: Eagle3Loader(targets=hooked(EAGLE, "Llama Qwen3")),
+    EAGLE: Eagle3Loader(targets=hooked("Llama Qwen3")),
 }
 EAGLE3_SIZES = (*DECODER_SIZES, "draft_vocab_size", "num_aux_hidden_states")
 
@@ -333,7 +334,7 @@ def misread(raw: Mapping[str, Any], nested: Mapping[str, Any], config: Mapping[s
     if config["norm_before_residual"]:
         said.append(f"{SGLANG} does not read norm_before_residual: another head would run")
     if config["sliding_window"]:
-        said.append(f"{SGLANG} does not read sliding_window: the layer would attend to all")
+        said.append(f"{SGLANG} does not read sliding_window: serve it with {window_option(config['sliding_window'])}")
     if config["own_embeddings"]:
         said.append(f"{SGLANG} puts the target's embeddings in the place of the head's own")
     if "transformer_layer_config" in raw:
@@ -351,7 +352,7 @@ FORMAT = Format(
     readers={
         VLLM: vllm("eagle3"),
         SGLANG: sglang("EAGLE3"),
-        EAGLE: lambda target, head, _: f"EaModel.from_pretrained(base_model_path={target!r}, ea_model_path={head!r})",
+        EAGLE: lambda target, head, *_: f"EaModel.from_pretrained(base_model_path={target!r}, ea_model_path={head!r})",
     },
     check=check_eagle3,
     converters=speculators,

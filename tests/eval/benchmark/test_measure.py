@@ -1,19 +1,25 @@
 """The comparison of plain and speculative decoding, and the audit that compares their tokens."""
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from eval.benchmark.auto import calibrate
 from eval.benchmark.figures import exactness, find_divergences, first_difference, near_tie, top_two_margin
 from eval.benchmark.measure import Comparison, compare, split_units
 from eval.benchmark.metrics import tau
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
+from eval.runtime.engine import Engine
 from eval.runtime.identity import Flip
 from heads.target.frozen import FrozenTarget
-from heads.tree import parse_shape
+from heads.tree import Proposal, parse_shape
+from tests.eval.runtime.test_graph import Tape
+from tests.small_targets import make_drafter
+from tests.switches import as_on_a_gpu
 
 SHAPES = [parse_shape("chain:3"), parse_shape("tree:3x2x6")]
 
@@ -95,3 +101,40 @@ def test_in_narrow_numbers_near_ties_of_trees_are_no_errors(gap: float, may_tie:
     exact = exactness(1, 1, int(tied), [found], in_distribution=False)
     assert (exact["divergences"], exact.get("near_ties")) == (([], [found]) if tied else ([found], None))
     assert not near_tie([], may_tie=True)["near_tie"], "a text that differs without a flip is no near-tie"
+
+
+PYTHON = 0.02
+"""Seconds that a head's own code takes beside its operations."""
+
+
+def test_on_a_gpu_the_phases_are_those_of_the_graphs(
+    tiny_target: FrozenTarget, tiny_prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave out the time of Python, in a comparison and in a calibration, which still sees every outcome."""
+
+    def taped(*arguments: Any) -> Engine:
+        engine = Engine(*arguments)
+        engine.rounds.capture = Tape
+        return engine
+
+    settings, shape = BenchSettings(max_new_tokens=8, batch_size=2, repeats=1), parse_shape("chain:2")
+    head = make_drafter("early_exit:2", tiny_target)
+    propose = head.propose
+
+    def slowly(*arguments: Any) -> Proposal:
+        time.sleep(PYTHON)
+        return propose(*arguments)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(head, "propose", slowly)
+    with as_on_a_gpu():
+        (launched,) = compare(tiny_target, [(head, shape)], tiny_prompts, 0.0, settings).breakdowns
+        (expected,) = calibrate(tiny_target, head, [shape], tiny_prompts, 0.0, settings)
+        monkeypatch.setattr("eval.benchmark.measure.Engine", taped)
+        run = compare(tiny_target, [(head, shape)], tiny_prompts, 0.0, settings)
+        (calibration,) = calibrate(tiny_target, head, [shape], tiny_prompts, 0.0, settings)
+    (replayed,) = run.breakdowns
+    assert launched["draft"] > PYTHON > replayed["draft"] > 0 and PYTHON > calibration.draft > 0
+    assert replayed.keys() == launched.keys() and min(replayed.values()) > 0 and calibration.plain > 0
+    outputs = run.drafting[0].outputs[0]
+    assert [o.tokens for o in outputs.values()] == [o.tokens for o in run.plain.outputs[0].values()]
+    assert expected.draft > PYTHON and len(expected.ranks) and torch.equal(calibration.ranks, expected.ranks)

@@ -93,6 +93,10 @@ def test_fewer_prompts_are_spread_over_the_suite(tmp_path: Path, tokenizer: PreT
         ('{"turns": [1, 2]}\n', "a.jsonl:1: turns: expected text"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "a.jsonl:1: messages: expected a message of role"),
         ('{"messages": ["x"]}\n', "a.jsonl:1: messages\\[0\\]: expected a turn"),
+        (
+            '{"turns": ["a", "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]}\n',
+            "a.jsonl:1: turns: expected a prompt, got SPEED-Bench's placeholder; .* prepare_data.py, or take them out",
+        ),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(
