@@ -41,8 +41,8 @@ def kernels_on_cpu() -> Iterator[None]:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Take the same code path as on a GPU: heads do not read the lengths of their texts."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Take the same code path as on a GPU: no C, and heads do not read the lengths of their texts."""
+    with without_c(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("heads.draft_state.SlotState.extent", lambda state, tokens: len(state.slot))
         yield
 

@@ -51,8 +51,10 @@ class Part:
         }
 
 
+@torch.inference_mode()
 def copy_bandwidth(engine: Engine) -> float:
-    """Return the bytes per second, read and written together, of a copy larger than any cache on the engine's device."""
+    """Return the bytes per second, read and written together, of a copy on the engine's device, larger than any
+    cache."""
     device = engine.target.device
     source = torch.randint(0, 255, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
