@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from heads.target import kernels, product
+from heads.target import decoder, kernels, product
 
 LOADERS = (product.find_compiler, product.load)
 
@@ -23,9 +23,10 @@ def without_c() -> Iterator[None]:
 
 
 def forget_library() -> None:
-    """Clear the caches of the compiler and the library, so that both are searched for again."""
+    """Forget the compiler, the library and the products made with it, so that all are made anew."""
     for loader in LOADERS:
         loader.cache_clear()
+    decoder._made.clear()
 
 
 @contextmanager
