@@ -156,7 +156,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
     settings["output_dir"] = str(tmp_path / "broken")
     with nan_at(5), pytest.raises(UserError, match=r"not finite at step 5: .* the same command goes on"):
         run(settings, write_recipe)
-    assert sorted(path.name for path in (tmp_path / "broken/checkpoints").iterdir()) == ["step-2", "step-4"]
+    assert sorted(path.name for path in (tmp_path / "broken/checkpoints").iterdir()) == ["step-3", "step-4"]
     assert same(weights(run(settings, write_recipe), 6), weights(unbroken, 6))
 
 
