@@ -187,8 +187,8 @@ class Training:
         self.tracker.say(f"trained {state.step} steps in {state.seconds:.0f} s; {best}")
 
     def _between_steps(self) -> None:
-        """Write a checkpoint and measure the head, if either is due after `state.step` steps. The checkpoint comes first,
-        so a measurement that fails loses no step."""
+        """Write a checkpoint and measure the head, if either is due after `state.step` steps. The checkpoint comes
+        first, so a measurement that fails loses no step."""
         step, train = self.state.step, self.settings
         ended = step == train.max_steps
         measuring = ended or (train.eval_every is not None and step > 0 and step % train.eval_every == 0)

@@ -81,7 +81,7 @@ class Tracker:
         measured = f"measured tau {metrics['tau']:.3f}{by_training}"
         if metrics["is_estimate"]:
             measured = f"tau {metrics['tau']:.3f}, an estimate by the training step on training text"
-        self.say(f"step {metrics['step']}  {measured}  acceptance by depth {alpha}  ({best})")
+        self.say(f"step {metrics['step']:,}  {measured}  acceptance by depth {alpha}  ({best})")
 
     def log_outcome(self, results: Results) -> None:
         """Record the measurement of the finished head with the trackers. Start them again if an earlier process did the

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 
 from tqdm import tqdm
 
-LOGGED, SILENT = 10.0, 15.0
-"""Fewest seconds between two lines with figures, and most seconds without any line while a phase goes on."""
+LOGGED, SILENT, LEAST_WAIT = 12.0, 15.0, 1.0
+"""Seconds: the fewest between two lines with figures, the most without any line, and the fewest between two looks."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} {bar} {desc}"
 """The numbers come before the bar: they fit into 80 columns, and the bar takes the remaining width."""
 
@@ -20,8 +20,8 @@ class Progress:
     it, and of nested phases only the innermost one prints lines."""
 
     opened: ClassVar[list["Progress"]] = []
-    told: ClassVar[float] = 0.0
-    """When the newest line of any phase was printed."""
+    told: ClassVar[float] = time.monotonic()
+    """When the newest line of any phase was printed, or this module was imported."""
 
     def __init__(
         self, what: str, total: int | None = None, *, done: int = 0, announced: bool = False, cold: bool = False
@@ -46,7 +46,6 @@ class Progress:
                 total=total, initial=done, desc=what, file=sys.stderr, dynamic_ncols=True, leave=False, bar_format=form
             )
             return
-        Progress.told = self._since
         if not announced:
             self._print()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -117,6 +116,6 @@ class Progress:
 
     def _watch(self) -> None:
         """Print a line whenever there has been none for a while. It shows that a long unit is still at work."""
-        while not self._ended.wait(max(1.0, Progress.told + SILENT - time.monotonic())):
+        while not self._ended.wait(max(LEAST_WAIT, Progress.told + SILENT - time.monotonic())):
             if Progress.opened[-1:] == [self] and time.monotonic() - Progress.told >= SILENT:
                 self._print()

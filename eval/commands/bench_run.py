@@ -106,7 +106,8 @@ def run_bench(
         results["roofline"] = parts_of_headline(target, drafters[0], prompts, settings, results)
     if out is not None:
         write_results(results, out / ("compare.json" if several else "results.json"))
-        write_report(results, out)
+        with Progress("writing the report", announced=True):
+            write_report(results, out)
     print_report(results, console)
     if with_roofline:
         console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
