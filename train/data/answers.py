@@ -188,10 +188,10 @@ class Answering:
 
         def take(dialogue: Dialogue) -> bool:
             """Add the stored answers to a dialogue, and return True if it goes on."""
-            if dialogue.prompt is not None:
-                dialogue.take(store.get)
-                if dialogue.prompt is None:
-                    finished(dialogue)
+            before = dialogue.prompt
+            dialogue.take(store.get)
+            if dialogue.prompt is None and before is not None:
+                finished(dialogue)
             return dialogue.prompt is not None
 
         while held := [*begun, *islice(dialogues, max(0, BATCHES * settings.batch_size - len(begun)))]:

@@ -43,7 +43,7 @@ def test_figures_come_at_the_first_and_the_last_step_and_seldom_in_between(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr("eval.benchmark.progress.time.monotonic", lambda: now)
     with Progress("step", 1000, announced=True, cold=True) as steps:
         for step in range(1000):
             now += 60.0 if step == 0 else 0.5  # the first step compiles
