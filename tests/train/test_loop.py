@@ -85,8 +85,21 @@ def out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
-@pytest.mark.parametrize(("failure", "error"), [(stopped, Interrupted), (out_of_memory, torch.OutOfMemoryError)])
+def no_space(*_: Any, **__: Any) -> None:
+    raise UserError("no space left on the device")
+
+
+@pytest.mark.parametrize(
+    ("place", "failure", "error"),
+    [
+        ("Evaluation.measure", stopped, Interrupted),
+        ("Evaluation.measure", out_of_memory, torch.OutOfMemoryError),
+        ("save_head", no_space, UserError),
+        ("save_measurement", no_space, UserError),
+    ],
+)
 def test_a_measurement_that_fails_is_made_again_by_a_run_that_lost_no_step(
+    place: str,
     failure: Any,
     error: type[BaseException],
     settings: Settings,
@@ -96,7 +109,7 @@ def test_a_measurement_that_fails_is_made_again_by_a_run_that_lost_no_step(
 ) -> None:
     settings["train"] |= {"eval_every": 3, "checkpoint_every": 100}
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr("train.loop.Evaluation.measure", failure)
+        patch.setattr(f"train.loop.{place}", failure)
         run(settings, write_recipe)
     folder = run(settings, write_recipe)
     assert "checkpoints/step-3" in capsys.readouterr().err
