@@ -19,6 +19,7 @@ from eval.command import exit_status
 from eval.reporting.report import report_command
 from heads.checkpoint import read_config
 from tests.native_mtp import change_weights
+from tests.processes import ROOT, finish, launcher, start
 from tests.runs import forget_accelerator
 from train.entry import attempt
 
@@ -115,6 +116,37 @@ def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> N
 )
 def test_recipes(changes: list[str], fault: str, refused: Any) -> None:
     assert fault in refused(lambda: train(*changes))
+
+
+MISTAKES = {
+    "a typo in a key": (["trian.max_steps=3"], "trian: unknown key; did you mean 'train'?"),
+    "no target": (["target.path=no/such/folder"], "no/such/folder"),
+    "no data": (["data.sources.0.path=no.jsonl"], "no.jsonl: no such file"),
+    "unreadable data": (["data.sources.0.path=run/head/config.json"], "run/head/config.json:1: expected a"),
+    "a wrong type": (["train.max_steps=many"], "train.max_steps"),
+    "an override without a value": (["train.max_steps"], "override 'train.max_steps': expected key.sub=value"),
+    "another method's recipe": (["head.kind=mtp"], "use train/mtp.py"),
+    "no such suite": (["eval.prompts=mt-bench"], "mt-bench: no such file, and no suite of that name"),
+    "no tree": (["eval.tree=oak"], "eval.tree"),
+    "another run's folder": (["output_dir=run", "train.lr=0.02"], "train.lr was 0.01, is 0.02"),
+}
+"""Overrides that a user may mistype, and words of the line that says so."""
+
+
+@pytest.mark.parametrize(("changes", "fault"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_the_last_one(changes: list[str], fault: str, refused: Any) -> None:
+    assert fault in refused(lambda: train(*changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["a typo in a key", "no data"])
+def test_a_mistake_is_the_last_line_of_both_forms_of_a_launch(mistake: str, here: Path) -> None:
+    changes, fault = MISTAKES[mistake]
+    launch = [*launcher(), "-q", "--config_file", str(ROOT / "recipes/accelerate/local.yaml")]
+    for form, status in ((None, 2), (launch, 1)):
+        said = finish(start(Path("recipe.yaml"), "output_dir=new", *changes, launcher=form, folder=here), status)
+        last = said.splitlines()[-1]
+        assert last.startswith("error: ") and fault in last and said.count("error: ") == 1, said
 
 
 def test_a_bad_head_is_given_before_any_data_is_read(refused: Any) -> None:

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.environment import contention, setup_line
+from eval.benchmark.progress import Progress
 from eval.benchmark.templates import with_arguments
 from eval.command import print_line
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
-from heads.errors import UserError
 from train.adapter import Joint, add_adapters, check_adapter
 from train.averages import Interval
 from train.checkpointing import (
@@ -25,6 +25,7 @@ from train.checkpointing import (
     newest_checkpoint,
     remove_leftovers,
     save_checkpoint,
+    save_measurement,
 )
 from train.data.loading import load_data
 from train.data.on_policy import Samples
@@ -73,7 +74,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     outcome = Outcome(recipe, features, asking)
     record = tracker.record = plain_settings(recipe)
     found = on_main(accelerator, lambda: _take_up(run, record))
-    if found is not None and found[1].step >= recipe.train.max_steps:
+    if found is not None and found[1].step == found[1].measured_step == recipe.train.max_steps:
         best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
         tracker.say(f"{run.folder.path}: finished already, {found[1].step} steps, {best}")
         return outcome
@@ -90,7 +91,8 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     # Head, in float32 and equal on all processes. A copy in the target's dtype is measured and saved.
     counts = mixture.label_counts(target.vocab_size)
     torch.manual_seed(seed)
-    head: nn.Module = make_head(section, target, counts).to(target.device, torch.float32)
+    with Progress("the first weights of the head"):
+        head: nn.Module = make_head(section, target, counts).to(target.device, torch.float32)
     measured = copy.deepcopy(head).to(target.dtype).eval()
     add_adapters(cast(DraftHead, head))
     adapter = recipe.target.adapter
@@ -106,7 +108,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     training = Training(recipe.train, run, stepper, measured, evaluation, samples, data)
     if found is not None:
         training.resume(*found)
-    tracker.start(training.state.step)
+    tracker.start(training.state.step, training.state.measured_step or 0)
     training.provenance = on_main(
         accelerator,
         lambda: run.folder.write_provenance(record, data, target, accelerator.num_processes),
@@ -185,14 +187,16 @@ class Training:
         self.tracker.say(f"trained {state.step} steps in {state.seconds:.0f} s; {best}")
 
     def _between_steps(self) -> None:
-        """Measure the head and write a checkpoint, if either is due after `state.step` steps."""
+        """Write a checkpoint and measure the head, if either is due after `state.step` steps. The checkpoint comes
+        first, so a measurement that fails loses no step."""
         step, train = self.state.step, self.settings
         ended = step == train.max_steps
         measuring = ended or (train.eval_every is not None and step > 0 and step % train.eval_every == 0)
-        if measuring and self.state.measured_step != step:
-            self._measure()
-        if ended or (step > 0 and step % train.checkpoint_every == 0):
+        measuring = measuring and self.state.measured_step != step
+        if measuring or (step > 0 and step % train.checkpoint_every == 0):
             self._checkpoint()
+        if measuring:
+            self._measure()
 
     def _step(self) -> None:
         """Make one optimizer step, and write a log line if one is due."""
@@ -201,7 +205,7 @@ class Training:
         state.tokens += self.stepper.step(state.step, self.interval, stop=self.interrupts.asked)
         state.step += 1
         self.tracker.advance()
-        if state.step % train.log_every == 0 or state.step == train.max_steps:
+        if state.step % train.log_every == 0 or state.step in (1, train.max_steps):
             self._log()
         state.seconds += time.perf_counter() - started
 
@@ -218,14 +222,12 @@ class Training:
             "tokens": state.tokens,
             "tokens_per_second": self.interval.tokens_per_second(),
         }
-        tokens_left = state.tokens / state.step * (train.max_steps - state.step)
-        self.tracker.log_train(record, seconds_left=tokens_left / record["tokens_per_second"])
+        self.tracker.log_train(record)
         self.interval = Interval()
 
     def _measure(self) -> None:
         """Measure tau with the runtime, or estimate it. Keep the head if it is the best so far."""
         started = time.perf_counter()
-        self.interval.check(self.accelerator, self.state.step)
         weights = self.stepper.head_weights()
 
         def act() -> Measured | None:
@@ -233,11 +235,7 @@ class Training:
             with self.interrupts.released():
                 return self.evaluation.measure(self.measured) if self.stepper.features.measures else None
 
-        try:
-            found, state = on_main(self.accelerator, act), self.state
-        except (UserError, torch.OutOfMemoryError):
-            self._checkpoint()  # the steps made so far are kept
-            raise
+        found, state = on_main(self.accelerator, act), self.state
         if found is None:
             behind = self.settings.max_steps * self.stepper.rows  # the first row after those of the last step
             found = self.evaluation.estimate(self.measured, self.stepper.mixture, behind, self.accelerator)
@@ -260,6 +258,7 @@ class Training:
                 "seconds": seconds,
             }
         )
+        on_main(self.accelerator, lambda: save_measurement(self.folder.checkpoints, state))
 
     def _renew_samples(self) -> None:
         """Let the draft generate the text for the next steps, if new text is due."""

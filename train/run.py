@@ -71,14 +71,15 @@ def finish(outcome: Outcome, run: Run) -> int:
                 f"python eval/bench.py {folder.path} where there is room for the target"
             )
             return 0
+        report = report_settings(recipe.eval)
+        tracker.say(f"next: the final measurement of {', '.join(report.trees)}; it writes {folder.path}/report.html")
         with features.whole() as target:
             adapted = target
             if recipe.target.adapter is not None:  # with the best head's adapter, not the last step's
                 adapted, _ = load_recipe_target(recipe.target, run.accelerator)
                 adapt_target(folder.head, adapted)
             head = load_head(folder.head, dtype=adapted.dtype, device=adapted.device)
-            heads, settings = {str(folder.head): head}, report_settings(recipe.eval)
-            results = run_bench(adapted, heads, tokenizer, settings, out=folder.path)
+            results = run_bench(adapted, {str(folder.head): head}, tokenizer, report, out=folder.path)
         tracker.log_outcome(results)
         folder.write_recipe(plain_settings(recipe))
         return 1 if results["exact"]["divergences"] else 0

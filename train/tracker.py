@@ -4,13 +4,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
 from accelerate import Accelerator
-from tqdm import tqdm
 
+from eval.benchmark.progress import Progress
 from eval.benchmark.results import Results, figures_of
 from eval.reporting.format import count, is_disturbed
 from heads.errors import UserError, first_line
@@ -19,9 +18,6 @@ from train.recipe import Tracking
 from train.run_folder import RunFolder
 
 Metrics = dict[str, Any]
-
-BAR_FORMAT = "{n_fmt}/{total_fmt} {bar} {desc}"
-"""The numbers come before the bar: they fit into 80 columns, and the bar takes the remaining width."""
 
 
 class Tracker:
@@ -33,48 +29,45 @@ class Tracker:
     def __init__(self, accelerator: Accelerator, folder: RunFolder, settings: Tracking, max_steps: int):
         self.accelerator, self.folder, self.settings, self.max_steps = accelerator, folder, settings, max_steps
         self.main = accelerator.is_main_process
-        self.stream = sys.stderr
         self.record: dict[str, Any] = {}
         """The recipe's plain settings, which a tracker shows."""
-        self._bar: tqdm[Any] | None = None
+        self._progress: Progress | None = None
+        self._explained = False
         self._file: TextIO | None = None
 
     def say(self, text: str) -> None:
         """Print one line on the terminal."""
         if self.main:
-            if self._bar is not None:
-                self._bar.write(text, file=self.stream)
+            if self._progress is not None:
+                self._progress.say(text)
             else:
-                print(text, file=self.stream, flush=True)
+                print(text, file=sys.stderr, flush=True)
 
-    def start(self, step: int) -> None:
-        """Begin recording after `step`. Lines of later steps from an interrupted run are dropped."""
+    def start(self, step: int, measured_step: int = 0) -> None:
+        """Begin recording after `step`. Lines of later steps and of later measurements, from an interrupted run, are
+        dropped."""
         if not self.main:
             return
-        keep_metrics(self.folder.metrics, step)
+        keep_metrics(self.folder.metrics, step, measured_step)
         self._file = self.folder.metrics.open("a", encoding="utf-8")
         self._start_trackers(step)
-        if self.stream.isatty():
-            self._bar = tqdm(
-                total=self.max_steps, initial=step, file=self.stream, dynamic_ncols=True, bar_format=BAR_FORMAT
-            )
+        self._progress = Progress("step", self.max_steps, done=step, announced=True, cold=True)
 
     def advance(self) -> None:
-        if self._bar is not None:
-            self._bar.update()
+        if self._progress is not None:
+            self._progress.advance()
 
-    def log_train(self, metrics: Metrics, *, seconds_left: float) -> None:
-        """Record training metrics, and print one line or update the bar."""
+    def log_train(self, metrics: Metrics) -> None:
+        """Record training metrics, and show them."""
         self._record({"kind": "train", **metrics})
-        speed = count(metrics["tokens_per_second"])
-        text = (
-            f"loss {metrics['loss']:.3f}  accuracy {_percent(metrics['accuracy'])}  {speed} tokens/s  "
-            f"{timedelta(seconds=round(seconds_left))} left"
+        if self._progress is None:
+            return
+        depths = "" if self._explained else f" of draft tokens 1 to {len(metrics['accuracy'])}:"
+        self._explained = True
+        self._progress.log(
+            f"loss {metrics['loss']:.3f}, accuracy{depths} {_percent(metrics['accuracy'])}, "
+            f"{count(metrics['tokens_per_second'])} tokens/s"
         )
-        if self._bar is not None:
-            self._bar.set_description_str(text)
-        else:
-            self.say(f"step {metrics['step']}/{self.max_steps}  {text}")
 
     def log_eval(self, metrics: Metrics) -> None:
         """Record a measurement, and print one line."""
@@ -88,7 +81,7 @@ class Tracker:
         measured = f"measured tau {metrics['tau']:.3f}{by_training}"
         if metrics["is_estimate"]:
             measured = f"tau {metrics['tau']:.3f}, an estimate by the training step on training text"
-        self.say(f"step {metrics['step']}  {measured}  acceptance by depth {alpha}  ({best})")
+        self.say(f"step {metrics['step']:,}  {measured}  acceptance by depth {alpha}  ({best})")
 
     def log_outcome(self, results: Results) -> None:
         """Record the measurement of the finished head with the trackers. Start them again if an earlier process did the
@@ -105,9 +98,9 @@ class Tracker:
 
     def stop(self) -> None:
         """Close the bar and `metrics.jsonl`. Trackers stay open for the final measurement. May be called twice."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -159,14 +152,15 @@ class Tracker:
         self.accelerator.log(flat(metrics), step=metrics["step"])
 
 
-def keep_metrics(path: Path, step: int) -> None:
-    """Drop lines of later steps and damaged lines, so that a resumed run records every step once."""
+def keep_metrics(path: Path, step: int, measured_step: int) -> None:
+    """Drop lines of later steps and measurements and damaged lines, so that a resumed run records all once."""
     if not path.is_file():
         return
     kept = []
     for line in path.read_bytes().splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            record = json.loads(line)
+            if record["step"] <= (measured_step if record["kind"] == "eval" else step):
                 kept.append(line.decode() + "\n")
         except (ValueError, KeyError, TypeError, RecursionError):
             continue

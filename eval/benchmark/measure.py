@@ -5,15 +5,12 @@ decodes each unit in turn. The variant that goes first rotates, so that a machin
 alike. Prefill is timed separately.
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from eval.benchmark.metrics import token_seconds
+from eval.benchmark.progress import Progress
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.roofline import phase_seconds
 from eval.benchmark.settings import BenchSettings
@@ -105,23 +102,23 @@ def compare(
     prompts: Sequence[Prompt],
     temperature: float,
     settings: BenchSettings,
-    bar: Progress | None = None,
-    what: str = "measuring",
+    where: str = "",
 ) -> Comparison:
-    """Decode `prompts` plainly and with every draft in turns, `settings.repeats` times. `bar` shows the progress of
-    `what`."""
-    bar = bar or progress_bar()
-    task = bar.add_task(what, total=settings.repeats * (1 + len(drafts)) * len(prompts))
-    result = line_up(target, drafts, prompts, temperature, settings)
-    variants = [result.plain, *result.drafting]
-    for repeat in range(settings.repeats):
-        for unit, indices in enumerate(result.units):
-            first = (repeat + unit) % len(variants)
-            for variant in variants[first:] + variants[:first]:
-                variant.run(unit, indices, result.requests, repeat)
-                bar.advance(task, len(indices))
-    result.breakdowns = replayed_phases(result) or profile(result)
-    bar.remove_task(task)
+    """Decode `prompts` plainly and with every draft in turns, `settings.repeats` times. `where`: more words for the
+    lines of progress."""
+    names = ", ".join(dict.fromkeys(str(shape) for _, shape in drafts))
+    what = f"measuring {names} {'greedy' if temperature == 0 else f'at T = {temperature:g}'}{where}"
+    with Progress(f"{what}: output", settings.repeats * (1 + len(drafts)) * len(prompts)) as progress:
+        result = line_up(target, drafts, prompts, temperature, settings)
+        variants = [result.plain, *result.drafting]
+        for repeat in range(settings.repeats):
+            for unit, indices in enumerate(result.units):
+                first = (repeat + unit) % len(variants)
+                for variant in variants[first:] + variants[:first]:
+                    variant.run(unit, indices, result.requests, repeat)
+                    progress.advance(len(indices))
+    with Progress(f"{what}: phases of a round", announced=True):
+        result.breakdowns = replayed_phases(result) or profile(result)
     return result
 
 
@@ -224,16 +221,3 @@ def check_decoded(outputs: Iterable[Output], suite: str) -> None:
             f"{suite}: every output ended with its first token, which the prefill gives: there is nothing to draft; "
             "use other prompts, or allow more new tokens"
         )
-
-
-def progress_bar() -> Progress:
-    """Return a progress bar on standard error, shown only if that is a terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )

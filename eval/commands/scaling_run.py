@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmark.environment import environment, head_facts, target_facts
 from eval.benchmark.figures import Judged, judge, pooled_exactness, withhold_speed
 from eval.benchmark.loading import open_head, prompt_room
-from eval.benchmark.measure import compare, progress_bar
+from eval.benchmark.measure import compare
 from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.benchmark.python_source import read_split
 from eval.benchmark.results import SCHEMA_VERSION, Results, own_folder, plain_name, write_results
@@ -69,19 +69,18 @@ def measure_scaling(
         )
     drafts = [(head, shape) for shape in shapes]
     judged = Judged()
-    with progress_bar() as bar:
-        for context in settings.contexts:
-            prompts = windows(settings.prompts, tokenizer, context, max(settings.batch_sizes) * settings.batches)
-            for batch_size in settings.batch_sizes:
-                chosen, at = prompts[: batch_size * settings.batches], replace(settings, batch_size=batch_size)
-                what = f"batch {batch_size}, context {context}"
-                try:
-                    fresh = judge(compare(target, drafts, chosen, temperature, at, bar, what), tokenizer)
-                except torch.OutOfMemoryError as error:
-                    empty = {"exact": None, "speedup": None, "out_of_memory": first_line(error)}
-                    fresh = Judged([{"tree": str(shape), **empty} for shape in shapes])
-                fresh.measurements = [{"batch_size": batch_size, "context": context, **m} for m in fresh.measurements]
-                judged.add(fresh)
+    for context in settings.contexts:
+        prompts = windows(settings.prompts, tokenizer, context, max(settings.batch_sizes) * settings.batches)
+        for batch_size in settings.batch_sizes:
+            chosen, at = prompts[: batch_size * settings.batches], replace(settings, batch_size=batch_size)
+            where = f", batch {batch_size}, context {context}"
+            try:
+                fresh = judge(compare(target, drafts, chosen, temperature, at, where), tokenizer)
+            except torch.OutOfMemoryError as error:
+                empty = {"exact": None, "speedup": None, "out_of_memory": first_line(error)}
+                fresh = Judged([{"tree": str(shape), **empty} for shape in shapes])
+            fresh.measurements = [{"batch_size": batch_size, "context": context, **m} for m in fresh.measurements]
+            judged.add(fresh)
     points = judged.measurements
     exact = pooled_exactness([point for point in points if point["exact"]], judged.unrepeatable)
     if exact["divergences"]:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from eval.benchmark.progress import Progress
 from eval.benchmark.prompts import split_prompts
 from eval.benchmark.results import Results, figures_of, read_results
 from eval.benchmark.settings import to_settings
@@ -99,7 +100,8 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str, run: Run) 
         tracked = [] if wandb == "off" else [TRACKED]
         command = [sys.executable, *tracked, sweep.program, *sweep.arguments(setting), f"--out={folder.resolve()}"]
         folder.mkdir(parents=True, exist_ok=True)
-        with log.open("w", encoding="utf-8") as stream:
+        progress = Progress(f"{sweep.program}, into {log}", announced=True)
+        with log.open("w", encoding="utf-8") as stream, progress:
             done = run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment(wandb))
         status, results = done.returncode, found(file)
         if status == 130:

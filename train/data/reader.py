@@ -8,6 +8,7 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from eval.benchmark.progress import Progress
 from heads.errors import UserError
 from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, is_sound, open_entry, write_once
 from train.data.sources import AnySource, Say
@@ -58,7 +59,8 @@ class Reader:
                 self.say(f"{source}: tokenised once, into {cache_root() / name}")
                 return read(tally)
 
-            write_once(name, begin)
+            with Progress(f"{source}: tokenising", announced=True):
+                write_once(name, begin)
             return name
 
         names = on_each_node(self.accelerator, write)

@@ -61,6 +61,8 @@ def build(sources: Sequence[Path], compiler: str) -> Path:
         if path.stem == f"{name}-{short_hash(path)}":
             return path
     folder.mkdir(parents=True, exist_ok=True)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{sources[0].name} is compiled for this processor, once", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / f"{name}.so"
         files = [str(source) for source in sources if source.suffix == ".c"]
