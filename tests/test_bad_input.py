@@ -235,6 +235,7 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
         (["--max-prompt-tokens", "2"], "prompts.jsonl:1: the prompt has"),
         (["--prompts", "no.jsonl"], "no.jsonl: no such file, and no suite of that name"),
         (["--out", "prompts.jsonl/x"], "--out prompts.jsonl/x: expected a folder"),
+        (["--out", "results.json"], "--out results.json: expected a folder, which holds several files"),
         (["--prompts", "prompts.jsonl,"], "--prompts 'prompts.jsonl,': expected suites or files, separated by commas"),
         (["--max-new-tokens", "1"], "prompts: every output ended with its first token"),
         (["--max-new-tokens", "1", "--tree", "auto"], "--tree auto: every output of the 2 prompts tried ended with"),
