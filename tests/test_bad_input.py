@@ -145,7 +145,7 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
     ("kind", "fault"),
     [
         ("truncated", "no causal language model with safetensors weights can be loaded"),
-        ("not finite", "its logits are not finite"),
+        ("not finite", "not finite after the last layer, and model.norm.weight holds such values; its weights are"),
         ("another's tokenizer", "its tokenizer has 128 tokens and its output head 100; put the model's own"),
         ("another's weights", "with fingerprint of the weights"),
         ("shallow", "too shallow for the default auxiliary layers"),
