@@ -111,6 +111,8 @@ def check_folder(path: Path, name: str) -> None:
         raise UserError(f"{name} {path}: no path that can be used ({error}); name another") from None
     if not nearest.is_dir():
         raise UserError(f"{name} {path}: expected a folder, {nearest} is a file; name another")
+    if path.suffix == ".json" and nearest != path:
+        raise UserError(f"{name} {path}: expected a folder, which holds several files; leave out .json")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"{name} {path}: no permission to write there; name another")
 

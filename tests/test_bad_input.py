@@ -177,7 +177,7 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
     ("kind", "fault"),
     [
         ("truncated", "no causal language model with safetensors weights can be loaded"),
-        ("not finite", "its logits are not finite"),
+        ("not finite", "not finite after the last layer, and model.norm.weight holds such values; its weights are"),
         ("another's tokenizer", "its tokenizer has 128 tokens and its output head 100; put the model's own"),
         ("another's weights", "with fingerprint of the weights"),
         ("shallow", "too shallow for the default auxiliary layers"),
@@ -267,6 +267,7 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
         (["--max-prompt-tokens", "2"], "prompts.jsonl:1: the prompt has"),
         (["--prompts", "no.jsonl"], "no.jsonl: no such file, and no suite of that name"),
         (["--out", "prompts.jsonl/x"], "--out prompts.jsonl/x: expected a folder"),
+        (["--out", "results.json"], "--out results.json: expected a folder, which holds several files"),
         (["--prompts", "prompts.jsonl,"], "--prompts 'prompts.jsonl,': expected suites or files, separated by commas"),
         (["--max-new-tokens", "1"], "prompts: every output ended with its first token"),
         (["--max-new-tokens", "1", "--tree", "auto"], "--tree auto: every output of the 2 prompts tried ended with"),

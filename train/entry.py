@@ -20,7 +20,7 @@ PLANNING = f"""{PLAN} prints the memory, disk, operations and hours of a run, co
   --sharing MODE            how processes share the head's training state: ddp, fsdp, zero2 or zero3
   --features PLACE          where the target runs: process (whole in each process), sharded, vllm or cache
   --memory GIB              memory of a GPU to plan for; default: this machine's device
-  --tflops X                TFLOP/s of a device; may be repeated (default: 396, 40% of an H100's)"""
+  --tflops X                TFLOP/s of a device; may be repeated (default: 396, 40% of an H100's; on a CPU, measured)"""
 KINDS = {
     "eagle": "eagle3",
     "mtp": "mtp",

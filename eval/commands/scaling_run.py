@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.environment import environment, head_facts, target_facts
+from eval.benchmark.environment import contention, environment, head_facts, target_facts
 from eval.benchmark.figures import Judged, judge, pooled_exactness, withhold_speed
 from eval.benchmark.loading import open_head, prompt_room
 from eval.benchmark.measure import compare
@@ -23,7 +23,7 @@ from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.benchmark.python_source import read_split
 from eval.benchmark.results import SCHEMA_VERSION, Results, own_folder, plain_name, write_results
 from eval.benchmark.settings import ScalingSettings
-from eval.command import draft_shapes
+from eval.command import draft_shapes, print_line
 from eval.reporting.drawing import COLOURS, save, style, title
 from eval.reporting.format import device_text, heading, is_exact, number, sampling_text, short_name, speedup_text
 from eval.reporting.report import figure_table, print_audit
@@ -41,6 +41,7 @@ def scaling_command(options: argparse.Namespace) -> int:
     parent = Path("runs", plain_name(f"scaling-{Path(short_name(options.head)).name}"))
     check_folder(options.out or parent, "--out")
     head, target, tokenizer = open_head(options)
+    print_line(contention(target.device))
     with own_folder(parent, settings, options) as out:
         results = measure_scaling(target, head, tokenizer, settings, head_path=options.head, out=out)
     print(f"written to {out}", file=sys.stderr)

@@ -14,6 +14,7 @@ Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, or the lon
 prompt's chunk, E slots shown to attention, D hidden, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from heads.backends.torch.commit import Commit, RoundState
 from heads.backends.torch.sampling import RowSampling
 from heads.base import Drafter, Observation
 from heads.errors import UserError, warn_once
+from heads.target.finite import why_not_finite
 from heads.target.frozen import Features, FrozenTarget
 from heads.target.recurrent_layers import single_steps
 from heads.tree import Acceptance, Proposal, TreeShape, is_chain
@@ -108,14 +110,13 @@ def open_step(target: FrozenTarget, backend: Backend, spec: CacheSpec) -> Target
     check_family(target)
     pads = not backend.on_host and not target.is_recurrent  # padding would pass through a recurrent state
     step = TargetStep(target, backend.decoder(target, spec), pads=pads)
-    try:
-        check_masks(step)
-    except UserError as error:
-        if step.decoder.native is None or backend.is_required:
-            raise
-        warn_once(f"{error}; its Hugging Face model is used instead of the native decoder")
+    fault = mask_fault(step)
+    if fault and step.decoder.native is not None and not backend.is_required:
+        warn_once(f"{fault}; its Hugging Face model is used instead of the native decoder")
         step = TargetStep(target, HFDecoder(target, spec), pads=pads)
-        check_masks(step)
+        fault = mask_fault(step)
+    if fault:
+        raise UserError(f"{fault}; it cannot be a target here")
     return step
 
 
@@ -132,9 +133,10 @@ def check_family(target: FrozenTarget) -> None:
         raise UserError(f"{target.name}: attention {attention!r} takes no 4-D mask; load the target with sdpa or eager")
 
 
-def check_masks(step: TargetStep) -> None:
-    """Verify a small tree, and compare the result with the model's own forward pass over each path. For a recurrent
-    target, which accepts no trees, verify the paths one after the other.
+def mask_fault(step: TargetStep) -> str | None:
+    """Verify a small tree, and compare the result with the model's own forward pass over each path. Return the fault,
+    if there is one. For a recurrent target, which accepts no trees, verify the paths one after the other. UserError for
+    a model whose own states are not finite.
 
     The check runs for every model, because a list of known families is never complete and a decoder that ignores its
     positions or its mask raises no error: its output is only wrong. Leaves padding in the first slots of every row.
@@ -166,12 +168,16 @@ def check_masks(step: TargetStep) -> None:
     true = (
         single_steps(target.base, texts, count) if target.is_recurrent else target.alone(texts)[:, -count:]
     ).double()
+    if not bool(true.isfinite().all()):
+        raise UserError(f"{target.name}: {why_not_finite(target.model, target.layers, target.arguments(texts))}")
     error = ((found.double() - true).norm(dim=-1) / true.norm(dim=-1)).max().item()
-    if not error < TOLERANCE.get(target.dtype, 0.15):
-        raise UserError(
-            f"{target.name}: {target.config.model_type} does not take tree masks, positions and states as they are "
-            f"given (hidden states off by {error:.1%}); it cannot be a target here"
-        )
+    if error < TOLERANCE.get(target.dtype, 0.15):
+        return None
+    off = "not finite" if math.isnan(error) else f"off by {error:.1%}"
+    return (
+        f"{target.name}: {target.config.model_type} does not take tree masks, positions and states as they are given "
+        f"(hidden states {off})"
+    )
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from heads.target.families import (
     register_mimo,
     unused_weights,
 )
+from heads.target.finite import why_not_finite
 from heads.target.forward import decode, decode_packed
 from heads.target.hub import MODEL, is_here, repo_and_revision
 from heads.target.mapped_files import MappedFiles
@@ -274,7 +275,7 @@ class FrozenTarget(LanguageModel):
         except Exception as error:  # each family fails in its own way on unknown arguments
             fits, reason = False, first_line(error)
         if damaged:
-            raise UserError(f"{self.name}: its logits are not finite: its weights are damaged; fetch or make it again")
+            raise UserError(f"{self.name}: {why_not_finite(self.model, self.layers, self.arguments(ids[:, 5:]))}")
         if not fits:
             made = " ".join(self.model.config.architectures or ["?"])
             raise UserError(

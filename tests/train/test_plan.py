@@ -269,6 +269,20 @@ def test_a_plan_needs_the_config_alone_and_writes_nothing(
     assert "nowhere" in the_error(capsys)
 
 
+def test_hours_are_those_of_the_device_that_is_planned_for(
+    eagle: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A CPU's speed is measured, and its processes share its cores; only a GPU is taken for an H100."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    eagle["head"]["draft_vocab_size"] = 64
+    assert plan_of(eagle, write_recipe, memory=80).tflops() == pytest.approx(396, rel=0.01)
+    alone, shared = plan_of(eagle, write_recipe), plan_of(eagle, write_recipe, processes=1000)
+    assert 1e-4 < alone.tflops() < 100 and shared.tflops() < alone.tflops() / 2
+    assert attempt("eagle", [str(write_recipe(eagle)), "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert "hours at" in said and "396" not in said and " 0.0\n" not in said
+
+
 @pytest.mark.parametrize("form", ["published", "ours"])
 def test_a_head_to_start_from_decides_the_shape(
     form: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, tiny_target_dir: Path

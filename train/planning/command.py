@@ -13,8 +13,6 @@ from train.planning.plan import FEATURES, SHARINGS, TOKEN_BYTES, Launch, Plan, m
 from train.run import recipe_of
 
 GIB = 2**30
-TFLOPS = 0.4 * 989
-"""40% of the dense bfloat16 peak of an H100."""
 NAMES = {
     "target": "target",
     "head": "head, float32",
@@ -30,7 +28,8 @@ def plan(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
     options = parse_arguments(arguments)
     recipe = recipe_of([options.recipe, *options.overrides], name, kinds)
     launch = Launch(options.processes, options.sharing, options.features or recipe.features.kind, options.memory)
-    text = "\n".join(lines(make_plan(recipe, launch), options.tflops or [TFLOPS]))
+    made = make_plan(recipe, launch)
+    text = "\n".join(lines(made, options.tflops or [made.tflops()]))
     if os.environ.get("RANK", "0") == "0":
         print(text)
     return 0
@@ -110,7 +109,9 @@ def lines(made: Plan, rates: Sequence[float]) -> list[str]:
         _row("GFLOP a token, head, at most", f"{by_head / 1e9:.3g}"),
         _row("FLOP", f"{made.tokens * (by_target + by_head):.1e}"),
     ]
-    found += [_row(f"hours at {rate:,.0f} TFLOP/s a device", number(made.hours(rate), 1)) for rate in rates]
+    for rate in rates:
+        name = f"hours at {number(rate, 0 if rate >= 10 else 2)} TFLOP/s a device"
+        found.append(_row(name, number(made.hours(rate), 1 if made.hours(rate) >= 1 else 3)))
     if whole <= memory:
         return [*found, f"fits: {number((memory - whole) / GIB)} GiB of each device are left"]
     found.append(f"does not fit: {number((whole - memory) / GIB)} GiB too much on each device. Each by itself gives")

@@ -1,6 +1,7 @@
 """The plan of a training run: memory and disk in bytes, tokens, operations and hours."""
 
 import math
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from heads.errors import UserError
 from heads.recurrent.draft import total_memory
 from train.data.corpus import TYPES
-from train.fast_dtype import fastest_dtype
+from train.fast_dtype import fastest_dtype, measured_tflops
 from train.features.cache import stored_bytes
 from train.features.settings import CacheFeatures
 from train.planning.counting import HeadCount, TargetCount, count_run
@@ -23,6 +24,8 @@ ANSWER_BYTES = 9
 CACHE_DTYPE: str = CacheFeatures.model_fields["dtype"].default
 LIBRARIES = 2**30
 """Host memory of a process that has imported torch, transformers and accelerate."""
+LARGE = 2048
+"""Maximum rows and width of the product that is timed on a CPU."""
 PER_NODE = 8
 """Maximum number of processes on one node, one per device."""
 
@@ -168,6 +171,17 @@ class Plan:
         """Return the operations per token of the target's forward pass and of the head's step, on these devices."""
         elsewhere = self.launch.features in ("vllm", "cache")
         return 0.0 if elsewhere else float(self.target.flops), self.head.flops
+
+    def tflops(self) -> float:
+        """Return the TFLOP/s of one device: on a GPU 40% of the dense bfloat16 peak of an H100; on a CPU, which all
+        processes share, what a product of a micro-batch reaches here."""
+        launch, train = self.launch, self.recipe.train
+        if launch.device == "cuda":
+            return 0.4 * 989
+        dtype = torch.bfloat16 if launch.bf16(train.precision) else torch.float32
+        rows = train.batch_size * self.recipe.data.context_length
+        share = len(os.sched_getaffinity(0)) / (launch.processes * torch.get_num_threads())
+        return measured_tflops(dtype, min(rows, LARGE), min(self.head.hidden_size, LARGE)) * min(1.0, share)
 
     def hours(self, tflops: float) -> float:
         """Return the hours that all steps take if each device computes at `tflops` TFLOP/s."""

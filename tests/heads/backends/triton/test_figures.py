@@ -32,7 +32,7 @@ LAYERS = 6
 def large_target(monkeypatch: pytest.MonkeyPatch) -> FrozenTarget:
     """A random target of few layers, without memory."""
     monkeypatch.setattr("heads.target.frozen.fingerprint", lambda model: "of no numbers")
-    monkeypatch.setattr("eval.runtime.round.check_masks", lambda step: None)
+    monkeypatch.setattr("eval.runtime.round.mask_fault", lambda step: None)
     monkeypatch.setattr("eval.runtime.engine.try_rounds", lambda decoder: None)
     shape = SHAPES["llama-3.1-8b"]
     config = LlamaConfig(**vars(shape) | {"num_hidden_layers": LAYERS}, max_position_embeddings=1 << 17)
