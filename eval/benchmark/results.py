@@ -214,9 +214,12 @@ def contradictions(results: Results) -> Iterator[str]:
 def figures_of(results: Results) -> dict[str, float | None]:
     """Return the figures of the headline setting by name, for wandb and for the ranking of a sweep."""
     withheld = results["speedup"] is None
+    spread = {"tau": results["tau"]["ci95"], "speedup": None if withheld else results["speedup"]["ci95"]}
     return {
         "tau": results["tau"]["mean"],
         "speedup": None if withheld else results["speedup"]["measured"],
+        **{f"{name}_low": ends and ends[0] for name, ends in spread.items()},
+        **{f"{name}_high": ends and ends[1] for name, ends in spread.items()},
         "tokens_per_second": None if withheld else results["speculative"]["tokens_per_second"],
         "plain_tokens_per_second": results["baseline"]["tokens_per_second"],
         "ms_per_round": None if withheld else results["speculative"]["ms_per_round"],

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from eval.benchmark.results import Results
+from eval.benchmark.results import Results, figures_of
 from eval.command import AUTO
 
 MISSING = "–"  # noqa: RUF001
@@ -18,6 +18,11 @@ FEW = 8
 LOCAL_MODEL = "a local model"
 """Public name of a target that is a local folder."""
 BRACKETS = "Brackets are 95% bootstrap intervals over prompts."
+TIMED = (
+    *("speedup", "speedup_low", "speedup_high"),
+    *("tokens_per_second", "plain_tokens_per_second", "ms_per_round"),
+)
+"""Names of the figures that a busy machine spoils."""
 TURNS = f"Plain decoding and all heads took turns on the same prompts. {BRACKETS}"
 
 
@@ -329,3 +334,15 @@ def search_line(search: Results) -> str:
 def setting_text(figures: Results) -> str:
     """Return a draft and its sampling, as in `chain:5, greedy`."""
     return f"{figures['tree']}, {sampling_text(figures['temperature'])}"
+
+
+def reliable_figures(results: Results) -> dict[str, float | None]:
+    """Return `figures_of` the results, with None for times and speedups that are not reliable."""
+    figures = figures_of(results)
+    if why_unreliable(results) is not None:
+        figures |= dict.fromkeys(TIMED)
+    return figures
+
+
+def why_unreliable(figures: Results) -> str | None:
+    return "the machine was busy" if is_disturbed(figures) else None
