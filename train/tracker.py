@@ -12,8 +12,8 @@ from typing import Any, TextIO
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from eval.benchmark.results import Results
-from eval.reporting.format import count, reliable_figures, short_name, why_unreliable
+from eval.benchmark.results import Results, figures_of
+from eval.reporting.format import count, short_name, why_unreliable
 from heads.errors import UserError, first_line
 from heads.files import write_text
 from train.recipe import Tracking
@@ -237,7 +237,7 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
 
 def known_figures(results: Results) -> dict[str, float]:
     """Return the figures of a report that were measured, without those of a speedup that is not reliable."""
-    return {name: value for name, value in reliable_figures(results).items() if value is not None}
+    return {name: value for name, value in figures_of(results).items() if value is not None}
 
 
 def tags(kind: str, target: str) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from eval.benchmark.prompts import split_prompts, suite_name
+from eval.benchmark.reliability import why_unreliable
 from heads.errors import UserError, first_line
 from heads.files import write_text
 from heads.tree import MOST_NODES
@@ -212,8 +213,9 @@ def contradictions(results: Results) -> Iterator[str]:
 
 
 def figures_of(results: Results) -> dict[str, float | None]:
-    """Return the figures of the headline setting by name, for wandb and for the ranking of a sweep."""
-    withheld = results["speedup"] is None
+    """Return the figures of the headline setting by name, for wandb and for the ranking of a sweep. Speeds that are not
+    reliable are None."""
+    withheld = why_unreliable(results) is not None
     spread = {"tau": results["tau"]["ci95"], "speedup": None if withheld else results["speedup"]["ci95"]}
     return {
         "tau": results["tau"]["mean"],

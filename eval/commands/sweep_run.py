@@ -18,10 +18,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from eval.benchmark.prompts import split_prompts
-from eval.benchmark.results import Results, read_results
+from eval.benchmark.results import Results, figures_of, read_results
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import COMMAND, METRICS, Setting, Sweep, folder_name, ranked, read_sweep
-from eval.reporting.format import MISSING, busy_warning, exact_cell, is_exact, reliable_figures, with_interval
+from eval.reporting.format import MISSING, busy_warning, exact_cell, is_exact, with_interval
 from heads.checkpoint import find_head, read_config, weights_hash
 from heads.errors import UserError
 from heads.files import check_folder, is_file, write_json, write_text
@@ -112,7 +112,7 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str, run: Run) 
     figures: Figures = {}
     identical = ""
     if results is not None:
-        figures, identical = reliable_figures(results), exact_cell(results)
+        figures, identical = figures_of(results), exact_cell(results)
         if not is_exact(results):
             status, error = 1, "an output was not the target's own"
     elif status:

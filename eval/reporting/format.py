@@ -4,25 +4,21 @@ import math
 import re
 from collections.abc import Sequence
 
-from eval.benchmark.results import Results, figures_of
+from eval.benchmark.reliability import AUDIT_FAILED, MACHINE_BUSY, TOO_FEW_TOKENS, is_believable, is_uneven
+from eval.benchmark.reliability import headline as headline
+from eval.benchmark.reliability import why_unreliable as why_unreliable
+from eval.benchmark.results import Results
 from eval.command import AUTO
 
 MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")
-BUSY = 1.5
-"""Ratio of mean to median of plain steps above which a run counts as disturbed. Quiet machines give 1.0 to 1.2."""
-NOT_RELIABLE = "not reliable"
-"""Mark of a speedup that was measured while something else used the machine."""
+NOT_RELIABLE = "not measured"
+"""Text in the place of a speedup that is not reliable. The reason follows it."""
 FEW = 8
 """Number of prompts below which percentile bootstraps are markedly too narrow."""
 LOCAL_MODEL = "a local model"
 """Public name of a target that is a local folder."""
 BRACKETS = "Brackets are 95% bootstrap intervals over prompts."
-TIMED = (
-    *("speedup", "speedup_low", "speedup_high"),
-    *("tokens_per_second", "plain_tokens_per_second", "ms_per_round"),
-)
-"""Names of the figures that a busy machine spoils."""
 TURNS = f"Plain decoding and all heads took turns on the same prompts. {BRACKETS}"
 
 
@@ -52,9 +48,11 @@ def accepted_text(figures: Results) -> str:
 
 
 def speculative_text(figures: Results) -> str:
-    """Return speculative tokens/s, or a note that they are withheld."""
-    withheld = figures["speedup"] is None
-    return "withheld" if withheld else number(figures["speculative"]["tokens_per_second"], 1)
+    """Return speculative tokens/s, or a note that they are withheld or were not measured."""
+    why = why_unreliable(figures)
+    if why is not None:
+        return "withheld" if why == AUDIT_FAILED else NOT_RELIABLE
+    return number(figures["speculative"]["tokens_per_second"], 1)
 
 
 def sentence(line: str) -> str:
@@ -129,20 +127,29 @@ def exact_cell(figures: Results) -> str:
     return f"{exact['identical']} of {exact['prompts']}{near_tie_text(exact)}"
 
 
-def is_disturbed(figures: Results) -> bool:
-    """Return True if plain steps, which should all take the same time, did not: something else used the machine."""
-    plain = figures["baseline"]
-    mean, median = plain["ms_per_token"], plain.get("token_ms", {}).get("p50")
-    return bool(mean and median and mean > BUSY * median)
-
-
 def speedup_text(figures: Results) -> str:
-    """Return `1.62x [1.55, 1.70]`, `1.62x, not reliable`, or `withheld`."""
-    if figures["speedup"] is None:
+    """Return `1.62x [1.55, 1.70]`, `not measured: the machine was busy`, or `withheld`."""
+    why = why_unreliable(figures)
+    if why == AUDIT_FAILED:
         return "withheld"
-    if is_disturbed(figures):  # an interval would suggest a precision that the figure does not have
-        return f"{number(figures['speedup']['measured'])}x, {NOT_RELIABLE}"
+    if why is not None:
+        return f"{NOT_RELIABLE}: {why}"
     return with_interval(figures["speedup"]["measured"], figures["speedup"]["ci95"], unit="x")
+
+
+def robust_text(figures: Results) -> str | None:
+    """Return `ratio of medians 1.5x`, to be printed beside tau where the machine was busy, or None if that ratio cannot
+    be true either or is not known."""
+    ratio = (figures["speedup"] or {}).get("ratio_of_medians")
+    if ratio is None or why_unreliable(figures) == TOO_FEW_TOKENS or not is_believable(ratio, figures):
+        return None
+    return f"ratio of medians {number(ratio)}x"
+
+
+def speedup_cell(figures: Results) -> str:
+    """Return `speedup_text`, followed by `robust_text` if the speedup is not reliable."""
+    robust = robust_text(figures) if why_unreliable(figures) else None
+    return speedup_text(figures) + (f"; {robust}" if robust else "")
 
 
 def as_markdown(text: str) -> str:
@@ -214,16 +221,14 @@ def subtitle(results: Results) -> str:
 
 
 def fastest(results: Results) -> list[Results]:
-    """Return the measurements of several heads to show: all of them, or, after a search, the fastest of each head at
-    each temperature."""
+    """Return the measurements of several heads to show: all of them, or, after a search, the headline setting of each
+    head at each temperature."""
     if AUTO not in results["settings"]["trees"] or not is_exact(results):
         return list(results["measurements"])
-    best: dict[tuple[str, float], Results] = {}
+    groups: dict[tuple[str, float], list[Results]] = {}
     for m in results["measurements"]:
-        key = (m["head"], m["temperature"])
-        if key not in best or m["speedup"]["measured"] > best[key]["speedup"]["measured"]:
-            best[key] = m
-    return list(best.values())
+        groups.setdefault((m["head"], m["temperature"]), []).append(m)
+    return [group[headline(group)] for group in groups.values()]
 
 
 def divergence_text(divergence: Results) -> str:
@@ -240,15 +245,31 @@ def divergence_text(divergence: Results) -> str:
 
 def busy_warning(measurements: Sequence[Results]) -> str | None:
     """Return a warning that something else used the machine, or None."""
-    disturbed = [m["baseline"] for m in measurements if is_disturbed(m)]
+    disturbed = [m for m in measurements if why_unreliable(m) == MACHINE_BUSY]
     if not disturbed:
         return None
-    worst = max(disturbed, key=lambda plain: plain["ms_per_token"] / plain["token_ms"]["p50"])
+    seen = "a speedup exceeded tau, which no draft can do"
+    if uneven := [m["baseline"] for m in disturbed if is_uneven(m)]:
+        worst = max(uneven, key=lambda plain: plain["ms_per_token"] / plain["token_ms"]["p50"])
+        mean, median = number(worst["ms_per_token"]), number(worst["token_ms"]["p50"])
+        seen = f"plain decoding took {mean} ms a token on average and {median} in the median"
+    return f"{seen}: something else used this machine; {no_speedup(disturbed, measurements)}; measure again while it is idle"
+
+
+def short_warning(measurements: Sequence[Results]) -> str | None:
+    """Return a warning that too few tokens were timed, or None."""
+    short = [m for m in measurements if why_unreliable(m) == TOO_FEW_TOKENS]
+    if not short:
+        return None
     return (
-        f"plain decoding took {worst['ms_per_token']:.2f} ms a token on average and {worst['token_ms']['p50']:.2f} in "
-        f"the median: something else used this machine, and a speedup marked as {NOT_RELIABLE} cannot be trusted; "
-        "measure again while the machine is idle"
+        f"{TOO_FEW_TOKENS} were timed: {no_speedup(short, measurements)}; allow more new tokens, or take more prompts"
     )
+
+
+def no_speedup(unreliable: Sequence[Results], measurements: Sequence[Results]) -> str:
+    """Return the part of a warning that says how many settings have no speedup."""
+    which = "" if len(unreliable) == len(measurements) else f" for {len(unreliable)} of {len(measurements)} settings"
+    return f"no speedup is stated{which}"
 
 
 def few_warning(measurements: Sequence[Results]) -> str | None:
@@ -293,11 +314,7 @@ def warnings(results: Results) -> list[str]:
         found = [f"head {head['name']}: {line}" for head, ms in own for line in head_warnings(head, ms)]
     else:
         found = head_warnings(results["head"], measurements)
-    best: dict[float, float] = {}
-    for m in measurements:
-        if m["speedup"]:
-            best[m["temperature"]] = max(m["speedup"]["measured"], best.get(m["temperature"], 0.0))
-    if slow := [sampling_text(temperature) for temperature, speedup in best.items() if speedup < 1]:
+    if slow := [sampling_text(temperature) for temperature in slow_temperatures(measurements)]:
         found.append(f"plain decoding is faster than every draft measured ({', '.join(slow)})")
     if few := few_warning(measurements):
         found.append(few)
@@ -305,9 +322,19 @@ def warnings(results: Results) -> list[str]:
     if (distinct := results["settings"].get("distinct_prompts", prompts)) != prompts:
         different = f"{distinct} of {prompts} prompts are different"
         found.append(f"{different}: the intervals, which take each for another, are too narrow")
-    if busy := busy_warning(measurements):
-        found.append(busy)
-    return found
+    return found + [warning for warning in (short_warning(measurements), busy_warning(measurements)) if warning]
+
+
+def slow_temperatures(measurements: Sequence[Results]) -> list[float]:
+    """Return the temperatures at which plain decoding is faster than every draft. Nothing is concluded where a speedup
+    is not reliable."""
+    temperatures = dict.fromkeys(m["temperature"] for m in measurements)
+    by_temperature = {t: [m for m in measurements if m["temperature"] == t] for t in temperatures}
+    return [
+        temperature
+        for temperature, found in by_temperature.items()
+        if not any(map(why_unreliable, found)) and all(m["speedup"]["measured"] < 1 for m in found)
+    ]
 
 
 def adaptive_line(figures: Results) -> str:
@@ -318,31 +345,29 @@ def adaptive_line(figures: Results) -> str:
 
 def search_line(search: Results) -> str:
     """Return a line with the result of a search for the best draft."""
-    model = {point["tree"]: point["speedup"] for point in search["curve"]}
-    proposed = " and ".join(f"{tree} ({model[tree]:.2f}x)" for tree in search["proposed"])
-    chosen = search["chosen"]
-    speedup = search["measured"][chosen]
-    if speedup < 1:
-        found = f"plain decoding is faster than all {len(search['measured'])} measured, {chosen} is next"
-    else:
-        found = f"of {len(search['measured'])} measured, {chosen} is the fastest"
-    return (
-        f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; {found} ({speedup:.2f}x)"
-    )
+    model = {point["tree"]: point for point in search["curve"]}
+    proposed = " and ".join(map(promise, (model[tree] for tree in search["proposed"])))
+    return f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; {verdict(search)}"
+
+
+def promise(point: Results) -> str:
+    """Return a draft and the speedup that its costs promise, unless that cannot be true."""
+    believable = is_believable(point["speedup"], {"tau": {"mean": point.get("tokens", math.inf)}})
+    return f"{point['tree']} ({point['speedup']:.2f}x)" if believable else point["tree"]
+
+
+def verdict(search: Results) -> str:
+    """Return the result of a search. Speedups that are not reliable are no part of it."""
+    measured, chosen = search["measured"], search["chosen"]
+    left_out = search.get("unreliable", ())
+    if chosen is None:
+        return f"which is the fastest was {NOT_RELIABLE}, as no speedup is reliable"
+    named = f"{len(measured)} measured" + (f" reliably and {len(left_out)} not" if left_out else "")
+    if measured[chosen] < 1 and not left_out:
+        return f"plain decoding is faster than all {named}, {chosen} is next ({measured[chosen]:.2f}x)"
+    return f"of {named}, {chosen} is the fastest ({measured[chosen]:.2f}x)"
 
 
 def setting_text(figures: Results) -> str:
     """Return a draft and its sampling, as in `chain:5, greedy`."""
     return f"{figures['tree']}, {sampling_text(figures['temperature'])}"
-
-
-def reliable_figures(results: Results) -> dict[str, float | None]:
-    """Return `figures_of` the results, with None for times and speedups that are not reliable."""
-    figures = figures_of(results)
-    if why_unreliable(results) is not None:
-        figures |= dict.fromkeys(TIMED)
-    return figures
-
-
-def why_unreliable(figures: Results) -> str | None:
-    return "the machine was busy" if is_disturbed(figures) else None

@@ -1,0 +1,59 @@
+"""Reliability of a measured speedup: one rule for every place that prints one or concludes from one.
+
+A round costs at least one pass of the target, so a speedup is at most tau. A larger figure, or plain steps that did not
+all take the same time, show that something else used the machine. What is not reliable is stored but not printed.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+BUSY = 1.5
+"""Ratio of mean to median of the time of a step above which something else used the machine. Quiet machines give 1.0
+to 1.2."""
+BOUND = 1.05
+"""Ratio of a speedup to tau above which it cannot be true. Above 1, because times have noise."""
+FEWEST_TOKENS = 64
+"""Number of timed tokens below which there is no speedup."""
+AUDIT_FAILED = "the audit failed"
+MACHINE_BUSY = "the machine was busy"
+TOO_FEW_TOKENS = f"fewer than {FEWEST_TOKENS} tokens"
+
+
+def why_unreliable(figures: dict[str, Any]) -> str | None:
+    """Return the reason why the speedup of a setting may not be printed, or None if it is reliable."""
+    speedup = figures["speedup"]
+    if speedup is None:
+        return AUDIT_FAILED
+    if not is_known(speedup["measured"]) or speedup.get("tokens", FEWEST_TOKENS) < FEWEST_TOKENS:
+        return TOO_FEW_TOKENS
+    believable = is_believable(speedup["measured"], figures) and is_believable(speedup.get("predicted"), figures)
+    return None if believable and not is_uneven(figures) else MACHINE_BUSY
+
+
+def is_known(value: float | None) -> bool:
+    """Return True if a figure is a number."""
+    return value is not None and math.isfinite(value)
+
+
+def is_believable(speedup: float | None, figures: dict[str, Any]) -> bool:
+    """Return False for a speedup that exceeds tau by more than noise. A speedup that is missing exceeds nothing."""
+    tau = figures["tau"]["mean"]
+    return not is_known(speedup) or (is_known(tau) and speedup <= BOUND * tau)  # type: ignore[operator] # it is known
+
+
+def is_uneven(figures: dict[str, Any]) -> bool:
+    """Return True if plain steps, which should all take the same time, did not."""
+    plain = figures["baseline"]
+    mean, median = plain["ms_per_token"], plain.get("token_ms", {}).get("p50")
+    return bool(mean and median and mean > BUSY * median)
+
+
+def headline(measurements: Sequence[dict[str, Any]]) -> int:
+    """Return the index of the headline setting: the fastest reliable one at the first temperature, or the first setting
+    if none is reliable or the audit failed there."""
+    candidates = [i for i, m in enumerate(measurements) if m["temperature"] == measurements[0]["temperature"]]
+    if any(measurements[i]["speedup"] is None for i in candidates):
+        return 0
+    reliable = [i for i in candidates if why_unreliable(measurements[i]) is None]
+    return max(reliable, key=lambda i: measurements[i]["speedup"]["measured"], default=0)
