@@ -31,15 +31,26 @@ def report_command(path: Path) -> int:
     if os.path.isdir(path):
         newest = newest_results([*folders_of(path), *sorted(path.glob("*"))])
         if newest is None:
+            check_comparison(path / "compare.json")
             raise UserError(f"{path}: no results.json in it; measure with eval/bench.py")
         folder, results = newest
     else:
+        check_comparison(path)
         folder, results = path.parent, read_results(path)
     check_card(folder, "the folder")
     write_report(results, folder)
     print_report(results, Console())
     print(f"written to {folder}", file=sys.stderr)
     return 0
+
+
+def check_comparison(file: Path) -> None:
+    """Raise UserError for the file of a comparison."""
+    if file.name == "compare.json" and file.is_file():
+        raise UserError(
+            f"{file}: a comparison of several heads, whose compare.html and compare.md eval/compare.py wrote beside it; "
+            "to render it anew, compare again"
+        )
 
 
 def print_report(results: Results, console: Console) -> None:
@@ -100,9 +111,11 @@ def headline_table(results: Results) -> Table:
         table.add_row(f"accepted at depth {depth}", format.percent(alpha, 1))
     table.add_row("plain tokens/s", format.number(results["baseline"]["tokens_per_second"], 1))
     if results["speedup"] is not None:
-        table.add_row("speculative tokens/s", format.number(results["speculative"]["tokens_per_second"], 1))
-        table.add_row("speedup", format.speedup_text(results), style=f"bold{' yellow' * format.is_disturbed(results)}")
-        table.add_row("speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x")
+        table.add_row("speculative tokens/s", format.speculative_text(results))
+        why = format.why_unreliable(results)
+        table.add_row("speedup", format.speedup_cell(results), style=f"bold{' yellow' * (why is not None)}")
+        if why is None:
+            table.add_row("speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x")
     table.add_row("outputs that end in a loop", format.percent(results["loop_share"]))
     return table
 
@@ -114,8 +127,8 @@ def settings_table(results: Results) -> Table:
     )
     for m in results["measurements"]:
         cells = [m["tree"], format.sampling_text(m["temperature"]), format.tau_text(m)]
-        cells += [format.speedup_text(m), format.exact_cell(m)]
-        table.add_row(*map(escape, cells), style="yellow" if format.is_disturbed(m) else None)
+        cells += [format.speedup_cell(m), format.exact_cell(m)]
+        table.add_row(*map(escape, cells), style="yellow" if NOT_RELIABLE in cells[3] else None)
     return table
 
 
@@ -135,7 +148,7 @@ def comparison_rows(results: Results) -> list[list[str]]:
         head = heads[m["head"]]
         names = [m["head"], head["kind"], format.count(head["parameters"])]
         names += [m["tree"], format.sampling_text(m["temperature"])]
-        rows.append([*names, format.tau_text(m), format.accepted_text(m), format.speedup_text(m), format.exact_cell(m)])
+        rows.append([*names, format.tau_text(m), format.accepted_text(m), format.speedup_cell(m), format.exact_cell(m)])
     return rows
 
 
@@ -151,7 +164,6 @@ def write_report(results: Results, folder: Path) -> None:
         charts = comparison_charts(format.fastest(results))
     else:
         charts = head_charts(results, read_log(folder / "metrics.jsonl"))
-        caption += f"; {NOT_RELIABLE}: the machine was busy" * format.is_disturbed(results)
     write_charts(charts, caption, folder / "plots")
     write_text(folder / ("compare.html" if several else "report.html"), render_page(results, charts))
     if several:
