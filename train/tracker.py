@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from eval.benchmark.results import Results, figures_of
-from eval.reporting.format import count, is_disturbed
+from eval.reporting.format import count, why_unreliable
 from heads.errors import UserError, first_line
 from heads.files import write_text
 from train.recipe import Tracking
@@ -192,7 +192,7 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
     figures = known_figures(results)
     names = ["tau", "speedup", "tokens_per_second", "plain_tokens_per_second"]
     rows = [
-        [m["tree"], float(m["temperature"]), *(figures_of(m)[name] for name in names), not is_disturbed(m)]
+        [m["tree"], float(m["temperature"]), *(figures_of(m)[name] for name in names), why_unreliable(m) is None]
         for m in results["measurements"]
     ]
     charts = {f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))}
@@ -202,7 +202,7 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
         {
             "prompts": exact["prompts"],
             "divergences": len(exact["divergences"]),
-            "reliable": not is_disturbed(results),
+            "reliable": why_unreliable(results) is None,
         }
     )
     if head is not None:

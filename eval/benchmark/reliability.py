@@ -25,21 +25,16 @@ def why_unreliable(figures: dict[str, Any]) -> str | None:
     speedup = figures["speedup"]
     if speedup is None:
         return AUDIT_FAILED
-    if not is_known(speedup["measured"]) or speedup.get("tokens", FEWEST_TOKENS) < FEWEST_TOKENS:
+    measured = speedup["measured"]
+    if measured is None or math.isnan(measured) or speedup.get("tokens", FEWEST_TOKENS) < FEWEST_TOKENS:
         return TOO_FEW_TOKENS
-    believable = is_believable(speedup["measured"], figures) and is_believable(speedup.get("predicted"), figures)
+    believable = all(is_believable(speedup.get(name), figures["tau"]["mean"]) for name in ("measured", "predicted"))
     return None if believable and not is_uneven(figures) else MACHINE_BUSY
 
 
-def is_known(value: float | None) -> bool:
-    """Return True if a figure is a number."""
-    return value is not None and math.isfinite(value)
-
-
-def is_believable(speedup: float | None, figures: dict[str, Any]) -> bool:
-    """Return False for a speedup that exceeds tau by more than noise. A speedup that is missing exceeds nothing."""
-    tau = figures["tau"]["mean"]
-    return not is_known(speedup) or (is_known(tau) and speedup <= BOUND * tau)  # type: ignore[operator] # it is known
+def is_believable(speedup: float | None, tau: float | None) -> bool:
+    """Return False for a speedup that exceeds tau by more than noise. One that is missing exceeds nothing."""
+    return speedup is None or math.isnan(speedup) or (tau is not None and speedup <= BOUND * tau)
 
 
 def is_uneven(figures: dict[str, Any]) -> bool:

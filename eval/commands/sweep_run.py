@@ -163,6 +163,7 @@ def print_table(sweep: Sweep, rows: Sequence[Row]) -> None:
     for row in rows:
         cells = [escape(str(row["setting"][name])) for name in varying] or ["the only one"]
         digits = [number(row["figures"].get(name), 1 if "second" in name else 2) for name in shown]
-        digits[shown.index("speedup")] += f", {NOT_RELIABLE}" if row["busy"] else ""
+        if row["busy"]:
+            digits[shown.index("speedup")] = NOT_RELIABLE
         table.add_row(*cells, *digits, row["identical"] or (MISSING if not row["error"] else "failed"))
     Console().print(table)

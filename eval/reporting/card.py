@@ -60,7 +60,7 @@ def card_section(results: Results) -> str:
     for m in results["measurements"]:
         plain = format.number(m["baseline"]["tokens_per_second"], 1)
         cells = [format.as_markdown(m["tree"]), format.sampling_text(m["temperature"]), format.tau_text(m), plain]
-        rows.append(f"| {' | '.join([*cells, format.speculative_text(m), format.speedup_text(m)])} |")
+        rows.append(f"| {' | '.join([*cells, format.speculative_text(m), format.speedup_cell(m)])} |")
     alpha = ", ".join(format.percent(value) for value in format.reached(results["alpha"]))
     lines = [
         "## Measured",
@@ -113,10 +113,9 @@ def front_matter(
 def eval_results(results: Results) -> list[EvalResult]:
     """Return the tau of every setting over all prompts, and its speedup if that is exact and reliable."""
     prompts = ", ".join(format.short_name(name) for name in results["settings"]["prompts"].split(","))
-    undisturbed = format.busy_warning(results["measurements"]) is None
     found = []
     for m in results["measurements"]:
-        speedup = m["speedup"] if undisturbed else None
+        speedup = m["speedup"] if format.why_unreliable(m) is None else None
         for metric, value in (("tau", m["tau"]["mean"]), ("speedup", speedup and speedup["measured"])):
             if value is not None:
                 found.append(

@@ -12,9 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from eval.benchmark.reliability import is_believable
 from eval.benchmark.results import Results
 from eval.reporting.drawing import COLOURS, FONT_SIZE, Chart
-from eval.reporting.format import is_disturbed, number, percent, reached, sampling_text, setting_text, speedup_text
+from eval.reporting.format import number, percent, reached, sampling_text, setting_text, speedup_text, why_unreliable
 
 SMALL = FONT_SIZE - 1
 MOST_LABELS = 11
@@ -53,14 +54,15 @@ def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
             f"tau of the rounds by where in the text they begin, the prompt included, with 95% intervals ({setting})."
         )
         found.append(Chart("position", "tau by position", note, partial(draw_positions, bins=bins)))
-    if results["speedup"] is not None:
+    if why_unreliable(results) is None:
         phases = (
             "One round by phase, above the time that plain decoding takes for as many tokens. The ratio of the two "
             f"bars is the speedup that the costs predict, {number(results['speedup']['predicted'])}x; measured: "
             f"{speedup_text(results)}."
         )
         found.append(Chart("round", "Where a round's time goes", phases, partial(draw_round, results=results), 2.4))
-        found.append(speedups("speedup", results["measurements"]))
+    if known := reliable(results["measurements"]):
+        found.append(speedups("speedup", known))
     if (curves := depth_curves(results)) is not None:
         model = "; the broken lines are what the costs promise" if any(curves.model.values()) else ""
         sampling = sampling_text(results["temperature"]).capitalize()
@@ -103,7 +105,12 @@ def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
     note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
     draw = partial(draw_rows, measured=shown, figure="tau", colour="accept")
     tau = Chart("compare-tau", "tau", note, draw, rows_height(shown))
-    return [speedups("compare-speedup", shown), tau] if all(m["speedup"] for m in shown) else [tau]
+    return [*([speedups("compare-speedup", known)] if (known := reliable(shown)) else []), tau]
+
+
+def reliable(measured: Sequence[Results]) -> list[Results]:
+    """Return the measurements whose speedup may be drawn."""
+    return [m for m in measured if why_unreliable(m) is None]
 
 
 def speedups(name: str, measured: Sequence[Results]) -> Chart:
@@ -124,7 +131,7 @@ def draw_rows(axes: Axes, *, measured: Sequence[Results], figure: str, colour: s
     across = axes.get_yaxis_transform()
     for n, m in enumerate(measured):
         value = m["tau"]["mean"] if figure == "tau" else m["speedup"]["measured"]
-        text = number(value) if figure == "tau" else speedup_text(m) if is_disturbed(m) else f"{number(value)}x"
+        text = number(value) if figure == "tau" else f"{number(value)}x"
         low, high = shared(value, m[figure]["ci95"])
         axes.plot([low, high], [n, n], color=COLOURS[colour], lw=2.5)
         axes.plot(value, n, "o", color=COLOURS[colour], ms=7)
@@ -248,13 +255,14 @@ class Curves:
 
 
 def depth_curves(results: Results) -> Curves | None:
-    """Return the curves of a results.json, or None if too little was measured or the audit failed."""
-    measured = [m for m in results["measurements"] if m["temperature"] == results["temperature"]]
-    if len(measured) < 2 or not all(m["speedup"] for m in measured):
+    """Return the curves of a results.json, or None if fewer than two settings have a reliable speedup."""
+    measured = [m for m in reliable(results["measurements"]) if m["temperature"] == results["temperature"]]
+    if len(measured) < 2:
         return None
     searches = [search for search in results.get("auto", ()) if search["temperature"] == results["temperature"]]
     model: dict[str, dict[int, float]] = {"chain": {}, "tree": {}}
-    for point in searches[0]["curve"] if searches else ():
+    curve = searches[0]["curve"] if searches else []
+    for point in curve if all(is_believable(p["speedup"], p.get("tokens", math.inf)) for p in curve) else ():
         line = model["chain" if point["width"] == 1 else "tree"]
         line[point["depth"]] = max(point["speedup"], line.get(point["depth"], 0.0))
     dots = []

@@ -141,7 +141,7 @@ def robust_text(figures: Results) -> str | None:
     """Return `ratio of medians 1.5x`, to be printed beside tau where the machine was busy, or None if that ratio cannot
     be true either or is not known."""
     ratio = (figures["speedup"] or {}).get("ratio_of_medians")
-    if ratio is None or why_unreliable(figures) == TOO_FEW_TOKENS or not is_believable(ratio, figures):
+    if ratio is None or why_unreliable(figures) == TOO_FEW_TOKENS or not is_believable(ratio, figures["tau"]["mean"]):
         return None
     return f"ratio of medians {number(ratio)}x"
 
@@ -253,7 +253,8 @@ def busy_warning(measurements: Sequence[Results]) -> str | None:
         worst = max(uneven, key=lambda plain: plain["ms_per_token"] / plain["token_ms"]["p50"])
         mean, median = number(worst["ms_per_token"]), number(worst["token_ms"]["p50"])
         seen = f"plain decoding took {mean} ms a token on average and {median} in the median"
-    return f"{seen}: something else used this machine; {no_speedup(disturbed, measurements)}; measure again while it is idle"
+    without = no_speedup(disturbed, measurements)
+    return f"{seen}: something else used this machine; {without}; measure again while the machine is idle"
 
 
 def short_warning(measurements: Sequence[Results]) -> str | None:
@@ -352,7 +353,7 @@ def search_line(search: Results) -> str:
 
 def promise(point: Results) -> str:
     """Return a draft and the speedup that its costs promise, unless that cannot be true."""
-    believable = is_believable(point["speedup"], {"tau": {"mean": point.get("tokens", math.inf)}})
+    believable = is_believable(point["speedup"], point.get("tokens", math.inf))
     return f"{point['tree']} ({point['speedup']:.2f}x)" if believable else point["tree"]
 
 

@@ -100,9 +100,11 @@ def headline_table(results: Results) -> Table:
         table.add_row(f"accepted at depth {depth}", format.percent(alpha, 1))
     table.add_row("plain tokens/s", format.number(results["baseline"]["tokens_per_second"], 1))
     if results["speedup"] is not None:
-        table.add_row("speculative tokens/s", format.number(results["speculative"]["tokens_per_second"], 1))
-        table.add_row("speedup", format.speedup_text(results), style=f"bold{' yellow' * format.is_disturbed(results)}")
-        table.add_row("speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x")
+        table.add_row("speculative tokens/s", format.speculative_text(results))
+        why = format.why_unreliable(results)
+        table.add_row("speedup", format.speedup_cell(results), style=f"bold{' yellow' * (why is not None)}")
+        if why is None:
+            table.add_row("speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x")
     table.add_row("outputs that end in a loop", format.percent(results["loop_share"]))
     return table
 
@@ -114,8 +116,8 @@ def settings_table(results: Results) -> Table:
     )
     for m in results["measurements"]:
         cells = [m["tree"], format.sampling_text(m["temperature"]), format.tau_text(m)]
-        cells += [format.speedup_text(m), format.exact_cell(m)]
-        table.add_row(*map(escape, cells), style="yellow" if format.is_disturbed(m) else None)
+        cells += [format.speedup_cell(m), format.exact_cell(m)]
+        table.add_row(*map(escape, cells), style="yellow" if NOT_RELIABLE in cells[3] else None)
     return table
 
 
@@ -135,7 +137,7 @@ def comparison_rows(results: Results) -> list[list[str]]:
         head = heads[m["head"]]
         names = [m["head"], head["kind"], format.count(head["parameters"])]
         names += [m["tree"], format.sampling_text(m["temperature"])]
-        rows.append([*names, format.tau_text(m), format.accepted_text(m), format.speedup_text(m), format.exact_cell(m)])
+        rows.append([*names, format.tau_text(m), format.accepted_text(m), format.speedup_cell(m), format.exact_cell(m)])
     return rows
 
 
@@ -151,7 +153,6 @@ def write_report(results: Results, folder: Path) -> None:
         charts = comparison_charts(format.fastest(results))
     else:
         charts = head_charts(results, read_log(folder / "metrics.jsonl"))
-        caption += f"; {NOT_RELIABLE}: the machine was busy" * format.is_disturbed(results)
     write_charts(charts, caption, folder / "plots")
     write_text(folder / ("compare.html" if several else "report.html"), render_page(results, charts))
     if several:
