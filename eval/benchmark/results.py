@@ -62,6 +62,7 @@ EXACT = {
     "kind?": Literal["distribution"],
     "greedy?": ({"prompts": Whole, "identical": Whole}, None),
 }
+SPEEDUP = {"tokens?": Whole, "ratio_of_medians?": Number | None, "reliable?": bool}
 TOKEN_MS = {"p50": Number, "p95": Number, "p99": Number}
 FIGURES = {
     "tree": Tree,
@@ -82,7 +83,8 @@ FIGURES = {
         "breakdown_ms": {"draft": Number, "verify": Number, "accept": Number, "commit": Number},
         "plain_step_ms": PlainStep,
     },
-    "speedup": ({"measured": Number, "ci95": Interval, "predicted": Number}, None),
+    "speedup": (SPEEDUP | {"measured": Number, "ci95": Interval, "predicted": Number}, None),
+    "turns?": {"timed": Whole, "left_out": Whole},
     "adaptive?": {"shares": dict[str, Share]},
     "loop_share": Share,
     "undecoded": Whole,
@@ -91,7 +93,7 @@ SUITE = {  # its figures are null if no output has a second token
     "exact": EXACT,
     "tau": {"mean": Tokens | None, "ci95": VagueInterval},
     "baseline": {"ms_per_token": Number | None, "token_ms": dict.fromkeys(TOKEN_MS, Number | None)},
-    "speedup": ({"measured": Number | None, "ci95": VagueInterval}, None),
+    "speedup": (SPEEDUP | {"measured": Number | None, "ci95": VagueInterval, "predicted?": Number | None}, None),
     "loop_share": Share,
 }
 FILE = FIGURES | {
@@ -123,9 +125,10 @@ FILE = FIGURES | {
     "auto?": [
         {
             "temperature": Number,
-            "curve": [{"tree": Tree, "depth": Depth, "width": Whole, "speedup": Number}],
+            "curve": [{"tree": Tree, "depth": Depth, "width": Whole, "speedup": Number, "tokens?": Tokens}],
             "proposed": [str],
             "measured": dict[str, Number],
+            "unreliable?": [str],
             "chosen": str | None,
             "plain_is_faster": bool,
         }
@@ -208,7 +211,7 @@ def contradictions(results: Results) -> Iterator[str]:
         known = {point["tree"] for point in search["curve"]}
         if {*search["proposed"]} - known or search["chosen"] not in {*search["measured"], None}:
             yield f"auto.{n}: proposed or chosen: a tree that was not looked at"
-        if search["chosen"] is None and not failed:
+        if search["chosen"] is None and search["measured"] and not failed:
             yield f"auto.{n}: chosen: null though the audit held"
 
 

@@ -35,7 +35,7 @@ class BenchSettings:
     adaptive: bool = False
     """Shorten drafts, or leave them out, while that is faster."""
     strict: bool = False
-    """Make trees, too, repeat plain decoding bit for bit in 16-bit types on a GPU; if False, near-ties are allowed."""
+    """Make trees, too, repeat plain decoding of the same width bit for bit; if False, tokens may be near-ties."""
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
@@ -117,7 +117,11 @@ def add_measure_options(parser: Parser) -> None:
         help="acceptance rule; ratio and block keep the distribution of sampled text, match every token",
     )
     add("--adaptive", action="store_true", help="shorten or skip drafts while that is faster")
-    add("--strict", action="store_true", help="in 16 bits on a GPU: allow no near-ties of trees; slower attention")
+    add(
+        "--strict",
+        action="store_true",
+        help="let trees, too, repeat plain steps of their width bit for bit; slower on a GPU",
+    )
     add("--top-k", type=int, default=known.top_k, help="sample from this many likeliest tokens; 0: all")
     add("--top-p", type=float, default=known.top_p, help="sample from the likeliest tokens up to this sum; 1: all")
     add("--min-p", type=float, default=known.min_p, help="least probability, relative to the likeliest; 0: all")

@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.auto import LARGEST_TREE, can_draft, start_search
 from eval.benchmark.environment import contention, environment, head_facts, target_facts
-from eval.benchmark.figures import Judged, headline, judge, pooled_exactness, withhold_speed
+from eval.benchmark.figures import Judged, judge, pooled_exactness, withhold_speed
 from eval.benchmark.loading import choose_prompts, fitting_head, open_target_of
 from eval.benchmark.measure import compare, engine_options, progress_bar
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.reliability import headline
 from eval.benchmark.results import BENCH, SCHEMA_VERSION, Results, own_folder, plain_name, write_results
 from eval.benchmark.roofline import copy_bandwidth, lines, roofline
 from eval.benchmark.settings import BenchSettings, to_settings
@@ -24,7 +25,6 @@ from eval.reporting.card import check_card
 from eval.reporting.format import is_exact, short_name
 from eval.reporting.report import print_report, write_report
 from eval.runtime.engine import Engine, EngineOptions
-from heads.backends.selection import is_narrow
 from heads.base import HEAD_TREE, Drafter
 from heads.checkpoint import find_head
 from heads.errors import UserError
@@ -69,11 +69,6 @@ def run_bench(
     """Measure heads, given by their paths, in one comparison per temperature. Write and print the report, and return
     the contents of results.json, or of compare.json for several heads. `with_roofline`: also time the parts of a round
     of the headline setting (`eval.benchmark.roofline`)."""
-    if settings.strict and not is_narrow(target):
-        raise UserError(
-            "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
-            "decoding's bit for bit anyway; leave it out"
-        )
     several, console = len(heads) > 1, console or Console()
     names, drafters = head_names(list(heads)), list(heads.values())
     if several:
