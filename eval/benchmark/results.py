@@ -115,6 +115,7 @@ FILE = FIGURES | {
     },
     "device": {"name": str, "threads?": Whole},
     "dtype": str,
+    "command?": [str],
     "versions": dict[str, str],
     "settings": {
         **{"prompts": str, "suites": [str], "prompts_hash": str},
@@ -190,6 +191,16 @@ def read_results(path: Path) -> Results:
     if (contradiction := next(contradictions(results), None)) is not None:
         raise UserError(f"{path}: {contradiction}; measure again")
     return results
+
+
+def read_log(file: Path) -> list[Results]:
+    """Return the records of a metrics.jsonl without truncated lines, or no records if there is no such file."""
+    records = []
+    with suppress(OSError):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, RecursionError):
+                records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def contradictions(results: Results) -> Iterator[str]:

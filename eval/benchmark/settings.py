@@ -69,6 +69,18 @@ class BenchSettings:
         given = {"suites": split_prompts(self.prompts), "prompts_hash": prompts_hash(prompts)}
         return {**asdict(self), **counts, **given}
 
+    def options(self) -> list[str]:
+        """Return the options of eval/bench.py that give these settings, without those that have their defaults."""
+        words = ["--tree", ",".join(self.trees)]
+        for field in fields(BenchSettings):
+            value = getattr(self, field.name)
+            if value == field.default or field.name == "trees":
+                continue
+            option = "--temperature" if field.name == "temperatures" else f"--{field.name.replace('_', '-')}"
+            text = ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
+            words += [option] if value is True else [option, text]
+        return words
+
     def sampling(self, temperature: float) -> Sampling:
         """Return the sampling settings at one of the temperatures."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)

@@ -84,6 +84,7 @@ def run_bench(
     facts = [head_facts(head, path) for path, head in heads.items()]
     results: Results = {"schema_version": SCHEMA_VERSION, "target": target_facts(target)}
     results |= {**environment(target), "settings": settings.record(prompts)}
+    results["command"] = measuring_command(target, list(heads), settings)
     if several:
         owned = zip(owners, judged.measurements, strict=True)
         results["heads"] = [{"name": name, **f} for name, f in zip(names, facts, strict=True)]
@@ -105,6 +106,13 @@ def run_bench(
     if with_roofline:
         console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
     return results
+
+
+def measuring_command(target: FrozenTarget, heads: Sequence[str], settings: BenchSettings) -> list[str]:
+    """Return the words of the command that measures these heads again."""
+    kind = ["--dtype", str(target.dtype).removeprefix("torch.")]
+    quantized = ["--quantize", target.quantize] if target.quantize else []
+    return ["python", "eval/bench.py", *heads, "--target", target.name, *settings.options(), *kind, *quantized]
 
 
 def measure(

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Sequence
 
 from eval.benchmark.reliability import AUDIT_FAILED, MACHINE_BUSY, TOO_FEW_TOKENS, is_believable, is_uneven
@@ -372,3 +373,43 @@ def verdict(search: Results) -> str:
 def setting_text(figures: Results) -> str:
     """Return a draft and its sampling, as in `chain:5, greedy`."""
     return f"{figures['tree']}, {sampling_text(figures['temperature'])}"
+
+
+def verdict_line(results: Results) -> str:
+    """Return the answer to whether a draft pays at each temperature, as in `chain:5 pays: 1.36x [1.24, 1.49] greedy; no
+    draft pays at T = 1`."""
+    if not is_exact(results):
+        return f"{plural(len(results['exact']['divergences']), 'output')} differed from plain decoding: no speedup is stated"
+    measurements = results["measurements"]
+    temperatures = dict.fromkeys(m["temperature"] for m in measurements)
+    parts = [verdict_at([m for m in measurements if m["temperature"] == temperature]) for temperature in temperatures]
+    if all(map(why_unreliable, measurements)):
+        parts.insert(0, f"speedup {speedup_text(measurements[0])}")
+    return "; ".join(parts)
+
+
+def verdict_at(measurements: Sequence[Results]) -> str:
+    """Return the verdict on the settings of one temperature, by the fastest of those that are reliable."""
+    sampling = sampling_text(measurements[0]["temperature"])
+    reliable = [m for m in measurements if why_unreliable(m) is None]
+    if not reliable:
+        longest = max(measurements, key=lambda m: m["tau"]["mean"])
+        return f"tau {tau_text(longest)} with {draft_name(longest)}, {sampling}"
+    best = max(reliable, key=lambda m: m["speedup"]["measured"])
+    speedup, ends = best["speedup"]["measured"], best["speedup"]["ci95"]
+    if speedup <= 1:
+        of = "" if len(reliable) == len(measurements) else f" of the {len(reliable)} measured"
+        at = "at greedy decoding" if sampling == "greedy" else f"at {sampling}"
+        return f"no draft{of} pays {at} ({draft_name(best)}: {speedup_text(best)})"
+    pays = "pays" if ends is not None and None not in ends and ends[0] > 1 else "may pay"
+    return f"{draft_name(best)} {pays}: {speedup_text(best)} {sampling if sampling == 'greedy' else f'at {sampling}'}"
+
+
+def draft_name(figures: Results) -> str:
+    """Return the draft of a setting, with its head's name in a comparison."""
+    return " ".join(filter(None, (figures.get("head", "") if isinstance(figures.get("head"), str) else "", figures["tree"])))
+
+
+def command_text(results: Results) -> str | None:
+    """Return the command that measures again, or None if the file does not hold it."""
+    return shlex.join(results["command"]) if "command" in results else None

@@ -54,8 +54,11 @@ class Table:
     """Indices of rows in bold."""
 
 
-def render_page(results: Results, charts: Sequence[Chart]) -> str:
-    """Return the page of a results.json or of a compare.json."""
+def render_page(
+    results: Results, charts: Sequence[Chart], remarks: Sequence[str] = (), serve: str | None = None
+) -> str:
+    """Return the page of a results.json or of a compare.json. `remarks` stand in the place of charts of few points;
+    `serve` is the command that serves the head."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"svg": inline_svg, "sentence": format.sentence, "number": format.number}
     several = "heads" in results
@@ -75,6 +78,11 @@ def render_page(results: Results, charts: Sequence[Chart]) -> str:
         **page,
         heading=format.heading(results),
         setting=f"{format.subtitle(results)}.{shown}",
+        verdict=format.verdict_line(results),
+        serve=serve,
+        remarks=remarks,
+        command=format.command_text(results),
+        date=results["measured_at"][:10],
         exact=format.is_exact(results),
         audit=format.audit_line(results),
         divergences=[format.divergence_text(found) for found in results["exact"]["divergences"][:MOST_DIVERGENCES]],

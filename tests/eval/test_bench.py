@@ -14,13 +14,13 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.prompts import load_prompts
-from eval.benchmark.results import Results, read_results
+from eval.benchmark.results import Results, read_log, read_results
 from eval.commands.bench_run import default_out
 from eval.reporting.card import model_card
 from eval.reporting.charts import head_charts, points
 from eval.reporting.format import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
 from eval.reporting.html import render_page
-from eval.reporting.report import print_report, read_log, write_report
+from eval.reporting.report import print_report, write_report
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.target.frozen import FrozenTarget
 
