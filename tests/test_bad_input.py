@@ -223,7 +223,9 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
     assert train("target.path=faint", "output_dir=faint-run") == 0
     assert measure("faint-run", "--dtype", "bfloat16") == 0
     shutil.rmtree(here / "out")
-    assert "error: faint-run/head: float16 cuts small weights of the target off: " in refused(lambda: measure("faint-run", "--dtype", "float16"))
+    assert "error: faint-run/head: float16 cuts small weights of the target off: " in refused(
+        lambda: measure("faint-run", "--dtype", "float16")
+    )
 
 
 @pytest.mark.parametrize(

@@ -57,4 +57,10 @@ def identity(folder: Path) -> tuple[str, str, set[str], dict[str, Any], set[str]
     config = {item.key: json.loads(item.value_json) for item in first.config.update}
     steps = [record.history.item for record in found if record.WhichOneof("record_type") == "history"]
     charted = {"/".join(item.nested_key) or item.key for items in steps for item in items}
-    return first.display_name, first.run_group, set(last.tags), config, {name.removesuffix("/_type") for name in charted}
+    return (
+        first.display_name,
+        first.run_group,
+        set(last.tags),
+        config,
+        {name.removesuffix("/_type") for name in charted},
+    )

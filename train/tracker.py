@@ -212,7 +212,7 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
         [m["tree"], float(m["temperature"]), *map(known_figures(m).get, names), why_unreliable(m) is None]
         for m in results["measurements"]
     ]
-    media = {f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))}
+    media: Metrics = {f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))}
     page = folder / "report.html"
     if page.is_file():
         media["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)

@@ -112,7 +112,17 @@ def read_sweep(path: Path) -> Sweep:
             raise UserError(f"{path}: {key}: expected text, got {text!r}")
     metric = read_metric(path, raw.get("metric"))
     parameters = read_parameters(path, raw["parameters"])
-    return Sweep(path, texts["name"] or path.stem, texts["project"], raw["method"], program, parameters, raw.get("command"), *metric, cap)
+    return Sweep(
+        path,
+        texts["name"] or path.stem,
+        texts["project"],
+        raw["method"],
+        program,
+        parameters,
+        raw.get("command"),
+        *metric,
+        cap,
+    )
 
 
 def read_parameters(path: Path, raw: Any) -> dict[str, dict[str, Any]]:

@@ -181,7 +181,9 @@ def print_table(sweep: Sweep, rows: Sequence[Row]) -> None:
 def figure_text(figures: Figures, name: str) -> str:
     """Return a figure with its interval, if it has one."""
     interval = [figures.get(f"{name}_low"), figures.get(f"{name}_high")]
-    text = with_interval(figures.get(name), interval, digits=1 if "second" in name else 2, unit="x" * (name == "speedup"))
+    text = with_interval(
+        figures.get(name), interval, digits=1 if "second" in name else 2, unit="x" * (name == "speedup")
+    )
     return "not measured" if text == MISSING and name == "speedup" and figures else text
 
 

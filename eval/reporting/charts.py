@@ -27,7 +27,7 @@ ROW = 0.4
 GAP = 0.26
 """Distance from a row up to its label, in rows."""
 LINE = 0.16
-"""How far the line at 1 reaches below a row, in rows; above it, half as far."""
+"""Length of the line at 1 below a row, in rows. Above the row it is half as long."""
 CLEAR = {"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 1.0}
 """Background of a label that may overlap a line."""
 SPREAD = 0.7

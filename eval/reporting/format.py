@@ -206,8 +206,12 @@ def setting_line(results: Results) -> str:
     settings = results["settings"]
     names = ", ".join(map(short_name, settings["suites"]))
     rule = results.get("rule", "match")
+    count, conversations = settings["num_prompts"], settings.get("conversations", settings["num_prompts"])
+    prompts = plural(count, "prompt")
+    if conversations < count:
+        prompts = f"{plural(conversations, 'conversation')}, {plural(count, 'turn')}"
     return (
-        f"{plural(settings['num_prompts'], 'prompt')} of {names}, {settings['max_new_tokens']} new tokens, "
+        f"{prompts} of {names}, {settings['max_new_tokens']} new tokens, "
         f"batch {settings['batch_size']}{'' if rule == 'match' else f', rule {rule}'}; {device_text(results)}"
     )
 
@@ -379,7 +383,8 @@ def verdict_line(results: Results) -> str:
     """Return the answer to whether a draft pays at each temperature, as in `chain:5 pays: 1.36x [1.24, 1.49] greedy; no
     draft pays at T = 1`."""
     if not is_exact(results):
-        return f"{plural(len(results['exact']['divergences']), 'output')} differed from plain decoding: no speedup is stated"
+        wrong = plural(len(results["exact"]["divergences"]), "output")
+        return f"{wrong} differed from plain decoding: no speedup is stated"
     measurements = results["measurements"]
     temperatures = dict.fromkeys(m["temperature"] for m in measurements)
     parts = [verdict_at([m for m in measurements if m["temperature"] == temperature]) for temperature in temperatures]
@@ -407,7 +412,9 @@ def verdict_at(measurements: Sequence[Results]) -> str:
 
 def draft_name(figures: Results) -> str:
     """Return the draft of a setting, with its head's name in a comparison."""
-    return " ".join(filter(None, (figures.get("head", "") if isinstance(figures.get("head"), str) else "", figures["tree"])))
+    return " ".join(
+        filter(None, (figures.get("head", "") if isinstance(figures.get("head"), str) else "", figures["tree"]))
+    )
 
 
 def command_text(results: Results) -> str | None:

@@ -101,6 +101,9 @@ def collect(
         raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
     serve = next((verdict.command for verdict in verdicts if verdict.reader in ENGINES and verdict.serves), None)
     about = f"{use(repo_id, base, target)}\n\n{served_by(verdicts, record, repo_id, base, target)}"
+    shown_serve = fenced(serve)
+    if serve and base is None:
+        shown_serve += f"\n\n{quoted(target)} is a folder: put the path of your copy of that model there."
     trained = trained_on(record, folder.parent)
     data: dict[str, Any] = {
         "rights": rights(base or ""),
@@ -111,13 +114,13 @@ def collect(
         parameters = sum(weight.numel() for weight in head.parameters())
         intro = f"A draft head (`{record['kind']}`, {parameters:,} parameters) for {quoted(target)}."
         parts = [front_matter(record["kind"], base or LOCAL_MODEL, **data), f"# {record['kind']} on {target}", intro]
-        parts += [fenced(serve), "\n".join(["## Trained on", "", *(f"- {line}" for line in trained)])]
+        parts += [shown_serve, "\n".join(["## Trained on", "", *(f"- {line}" for line in trained)])]
         card = "\n\n".join([*filter(None, parts), "## Measured with", "Not measured.", about]) + "\n"
     else:
         place, figures = found
         shown = public_results(figures, repo_id, target)
         files[RESULTS] = as_json(shown)
-        card = model_card(shown, serve=serve, trained=trained, about=about, data=data)
+        card = model_card(shown, serve=shown_serve, trained=trained, about=about, data=data)
         plot = place / PLOT
         if plot.is_file():
             files[PLOT] = plot
@@ -172,8 +175,10 @@ def serve_command(results: Results) -> str | None:
         return None
     try:
         folder = find_head(results["head"]["path"]) if os.path.isdir(results["head"]["path"]) else None
-        verdicts = [] if folder is None else head_verdicts(
-            folder, read_config(folder), results, str(folder), results["target"]["name"]
+        verdicts = (
+            []
+            if folder is None
+            else head_verdicts(folder, read_config(folder), results, str(folder), results["target"]["name"])
         )
     except (UserError, OSError):
         return None
@@ -220,8 +225,9 @@ def trained_on(record: dict[str, Any], run: Path) -> list[str]:
     tokens = next((point["tokens"] for point in reversed(read_log(run / METRICS)) if "tokens" in point), None)
     if "step" in made:
         of = f" of {train['max_steps']:,}" if train.get("max_steps") else ""
-        seen = f"; {tokens:,} tokens in the whole run" if tokens else ""
-        lines.append(f"step {made['step']:,}{of} was kept, which had the highest tau{seen}")
+        lines.append(f"step {made['step']:,}{of} was kept, which had the highest tau")
+    if tokens:
+        lines.append(f"{tokens:,} tokens in the whole run")
     settings = [f"{name} {train[name]}" for name in SHOWN if train.get(name) is not None]
     if context := recipe.get("data", {}).get("context_length"):
         settings.append(f"context_length {context}")
@@ -252,11 +258,11 @@ def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str,
     lines += [f"- {verdict.reader}: no, it {verdict.reason}" for verdict in engines if not verdict.serves]
     others = [verdict for verdict in verdicts if verdict.reader not in ENGINES and verdict.serves]
     lines += [f"- {verdict.reader}: `{verdict.command}`" for verdict in others]
-    lines += [f"- {line}" for line in HEADS[record["kind"]].format.converters(repo_id, base or target, record["config"])]
+    lines += [
+        f"- {line}" for line in HEADS[record["kind"]].format.converters(repo_id, base or target, record["config"])
+    ]
     if record["target"].get("adapter"):
         lines.append("- the target in these commands is the one with `adapter/` merged into it")
-    if base is None:
-        lines.append(f"- {quoted(target)} in these commands is a folder: put the path of your copy of that model there")
     lines += ["", "Names, shapes and fields were compared with what these versions' sources load; they were not run."]
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from eval.benchmark.results import Results, folders_of, newest_results, read_log, read_results
 from eval.reporting import format
-from eval.reporting.card import CARD, check_card, model_card
+from eval.reporting.card import CARD, check_card, fenced, model_card
 from eval.reporting.format import NOT_RELIABLE, TURNS
 from eval.reporting.publication import serve_command
 from heads.errors import UserError
@@ -47,8 +47,8 @@ def check_comparison(file: Path) -> None:
     """Raise UserError for the file of a comparison."""
     if file.name == "compare.json" and file.is_file():
         raise UserError(
-            f"{file}: a comparison of several heads, whose compare.html and compare.md eval/compare.py wrote beside it; "
-            "to render it anew, compare again"
+            f"{file}: a comparison of several heads, whose compare.html and compare.md eval/compare.py wrote beside "
+            "it; to render it anew, compare again"
         )
 
 
@@ -170,17 +170,14 @@ def write_report(results: Results, folder: Path) -> None:
 
     log = read_log(folder / "metrics.jsonl")
     several, caption = "heads" in results, f"{format.heading(results)}; {format.setting_line(results)}"
-    if several:
-        charts = comparison_charts(format.fastest(results))
-    else:
-        charts = head_charts(results, log)
+    charts = comparison_charts(format.fastest(results)) if several else head_charts(results, log)
     write_charts(charts, caption, folder / "plots")
     said, serve = [] if several else remarks(results, log), serve_command(results)
     write_text(folder / ("compare.html" if several else "report.html"), render_page(results, charts, said, serve))
     if several:
         write_text(folder / "compare.md", markdown(results))
     else:
-        write_text(folder / CARD, model_card(results))
+        write_text(folder / CARD, model_card(results, serve=fenced(serve)))
 
 
 def markdown(results: Results) -> str:

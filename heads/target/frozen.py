@@ -343,7 +343,8 @@ def load_target(
     model, info = loaded
     for key, held, described in sorted(info["mismatched_keys"]):
         raise UserError(
-            f"{path}: {key} is {list(held)} in its weights, and config.json describes {list(described)}; mend config.json"
+            f"{path}: {key} is {list(held)} in its weights, and config.json describes {list(described)}; "
+            "mend config.json"
         )
     absent = sorted(info["missing_keys"])
     if absent:  # transformers initialises them at random, with a warning

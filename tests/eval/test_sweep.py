@@ -100,6 +100,7 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
         results = json.loads(file.read_text())
         for m in (results, *results["measurements"]):
             m["baseline"] |= {"ms_per_token": mean, "token_ms": {"p50": 1.0, "p95": 1.0, "p99": 1.0}}
+            m["speedup"] |= {"tokens": 640, "measured": 1.0, "ci95": [0.9, 1.1], "predicted": 1.0}
         file.write_text(json.dumps(results))
     capsys.readouterr()
     call(calls, *words)
@@ -246,7 +247,9 @@ def test_a_setting_is_a_process_and_becomes_a_wandb_run_on_disk(
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
     (tmp_path / "prompts.jsonl").write_text('{"text": "x = 1, x = 1, x"}\n')
     values = {"head": "lookup:2", "target": str(tiny_target_dir), "prompts": str(tmp_path / "prompts.jsonl")}
-    parameters = {name: {"value": value} for name, value in {**values, "tree": "chain:2", "temperature": 0, "repeats": 1}.items()}
+    parameters = {
+        name: {"value": value} for name, value in {**values, "tree": "chain:2", "temperature": 0, "repeats": 1}.items()
+    }
     words = [str(write(tmp_path, parameters=parameters)), "--out", str(tmp_path / "out"), "--wandb", "offline"]
     assert exit_status(lambda: sweep.main(words)) == 0
     (record,) = tmp_path.glob("out/*/wandb/offline-run-*")

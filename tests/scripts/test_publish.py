@@ -233,9 +233,7 @@ def test_the_card_says_which_engines_serve_the_head_and_how(run: Path, hub: Stan
     assert '{"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}' in card  # for speculators' converter
 
 
-def test_the_card_begins_with_what_it_is_how_to_serve_it_and_what_it_was_trained_on(
-    run: Path, hub: StandInHub
-) -> None:
+def test_the_card_begins_with_what_it_is_how_to_serve_it_and_what_it_was_trained_on(run: Path, hub: StandInHub) -> None:
     (run / "recipe.yaml").write_text(
         yaml.safe_dump({"output_dir": str(run), "target": {"path": "/x/target"}, "train": {"lr": 0.01, "max_steps": 9}})
     )
@@ -247,7 +245,7 @@ def test_the_card_begins_with_what_it_is_how_to_serve_it_and_what_it_was_trained
     assert re.match(r"A draft head \(`eagle3`, [\d,]+ parameters\) for `org/the-target`: tau \d\.\d\d", first)
     assert serve.startswith("```\nvllm serve org/the-target ") and len(table.splitlines()) == 5
     trained = card[card.index("## Trained on") : card.index("## Measured with")]
-    for part in ("chats.jsonl (chat)", "org/chats", "lr 0.01", "max_steps 9", "12,345 tokens", "depth 4"):
+    for part in ("chats.jsonl (chat)", "org/chats", "lr 0.01", "max_steps 9", "12,345 tokens", "depth 7"):
         assert part in trained.replace("\\", ""), part
     assert yaml.safe_load(held["recipe.yaml"])["target"]["path"] == "org/the-target"
     results = json.loads(held["results.json"])
