@@ -76,7 +76,7 @@ def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, 
         assert 0 < spread["p50"] <= spread["p95"] <= spread["p99"] and measurement["baseline"]["token_ms"]["p50"] > 0
     assert not [path for path in out.rglob("*") if path.suffix == ".tmp"]
     assert results["settings"]["num_prompts"] == 4  # the second turn follows the target's own answer
-    assert setting_line(results).startswith("3 conversations, 4 turns of code, ")
+    assert setting_line(results).startswith("3 conversations, 4 turns of code.jsonl, ")
 
 
 def test_a_rule_that_is_exact_in_distribution_is_reported_as_such(tmp_path: Path, bench: Bench) -> None:
