@@ -68,8 +68,8 @@ def test_wandb_holds_the_outcome_and_no_key(
             time.sleep(0.5)
             values, artifacts, code = outcome(folder)
     assert code == 0 and values["train/loss"] > 0 and values["eval/tau"] > 0
-    assert values["tau"] == results["tau"]["mean"] and values["speedup"] == results["speedup"]["measured"]
-    assert values["tokens_per_second"] == results["speculative"]["tokens_per_second"]
+    assert values["tau"] == results["tau"]["mean"] and results["speedup"]["tokens"] < 64
+    assert not {"speedup", "tokens_per_second"} & values.keys() and results["speedup"]["reliable"] is False
     assert (values["prompts"], values["divergences"]) == (2, 0)
     assert values["measurements/_type"] == "table-file" and values["measurements/nrows"] == 1
     drawn = {file.stem for file in folder.glob("plots/*.png")}
