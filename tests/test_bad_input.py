@@ -243,7 +243,6 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
         (["--top-k", "5"], "--top-k: has no effect at --temperature 0"),
         (["--rule", "typical"], "--rule: invalid choice: 'typical'"),
         (["--rule", "ratio"], "--rule: has no effect at --temperature 0"),
-        (["--strict"], "--strict: has no effect but in bfloat16 or float16 on a GPU"),
         (["--device", "gpu"], "--device: expected a device of this machine, such as cpu, got 'gpu'"),
         (["--device", "meta"], "--device: expected a device of this machine"),
         (["--max-new-tokens", "600"], "leave no room for a prompt in the 512 positions"),

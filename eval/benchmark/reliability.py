@@ -38,10 +38,19 @@ def is_believable(speedup: float | None, tau: float | None) -> bool:
 
 
 def is_uneven(figures: dict[str, Any]) -> bool:
-    """Return True if plain steps, which should all take the same time, did not."""
-    plain = figures["baseline"]
-    mean, median = plain["ms_per_token"], plain.get("token_ms", {}).get("p50")
-    return bool(mean and median and mean > BUSY * median)
+    """Return True if steps, which should all take the same time, did not."""
+    _, mean, median = most_uneven(figures)
+    return mean > BUSY * median
+
+
+def most_uneven(figures: dict[str, Any]) -> tuple[str, float, float]:
+    """Return a kind of step with the mean and the median of its milliseconds: the kind where they differ most."""
+    plain, rounds = figures["baseline"], figures.get("speculative", {}).get("round_ms")
+    kinds = [("plain decoding of a token", plain["ms_per_token"], plain.get("token_ms", {}).get("p50"))]
+    for kind, times in (("a plain step", plain.get("step_ms")), ("a round", rounds)):
+        kinds += [(kind, times["mean"], times["median"])] if times else []
+    known = [(kind, mean, median) for kind, mean, median in kinds if mean and median and not math.isnan(median)]
+    return max(known, key=lambda found: found[1] / found[2], default=("", 0.0, 0.0))
 
 
 def headline(measurements: Sequence[dict[str, Any]]) -> int:

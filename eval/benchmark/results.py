@@ -62,6 +62,7 @@ EXACT = {
     "kind?": Literal["distribution"],
     "greedy?": ({"prompts": Whole, "identical": Whole}, None),
 }
+STEP_MS = {"mean": Number | None, "median": Number | None}
 SPEEDUP = {"tokens?": Whole, "ratio_of_medians?": Number | None, "reliable?": bool}
 TOKEN_MS = {"p50": Number, "p95": Number, "p99": Number}
 FIGURES = {
@@ -75,13 +76,14 @@ FIGURES = {
     "tau_by_position?": [{"from": Whole, "to": Whole, "mean": Tokens, "ci95": Interval, "rounds": Whole}],
     "alpha": Shares,
     "accepted_histogram": Counts,
-    "baseline": {"tokens_per_second": Number, "ms_per_token": Number, "token_ms": TOKEN_MS},
+    "baseline": {"tokens_per_second": Number, "ms_per_token": Number, "token_ms": TOKEN_MS, "step_ms?": STEP_MS},
     "speculative": {
         "tokens_per_second": Number,
         "ms_per_round": Number,
         "token_ms": TOKEN_MS,
         "breakdown_ms": {"draft": Number, "verify": Number, "accept": Number, "commit": Number},
         "plain_step_ms": PlainStep,
+        "round_ms?": STEP_MS,
     },
     "speedup": (SPEEDUP | {"measured": Number, "ci95": Interval, "predicted": Number}, None),
     "turns?": {"timed": Whole, "left_out": Whole},
@@ -92,7 +94,12 @@ FIGURES = {
 SUITE = {  # its figures are null if no output has a second token
     "exact": EXACT,
     "tau": {"mean": Tokens | None, "ci95": VagueInterval},
-    "baseline": {"ms_per_token": Number | None, "token_ms": dict.fromkeys(TOKEN_MS, Number | None)},
+    "baseline": {
+        "ms_per_token": Number | None,
+        "token_ms": dict.fromkeys(TOKEN_MS, Number | None),
+        "step_ms?": STEP_MS,
+    },
+    "speculative?": {"round_ms?": STEP_MS},
     "speedup": (SPEEDUP | {"measured": Number | None, "ci95": VagueInterval, "predicted?": Number | None}, None),
     "loop_share": Share,
 }

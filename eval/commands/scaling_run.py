@@ -26,9 +26,11 @@ from eval.benchmark.settings import ScalingSettings
 from eval.command import draft_shapes
 from eval.reporting.drawing import COLOURS, save, style, title
 from eval.reporting.format import (
+    LEFT_OUT,
     device_text,
     heading,
     is_exact,
+    left_out_text,
     number,
     sampling_text,
     short_name,
@@ -188,5 +190,7 @@ def print_scaling(results: Results, console: Console) -> None:
             figures = [number(point["tau"]["mean"]), rate, speedup_cell(point)]
         table.add_row(str(point["context"]), str(point["batch_size"]), point["tree"], *figures)
     console.print(table, highlight=False)
+    if any(left_out_text(point) for point in results["points"]):
+        console.print(f"{LEFT_OUT}.", style="dim", highlight=False)
     console.print()
     print_audit(results, console)

@@ -124,7 +124,7 @@ def measured_section(results: Results) -> str:
         "",
         *(line for warning in format.warnings(results) for line in (f"Note: {format.as_markdown(warning)}.", "")),
         "tau is tokens emitted per target pass, the bonus token included. Plain decoding is the same runtime's, on the "
-        f"same prompts, in turns with the speculative runs. {BRACKETS}",
+        f"same prompts, in turns with the speculative runs. {BRACKETS} {format.left_out_text(results)}".rstrip(),
         "",
         "![Acceptance by depth](plots/acceptance.png)",
     ]

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from eval.benchmark.reliability import AUDIT_FAILED, MACHINE_BUSY, TOO_FEW_TOKENS, is_believable, is_uneven
+from eval.benchmark.reliability import AUDIT_FAILED, MACHINE_BUSY, TOO_FEW_TOKENS, is_believable, is_uneven, most_uneven
 from eval.benchmark.reliability import headline as headline
 from eval.benchmark.reliability import why_unreliable as why_unreliable
 from eval.benchmark.results import Results
@@ -21,6 +21,8 @@ LOCAL_MODEL = "a local model"
 """Public name of a target that is a local folder."""
 BRACKETS = "Brackets are 95% bootstrap intervals over prompts."
 TURNS = f"Plain decoding and all heads took turns on the same prompts. {BRACKETS}"
+LEFT_OUT = "The slowest tenth of the turns is left out of the times of both"
+"""Start of the note that names what the times leave out."""
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -54,6 +56,13 @@ def speculative_text(figures: Results) -> str:
     if why is not None:
         return "withheld" if why == AUDIT_FAILED else NOT_RELIABLE
     return number(figures["speculative"]["tokens_per_second"], 1)
+
+
+def left_out_text(figures: Results) -> str:
+    """Return a sentence with the number of turns that the times leave out, or an empty string if there are none."""
+    turns = figures.get("turns", {"timed": 0, "left_out": 0})
+    left_out, whole = turns["left_out"], turns["left_out"] + turns["timed"]
+    return f"{LEFT_OUT}: {left_out} of {whole}." if left_out else ""
 
 
 def sentence(line: str) -> str:
@@ -254,10 +263,9 @@ def busy_warning(measurements: Sequence[Results]) -> str | None:
     if not disturbed:
         return None
     seen = "a speedup exceeded tau, which no draft can do"
-    if uneven := [m["baseline"] for m in disturbed if is_uneven(m)]:
-        worst = max(uneven, key=lambda plain: plain["ms_per_token"] / plain["token_ms"]["p50"])
-        mean, median = number(worst["ms_per_token"]), number(worst["token_ms"]["p50"])
-        seen = f"plain decoding took {mean} ms a token on average and {median} in the median"
+    if uneven := [most_uneven(m) for m in disturbed if is_uneven(m)]:
+        kind, mean, median = max(uneven, key=lambda found: found[1] / found[2])
+        seen = f"{kind} took {number(mean)} ms on average and {number(median)} in the median"
     without = no_speedup(disturbed, measurements)
     return f"{seen}: something else used this machine; {without}; measure again while the machine is idle"
 
@@ -367,7 +375,7 @@ def verdict(search: Results) -> str:
     measured, chosen = search["measured"], search["chosen"]
     left_out = search.get("unreliable", ())
     if chosen is None:
-        return f"which is the fastest was {NOT_RELIABLE}, as no speedup is reliable"
+        return "no speedup of those measured is reliable, so none of them is chosen"
     named = f"{len(measured)} measured" + (f" reliably and {len(left_out)} not" if left_out else "")
     if measured[chosen] < 1 and not left_out:
         return f"plain decoding is faster than all {named}, {chosen} is next ({measured[chosen]:.2f}x)"

@@ -140,7 +140,8 @@ def settings_table(results: Results) -> Table:
         rows.append([*cells, format.speculative_text(m), last])
     searches = [format.search_line(search) for search in results.get("auto", ()) if exact]
     adaptive = [format.adaptive_line(m) for m in results["measurements"] if "adaptive" in m]
-    turns = f"Plain and speculative decoding took turns on the same prompts. {BRACKETS}"
+    left_out = format.left_out_text(results)
+    turns = f"Plain and speculative decoding took turns on the same prompts. {BRACKETS} {left_out}".rstrip()
     headline = (results["tree"], results["temperature"])
     return Table(
         "Settings measured",
@@ -171,7 +172,8 @@ def comparison_table(results: Results) -> Table:
         name = f"{m['head']}, {format.setting_text(m)}"
         rows.append([name, format.speedup_cell(m), format.tau_text(m), format.accepted_text(m), format.exact_cell(m)])
     columns = ["head and draft", "speedup", "tau", "accepted by depth", "identical"]
-    return Table("Heads and drafts", [TURNS], columns, rows)
+    turns = f"{TURNS} {format.left_out_text(results['measurements'][0])}".rstrip()
+    return Table("Heads and drafts", [turns], columns, rows)
 
 
 def sample_rounds(sample: Results) -> Results:

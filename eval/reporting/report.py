@@ -71,6 +71,8 @@ def print_report(results: Results, console: Console) -> None:
         console.print(table, highlight=False, crop=False)
         console.width = width
     say("")
+    if left_out := format.left_out_text(results["measurements"][0]):
+        say(left_out, "dim")
     for warning in format.warnings(results):
         say(warning, "yellow")
     if "heads" not in results:
@@ -193,6 +195,6 @@ def markdown(results: Results) -> str:
         "",
         *(f"* {format.as_markdown(line)}" for line in format.warnings(results)),
         "",
-        f"{format.audit_line(results)}. {TURNS}",
+        f"{format.audit_line(results)}. {TURNS} {format.left_out_text(results['measurements'][0])}".rstrip(),
     ]
     return "\n".join(lines) + "\n"

@@ -9,8 +9,8 @@ Trees read their ancestors from other slots than plain decoding does, and adapti
 sums may have yet another order. There, each token that plain decoding at that width would not have chosen must be near
 the chosen one: their scores may differ by at most NEAR units in the last place. Under `strict` they must be equal, too.
 
-A wrong result at the width of the rounds would be wrong in both texts. So a near-tie must also be one for plain
-decoding of one row: where the texts part, the scores of the two tokens may differ by at most FAR units there.
+A wrong result at the width of the rounds would be wrong in both texts. So the text is also given, token by token, to
+plain decoding in steps of one row. Each token that it would not have chosen must be within FAR units of its choice.
 """
 
 import math
@@ -58,7 +58,7 @@ class Verdict:
 
     is_near_tie: bool
     flips: list[Flip]
-    """Where the texts part, then the flips in steps of the rounds' width."""
+    """Flips in steps of one row, then, if the text is not that of steps as wide as the rounds, flips in those."""
 
 
 class Judge:
@@ -75,14 +75,13 @@ class Judge:
         position = first_difference(expected, tokens)
         if position is None or position >= min(len(expected), len(tokens)):  # a text that ends elsewhere is no near-tie
             return Verdict(False, [])
-        parting = find_flips(self.plain, request, tokens[: position + 1])
-        if not all(flip.is_within(FAR) for flip in parting):
-            return Verdict(False, parting)
+        narrow = find_flips(self.plain, request, tokens)
+        if not all(flip.is_within(FAR) for flip in narrow):
+            return Verdict(False, narrow)
         if self.pinned.generate([request])[0].tokens == list(tokens):
-            return Verdict(True, parting)
-        flips = find_flips(self.pinned, request, tokens)
-        near = self.may_flip and all(flip.is_within(NEAR) for flip in flips)
-        return Verdict(near, parting + flips)
+            return Verdict(True, narrow)
+        wide = find_flips(self.pinned, request, tokens)
+        return Verdict(self.may_flip and all(flip.is_within(NEAR) for flip in wide), narrow + wide)
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from eval.benchmark.reliability import why_unreliable
-from eval.benchmark.results import figures_of, read_results
+from eval.benchmark.results import read_results
 from heads.registry import HEADS
 from tests.faults import signal_at
 from tests.runs import Settings, WriteRecipe, measured_run
@@ -69,8 +68,8 @@ def test_wandb_holds_the_outcome_and_no_key(
             time.sleep(0.5)
             values, artifacts, code = outcome(folder)
     assert code == 0 and values["train/loss"] > 0 and values["eval/tau"] > 0
-    assert values["tau"] == results["tau"]["mean"] and values["reliable"] == (why_unreliable(results) is None)
-    assert all(values.get(name) == figures_of(results)[name] for name in ("speedup", "tokens_per_second"))
+    assert values["tau"] == results["tau"]["mean"] and results["speedup"]["tokens"] < 64
+    assert not {"speedup", "tokens_per_second"} & values.keys() and results["speedup"]["reliable"] is False
     assert (values["prompts"], values["divergences"]) == (2, 0)
     assert values["measurements/_type"] == "table-file" and values["measurements/nrows"] == 1
     drawn = {file.stem for file in folder.glob("plots/*.png")}
