@@ -25,12 +25,12 @@ BOUND = 1.05
 def disturbed(rng: np.random.Generator, figures: dict[str, Any]) -> None:
     """Put the figures of a measurement whose steps were interrupted at random in the place of some."""
     tau, prompts = float(rng.uniform(1, 5)), int(rng.integers(1, 12))
-    length = int(rng.integers(2, 80))
-    steps = [0.01 * (1 + rng.pareto(1.5, size=length) * rng.integers(0, 2)) for _ in range(prompts)]
+    length = int(rng.integers(8, 80))
+    steps = [0.01 * (1 + rng.pareto(1.5, size=length) * rng.integers(0, 4) // 3) for _ in range(prompts)]
     rounds = [
-        0.012 * (1 + rng.pareto(1.5, size=max(int(length / tau), 1)) * rng.integers(0, 2)) for _ in range(prompts)
+        0.012 * (1 + rng.pareto(1.5, size=max(int(length / tau), 1)) * rng.integers(0, 4) // 3) for _ in range(prompts)
     ]
-    slow = float(rng.choice([1, 1, 1, 3]))  # something slowed down all of plain decoding
+    slow = float(rng.choice([1, 1, 1, 1, 1, 3]))  # something slowed down all of plain decoding
     seconds = [slow * float(times.sum()) for times in steps]
     tokens = [float(length)] * prompts
     p50 = 1e3 * slow * float(np.median(np.concatenate(steps)))
@@ -42,7 +42,7 @@ def disturbed(rng: np.random.Generator, figures: dict[str, Any]) -> None:
     figures["speedup"] |= {
         "measured": rate_ratio((tokens, [float(r.sum()) for r in rounds]), (tokens, seconds)),
         "ci95": None,
-        "predicted": tau * p50 / 12 * float(rng.choice([1, 1, 4])),
+        "predicted": tau * p50 / 12 * float(rng.choice([1, 1, 1, 1, 1, 4])),
         "ratio_of_medians": tau * p50 / round_p50,
         "tokens": int(sum(tokens)),
     }

@@ -88,7 +88,7 @@ def test_what_rounding_changes_is_a_near_tie_in_every_type(dtype: str, shape: st
 def test_an_error_that_both_texts_share_is_no_near_tie(
     error: float, options: dict[str, Any], near: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens 2k and 2k + 1 tie, and a pass over several nodes gives every fourth token more, by rounding or by a fault."""
+    """Tokens 2k and 2k + 1 tie, and a pass over several nodes gives some of them more, by rounding or by a fault."""
     target = make_target("llama", torch.float32)
     weight = target.lm_head_weight
     weight.copy_(weight[::2].repeat_interleave(2, dim=0))
@@ -102,4 +102,4 @@ def test_an_error_that_both_texts_share_is_no_near_tie(
 
     monkeypatch.setattr(TargetStep, "choose", lean)
     found = judged(target, "chain:4", **options)
-    assert found and set(found) == {near}
+    assert found and all(found) == near
