@@ -73,6 +73,9 @@ def print_report(results: Results, console: Console) -> None:
     say("")
     if left_out := format.left_out_text(results["measurements"][0]):
         say(left_out, "dim")
+    for m in results["measurements"]:
+        if format.why_unreliable(m) and (robust := format.robust_text(m)):
+            say(f"{format.draft_name(m)}, {format.sampling_text(m['temperature'])}: {robust}")
     for warning in format.warnings(results):
         say(warning, "yellow")
     if "heads" not in results:
@@ -118,7 +121,7 @@ def headline_table(results: Results) -> Table:
     if results["speedup"] is not None:
         table.add_row("speculative tokens/s", format.speculative_text(results))
         why = format.why_unreliable(results)
-        table.add_row("speedup", format.speedup_cell(results), style=f"bold{' yellow' * (why is not None)}")
+        table.add_row("speedup", short_speedup(results), style=f"bold{' yellow' * (why is not None)}")
         if why is None:
             table.add_row("speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x")
     table.add_row("outputs that end in a loop", format.percent(results["loop_share"]))
