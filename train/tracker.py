@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,18 @@ from accelerate import Accelerator
 
 from eval.benchmark.progress import Progress
 from eval.benchmark.results import Results, figures_of
-from eval.reporting.format import count, is_disturbed
+from eval.reporting.format import count, short_name, why_unreliable
 from heads.errors import UserError, first_line
 from heads.files import write_text
 from train.recipe import Tracking
 from train.run_folder import RunFolder
 
 Metrics = dict[str, Any]
+
+NOT_TRACKED = ("accepted", "chains", "overlap")
+"""Metrics by depth that only metrics.jsonl holds: parts of the loss, which no chart explains."""
+LONGEST_TAG = 64
+"""Number of letters of a tag that wandb allows."""
 
 
 class Tracker:
@@ -111,6 +117,8 @@ class Tracker:
         for tracker in self.accelerator.trackers:
             if tracker.name == "wandb":
                 tracker.tracker.finish(exit_code=code)
+                if tracker.tracker.offline:
+                    self.say(run_place(tracker.tracker))
             else:
                 tracker.finish()
         self.accelerator.trackers = []
@@ -122,6 +130,7 @@ class Tracker:
         import wandb
 
         settings, id_file = self.settings, self.folder.path / "wandb-id"
+        record = self.record
         online = settings.wandb == "online"
         wandb_options = {
             "name": settings.name or self.folder.path.name,
@@ -129,7 +138,8 @@ class Tracker:
             "resume": "allow" if online else None,
             "mode": "online" if online else "offline",
             "dir": str(self.folder.path),
-            "config": self.record,
+            "config": record,
+            "tags": tags(record["head"]["kind"], record["target"]["path"]),
             "settings": quiet_settings(),
         }
         # TensorBoard hides what an interrupted run wrote after its checkpoint.
@@ -143,7 +153,10 @@ class Tracker:
                 f"tracking.wandb {settings.wandb}: wandb does not start ({first_line(error)}); {remedy}"
             ) from None
         if settings.wandb != "off":
-            write_text(id_file, self.accelerator.get_tracker("wandb", unwrap=True).id + os.linesep)
+            run = self.accelerator.get_tracker("wandb", unwrap=True)
+            write_text(id_file, run.id + os.linesep)
+            if online:
+                self.say(run_place(run))
 
     def _record(self, metrics: Metrics) -> None:
         if self._file is not None:
@@ -168,37 +181,47 @@ def keep_metrics(path: Path, step: int, measured_step: int) -> None:
 
 
 def flat(metrics: Metrics) -> dict[str, float]:
-    """Return scalars, named `train/...` or `eval/...`. A list gives one scalar per depth, counted from 1."""
+    """Return scalars, named `train/...` or `eval/...`. A list gives one scalar per depth, counted from 1, for the
+    depths that have a value."""
     out: dict[str, float] = {}
     for name, value in metrics.items():
+        if name in NOT_TRACKED:
+            continue
         if isinstance(value, list):
-            out |= {f"{metrics['kind']}/{name}_{depth}": part for depth, part in enumerate(value, start=1)}
+            parts = enumerate(value, start=1)
+            out |= {f"{metrics['kind']}/{name}_{depth}": part for depth, part in parts if part is not None}
         elif name not in ("kind", "step") and isinstance(value, int | float):
             out[f"{metrics['kind']}/{name}"] = value
     return out
 
 
 def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None = None) -> None:
-    """Log a report in `folder` to a wandb run: the metrics, which a sweep can optimise, a table with a row for every
-    setting, the charts, and the head, if given, as an artifact."""
+    """Log a report in `folder` to a wandb run: the figures as its summary, which a sweep can optimise, the page, a
+    table with a row for every setting, the charts, and the head, if given, as an artifact."""
     import wandb
 
     figures = known_figures(results)
-    names = ["tau", "speedup", "tokens_per_second", "plain_tokens_per_second"]
+    names = ["tau", "tau_low", "tau_high", *("speedup", "speedup_low", "speedup_high")]
+    names += ["tokens_per_second", "plain_tokens_per_second"]
     rows = [
-        [m["tree"], float(m["temperature"]), *(figures_of(m)[name] for name in names), not is_disturbed(m)]
+        [m["tree"], float(m["temperature"]), *map(known_figures(m).get, names), why_unreliable(m) is None]
         for m in results["measurements"]
     ]
-    charts = {f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))}
-    run.log({**figures, "measurements": wandb.Table(["draft", "temperature", *names, "reliable"], rows), **charts})
+    media: Metrics = {f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))}
+    page = folder / "report.html"
+    if page.is_file():
+        media["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
+    run.log({"measurements": wandb.Table(["draft", "temperature", *names, "reliable"], rows), **media})
     exact = results["exact"]
     run.summary.update(
         {
+            **figures,
             "prompts": exact["prompts"],
             "divergences": len(exact["divergences"]),
-            "reliable": not is_disturbed(results),
+            "reliable": why_unreliable(results) is None,
         }
     )
+    run.tags = tags(results["head"]["kind"], results["target"]["name"])
     if head is not None:
         about = {"kind": results["head"]["kind"], "draft": results["tree"], **figures}
         artifact = wandb.Artifact(f"head-{run.id}", type="model", metadata=about)
@@ -208,8 +231,22 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
 
 
 def known_figures(results: Results) -> dict[str, float]:
-    """Return the figures of a report that were measured."""
+    """Return the figures of a report that were measured, without those of a speedup that is not reliable."""
     return {name: value for name, value in figures_of(results).items() if value is not None}
+
+
+def tags(kind: str, target: str) -> tuple[str, ...]:
+    """Return the tags of a wandb run."""
+    return kind, short_name(target)[-LONGEST_TAG:]
+
+
+def run_place(run: Any) -> str:
+    """Return a line with the address of a wandb run, or with the command that uploads an offline run."""
+    if run.offline:
+        path = Path(run.sync_dir)
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        return f"wandb: offline; upload the run with: wandb sync {shlex.quote(str(path))}"
+    return f"wandb: {run.url}"
 
 
 def quiet_settings() -> Any:

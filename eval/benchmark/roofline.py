@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eval.benchmark.reliability import is_believable
 from eval.runtime.engine import Engine
 from eval.runtime.graph import preserved
 from eval.runtime.request import Request
@@ -281,10 +282,13 @@ def lines(record: dict[str, Any]) -> list[str]:
                 f"  {part['part']:44}{part['bytes'] / 1e6:>10.1f}{part['floor_us']:>12.1f}{part['us']:>12.1f}{ratio:>8}"
             )
         made.append(f"  {'whole':44}{'':>10}{record[name + '_floor_us']:>12.1f}{record[name + '_us']:>12.1f}")
-    speedup = record["speedup"]
+    speedup = {
+        name: f"{value:.2f}" if is_believable(value, record["tau"]) else "not measured"
+        for name, value in record["speedup"].items()
+    }
     made.append(
-        f"speedup now {speedup['now']:.2f}, at zero gaps {speedup['zero_gaps']:.2f}, at the floor "
-        f"{speedup['floor']:.2f}; plain decoding at {record['plain_share_of_bandwidth']:.0%} of the bandwidth; "
+        f"speedup now {speedup['now']}, at zero gaps {speedup['zero_gaps']}, at the floor {speedup['floor']}; plain "
+        f"decoding at {record['plain_share_of_bandwidth']:.0%} of the bandwidth; "
         f"choosing nodes, acceptance, compaction and state {record['glue_us']:.0f} us"
     )
     if record["plain_share_of_bandwidth"] > BELIEVABLE:

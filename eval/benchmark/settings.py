@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash, split_prompts
+from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, LATER_TURN, Prompt, prompts_hash, split_prompts
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
 from eval.runtime.sampling import RULES, Sampling, check_adaptive, check_rule
 from heads.base import HEAD_TREE, Drafter
@@ -35,7 +35,7 @@ class BenchSettings:
     adaptive: bool = False
     """Shorten drafts, or leave them out, while that is faster."""
     strict: bool = False
-    """Make trees, too, repeat plain decoding bit for bit in 16-bit types on a GPU; if False, near-ties are allowed."""
+    """Make trees, too, repeat plain decoding of the same width bit for bit; if False, tokens may be near-ties."""
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
@@ -65,9 +65,22 @@ class BenchSettings:
     def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Return the record of the settings and the prompts for results.json."""
         distinct = len({prompt.ids for prompt in prompts})
-        counts = {"num_prompts": len(prompts), "distinct_prompts": distinct}
+        conversations = sum(not LATER_TURN.search(prompt.id) for prompt in prompts)
+        counts = {"num_prompts": len(prompts), "distinct_prompts": distinct, "conversations": conversations}
         given = {"suites": split_prompts(self.prompts), "prompts_hash": prompts_hash(prompts)}
         return {**asdict(self), **counts, **given}
+
+    def options(self) -> list[str]:
+        """Return the options of eval/bench.py that give these settings, without those that have their defaults."""
+        words = ["--tree", ",".join(self.trees)]
+        for field in fields(BenchSettings):
+            value = getattr(self, field.name)
+            if value == field.default or field.name == "trees":
+                continue
+            option = "--temperature" if field.name == "temperatures" else f"--{field.name.replace('_', '-')}"
+            text = ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
+            words += [option] if value is True else [option, text]
+        return words
 
     def sampling(self, temperature: float) -> Sampling:
         """Return the sampling settings at one of the temperatures."""
@@ -117,7 +130,11 @@ def add_measure_options(parser: Parser) -> None:
         help="acceptance rule; ratio and block keep the distribution of sampled text, match every token",
     )
     add("--adaptive", action="store_true", help="shorten or skip drafts while that is faster")
-    add("--strict", action="store_true", help="in 16 bits on a GPU: allow no near-ties of trees; slower attention")
+    add(
+        "--strict",
+        action="store_true",
+        help="let trees, too, repeat plain steps of their width bit for bit; slower on a GPU",
+    )
     add("--top-k", type=int, default=known.top_k, help="sample from this many likeliest tokens; 0: all")
     add("--top-p", type=float, default=known.top_p, help="sample from the likeliest tokens up to this sum; 1: all")
     add("--min-p", type=float, default=known.min_p, help="least probability, relative to the likeliest; 0: all")

@@ -12,11 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.auto import LARGEST_TREE, can_draft, start_search
 from eval.benchmark.environment import contention, environment, head_facts, target_facts
-from eval.benchmark.figures import Judged, headline, judge, pooled_exactness, withhold_speed
+from eval.benchmark.figures import Judged, judge, pooled_exactness, withhold_speed
 from eval.benchmark.loading import choose_prompts, fitting_head, open_target_of
 from eval.benchmark.measure import compare, engine_options
 from eval.benchmark.progress import Progress
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.reliability import headline
 from eval.benchmark.results import BENCH, SCHEMA_VERSION, Results, own_folder, plain_name, write_results
 from eval.benchmark.roofline import copy_bandwidth, lines, roofline
 from eval.benchmark.settings import BenchSettings, to_settings
@@ -25,7 +26,6 @@ from eval.reporting.card import check_card
 from eval.reporting.format import is_exact, short_name
 from eval.reporting.report import print_report, write_report
 from eval.runtime.engine import Engine, EngineOptions
-from heads.backends.selection import is_narrow
 from heads.base import HEAD_TREE, Drafter
 from heads.checkpoint import find_head
 from heads.errors import UserError
@@ -70,11 +70,6 @@ def run_bench(
     """Measure heads, given by their paths, in one comparison per temperature. Write and print the report, and return
     the contents of results.json, or of compare.json for several heads. `with_roofline`: also time the parts of a round
     of the headline setting (`eval.benchmark.roofline`)."""
-    if settings.strict and not is_narrow(target):
-        raise UserError(
-            "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
-            "decoding's bit for bit anyway; leave it out"
-        )
     several, console = len(heads) > 1, console or Console()
     names, drafters = head_names(list(heads)), list(heads.values())
     if several:
@@ -90,6 +85,7 @@ def run_bench(
     facts = [head_facts(head, path) for path, head in heads.items()]
     results: Results = {"schema_version": SCHEMA_VERSION, "target": target_facts(target)}
     results |= {**environment(target), "settings": settings.record(prompts)}
+    results["command"] = measuring_command(target, list(heads), settings)
     if several:
         owned = zip(owners, judged.measurements, strict=True)
         results["heads"] = [{"name": name, **f} for name, f in zip(names, facts, strict=True)]
@@ -112,6 +108,13 @@ def run_bench(
     if with_roofline:
         console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
     return results
+
+
+def measuring_command(target: FrozenTarget, heads: Sequence[str], settings: BenchSettings) -> list[str]:
+    """Return the words of the command that measures these heads again."""
+    kind = ["--dtype", str(target.dtype).removeprefix("torch.")]
+    quantized = ["--quantize", target.quantize] if target.quantize else []
+    return ["python", "eval/bench.py", *heads, "--target", target.name, *settings.options(), *kind, *quantized]
 
 
 def measure(

@@ -25,7 +25,18 @@ from eval.benchmark.results import SCHEMA_VERSION, Results, own_folder, plain_na
 from eval.benchmark.settings import ScalingSettings
 from eval.command import draft_shapes, print_line
 from eval.reporting.drawing import COLOURS, save, style, title
-from eval.reporting.format import device_text, heading, is_exact, number, sampling_text, short_name, speedup_text
+from eval.reporting.format import (
+    LEFT_OUT,
+    device_text,
+    heading,
+    is_exact,
+    left_out_text,
+    number,
+    sampling_text,
+    short_name,
+    speedup_cell,
+    why_unreliable,
+)
 from eval.reporting.report import figure_table, print_audit
 from heads.base import Drafter
 from heads.errors import UserError, first_line
@@ -97,7 +108,7 @@ def measure_scaling(
     }
     if out is not None:
         write_results(results, out / "scaling.json")
-        if is_exact(results):
+        if any(why_unreliable(point) is None for point in points):
             draw_scaling(results, out / "scaling")
     print_scaling(results, console or Console())
     return results
@@ -138,7 +149,7 @@ def draw_scaling(results: Results, path: Path) -> list[Path]:
         figure = Figure(figsize=(10, 0.8 + 3.6 * len(trees)), layout="constrained")
         grid: Any = figure.subplots(len(trees), 2, squeeze=False, sharey=True)
         for (left, right), tree in zip(grid, trees, strict=True):
-            points = [point for point in results["points"] if point["tree"] == tree and point["speedup"]]
+            points = [point for point in results["points"] if point["tree"] == tree and not why_unreliable(point)]
             draw_lines(left, points, "batch_size", "context", "batch size", "context")
             draw_lines(right, points, "context", "batch_size", "context, tokens of the prompt", "batch")
             left.set_title(f"{'adaptive ' * settings['adaptive']}{tree}")
@@ -176,8 +187,10 @@ def print_scaling(results: Results, console: Console) -> None:
         figures = ["", "", "out of memory"]
         if "out_of_memory" not in point:
             rate = number(point["baseline"]["tokens_per_second"], 1)
-            figures = [number(point["tau"]["mean"]), rate, speedup_text(point)]
+            figures = [number(point["tau"]["mean"]), rate, speedup_cell(point)]
         table.add_row(str(point["context"]), str(point["batch_size"]), point["tree"], *figures)
     console.print(table, highlight=False)
+    if any(left_out_text(point) for point in results["points"]):
+        console.print(f"{LEFT_OUT}.", style="dim", highlight=False)
     console.print()
     print_audit(results, console)

@@ -145,9 +145,3 @@ def why_not_triton(target: FrozenTarget) -> str | None:
     else:
         reason = None if runs_kernels(target.head.weight) else f"it lies on {target.device}, and kernels need a GPU"
     return reason or (None if target.dtype in DTYPES else f"kernels take no {str(target.dtype).removeprefix('torch.')}")
-
-
-def is_narrow(target: FrozenTarget) -> bool:
-    """Return True if a product rounds differently when its number of rows changes: types under 32 bits on a GPU. On a
-    CPU a row's result does not depend on the other rows."""
-    return target.device.type == "cuda" and target.dtype.itemsize < 4

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from eval.benchmark import reliability
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
 from eval.commands.bench_run import run_bench
@@ -100,12 +102,26 @@ class PairHead(nn.Module, Drafter):
         return grown
 
 
+LIMITS = {"BOUND": math.inf, "BUSY": 8.0, "FEWEST_TOKENS": 1}
+"""Limits by which the few tokens of a test on a busy machine are reliable, unless a test says otherwise."""
+TRUE_LIMITS = {name: getattr(reliability, name) for name in LIMITS}
+
+
 @contextmanager
 def known_pairs() -> Iterator[None]:
-    """Have reports find the head of word pairs where they find all others."""
+    """Have reports find the head of word pairs where they find all others, and state speedups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(UNTRAINED, "pairs", PairHead)
+        for name, limit in LIMITS.items():
+            patch.setattr(reliability, name, limit)
         yield
+
+
+@pytest.fixture
+def true_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of a real measurement."""
+    for name, limit in TRUE_LIMITS.items():
+        monkeypatch.setattr(reliability, name, limit)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from heads.checkpoint import file_hash
 from heads.errors import UserError
-from heads.files import whole_folder, write_json
+from heads.files import is_full_disk, whole_folder, write_json
 
 FORMAT = 1
 """Version of the format, part of every folder's name. Raise it when the content for the same source changes."""
@@ -145,10 +145,8 @@ def unwritable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written to ({error.strerror}); free space there, or name another folder with "
-            "DRAFTSMITH_DATA_CACHE"
-        ) from error
+        remedy = "free space there, or " * is_full_disk(error) + "name another folder with DRAFTSMITH_DATA_CACHE"
+        raise UserError(f"{folder}: cannot be written to ({error.strerror}); {remedy}") from error
 
 
 def open_entry(name: str) -> Corpus:
