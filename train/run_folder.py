@@ -102,6 +102,16 @@ class RunFolder:
                 "another output_dir"
             ) from None
 
+    def max_steps(self) -> int | None:
+        """Return the number of steps of the run whose checkpoints the folder holds, or None if it is not known."""
+        if not any(self.checkpoints.glob("step-*")):
+            return None
+        try:
+            steps = read_settings(self.recipe).tree["train"]["max_steps"]
+        except (UserError, LookupError, TypeError):
+            return None
+        return steps if isinstance(steps, int) else None
+
     def check_recipe(self, record: dict[str, Any]) -> None:
         """Raise UserError if the folder holds a run with checkpoints and other settings than `record`, a recipe's plain
         settings. The error names the differences."""
