@@ -63,6 +63,8 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
         rendering = ChatTemplate(load_tokenizer(target.path, trust_remote_code=target.trust_remote_code))
     except UserError:
         return recipe  # a plan needs no tokenizer, and a run is refused when it loads its target
+    if rendering.tokenizer.chat_template is None:
+        return recipe
     read = [source.template(rendering).arguments_read() for source in chats]
     known = sorted({name for names in read for name in names or ()})
     unread = [name for name in data.template if name not in known and None not in read]

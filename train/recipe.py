@@ -19,6 +19,7 @@ from train.features.settings import AnyFeatures, ProcessFeatures
 from train.head_settings import AnyHead
 from train.strict_yaml import (
     MOST,
+    OVERRIDE,
     Count,
     Fraction,
     Key,
@@ -27,6 +28,7 @@ from train.strict_yaml import (
     Seed,
     Settings,
     Share,
+    Source,
     Step,
     Temperature,
     check,
@@ -231,12 +233,22 @@ class Recipe(Settings):
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe, apply the overrides and check it. UserError lists all faults, one per line."""
     source = read_settings(Path(path), overrides)
+    _replace_length(source)
     recipe, errors = check(source, Recipe)
     if recipe is not None:
         errors += [source.line(key, what) for key, what in (*_given_in_vain(recipe), *_contradictions(recipe))]
     if recipe is None or errors:
         raise UserError("\n".join(errors))
     return recipe
+
+
+def _replace_length(source: Source) -> None:
+    """Remove the file's `train.epochs` if the command line gives `train.max_steps`, and the other way round."""
+    train, names = source.tree.get("train"), ("max_steps", "epochs")
+    for name, other in (names, names[::-1]):
+        given, replaced = (source.places.get(("train", key), "").startswith(OVERRIDE) for key in (name, other))
+        if isinstance(train, dict) and given and not replaced and train[name] is not None:
+            train.pop(other, None)
 
 
 def dump_recipe(record: dict[str, Any]) -> str:
@@ -295,7 +307,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     """Yield the settings that contradict other settings, each with its error."""
     train, data = recipe.train, recipe.data
     if train.max_steps is not None and train.epochs is not None:
-        yield ("train", "epochs"), "train.max_steps is given, too; leave one of them out, such as train.max_steps=null"
+        yield ("train", "epochs"), "train.max_steps is given, too; leave one of them out"
     if train.max_steps is None and train.epochs is None:
         yield ("train", "max_steps"), "is missing; give it a value, or give train.epochs"
     depth = getattr(recipe.head, "depth", None)

@@ -33,7 +33,7 @@ FREE_SETTINGS = (
 )
 """Settings that may change when a run is resumed, since they do not change its result."""
 
-MAX_STEPS = ("train", "max_steps")
+MAX_STEPS, WARMUP = ("train", "max_steps"), ("train", "warmup_steps")  # a warm-up may follow from the steps
 REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", "top_k", "top_p", "min_p"))
 """Settings that are absent if nothing is sampled. If only `eval.report.temperatures` decides that, they concern only
 the report."""
@@ -129,7 +129,7 @@ class RunFolder:
         }
         if not changed or not any(self.checkpoints.glob("step-*")):
             return
-        if changed.keys() == {MAX_STEPS}:
+        if MAX_STEPS in changed and changed.keys() <= {MAX_STEPS, WARMUP}:
             was, now = changed[MAX_STEPS]
             raise UserError(
                 f"output_dir {self.path}: holds a run whose learning rates are laid out over {_shown(was)} steps, got "

@@ -28,6 +28,8 @@ def _check_name(name: str) -> str:
 
 MOST = 2**31
 """Bound of counts, steps and seeds: the product of two smaller numbers does not overflow."""
+OVERRIDE = "override "
+"""Beginning of the place of a key that is given on the command line."""
 Count = Annotated[int, Field(ge=1, lt=MOST)]
 Step = Annotated[int, Field(ge=0, lt=MOST)]
 Seed = Annotated[int, Field(ge=0, lt=MOST)]
@@ -177,7 +179,7 @@ def _override(source: Source, override: str) -> str | None:
     """Apply one override `a.b.0.c=value` to the tree; the value replaces what was there. Return what is wrong with it,
     or None. `--a.b.0.c=value` is the same, as W&B's sweeps write it."""
     name, equals, text = override.removeprefix("--").partition("=")
-    place = f"override '{override}'"
+    place = f"{OVERRIDE}'{override}'"
     if not equals or not all(name.split(".")):
         return f"{place}: expected key.sub=value"
     key: Key = tuple(int(part) if part.isdecimal() and len(part) < 10 else part for part in name.split("."))
