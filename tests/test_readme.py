@@ -259,8 +259,8 @@ def test_the_command_for_your_own_data_trains_another_model_on_the_lines_above_i
     lines = example.splitlines() * 50
     (tmp_path / "chats.jsonl").write_text("\n".join(lines[:chats]))
     (tmp_path / "held-out.jsonl").write_text(example)
-    sizes = "data.context_length=192 train.batch_size=8 train.tokens_per_step=1536 data.regenerate.new_tokens=8 eval.max_new_tokens=8"
-    sizes += " eval.report.max_new_tokens=8 eval.report.repeats=1 eval.report.trees=[chain:2]"
+    sizes = "data.context_length=192 train.batch_size=8 train.tokens_per_step=1536 data.regenerate.new_tokens=8"
+    sizes += " eval.max_new_tokens=8 eval.report.max_new_tokens=8 eval.report.repeats=1 eval.report.trees=[chain:2]"
     monkeypatch.chdir(tmp_path)
     words = [str(ROOT / recipe), *overrides, *sizes.split()]
     assert attempt("eagle", words) == 0
