@@ -12,7 +12,7 @@ from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
 from train.launch import is_lost_process, load_recipe_target, on_main, tell_first
 from train.loop import Outcome, fit
-from train.opening import Run, open_run
+from train.opening import Run, open_run, read_recipe
 from train.recipe import Eval, Recipe, load_recipe, plain_settings
 from train.run_folder import RunFolder
 
@@ -39,7 +39,7 @@ def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> in
 
 def recipe_of(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> Recipe:
     """Return the recipe given on the command line of train/NAME.py. UserError if it is for another kind of head."""
-    recipe = load_recipe(arguments[0], arguments[1:])
+    recipe = read_recipe(arguments)
     kind = recipe.head.kind
     if kind != kinds[name]:
         entry = next(entry for entry, trained in kinds.items() if trained == kind)

@@ -1,7 +1,9 @@
 """One loop: it learns, it is the same however a step is cut up, and it goes on bit for bit."""
 
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -164,6 +166,58 @@ def test_more_steps_are_another_run(settings: Settings, write_recipe: WriteRecip
     with pytest.raises(UserError, match=rf"laid out over 6 steps, got train\.max_steps=12; .* output_dir={folder}-12"):
         run(settings, write_recipe)
     assert (run(settings | {"output_dir": f"{folder}-12"}, write_recipe) / "checkpoints/step-12").is_dir()
+
+
+@pytest.fixture
+def epochs(settings: Settings) -> Settings:
+    """Three epochs in steps of 2 rows, with a warm-up for a long run."""
+    settings["train"] |= {"epochs": 3, "warmup_steps": 600}
+    del settings["train"]["max_steps"]
+    settings["data"]["context_length"] = 256
+    return settings
+
+
+def test_epochs_are_as_many_steps(
+    epochs: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also for a run that is broken off, begun again, and finished already."""
+    unbroken = run(epochs, write_recipe)
+    said = capsys.readouterr().err
+    steps = load_recipe(unbroken / "recipe.yaml").train.steps
+    rows = int(re.findall(r"(\d+) rows", said)[0])
+    assert steps == math.ceil(3 * rows / 2) > 5
+    assert re.search(rf"\n16 texts, [\d,]+ labels: {steps} steps of 512 tokens are 3(\.\d+)? epochs\n", said), said
+    assert f"train.warmup_steps: 600 are more than a fifth of the run; the warm-up takes {steps // 5} step" in said
+    epochs["output_dir"] = str(tmp_path / "broken")
+    with signal_at(3), pytest.raises(Interrupted):
+        run(epochs, write_recipe)
+    assert same(*(weights(folder, steps) for folder in (unbroken, run(epochs, write_recipe))))
+    capsys.readouterr()
+    run(epochs, write_recipe)
+    assert f"finished already, {steps} steps" in capsys.readouterr().err
+    with pytest.raises(UserError, match=rf"laid out over {steps} steps, got train\.max_steps="):
+        run(epochs | {"train": epochs["train"] | {"epochs": 5}}, write_recipe)
+    with pytest.raises(UserError, match=r"train\.lr was 0\.01, is 0\.02"):
+        run(epochs | {"train": epochs["train"] | {"lr": 0.02}}, write_recipe)
+
+
+def test_more_texts_are_other_data_for_epochs_too(epochs: Settings, write_recipe: WriteRecipe) -> None:
+    with signal_at(1), pytest.raises(Interrupted):
+        run(epochs, write_recipe)
+    data = Path(epochs["data"]["sources"][0]["path"])
+    data.write_text(data.read_text() * 2)
+    with pytest.raises(UserError, match="other data"):
+        run(epochs, write_recipe)
+
+
+def test_more_than_a_thousand_epochs_are_a_mistake(settings: Settings, write_recipe: WriteRecipe) -> None:
+    settings["data"] |= {"sources": [settings["data"]["sources"][0] | {"limit": 1}], "context_length": 256}
+    settings["train"]["max_steps"] = 501
+    with pytest.raises(
+        UserError,
+        match=r"501 steps of 512 tokens read 1 text 1,002 times, .* give train\.epochs=10, or train\.max_steps=500 at",
+    ):
+        run(settings, write_recipe)
 
 
 def test_the_recipe_as_resolved_has_the_heads_defaults(settings: Settings, write_recipe: WriteRecipe) -> None:

@@ -34,8 +34,9 @@ BATCHES = 8
 class Answers(Settings):
     """Prompts from the sources, and settings for answering them."""
 
-    prompts: Annotated[int, Field(ge=1, le=10**8)]
-    """Number of prompts to take from the sources. The sources must have that many."""
+    prompts: Annotated[int, Field(ge=1, le=10**8)] | None = None
+    """Number of prompts to take from the sources. The sources must have that many. Null: all of them, one per
+    conversation or text."""
     prompt_tokens: Count = 512
     """Maximum number of tokens of a prompt. Prompts cut from text are shortened to it. Conversations whose first prompt
     is longer are left out."""
@@ -63,8 +64,9 @@ class Regenerate(Answers):
     prompt of more than `prompt_tokens`. Answers are stored next to the tokenised data, for all heads of the target.
     """
 
-    prompts: Annotated[int, Field(ge=1, le=10**8)]
-    """Number of conversations, or prompts cut from text, to take from the sources. The sources must have that many."""
+    prompts: Annotated[int, Field(ge=1, le=10**8)] | None = None
+    """Number of conversations, or prompts cut from text, to take from the sources. The sources must have that many.
+    Null: all conversations, and one prompt per text."""
     share: Share = 1.0
     """Fraction of the training rows that are answers. The rest are rows of the unchanged sources."""
     server: Server | None = None

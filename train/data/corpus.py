@@ -55,6 +55,8 @@ class Tally:
     """Number of records left out, by reason."""
     first_skipped: str = ""
     """Location and fault of the first record left out, without the name of the source."""
+    too_long: int = 0
+    """Number of conversations left out because their first prompt is too long."""
     last_tokens: int = 0
     """Tokens of the conversations, each counted once, in the text of its last answer."""
 

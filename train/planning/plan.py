@@ -129,23 +129,33 @@ class Plan:
         if made is None:
             return 0
         before = made.prompt_tokens if any(source.kind == "chat" for source in data.sources) else 0
-        return made.prompts * (before + made.new_tokens)
+        return (self.prompts() or 0) * (before + made.new_tokens)
+
+    def prompts(self) -> int | None:
+        """Return the maximum number of prompts that the target answers, or None if the recipe does not determine it."""
+        made, limits = self.recipe.data.regenerate, [source.limit for source in self.recipe.data.sources]
+        if made is None or made.prompts is not None:
+            return None if made is None else made.prompts
+        return None if None in limits else sum(limit or 0 for limit in limits)
 
     def data_tokens(self) -> int | None:
         """Return the maximum number of tokens of the training data, or None if the recipe does not determine it."""
-        made = self.recipe.data.regenerate
-        return made.prompts * (made.prompt_tokens + made.new_tokens) if made is not None and made.share == 1 else None
+        made, prompts = self.recipe.data.regenerate, self.prompts()
+        if made is None or made.share < 1 or prompts is None:
+            return None
+        return prompts * (made.prompt_tokens + made.new_tokens)
 
     def disk(self) -> dict[str, int]:
         """Return the bytes on disk, by row of the plan."""
-        keep = min(self.recipe.train.keep_checkpoints, -(-self.steps // self.recipe.train.checkpoint_every))
+        keep, steps = self.recipe.train.keep_checkpoints, self.steps
+        if steps is not None:
+            keep = min(keep, -(-steps // self.recipe.train.checkpoint_every))
         rows = {f"{keep} checkpoints, and one being written": (keep + 1) * self.head.checkpoint}
         rows["the head's folder"] = self.head.copy_bytes
         if self.answer_tokens():
             rows["answers, at most"] = ANSWER_BYTES * self.answer_tokens()
         if self.launch.features == "cache":
-            known = self.data_tokens()
-            tokens = self.tokens if known is None else min(known, self.tokens)
+            tokens = min((tokens for tokens in (self.data_tokens(), self.tokens) if tokens is not None), default=0)
             features = self.recipe.features
             dtype = features.dtype if isinstance(features, CacheFeatures) else CACHE_DTYPE
             rows["cache of features, at most"] = stored_bytes(
@@ -154,8 +164,12 @@ class Plan:
         return rows
 
     @property
-    def steps(self) -> int:
-        return self.recipe.train.max_steps
+    def steps(self) -> int | None:
+        """Optimizer steps, at most, or None if only the data determine them."""
+        train, known = self.recipe.train, self.data_tokens()
+        if train.epochs is None:
+            return train.steps
+        return None if known is None else math.ceil(train.epochs * known / self.step_tokens)
 
     @property
     def step_tokens(self) -> int:
@@ -164,8 +178,8 @@ class Plan:
         return rows_per_step(self.recipe.train, length, self.launch.processes) * length
 
     @property
-    def tokens(self) -> int:
-        return self.steps * self.step_tokens
+    def tokens(self) -> int | None:
+        return None if self.steps is None else self.steps * self.step_tokens
 
     def flops_per_token(self) -> tuple[float, float]:
         """Return the operations per token of the target's forward pass and of the head's step, on these devices."""
@@ -183,9 +197,12 @@ class Plan:
         share = len(os.sched_getaffinity(0)) / (launch.processes * torch.get_num_threads())
         return measured_tflops(dtype, min(rows, LARGE), min(self.head.hidden_size, LARGE)) * min(1.0, share)
 
-    def hours(self, tflops: float) -> float:
-        """Return the hours that all steps take if each device computes at `tflops` TFLOP/s."""
-        return self.tokens * sum(self.flops_per_token()) / (tflops * 1e12 * self.launch.processes) / 3600
+    def hours(self, tflops: float, tokens: float | None = None) -> float:
+        """Return the hours that all steps, or steps of so many tokens, take if each device computes at `tflops`
+        TFLOP/s."""
+        tokens = self.tokens if tokens is None else tokens
+        assert tokens is not None
+        return tokens * sum(self.flops_per_token()) / (tflops * 1e12 * self.launch.processes) / 3600
 
     def advice(self) -> list[tuple[str, int]]:
         """Return changes that save memory, each with the bytes on one device after this change alone."""
