@@ -17,6 +17,7 @@ from eval.benchmark.templates import with_arguments
 from eval.command import print_line
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
+from heads.errors import UserError
 from train.adapter import Joint, add_adapters, check_adapter
 from train.averages import Interval
 from train.checkpointing import (
@@ -149,7 +150,7 @@ def _take_up(run: Run, recipe: Recipe) -> tuple[tuple[Path, RunState] | None, in
 
 
 def _is_finished(state: RunState, steps: int) -> bool:
-    return state.step == state.measured_step >= steps
+    return state.step == state.measured_step and state.step >= steps
 
 
 def _finished(run: Run, state: RunState) -> str:

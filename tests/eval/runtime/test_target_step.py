@@ -119,7 +119,7 @@ def test_states_that_are_not_finite_are_said_to_be_so(
 ) -> None:
     target = copy.deepcopy(target_of("llama"))
     target.model.to(getattr(torch, dtype))
-    target.layers[1].get_submodule(weight).weight.data.fill_(value)
+    target.layers[1].get_parameter(f"{weight}.weight").data.fill_(value)
     for check in (target.check, lambda: open_engine(target, None, max_length=64)):
         with pytest.raises(UserError, match=f"the target's states are not finite {fault}"):
             check()
