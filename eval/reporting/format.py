@@ -262,7 +262,7 @@ def busy_warning(measurements: Sequence[Results]) -> str | None:
     disturbed = [m for m in measurements if why_unreliable(m) == MACHINE_BUSY]
     if not disturbed:
         return None
-    seen = "a speedup exceeded tau, which no draft can do"
+    seen = "a measured or predicted speedup exceeded tau, which no draft can do"
     if uneven := [most_uneven(m) for m in disturbed if is_uneven(m)]:
         kind, mean, median = max(uneven, key=lambda found: found[1] / found[2])
         seen = f"{kind} took {number(mean)} ms on average and {number(median)} in the median"

@@ -67,7 +67,7 @@ def print_report(results: Results, console: Console) -> None:
     width = console.width
     for table in tables:
         say("")
-        console.width = max(WIDE, width) if "heads" in results else width  # lines may wrap, but no figure is truncated
+        console.width = max(WIDE, width)  # lines may wrap, but no figure is truncated
         console.print(table, highlight=False, crop=False)
         console.width = width
     say("")

@@ -18,7 +18,7 @@ from eval.benchmark.metrics import tau
 from eval.benchmark.prompts import held_out_prompts
 from eval.benchmark.roofline import copy_bandwidth, fill_batch, roofline, round_seconds
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
-from eval.runtime.identity import find_flips, pinned_engine
+from eval.runtime.identity import NEAR, find_flips, pinned_engine
 from eval.runtime.sampling import Sampling
 from heads.backends.triton.products import COLD
 from heads.backends.triton.timing import device_seconds
@@ -172,7 +172,7 @@ def compare(engine: Engine, requests: list[Request]) -> Found:
         "tau": tau(ours),
         "audited": len(audited),
         "flips": len(flips),
-        "flips_beyond_near_ties": sum(not flip.is_near_tie for flip in flips),
+        "flips_beyond_near_ties": sum(not flip.is_within(NEAR) for flip in flips),
         "largest_gap_in_ulp": max((flip.gap / flip.ulp for flip in flips if flip.ulp), default=0.0),
     }
 

@@ -1,4 +1,4 @@
-"""What is printed of measurements on a busy machine, for random figures of every kind."""
+"""Printed figures of measurements on a busy machine, for random figures of every kind."""
 
 import copy
 import io
