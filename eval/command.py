@@ -195,6 +195,7 @@ def _is_unread() -> bool:
 def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line) -> int:
     """Return the result of `act`, or the exit status of its exception: 2, with one line, for an error that the user can
     fix; 130 for an interrupt; 141, silently, if the reader of standard output has closed it; else 1."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are ten lines before the one that says why
     # If torchao is installed, transformers imports it, which takes seconds and prints four lines of warnings.
     # `heads.target.quantization`, which needs torchao, restores it.
     sys.modules.setdefault("torchao", None)  # type: ignore[arg-type] # typeshed does not know that None hides a module

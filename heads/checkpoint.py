@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from transformers.utils.hub import cached_file
 
 from heads.errors import UserError, first_line
-from heads.files import sync
+from heads.files import is_full_disk, sync
 from heads.formats.contract import Verdict, check_folder
-from heads.registry import HEADS, kind_of
+from heads.registry import HEADS, UNTRAINED, kind_of
 from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
 from heads.target.frozen import FrozenTarget
 from heads.target.hub import repo_and_revision, with_names
@@ -128,6 +129,12 @@ def save_head(
             folder.rename(old)
         fresh.rename(folder)
         sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        if not is_full_disk(error):
+            raise
+        raise UserError(
+            f"{folder}: no space left on the device for the head; free some and run the same command again"
+        ) from error
     finally:
         _put_back(folder)
 
@@ -276,6 +283,14 @@ def find_head(path: str | Path) -> Path:
         raise UserError(f"{path}: no path that can be read ({first_line(error)}); name a head's folder") from None
     repo, revision = repo_and_revision(str(path))
     if is_here or repo.startswith((".", "/")) or repo.count("/") != 1:
+        if (Path(path) / "recipe.yaml").is_file():
+            raise UserError(
+                f"{path}: this run has no head yet{_progress(Path(path))}; the first is saved when tau is measured, "
+                "each train.eval_every steps and at the end"
+            )
+        kind, colon, number = str(path).partition(":")
+        if colon and (near := get_close_matches(kind, UNTRAINED, 1)):
+            raise UserError(f"{path}: no head of that name; did you mean {near[0]}:{number}?")
         raise UserError(
             f"{path}: no head there; expected a folder with {CONFIG} and {' or '.join(WEIGHTS)}, a run directory, or a "
             "hub id"
@@ -287,6 +302,14 @@ def find_head(path: str | Path) -> Path:
             for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                 cached_file(repo, f"{ADAPTER}/{name}", revision=revision)
     return folder
+
+
+def _progress(run: Path) -> str:
+    """Return the last step in a run's metrics.jsonl, as in `, after step 200`, or an empty string."""
+    try:
+        return f", after step {json.loads((run / 'metrics.jsonl').read_text().splitlines()[-1])['step']}"
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def _from_hub(path: str | Path, repo: str, revision: str | None, name: str) -> Path:
@@ -383,9 +406,11 @@ def _check_base(path: str | Path, trained_for: dict[str, Any], target: FrozenTar
     ):
         if ours != theirs and theirs != "":  # no fingerprint: the target was made from its config only
             # Every dtype has the same fingerprint except float16, whose range cuts off small weights.
-            narrow = name.startswith("fingerprint") and target.dtype == torch.float16
-            remedy = "float16 cuts small weights off: ask for bfloat16" if narrow else "measure it on its own target"
-            raise UserError(f"{path}: trained for {where} with {name} {ours}, but {target.name} has {theirs}; {remedy}")
+            cause, remedy = "", "measure it on its own target"
+            if name.startswith("fingerprint") and target.dtype == torch.float16:
+                cause, remedy = "float16 cuts small weights of the target off: ", "ask for bfloat16"
+            said = f"trained for {where} with {name} {ours}, but {target.name} has {theirs}"
+            raise UserError(f"{path}: {cause}{said}; {remedy}")
 
 
 def _weights(fingerprint: str) -> str:

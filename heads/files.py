@@ -106,11 +106,19 @@ def read_given(path: Path, what: str) -> str:
 def check_folder(path: Path, name: str) -> None:
     """Raise UserError for a folder that cannot be created or written to, before hours are spent on its content."""
     try:
+        if broken := next(
+            (place for place in (path, *path.parents) if place.is_symlink() and not place.exists()), None
+        ):
+            raise UserError(
+                f"{name} {path}: {broken} is a link to {broken.readlink()}, which is not there; name another"
+            )
         nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
     except (OSError, ValueError) as error:
         raise UserError(f"{name} {path}: no path that can be used ({error}); name another") from None
     if not nearest.is_dir():
         raise UserError(f"{name} {path}: expected a folder, {nearest} is a file; name another")
+    if path.suffix == ".json" and nearest != path:
+        raise UserError(f"{name} {path}: expected a folder, which holds several files; leave out .json")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"{name} {path}: no permission to write there; name another")
 

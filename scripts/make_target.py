@@ -1,4 +1,4 @@
-"""Train a small target from scratch: accelerate launch scripts/make_target.py recipes/quickstart/target.yaml
+"""Train a small target from scratch: accelerate launch -q scripts/make_target.py recipes/quickstart/target.yaml
 
 Trains a byte-level BPE tokenizer and a Llama-architecture model on the Python source of this machine, with whole
 modules held out (`eval.benchmark.python_source`), and on conversations if the recipe names some. recipes/targets/*.yaml

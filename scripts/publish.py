@@ -3,7 +3,8 @@
     python scripts/publish.py runs/quickstart OWNER/NAME [--private] [--revision BRANCH] [--license apache-2.0]
     python scripts/publish.py runs/quickstart OWNER/NAME --dry-run        # what would be published; no network
 
-The commit holds the head's folder and the card, without this machine's paths (`eval.reporting.publication`). Every
+The commit holds the head's folder, the card, results.json (without the texts of prompts) and recipe.yaml, all without
+this machine's paths (`eval.reporting.publication`). Every
 command that takes a head then accepts OWNER/NAME. The card names the engines that serve the head, with their commands.
 A head that no engine serves, or that one engine would misread, is refused without --unserved. The token comes from
 `hf auth login` or HF_TOKEN.

@@ -8,6 +8,7 @@ runs/wandb/ID) to wandb. With WANDB_MODE=disabled it only runs the program. The 
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -22,23 +23,30 @@ from eval.command import Parser, count, exit_status
 from heads.errors import UserError, first_line
 from heads.files import read_given
 
+NAMING = ("head", "tree", "temperature", "batch_size")
+"""Options that name a run, unless WANDB_NAME does."""
+
 
 def run_tracked(words: list[str]) -> int:
     """Run a program that writes results.json into --out, as a wandb run. Return the program's exit status."""
     if os.environ.get("WANDB_MODE") == "disabled":
         return subprocess.run([sys.executable, *words]).returncode
     given = next((Path(word.removeprefix("--out=")) for word in words if word.startswith("--out=")), None)
+    from train.tracker import log_outcome, run_place  # imports torch
+
     run = start(words, given or Path())
     out = given or Path("runs/wandb") / run.id
     status = 1
+    if not run.offline:
+        print(run_place(run), file=sys.stderr, flush=True)
     try:
         status = subprocess.run([sys.executable, *words, *([] if given else [f"--out={out}"])]).returncode
         if (out / "results.json").is_file():
-            from train.tracker import log_outcome
-
             log_outcome(run, read_results(out / "results.json"), out)
     finally:
         run.finish(exit_code=status)
+        if run.offline:
+            print(run_place(run), file=sys.stderr)
     return status
 
 
@@ -49,17 +57,28 @@ def start(words: list[str], folder: Path) -> Any:
     from train.tracker import quiet_settings
 
     options = [word[2:].partition("=") for word in words if word.startswith("--") and not word.startswith("--out=")]
-    config = {name.replace("_", "-"): value if equals else True for name, equals, value in options}
+    config = {name.replace("-", "_"): plain_value(text) if equals else True for name, equals, text in options}
     in_sweep = "WANDB_SWEEP_ID" in os.environ
+    named = [f"{name}={config[name]}" for name in NAMING if name in config]
     try:
         return wandb.init(
             project=None if in_sweep else os.environ.get("WANDB_PROJECT", "draftsmith"),
+            name=os.environ.get("WANDB_NAME") or " ".join(named) or None,
             config=None if in_sweep else config,
             dir=str(folder),
             settings=quiet_settings(),
         )
     except wandb.errors.Error as error:
         raise UserError(f"wandb does not start ({first_line(error)}); log in, or set WANDB_MODE=offline") from None
+
+
+def plain_value(text: str) -> float | str:
+    """Return the number that a text is, or the text. Of numbers, wandb draws axes."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) else text
 
 
 def run_agent(file: Path, runs: int | None) -> int:

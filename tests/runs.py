@@ -83,16 +83,14 @@ def audit(
     *,
     batch_sizes: Sequence[int] = (1, 8),
     max_length: int = 64,
-    adaptive: Sequence[str] = (),
 ) -> None:
-    """Decode with each tree, and adaptively with each tree in `adaptive`. Assert that every output equals that of plain
-    decoding, and that some draft tokens are accepted."""
+    """Decode with each tree. Assert that every output equals that of plain decoding, and that some draft tokens are
+    accepted."""
     plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=max_length)).generate(requests)]
     drafted = 0
-    cases = [*((tree, False) for tree in trees), *((tree, True) for tree in adaptive)]
-    for batch_size, (tree, adapts) in product(batch_sizes, cases):
+    for batch_size, tree in product(batch_sizes, trees):
         shape = shape_for(tree, head)
-        options = EngineOptions(shape=shape, batch_size=batch_size, max_length=max_length, adaptive=adapts)
+        options = EngineOptions(shape=shape, batch_size=batch_size, max_length=max_length)
         outputs = Engine(target, head, options).generate(requests)
         assert [output.tokens for output in outputs] == plain, (tree, batch_size)
         drafted += sum(sum(output.accepted) for output in outputs)

@@ -1,5 +1,6 @@
 """Tests of users' errors: exit status 2, one clear line, nothing written and nothing lost."""
 
+import errno
 import fcntl
 import json
 import os
@@ -17,15 +18,20 @@ from eval import bench
 from eval.benchmark.results import read_results
 from eval.command import exit_status
 from eval.reporting.report import report_command
-from heads.checkpoint import read_config
+from heads.checkpoint import load_head, read_config, save_head
+from heads.errors import UserError
+from tests.faults import small_files
 from tests.native_mtp import change_weights
+from tests.processes import ROOT, finish, launcher, start
 from tests.runs import forget_accelerator
+from train.data.corpus import unwritable
 from train.entry import attempt
 
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
 CHAT = "data.sources=[{kind: chat, path: bad.jsonl}]"
 BAD = "data.sources.0.path=bad.jsonl"
 LONG = b'{"text": "%s"}\n' % (b"sea " * 600)
+IMAGE = b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}\n'
 WEIGHTS = "model.safetensors"
 
 
@@ -117,6 +123,37 @@ def test_recipes(changes: list[str], fault: str, refused: Any) -> None:
     assert fault in refused(lambda: train(*changes))
 
 
+MISTAKES = {
+    "a typo in a key": (["trian.max_steps=3"], "trian: unknown key; did you mean 'train'?"),
+    "no target": (["target.path=no/such/folder"], "no/such/folder"),
+    "no data": (["data.sources.0.path=no.jsonl"], "no.jsonl: no such file"),
+    "unreadable data": (["data.sources.0.path=run/head/config.json"], "run/head/config.json:1: expected a"),
+    "a wrong type": (["train.max_steps=many"], "train.max_steps"),
+    "an override without a value": (["train.max_steps"], "override 'train.max_steps': expected key.sub=value"),
+    "another method's recipe": (["head.kind=mtp"], "use train/mtp.py"),
+    "no such suite": (["eval.prompts=mt-bench"], "mt-bench: no such file, and no suite of that name"),
+    "no tree": (["eval.tree=oak"], "eval.tree"),
+    "another run's folder": (["output_dir=run", "train.lr=0.02"], "train.lr was 0.01, is 0.02"),
+}
+"""Overrides that a user may mistype, and words of the line that says so."""
+
+
+@pytest.mark.parametrize(("changes", "fault"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_the_last_one(changes: list[str], fault: str, refused: Any) -> None:
+    assert fault in refused(lambda: train(*changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["a typo in a key", "no data"])
+def test_a_mistake_is_the_last_line_of_both_forms_of_a_launch(mistake: str, here: Path) -> None:
+    changes, fault = MISTAKES[mistake]
+    launch = [*launcher(), "-q", "--config_file", str(ROOT / "recipes/accelerate/local.yaml")]
+    for form, status in ((None, 2), (launch, 1)):
+        said = finish(start(Path("recipe.yaml"), "output_dir=new", *changes, launcher=form, folder=here), status)
+        last = said.splitlines()[-1]
+        assert last.startswith("error: ") and fault in last and said.count("error: ") == 1, said
+
+
 def test_a_bad_head_is_given_before_any_data_is_read(refused: Any) -> None:
     assert "head.aux_layer_ids" in refused(lambda: train("head.aux_layer_ids=[]", "data.sources.0.path=no.jsonl"))
 
@@ -128,6 +165,7 @@ def test_a_bad_head_is_given_before_any_data_is_read(refused: Any) -> None:
         (b'{"txt": "a"}\n', [BAD], "bad.jsonl:1: expected a record with 'text', got keys txt"),
         (b'{"text": "a"}\n', [BAD], "no token to train on: every document is too short"),
         (b'{"messages": "hi"}\n', [CHAT], "bad.jsonl:1: expected 'messages' to be a list of turns"),
+        (IMAGE, [CHAT], "bad.jsonl:1: messages[0]: images and other media are not supported"),
         (b"", ["data.sources.0.path=no.jsonl"], "no.jsonl: no such file"),
         (b'{"text": "a"}\n{"text":', ["eval.prompts=bad.jsonl"], "bad.jsonl:2: expected a JSON record"),
         (LONG, ["eval.prompts=bad.jsonl"], "bad.jsonl:1: the prompt has"),
@@ -145,7 +183,9 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
     ("kind", "fault"),
     [
         ("truncated", "no causal language model with safetensors weights can be loaded"),
-        ("not finite", "its logits are not finite"),
+        ("not finite", "not finite after the last layer, and model.norm.weight holds such values; its weights are"),
+        ("pickled", "pickled weights (.bin) are not read"),
+        ("misdescribed", "lm_head.weight is [128, 32] in its weights, and config.json describes [96, 32]"),
         ("another's tokenizer", "its tokenizer has 128 tokens and its output head 100; put the model's own"),
         ("another's weights", "with fingerprint of the weights"),
         ("shallow", "too shallow for the default auxiliary layers"),
@@ -153,10 +193,15 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
 )
 def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refused: Any) -> None:
     path = here / "other"
-    if kind in ("truncated", "not finite"):
+    if kind in ("truncated", "not finite", "pickled", "misdescribed"):
         shutil.copytree(tiny_target_dir, path)
     if kind == "truncated":
         (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])
+    elif kind == "pickled":
+        (path / WEIGHTS).rename(path / "pytorch_model.bin")
+    elif kind == "misdescribed":
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"vocab_size": 96}))
     elif kind == "not finite":
         change_weights(path, model__norm__weight=torch.full((32,), torch.nan))
     else:
@@ -210,7 +255,9 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
     assert train("target.path=faint", "output_dir=faint-run") == 0
     assert measure("faint-run", "--dtype", "bfloat16") == 0
     shutil.rmtree(here / "out")
-    assert "ask for bfloat16" in refused(lambda: measure("faint-run", "--dtype", "float16"))
+    assert "error: faint-run/head: float16 cuts small weights of the target off: " in refused(
+        lambda: measure("faint-run", "--dtype", "float16")
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,13 +275,13 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
         (["--top-k", "5"], "--top-k: has no effect at --temperature 0"),
         (["--rule", "typical"], "--rule: invalid choice: 'typical'"),
         (["--rule", "ratio"], "--rule: has no effect at --temperature 0"),
-        (["--strict"], "--strict: has no effect but in bfloat16 or float16 on a GPU"),
         (["--device", "gpu"], "--device: expected a device of this machine, such as cpu, got 'gpu'"),
         (["--device", "meta"], "--device: expected a device of this machine"),
         (["--max-new-tokens", "600"], "leave no room for a prompt in the 512 positions"),
         (["--max-prompt-tokens", "2"], "prompts.jsonl:1: the prompt has"),
         (["--prompts", "no.jsonl"], "no.jsonl: no such file, and no suite of that name"),
         (["--out", "prompts.jsonl/x"], "--out prompts.jsonl/x: expected a folder"),
+        (["--out", "results.json"], "--out results.json: expected a folder, which holds several files"),
         (["--prompts", "prompts.jsonl,"], "--prompts 'prompts.jsonl,': expected suites or files, separated by commas"),
         (["--max-new-tokens", "1"], "prompts: every output ended with its first token"),
         (["--max-new-tokens", "1", "--tree", "auto"], "--tree auto: every output of the 2 prompts tried ended with"),
@@ -264,6 +311,46 @@ def test_an_output_dir_in_use(here: Path, refused: Any) -> None:
 @pytest.mark.parametrize("path", ["prompts.jsonl", "prompts.jsonl/x", "/proc/x", "x" * 300, '"a\\0b"'])
 def test_an_output_dir_that_cannot_be(path: str, refused: Any) -> None:
     assert "name another" in refused(lambda: train(f"output_dir={path}"))
+
+
+def test_a_link_to_nowhere_is_named(here: Path, refused: Any) -> None:
+    (here / "linked").symlink_to("gone")
+    assert "linked is a link to gone, which is not there" in refused(lambda: train("output_dir=linked/run"))
+
+
+@pytest.mark.parametrize(
+    ("head", "fault"),
+    [
+        ("lokup:3", "did you mean lookup:3?"),
+        ("early", "this run has no head yet, after step 1; the first is saved when tau is measured"),
+        ("prompts.jsonl", "no head there; expected a folder with"),
+    ],
+)
+def test_what_is_no_head_is_given_what_it_may_be(head: str, fault: str, here: Path, refused: Any) -> None:
+    (here / "early").mkdir()
+    (here / "early/recipe.yaml").write_text("output_dir: early\n")
+    (here / "early/metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    assert fault in refused(lambda: measure(head))
+
+
+@pytest.mark.parametrize(("number", "is_full"), [(errno.EACCES, False), (errno.ENOSPC, True)])
+def test_space_is_asked_for_where_there_is_none(number: int, is_full: bool) -> None:
+    with pytest.raises(UserError, match="cache: cannot be written to") as caught, unwritable(Path("cache")):
+        raise OSError(number, os.strerror(number))
+    assert ("free space" in str(caught.value)) == is_full
+
+
+def test_a_disk_that_is_full_names_the_head(here: Path) -> None:
+    head, target = load_head("run"), read_config(here / "run/head")["target"]
+    with small_files(1000), pytest.raises(UserError, match=r"new/head: no space left on the device for the head; free"):
+        save_head(head, here / "new/head", target=target)
+
+
+def test_a_comparison_is_not_rendered_again(here: Path, refused: Any) -> None:
+    (here / "out").mkdir()
+    (here / "out/compare.json").write_text('{"schema_version": 1}')
+    for path in (here / "out", here / "out/compare.json"):
+        assert "compare again" in refused(lambda path=path: exit_status(lambda: report_command(path)))
 
 
 def test_a_run_with_other_settings(refused: Any) -> None:

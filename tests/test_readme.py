@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,7 +52,7 @@ ELSEWHERE = {
 }
 """Program -> the file that runs it."""
 TRAIN = (
-    "train.max_steps=2 train.warmup_steps=0 train.eval_every=2 train.checkpoint_every=2 data.sources.0.limit=20 "
+    "train.max_steps=2 train.eval_every=2 train.checkpoint_every=2 data.sources.0.limit=20 "
     "eval.num_prompts=2 eval.max_new_tokens=8 eval.report.num_prompts=2 eval.report.max_new_tokens=8 "
     "eval.report.repeats=1 eval.report.temperatures=[0]"
 )
@@ -242,24 +241,37 @@ def test_every_conversation_that_is_shown_gives_labels(page: Path, tiny_target_d
         assert 0 < document.labels.sum() < len(document.labels)
 
 
-def test_the_command_for_your_own_data_trains_on_the_lines_above_it(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("chats", [4, 200])
+def test_the_command_for_your_own_data_trains_another_model_on_the_lines_above_it(
+    chats: int,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # The target's template knows no arguments. The options only make the run small: none mends a setting.
     (command,) = (command for command in OURS if "data.sources=" in command.text and command.page == "README.md")
-    (example,) = blocks(FIRST, "json")
-    for name in ("chats.jsonl", "held-out.jsonl"):
-        (tmp_path / name).write_text(example)
     recipe, *overrides = command.arguments
-    target = shutil.copytree(tiny_target_dir, tmp_path / "target")
-    template = target / "chat_template.jinja"  # it reads the recipe's argument for Qwen3's template
-    template.write_text(template.read_text() + "{% if enable_thinking %}{% endif %}")
-    small = f"{TRAIN} target.path={target} target.dtype=float32 head.draft_vocab_size=64 head.depth=2"
-    small += " data.context_length=192 train.tokens_per_step=384 data.regenerate.new_tokens=8 train.precision=fp32"
-    small += " eval.report.trees=[chain:2]"
+    assert len(overrides) <= 3
+    (for_another,) = re.findall(r"add\s`(target\.path=OWNER/MODEL output_dir=runs/NAME)`", FIRST.read_text())
+    overrides += for_another.replace("OWNER/MODEL", str(tiny_target_dir)).split()
+    (example,) = blocks(FIRST, "json")
+    lines = example.splitlines() * 50
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines[:chats]))
+    (tmp_path / "held-out.jsonl").write_text(example)
+    sizes = "data.context_length=192 train.batch_size=8 train.tokens_per_step=1536 data.regenerate.new_tokens=8"
+    sizes += " eval.max_new_tokens=8 eval.report.max_new_tokens=8 eval.report.repeats=1 eval.report.trees=[chain:2]"
     monkeypatch.chdir(tmp_path)
-    assert attempt("eagle", [str(ROOT / recipe), *overrides, *small.split()]) == 0
-    assert json.loads((tmp_path / "runs/mine/results.json").read_text())["settings"]["prompts"] == "held-out.jsonl"
-    assert "data.regenerate: 4 documents" in capsys.readouterr().err
+    words = [str(ROOT / recipe), *overrides, *sizes.split()]
+    assert attempt("eagle", words) == 0
+    assert json.loads((tmp_path / "runs/NAME/results.json").read_text())["settings"]["prompts"] == "held-out.jsonl"
+    said = capsys.readouterr().err
+    assert "left out enable_thinking" in said and f"chats.jsonl: {chats} conversations to answer\n" in said
+    ((steps, epochs),) = re.findall(
+        rf"^{chats} conversations, [\d,]+ labels: (\d+) steps of 1,536 tokens are (\S+) epochs", said, re.MULTILINE
+    )
+    assert 8 <= float(epochs) < 8 + 8 and f"the warm-up takes {int(steps) // 5} steps" in said
+    assert attempt("eagle", words) == 0 and f"finished already, {steps} steps" in capsys.readouterr().err
 
 
 def engine_words(kind: str, engine: str) -> list[str]:

@@ -46,3 +46,21 @@ def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, list[str]], int | N
         elif kind == "exit":
             code = record.exit.exit_code
     return values, artifacts, code
+
+
+def identity(folder: Path) -> tuple[str, str, set[str], dict[str, Any], set[str]]:
+    """Return the name, the group, the tags and the config of the only offline run in a folder, and the names in its
+    history, each of which becomes a chart."""
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    found = list(records(file))
+    first, *_, last = 2 * [record.run for record in found if record.WhichOneof("record_type") == "run"]
+    config = {item.key: json.loads(item.value_json) for item in first.config.update}
+    steps = [record.history.item for record in found if record.WhichOneof("record_type") == "history"]
+    charted = {"/".join(item.nested_key) or item.key for items in steps for item in items}
+    return (
+        first.display_name,
+        first.run_group,
+        set(last.tags),
+        config,
+        {name.removesuffix("/_type") for name in charted},
+    )

@@ -2,8 +2,9 @@
 
 `checkpoints/step-N/` holds the head's weights and the optimizer's state as safetensors, `state.json`, and
 `manifest.json` with the hash of each file. The data position, the learning rate and the random state are functions of
-the step, so only the step is stored. The optimizer's settings are in the recipe. Under FSDP every process writes its
-part of the tensors with torch.distributed.checkpoint. A run of any form and number of processes can read both layouts.
+the step, so only the step is stored. The optimizer's settings are in the recipe. A measurement is made after the
+checkpoint of its step, which gets a file `measured.json` when it is complete. Under FSDP every process writes its part
+of the tensors with torch.distributed.checkpoint. A run of any form and number of processes can read both layouts.
 """
 
 import json
@@ -11,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,12 +26,14 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 
 from heads.checkpoint import file_hash
 from heads.errors import UserError, first_line
-from heads.files import begin_folder, is_full_disk, temporary_of, whole_folder
+from heads.files import begin_folder, is_full_disk, temporary_of, whole_folder, write_json
 from train.averages import Sums
 from train.launch import on_main
 from train.parallel import Replicas
 
 Say = Callable[[str], None]
+MEASURED = ("best_tau", "best_step", "measured_step", "seconds")
+"""Fields of the state in measured.json, which is not in the manifest."""
 OR_ELSE = "delete it to use the checkpoint before it, or name another output_dir"
 Natural = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 
@@ -93,6 +96,12 @@ def save_checkpoint(form: Replicas, folder: Path, state: RunState, *, keep: int)
             writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
             state_dict_saver.save({**weights, **moments}, storage_writer=writer)
     on_main(form.accelerator, write)
+
+
+def save_measurement(folder: Path, state: RunState) -> None:
+    """Add the measurement after `state.step` steps to their checkpoint. Called by the main process."""
+    found = asdict(state)
+    write_json(folder / f"step-{state.step}/measured.json", {name: found[name] for name in MEASURED})
 
 
 def load_checkpoint(form: Replicas, folder: Path) -> None:
@@ -193,8 +202,13 @@ def find_fault(path: Path) -> str | None:
 
 
 def read_state(path: Path) -> RunState:
-    """Return the state in a checkpoint's folder. ValueError if the file is not a valid state."""
-    return pydantic.TypeAdapter(RunState).validate_json((path / "state.json").read_bytes())
+    """Return the state in a checkpoint's folder. ValueError if the file is not a valid state. Without a valid
+    measured.json, the measurement at its step is still to be made."""
+    state = pydantic.TypeAdapter(RunState).validate_json((path / "state.json").read_bytes())
+    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+        found = _read_json(path / "measured.json")
+        return replace(state, **{name: found[name] for name in MEASURED})
+    return state
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Train a DFlash head: accelerate launch train/dflash.py recipes/quickstart-dflash.yaml [key.sub=value ...]."""
+"""Train a DFlash head: accelerate launch -q train/dflash.py recipes/quickstart-dflash.yaml [key.sub=value ...]."""
 
 from train.entry import run_entry
 

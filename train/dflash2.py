@@ -1,4 +1,4 @@
-"""Train a DFlash2 head: accelerate launch train/dflash2.py recipes/quickstart-dflash2.yaml [key.sub=value ...]."""
+"""Train a DFlash2 head: accelerate launch -q train/dflash2.py recipes/quickstart-dflash2.yaml [key.sub=value ...]."""
 
 from train.entry import run_entry
 

@@ -1,4 +1,4 @@
-"""Distil a draft model: accelerate launch train/distill.py recipes/quickstart-distill.yaml [key.sub=value ...]."""
+"""Distil a draft model: accelerate launch -q train/distill.py recipes/quickstart-distill.yaml [key.sub=value ...]."""
 
 from train.entry import run_entry
 

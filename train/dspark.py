@@ -1,4 +1,4 @@
-"""Train a DSpark head: accelerate launch train/dspark.py recipes/quickstart-dspark.yaml [key.sub=value ...]."""
+"""Train a DSpark head: accelerate launch -q train/dspark.py recipes/quickstart-dspark.yaml [key.sub=value ...]."""
 
 from train.entry import run_entry
 

@@ -3,19 +3,24 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from eval.command import asks_usage, exit_status, print_line
+from train.strict_yaml import read_settings
 from train.usage import recipe_keys
 
-LAUNCH = "accelerate launch --config_file recipes/accelerate/local.yaml"
+LAUNCH = "accelerate launch -q --config_file recipes/accelerate/local.yaml"
 PLAN = "--plan"
-USAGE = f"usage: {LAUNCH} train/{{name}}.py RECIPE.yaml [key.sub=value ...] [{PLAN}]"
+USAGE = (
+    f"usage: {LAUNCH} train/{{name}}.py RECIPE.yaml [key.sub=value ...] [{PLAN}], or with one process: "
+    "python train/{name}.py RECIPE.yaml ..."
+)
 PLANNING = f"""{PLAN} prints the memory, disk, operations and hours of a run, computed from the configs. Options:
   --processes N             number of processes, one for each device
   --sharing MODE            how processes share the head's training state: ddp, fsdp, zero2 or zero3
   --features PLACE          where the target runs: process (whole in each process), sharded, vllm or cache
   --memory GIB              memory of a GPU to plan for; default: this machine's device
-  --tflops X                TFLOP/s of a device; may be repeated (default: 396, 40% of an H100's)"""
+  --tflops X                TFLOP/s of a device; may be repeated (default: 396, 40% of an H100's; on a CPU, measured)"""
 KINDS = {
     "eagle": "eagle3",
     "mtp": "mtp",
@@ -49,6 +54,7 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
             from train.planning.command import plan
 
             return plan(arguments, name, KINDS)
+        read_settings(Path(arguments[0]), arguments[1:])  # an error in a file or an override should be immediate
         from train.run import train_head
 
         return train_head(arguments, name, KINDS)

@@ -11,6 +11,7 @@ a draft step of one row takes the time to read the weights.
 
 import time
 from functools import cache
+from statistics import median
 
 import torch
 
@@ -51,3 +52,15 @@ def _seconds(dtype: torch.dtype) -> float:
 
     once()  # kernels are chosen and weights packed at the first call
     return min(once() for _ in range(REPEATS))
+
+
+def measured_tflops(dtype: torch.dtype, rows: int, width: int) -> float:
+    """Return the TFLOP/s of this process's threads in a product (rows, width) x (width, width), the median of half a
+    second of timings."""
+    x, weight = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+    torch.nn.functional.linear(x, weight)
+    seconds, begun = [], time.perf_counter()
+    while (started := time.perf_counter()) < begun + 0.5:
+        torch.nn.functional.linear(x, weight)
+        seconds.append(time.perf_counter() - started)
+    return 2e-12 * rows * width**2 / median(seconds)

@@ -94,7 +94,7 @@ class HTTPClient:
                         "command goes on"
                     ) from None
                 if now - self._said > QUIET:
-                    self.say(f"{self.url}: {fault}; trying on for {self.patience:.0f} s")
+                    self.say(f"{self.url}: {fault}; trying on for {self.patience - (now - failing):.0f} s")
                     self._said = now
                 await asyncio.sleep(delay * random.uniform(0.5, 1))
                 delay = min(2 * delay, LONGEST_DELAY)

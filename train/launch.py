@@ -7,10 +7,12 @@ that the loop need not.
 """
 
 import ctypes
+import json
 import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -241,6 +243,8 @@ def tell_first(text: str) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _is_first_to_end():
         print(text, file=sys.stderr, flush=True)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the launcher ends its own report with the text in it
+            Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def _is_first_to_end() -> bool:

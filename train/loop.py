@@ -1,6 +1,7 @@
 """The training loop of every kind of head: steps, measurements, checkpoints and resuming. See `fit`."""
 
 import copy
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.environment import contention, setup_line
+from eval.benchmark.progress import Progress
 from eval.benchmark.templates import with_arguments
 from eval.command import print_line
 from heads.base import DraftHead
@@ -25,9 +27,11 @@ from train.checkpointing import (
     newest_checkpoint,
     remove_leftovers,
     save_checkpoint,
+    save_measurement,
 )
 from train.data.loading import load_data
 from train.data.on_policy import Samples
+from train.data.packing import Mixture
 from train.features.base import FeatureSource
 from train.features.opening import open_source
 from train.head_settings import make_head, resolved_head
@@ -36,7 +40,7 @@ from train.launch import on_main
 from train.measuring import Evaluation, Measured
 from train.opening import Run, open_reader
 from train.optim import lr_factor
-from train.recipe import Recipe, Train, plain_settings
+from train.recipe import MOST_EPOCHS, Recipe, Train, plain_settings, with_steps
 from train.step import Stepper, rows_per_step
 from train.trained import Trained
 
@@ -70,13 +74,12 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     section = recipe.head
     unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
-    outcome = Outcome(recipe, features, asking)
-    record = tracker.record = plain_settings(recipe)
-    found = on_main(accelerator, lambda: _take_up(run, record))
-    if found is not None and found[1].step >= recipe.train.max_steps:
-        best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
-        tracker.say(f"{run.folder.path}: finished already, {found[1].step} steps, {best}")
-        return outcome
+    found, steps = on_main(accelerator, lambda: _take_up(run, recipe))
+    if found is not None:
+        rows = found[1].rows  # the earlier run may have had another number of processes
+    if recipe.train.epochs is None and found is not None and _is_finished(found[1], recipe.train.steps):
+        tracker.say(_finished(run, found[1]))
+        return Outcome(with_steps(recipe, recipe.train.steps), features, asking)
     evaluation = Evaluation(recipe.eval, features, asking, unfilled)
     if recipe.target.adapter is not None:
         check_adapter(recipe.target.adapter, target, unfilled)
@@ -86,30 +89,48 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     mixture, samples = load_data(recipe.data, seed, unfilled, target, reader, run.folder.path)
     features.check(mixture, unfilled.aux_layer_ids)
     del unfilled  # free its memory
+    data = mixture.digest()
+
+    # Steps
+    given = recipe.train
+    if given.epochs is not None and (found is None or found[1].data == data or steps is None):
+        steps = max(1, math.ceil(given.epochs * mixture.num_rows / rows))
+    assert steps is not None
+    recipe = with_steps(recipe, steps)
+    tracker.max_steps, tracker.record = steps, plain_settings(recipe)
+    tracker.say(describe_length(recipe, mixture, rows))
+    if recipe.train.warmup_steps < given.warmup_steps:
+        tracker.say(
+            f"train.warmup_steps: {given.warmup_steps:,} are more than a fifth of the run; the warm-up takes "
+            f"{recipe.train.warmup_steps:,} steps"
+        )
+    on_main(accelerator, lambda: run.folder.check_recipe(tracker.record))
+    outcome = Outcome(recipe, features, asking)
+    if found is not None and _is_finished(found[1], steps):
+        tracker.say(_finished(run, found[1]))
+        return outcome
 
     # Head, in float32 and equal on all processes. A copy in the target's dtype is measured and saved.
     counts = mixture.label_counts(target.vocab_size)
     torch.manual_seed(seed)
-    head: nn.Module = make_head(section, target, counts).to(target.device, torch.float32)
+    with Progress("the first weights of the head"):
+        head: nn.Module = make_head(section, target, counts).to(target.device, torch.float32)
     measured = copy.deepcopy(head).to(target.dtype).eval()
     add_adapters(cast(DraftHead, head))
     adapter = recipe.target.adapter
     trained = Trained(head) if adapter is None else Joint(head, target, adapter, seed)
 
     # Stepper
-    if found is not None:
-        rows = found[1].rows  # the earlier run may have had another number of processes
     stepper = Stepper(recipe.train, trained, features, mixture, accelerator, rows)
 
     # Loop
-    data = mixture.digest()
     training = Training(recipe.train, run, stepper, measured, evaluation, samples, data)
     if found is not None:
         training.resume(*found)
-    tracker.start(training.state.step)
+    tracker.start(training.state.step, training.state.measured_step or 0)
     training.provenance = on_main(
         accelerator,
-        lambda: run.folder.write_provenance(record, data, target, accelerator.num_processes),
+        lambda: run.folder.write_provenance(tracker.record, data, target, accelerator.num_processes),
     )
     try:
         training.run()
@@ -118,11 +139,40 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     return outcome
 
 
-def _take_up(run: Run, record: dict[str, Any]) -> tuple[Path, RunState] | None:
-    """Return the checkpoint to resume from, or None. UserError if the folder's run had other settings."""
-    run.folder.check_recipe(record)
+def _take_up(run: Run, recipe: Recipe) -> tuple[tuple[Path, RunState] | None, int | None]:
+    """Return the checkpoint to resume from, or None, and the number of steps: the recipe's, that of the folder's run,
+    or None before the data have been counted. UserError if the folder's run had other settings."""
+    steps = recipe.train.max_steps or run.folder.max_steps()
+    if steps is not None:
+        run.folder.check_recipe(plain_settings(with_steps(recipe, steps)))
     remove_leftovers(run.folder.checkpoints)
-    return newest_checkpoint(run.folder.checkpoints, run.tracker.say)
+    return newest_checkpoint(run.folder.checkpoints, run.tracker.say), steps
+
+
+def _is_finished(state: RunState, steps: int) -> bool:
+    return state.step == state.measured_step and state.step >= steps
+
+
+def _finished(run: Run, state: RunState) -> str:
+    best = f"best tau {state.best_tau:.3f} at step {state.best_step}"
+    return f"{run.folder.path}: finished already, {state.step} steps, {best}"
+
+
+def describe_length(recipe: Recipe, mixture: Mixture, rows: int) -> str:
+    """Return one line with the size of the data and the length of a run with `rows` rows a step. UserError if the run
+    reads its data too often."""
+    steps, tokens = recipe.train.steps, rows * recipe.data.context_length
+    epochs = steps * rows / mixture.num_rows
+    is_chat = all(source.kind == "chat" for source in recipe.data.sources)
+    texts = f"{mixture.num_texts:,} {'conversation' if is_chat else 'text'}{'s' if mixture.num_texts != 1 else ''}"
+    if steps > 1 and epochs > MOST_EPOCHS:
+        most = max(1, MOST_EPOCHS * mixture.num_rows // rows)
+        raise UserError(
+            f"train.max_steps: {steps:,} steps of {tokens:,} tokens read {texts} {epochs:,.0f} times, expected at most "
+            f"{MOST_EPOCHS:,} times: give train.epochs=10, or train.max_steps={most} at most"
+        )
+    labels = sum(pool.corpus.num_labels for pool in mixture.pools)
+    return f"{texts}, {labels:,} labels: {steps:,} steps of {tokens:,} tokens are {epochs:.3g} epochs"
 
 
 class Training:
@@ -166,12 +216,12 @@ class Training:
         self.tracker.say(f"resumed from {path}")
 
     def run(self) -> None:
-        """Train up to `max_steps`, with the measurements and checkpoints in between."""
+        """Train up to the last step, with the measurements and checkpoints in between."""
         self.interval = Interval.resumed(self.state.interval, self.accelerator)
         with self.interrupts.held():
             try:
                 self._between_steps()
-                while self.state.step < self.settings.max_steps:
+                while self.state.step < self.settings.steps:
                     self._renew_samples()
                     self._step()
                     self._between_steps()
@@ -185,14 +235,16 @@ class Training:
         self.tracker.say(f"trained {state.step} steps in {state.seconds:.0f} s; {best}")
 
     def _between_steps(self) -> None:
-        """Measure the head and write a checkpoint, if either is due after `state.step` steps."""
+        """Write a checkpoint and measure the head, if either is due after `state.step` steps. The checkpoint comes
+        first, so a measurement that fails loses no step."""
         step, train = self.state.step, self.settings
-        ended = step == train.max_steps
+        ended = step == train.steps
         measuring = ended or (train.eval_every is not None and step > 0 and step % train.eval_every == 0)
-        if measuring and self.state.measured_step != step:
-            self._measure()
-        if ended or (step > 0 and step % train.checkpoint_every == 0):
+        measuring = measuring and self.state.measured_step != step
+        if measuring or (step > 0 and step % train.checkpoint_every == 0):
             self._checkpoint()
+        if measuring:
+            self._measure()
 
     def _step(self) -> None:
         """Make one optimizer step, and write a log line if one is due."""
@@ -201,7 +253,7 @@ class Training:
         state.tokens += self.stepper.step(state.step, self.interval, stop=self.interrupts.asked)
         state.step += 1
         self.tracker.advance()
-        if state.step % train.log_every == 0 or state.step == train.max_steps:
+        if state.step % train.log_every == 0 or state.step in (1, train.steps):
             self._log()
         state.seconds += time.perf_counter() - started
 
@@ -218,14 +270,12 @@ class Training:
             "tokens": state.tokens,
             "tokens_per_second": self.interval.tokens_per_second(),
         }
-        tokens_left = state.tokens / state.step * (train.max_steps - state.step)
-        self.tracker.log_train(record, seconds_left=tokens_left / record["tokens_per_second"])
+        self.tracker.log_train(record)
         self.interval = Interval()
 
     def _measure(self) -> None:
         """Measure tau with the runtime, or estimate it. Keep the head if it is the best so far."""
         started = time.perf_counter()
-        self.interval.check(self.accelerator, self.state.step)
         weights = self.stepper.head_weights()
 
         def act() -> Measured | None:
@@ -233,13 +283,9 @@ class Training:
             with self.interrupts.released():
                 return self.evaluation.measure(self.measured) if self.stepper.features.measures else None
 
-        try:
-            found, state = on_main(self.accelerator, act), self.state
-        except (UserError, torch.OutOfMemoryError):
-            self._checkpoint()  # the steps made so far are kept
-            raise
+        found, state = on_main(self.accelerator, act), self.state
         if found is None:
-            behind = self.settings.max_steps * self.stepper.rows  # the first row after those of the last step
+            behind = self.settings.steps * self.stepper.rows  # the first row after those of the last step
             found = self.evaluation.estimate(self.measured, self.stepper.mixture, behind, self.accelerator)
         if state.best_tau is None or found.tau > state.best_tau:
             state.best_tau, state.best_step = found.tau, state.step
@@ -260,6 +306,7 @@ class Training:
                 "seconds": seconds,
             }
         )
+        on_main(self.accelerator, lambda: save_measurement(self.folder.checkpoints, state))
 
     def _renew_samples(self) -> None:
         """Let the draft generate the text for the next steps, if new text is due."""

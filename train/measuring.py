@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmark.auto import LARGEST_TREE
 from eval.benchmark.measure import check_decoded
 from eval.benchmark.metrics import acceptance_by_depth, tau
+from eval.benchmark.progress import Progress
 from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.command import AUTO
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
@@ -91,7 +92,9 @@ class Evaluation:
                 shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest, rule=settings.rule
             ),
         )
-        outputs = engine.generate(requests)
+        most = sum(request.max_new_tokens for request in requests)
+        with Progress(f"measuring {shape} on {len(requests)} prompts: token", most) as progress:
+            outputs = engine.generate(requests, on_tokens=lambda _, fresh: progress.advance(len(fresh)))
         check_decoded(outputs, f"eval.prompts {settings.prompts}")
         estimate = None
         if settings.temperature == 0 and is_chain(shape):

@@ -1,4 +1,4 @@
-"""Train Medusa heads: accelerate launch train/medusa.py recipes/quickstart-medusa.yaml [key.sub=value ...]."""
+"""Train Medusa heads: accelerate launch -q train/medusa.py recipes/quickstart-medusa.yaml [key.sub=value ...]."""
 
 from train.entry import run_entry
 

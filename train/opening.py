@@ -1,6 +1,6 @@
 """An open run: its folder, its processes, its tracker, and the signals that may stop it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,14 +8,19 @@ from pathlib import Path
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from eval.command import print_line
+from heads.errors import UserError
+from heads.target.frozen import load_tokenizer
 from train.checkpointing import begun_in
 from train.data.loading import Data, has_date
 from train.data.reader import Reader
+from train.data.sources import ChatSource
 from train.data.templates import ChatTemplate
 from train.interrupts import Interrupts
 from train.launch import die_with_launcher, make_accelerator, on_main
-from train.recipe import Recipe
+from train.recipe import Recipe, load_recipe
 from train.run_folder import RunFolder
+from train.strict_yaml import suggest
 from train.tracker import Tracker
 
 
@@ -36,13 +41,45 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
     with Interrupts() as interrupts:
         folder = RunFolder(Path(recipe.output_dir))
         accelerator = make_accelerator(recipe.train, begun_in(folder.checkpoints), recipe.tracking, folder.path)
-        tracker = Tracker(accelerator, folder, recipe.tracking, recipe.train.max_steps)
+        tracker = Tracker(accelerator, folder, recipe.tracking, recipe.train.max_steps or 0)
         try:
             on_main(accelerator, folder.lock)
             yield Run(folder, accelerator, tracker, interrupts)
         finally:
             tracker.finish(code=1)  # has no effect after a run that succeeded
             folder.unlock()
+
+
+def read_recipe(arguments: Sequence[str]) -> Recipe:
+    """Read the recipe of a command line. Arguments of its chat template that the target's template does not read are
+    left out with one line, since a recipe may be used for another target. On the command line they are a UserError."""
+    path, *overrides = arguments
+    recipe = load_recipe(path, overrides)
+    data, target = recipe.data, recipe.target
+    chats = [source for source in data.sources if isinstance(source, ChatSource)]
+    if not data.template or not chats:
+        return recipe
+    try:
+        rendering = ChatTemplate(load_tokenizer(target.path, trust_remote_code=target.trust_remote_code))
+    except UserError:
+        return recipe  # a plan needs no tokenizer, and a run is refused when it loads its target
+    if rendering.tokenizer.chat_template is None:
+        return recipe
+    read = [source.template(rendering).arguments_read() for source in chats]
+    known = sorted({name for names in read for name in names or ()})
+    unread = [name for name in data.template if name not in known and None not in read]
+    given = {override.removeprefix("--").partition("=")[0] for override in overrides}
+    for name in unread:
+        if given & {"data", "data.template", f"data.template.{name}"}:
+            raise UserError(
+                f"data.template.{name}: the chat template reads no such argument"
+                f"{suggest(name, known) if known else ', and no other'}; leave it out"
+            )
+    if unread:
+        names = ", ".join(unread)
+        print_line(f"data.template: left out {names}, which the chat template of {target.path} does not read")
+    kept = {name: value for name, value in data.template.items() if name not in unread}
+    return recipe.model_copy(update={"data": data.model_copy(update={"template": kept})})
 
 
 def open_reader(data: Data, tokenizer: PreTrainedTokenizerBase, run: Run) -> Reader:

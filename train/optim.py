@@ -125,10 +125,10 @@ def lr_factor(step: int, settings: Train) -> float:
         return (step + 1) / (settings.warmup_steps + 1)
     floor = settings.min_lr_ratio
     if settings.schedule == "cosine":
-        done = (step - settings.warmup_steps) / max(1, settings.max_steps - settings.warmup_steps)
+        done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    decay_steps = max(1, round(settings.decay_fraction * settings.max_steps))
-    left = (settings.max_steps - step) / decay_steps
+    decay_steps = max(1, round(settings.decay_fraction * settings.steps))
+    left = (settings.steps - step) / decay_steps
     return floor + (1 - floor) * min(1.0, left)
 
 

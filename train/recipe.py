@@ -19,6 +19,7 @@ from train.features.settings import AnyFeatures, ProcessFeatures
 from train.head_settings import AnyHead
 from train.strict_yaml import (
     MOST,
+    OVERRIDE,
     Count,
     Fraction,
     Key,
@@ -27,9 +28,11 @@ from train.strict_yaml import (
     Seed,
     Settings,
     Share,
+    Source,
     Step,
     Temperature,
     check,
+    dotted,
     read_settings,
 )
 
@@ -41,6 +44,10 @@ def _check_project(name: str) -> str:
 
 
 Several = Annotated[int, Field(ge=1, le=2**16)]
+MOST_EPOCHS = 1_000
+"""More epochs than this are taken for a mistake."""
+SHORTEST = 5
+"""A run is at least this many times as long as its warm-up."""
 
 
 class Adapter(Settings):
@@ -85,8 +92,11 @@ class Target(Settings):
 class Train(Settings):
     """The training loop."""
 
-    max_steps: Count
-    """Optimizer steps of the whole run."""
+    max_steps: Count | None = None
+    """Optimizer steps of the whole run. Null: `train.epochs` gives them."""
+    epochs: Annotated[float, Field(gt=0, le=MOST_EPOCHS)] | None = None
+    """Number of times that the run reads its training rows, as a replacement for `max_steps`: the steps then follow
+    from the data. The recipe in the run's folder has the number of steps."""
     seed: Seed = 0
     """Seed of the initial weights and of the order of the data."""
     batch_size: Several = 8
@@ -108,7 +118,7 @@ class Train(Settings):
     schedule: Literal["cosine", "wsd"] = "cosine"
     """Learning rate after the warm-up: `cosine` falls along a cosine, `wsd` stays constant, then falls at the end."""
     warmup_steps: Step = 0
-    """Steps over which the learning rate rises to `lr`."""
+    """Steps over which the learning rate rises to `lr`, at most a fifth of the run: a short run shortens them."""
     decay_fraction: Share = 0.2
     """`wsd` only: fraction of the run, at its end, over which the learning rate falls."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -126,6 +136,12 @@ class Train(Settings):
     """Steps between measurements of tau. The head with the best tau is kept. Null: measure only at the end."""
     log_every: Count = 10
     """Steps between log lines."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run, which are known when the data have been read."""
+        assert self.max_steps is not None
+        return self.max_steps
 
 
 class Report(Settings):
@@ -217,12 +233,22 @@ class Recipe(Settings):
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe, apply the overrides and check it. UserError lists all faults, one per line."""
     source = read_settings(Path(path), overrides)
+    _replace_length(source)
     recipe, errors = check(source, Recipe)
     if recipe is not None:
         errors += [source.line(key, what) for key, what in (*_given_in_vain(recipe), *_contradictions(recipe))]
     if recipe is None or errors:
         raise UserError("\n".join(errors))
     return recipe
+
+
+def _replace_length(source: Source) -> None:
+    """Remove the file's `train.epochs` if the command line gives `train.max_steps`, and the other way round."""
+    train, names = source.tree.get("train"), ("max_steps", "epochs")
+    for name, other in (names, names[::-1]):
+        given, replaced = (source.places.get(("train", key), "").startswith(OVERRIDE) for key in (name, other))
+        if isinstance(train, dict) and given and not replaced and train[name] is not None:
+            train.pop(other, None)
 
 
 def dump_recipe(record: dict[str, Any]) -> str:
@@ -274,27 +300,30 @@ def _given_in_vain(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     """Yield the settings without effect that the recipe gives, each with its error."""
     for key, why in _useless(recipe).items():
         if _is_given(recipe, key):
-            yield key, f"has no effect {why}; leave it out"
+            yield key, f"has no effect {why}; leave it out ({dotted(key)}=null)"
 
 
 def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     """Yield the settings that contradict other settings, each with its error."""
     train, data = recipe.train, recipe.data
-    if train.warmup_steps >= train.max_steps:
-        yield ("train", "warmup_steps"), f"expected less than train.max_steps ({train.max_steps})"
+    if train.max_steps is not None and train.epochs is not None:
+        yield ("train", "epochs"), "train.max_steps is given, too; leave one of them out"
+    if train.max_steps is None and train.epochs is None:
+        yield ("train", "max_steps"), "is missing; give it a value, or give train.epochs"
     depth = getattr(recipe.head, "depth", None)
     if isinstance(depth, int) and depth >= data.context_length:
         yield ("head", "depth"), f"expected less than data.context_length ({data.context_length})"
-    if recipe.target.adapter and recipe.target.adapter.first_step >= train.max_steps:
-        yield ("target", "adapter", "first_step"), f"expected less than train.max_steps ({train.max_steps})"
-    if data.on_policy and data.on_policy.every >= train.max_steps:
-        yield ("data", "on_policy", "every"), f"expected less than train.max_steps ({train.max_steps})"
+    if train.max_steps is not None:
+        yield from _beyond_the_end(recipe)
     kind = recipe.features.kind
     if recipe.target.adapter and kind != "process":
         yield ("features", "kind"), f"target.adapter is trained in every process, got {kind}; use process"
     if data.on_policy and kind in ("vllm", "cache"):
         yield ("features", "kind"), f"data.on_policy makes rows along the way, got {kind}; use process or sharded"
     weights = [source.weight is not None for source in data.sources]
+    for name, answers in (("regenerate", data.regenerate), ("on_policy", data.on_policy)):
+        if any(weights) and answers is not None and answers.prompts is None:
+            yield ("data", name, "prompts"), "is missing: it is what the sources' weights share out; give a number"
     if any(weights) and not all(weights):
         missing = weights.index(False)
         yield ("data", "sources", missing, "weight"), "is missing: give every source a weight, or none"
@@ -305,6 +334,26 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     for key, tree in trees:
         if fault := _tree_fault(tree, recipe.eval.rule):
             yield key, fault
+
+
+def _beyond_the_end(recipe: Recipe) -> Iterator[tuple[Key, str]]:
+    """Yield the settings that come into effect only after the last step, each with its error."""
+    steps, expected = recipe.train.steps, f"expected less than train.max_steps ({recipe.train.steps})"
+    if recipe.target.adapter and recipe.target.adapter.first_step >= steps:
+        yield ("target", "adapter", "first_step"), expected
+    if recipe.data.on_policy and recipe.data.on_policy.every >= steps:
+        yield ("data", "on_policy", "every"), expected
+
+
+def with_steps(recipe: Recipe, steps: int) -> Recipe:
+    """Return the recipe of a run of this many steps, with a warm-up of at most a fifth of them. UserError for settings
+    that come into effect only after the last step."""
+    warmup = min(recipe.train.warmup_steps, steps // SHORTEST)
+    changes = {"max_steps": steps, "epochs": None, "warmup_steps": warmup}
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})
+    if faults := [f"{dotted(key)}: {what}" for key, what in _beyond_the_end(recipe)]:
+        raise UserError("\n".join(faults))
+    return recipe
 
 
 def _tree_fault(tree: str, rule: str) -> str | None:
@@ -325,4 +374,4 @@ def _is_given(recipe: Recipe, key: Key) -> bool:
     for part in key[:-1]:
         section = section[part] if isinstance(part, int) else getattr(section, part)
     name = str(key[-1])
-    return name in section.model_fields_set and getattr(section, name) is not None
+    return name in section.model_fields_set and getattr(section, name) not in (None, {})

@@ -12,7 +12,7 @@ from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
 from train.launch import is_lost_process, load_recipe_target, on_main, tell_first
 from train.loop import Outcome, fit
-from train.opening import Run, open_run
+from train.opening import Run, open_run, read_recipe
 from train.recipe import Eval, Recipe, load_recipe, plain_settings
 from train.run_folder import RunFolder
 
@@ -39,7 +39,7 @@ def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> in
 
 def recipe_of(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> Recipe:
     """Return the recipe given on the command line of train/NAME.py. UserError if it is for another kind of head."""
-    recipe = load_recipe(arguments[0], arguments[1:])
+    recipe = read_recipe(arguments)
     kind = recipe.head.kind
     if kind != kinds[name]:
         entry = next(entry for entry, trained in kinds.items() if trained == kind)
@@ -71,14 +71,15 @@ def finish(outcome: Outcome, run: Run) -> int:
                 f"python eval/bench.py {folder.path} where there is room for the target"
             )
             return 0
+        report = report_settings(recipe.eval)
+        tracker.say(f"next: the final measurement of {', '.join(report.trees)}; it writes {folder.path}/report.html")
         with features.whole() as target:
             adapted = target
             if recipe.target.adapter is not None:  # with the best head's adapter, not the last step's
                 adapted, _ = load_recipe_target(recipe.target, run.accelerator)
                 adapt_target(folder.head, adapted)
             head = load_head(folder.head, dtype=adapted.dtype, device=adapted.device)
-            heads, settings = {str(folder.head): head}, report_settings(recipe.eval)
-            results = run_bench(adapted, heads, tokenizer, settings, out=folder.path)
+            results = run_bench(adapted, {str(folder.head): head}, tokenizer, report, out=folder.path)
         tracker.log_outcome(results)
         folder.write_recipe(plain_settings(recipe))
         return 1 if results["exact"]["divergences"] else 0

@@ -33,7 +33,7 @@ FREE_SETTINGS = (
 )
 """Settings that may change when a run is resumed, since they do not change its result."""
 
-MAX_STEPS = ("train", "max_steps")
+MAX_STEPS, WARMUP = ("train", "max_steps"), ("train", "warmup_steps")  # a warm-up may follow from the steps
 REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", "top_k", "top_p", "min_p"))
 """Settings that are absent if nothing is sampled. If only `eval.report.temperatures` decides that, they concern only
 the report."""
@@ -102,6 +102,16 @@ class RunFolder:
                 "another output_dir"
             ) from None
 
+    def max_steps(self) -> int | None:
+        """Return the number of steps of the run whose checkpoints the folder holds, or None if it is not known."""
+        if not any(self.checkpoints.glob("step-*")):
+            return None
+        try:
+            steps = read_settings(self.recipe).tree["train"]["max_steps"]
+        except (UserError, LookupError, TypeError):
+            return None
+        return steps if isinstance(steps, int) else None
+
     def check_recipe(self, record: dict[str, Any]) -> None:
         """Raise UserError if the folder holds a run with checkpoints and other settings than `record`, a recipe's plain
         settings. The error names the differences."""
@@ -119,7 +129,7 @@ class RunFolder:
         }
         if not changed or not any(self.checkpoints.glob("step-*")):
             return
-        if changed.keys() == {MAX_STEPS}:
+        if MAX_STEPS in changed and changed.keys() <= {MAX_STEPS, WARMUP}:
             was, now = changed[MAX_STEPS]
             raise UserError(
                 f"output_dir {self.path}: holds a run whose learning rates are laid out over {_shown(was)} steps, got "

@@ -88,7 +88,7 @@ class Stepper:
         settings, accelerator, form = self.settings, self.accelerator, self.form
         distributed = accelerator.num_processes > 1
         self.trained.begin_step(number)
-        for coming in range(max(self.expected, number), min(number + self.features.steps_ahead, settings.max_steps)):
+        for coming in range(max(self.expected, number), min(number + self.features.steps_ahead, settings.steps)):
             for place in self._places(coming):
                 self.features.expect(self.mixture.rows(place))
             self.expected = coming + 1

@@ -28,6 +28,8 @@ def _check_name(name: str) -> str:
 
 MOST = 2**31
 """Bound of counts, steps and seeds: the product of two smaller numbers does not overflow."""
+OVERRIDE = "override "
+"""Beginning of the place of a key that is given on the command line."""
 Count = Annotated[int, Field(ge=1, lt=MOST)]
 Step = Annotated[int, Field(ge=0, lt=MOST)]
 Seed = Annotated[int, Field(ge=0, lt=MOST)]
@@ -87,11 +89,18 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
 
 
 def check(source: Source, model: type[M]) -> tuple[M | None, list[str]]:
-    """Return the typed settings, or None, and one line for each fault."""
+    """Return the typed settings, or None, and one line for each fault. Null stands for the default of a setting that
+    cannot be null: it is removed from the tree."""
     try:
         return model.model_validate(source.tree), []
     except ValidationError as failure:
-        return None, [_describe(source, model, dict(error)) for error in failure.errors(include_url=False)]
+        errors = [dict(error) for error in failure.errors(include_url=False)]
+    if any([_drop_null(source.tree, _visible(source.tree, error)) for error in errors]):
+        return check(source, model)
+    alike: dict[Key, list[dict[str, Any]]] = {}  # a value that fits no type of a union is one error for each type
+    for error in errors:
+        alike.setdefault(_visible(source.tree, error), []).append(error)
+    return None, [_describe(source, model, key, found) for key, found in alike.items()]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -167,9 +176,10 @@ def _lines(node: yaml.Node | None, key: Key = ()) -> Iterator[tuple[Key, int]]:
 
 
 def _override(source: Source, override: str) -> str | None:
-    """Apply one override `a.b.0.c=value` to the tree; mappings are merged. Return what is wrong with it, or None."""
-    name, equals, text = override.lstrip("-").partition("=")
-    place = f"override '{override}'"
+    """Apply one override `a.b.0.c=value` to the tree; the value replaces what was there. Return what is wrong with it,
+    or None. `--a.b.0.c=value` is the same, as W&B's sweeps write it."""
+    name, equals, text = override.removeprefix("--").partition("=")
+    place = f"{OVERRIDE}'{override}'"
     if not equals or not all(name.split(".")):
         return f"{place}: expected key.sub=value"
     key: Key = tuple(int(part) if part.isdecimal() and len(part) < 10 else part for part in name.split("."))
@@ -182,12 +192,12 @@ def _override(source: Source, override: str) -> str | None:
         last = depth == len(key) - 1
         if isinstance(tree, dict) and isinstance(part, str):
             if last:
-                tree[part] = _merge(tree.get(part), value)
+                tree[part] = value
             elif not isinstance(tree.get(part), dict | list):
                 tree[part] = {}
         elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
             if last:
-                tree[part] = _merge(tree[part], value)
+                tree[part] = value
         else:
             return f"{place}: {dotted(key[: depth + 1])}: there is no such entry"
         if not last:
@@ -196,14 +206,19 @@ def _override(source: Source, override: str) -> str | None:
     return None
 
 
-def _merge(old: Any, new: Any) -> Any:
-    if isinstance(old, dict) and isinstance(new, dict):
-        return {**old, **{name: _merge(old.get(name), value) for name, value in new.items()}}
-    return new
+def _drop_null(tree: Any, key: Key) -> bool:
+    """Remove the null at a key from its mapping. Return False if there is none."""
+    for part in key[:-1]:
+        tree = tree[part]
+    if isinstance(tree, dict) and key and key[-1] in tree and tree[key[-1]] is None:
+        del tree[key[-1]]
+        return True
+    return False
 
 
-def _describe(source: Source, model: type[BaseModel], error: dict[str, Any]) -> str:
-    key = _visible(source.tree, error["loc"])
+def _describe(source: Source, model: type[BaseModel], key: Key, errors: list[dict[str, Any]]) -> str:
+    """Return the line of a key's errors, of which there are several if its value fits no type of a union."""
+    error = errors[0]
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return source.line(key, _unknown(source, model, key))
@@ -221,6 +236,7 @@ def _describe(source: Source, model: type[BaseModel], error: dict[str, Any]) -> 
         choices = re.findall(r"'([^']+)'", context["expected"])
         return source.line(key, f"got {shown(error['input'])}" + suggest(str(error["input"]), choices))
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message += "".join(f" or {other['msg'].removeprefix('Input should be ')}" for other in errors[1:])
     given = error["input"]
     return source.line(key, message if isinstance(given, dict) else f"{message}, got {shown(given)}")
 
@@ -262,15 +278,17 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from _models_in(argument)
 
 
-def _visible(tree: Any, location: tuple[str | int, ...]) -> Key:
-    """Return a pydantic location without the tags of tagged unions, which are not keys in the file."""
+def _visible(tree: Any, error: dict[str, Any]) -> Key:
+    """Return the location of a pydantic error without the tags and types of unions, which are not keys in the file."""
     key: list[str | int] = []
-    for n, part in enumerate(location):
+    for n, part in enumerate(error["loc"]):
         if isinstance(tree, dict):
-            if part not in tree and n < len(location) - 1:
+            if part not in tree and (n < len(error["loc"]) - 1 or error["type"] != "missing"):
                 continue
             tree = tree.get(part)
         elif isinstance(tree, list) and isinstance(part, int):
             tree = tree[part]
+        else:
+            break
         key.append(part)
     return tuple(key)

@@ -45,7 +45,7 @@ def make_target(arguments: Sequence[str]) -> int:
     if recipe.data.chats:
         tokenizer.chat_template = CHAT_TEMPLATE
     model = train(recipe, folder, accelerator, tokenizer.eos_token_id)
-    command = f"accelerate launch scripts/make_target.py {' '.join(arguments)}"
+    command = f"accelerate launch -q scripts/make_target.py {' '.join(arguments)}"
     on_main(accelerator, lambda: publish(recipe, folder, model, tokenizer, command))
     return 0
 

@@ -2,17 +2,17 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
 from accelerate import Accelerator
-from tqdm import tqdm
 
+from eval.benchmark.progress import Progress
 from eval.benchmark.results import Results, figures_of
-from eval.reporting.format import count, is_disturbed
+from eval.reporting.format import count, short_name, why_unreliable
 from heads.errors import UserError, first_line
 from heads.files import write_text
 from train.recipe import Tracking
@@ -20,8 +20,10 @@ from train.run_folder import RunFolder
 
 Metrics = dict[str, Any]
 
-BAR_FORMAT = "{n_fmt}/{total_fmt} {bar} {desc}"
-"""The numbers come before the bar: they fit into 80 columns, and the bar takes the remaining width."""
+NOT_TRACKED = ("accepted", "chains", "overlap")
+"""Metrics by depth that only metrics.jsonl holds: parts of the loss, which no chart explains."""
+LONGEST_TAG = 64
+"""Number of letters of a tag that wandb allows."""
 
 
 class Tracker:
@@ -33,48 +35,45 @@ class Tracker:
     def __init__(self, accelerator: Accelerator, folder: RunFolder, settings: Tracking, max_steps: int):
         self.accelerator, self.folder, self.settings, self.max_steps = accelerator, folder, settings, max_steps
         self.main = accelerator.is_main_process
-        self.stream = sys.stderr
         self.record: dict[str, Any] = {}
         """The recipe's plain settings, which a tracker shows."""
-        self._bar: tqdm[Any] | None = None
+        self._progress: Progress | None = None
+        self._explained = False
         self._file: TextIO | None = None
 
     def say(self, text: str) -> None:
         """Print one line on the terminal."""
         if self.main:
-            if self._bar is not None:
-                self._bar.write(text, file=self.stream)
+            if self._progress is not None:
+                self._progress.say(text)
             else:
-                print(text, file=self.stream, flush=True)
+                print(text, file=sys.stderr, flush=True)
 
-    def start(self, step: int) -> None:
-        """Begin recording after `step`. Lines of later steps from an interrupted run are dropped."""
+    def start(self, step: int, measured_step: int = 0) -> None:
+        """Begin recording after `step`. Lines of later steps and of later measurements, from an interrupted run, are
+        dropped."""
         if not self.main:
             return
-        keep_metrics(self.folder.metrics, step)
+        keep_metrics(self.folder.metrics, step, measured_step)
         self._file = self.folder.metrics.open("a", encoding="utf-8")
         self._start_trackers(step)
-        if self.stream.isatty():
-            self._bar = tqdm(
-                total=self.max_steps, initial=step, file=self.stream, dynamic_ncols=True, bar_format=BAR_FORMAT
-            )
+        self._progress = Progress("step", self.max_steps, done=step, announced=True, cold=True)
 
     def advance(self) -> None:
-        if self._bar is not None:
-            self._bar.update()
+        if self._progress is not None:
+            self._progress.advance()
 
-    def log_train(self, metrics: Metrics, *, seconds_left: float) -> None:
-        """Record training metrics, and print one line or update the bar."""
+    def log_train(self, metrics: Metrics) -> None:
+        """Record training metrics, and show them."""
         self._record({"kind": "train", **metrics})
-        speed = count(metrics["tokens_per_second"])
-        text = (
-            f"loss {metrics['loss']:.3f}  accuracy {_percent(metrics['accuracy'])}  {speed} tokens/s  "
-            f"{timedelta(seconds=round(seconds_left))} left"
+        if self._progress is None:
+            return
+        depths = "" if self._explained else f" of draft tokens 1 to {len(metrics['accuracy'])}:"
+        self._explained = True
+        self._progress.log(
+            f"loss {metrics['loss']:.3f}, accuracy{depths} {_percent(metrics['accuracy'])}, "
+            f"{count(metrics['tokens_per_second'])} tokens/s"
         )
-        if self._bar is not None:
-            self._bar.set_description_str(text)
-        else:
-            self.say(f"step {metrics['step']}/{self.max_steps}  {text}")
 
     def log_eval(self, metrics: Metrics) -> None:
         """Record a measurement, and print one line."""
@@ -88,7 +87,7 @@ class Tracker:
         measured = f"measured tau {metrics['tau']:.3f}{by_training}"
         if metrics["is_estimate"]:
             measured = f"tau {metrics['tau']:.3f}, an estimate by the training step on training text"
-        self.say(f"step {metrics['step']}  {measured}  acceptance by depth {alpha}  ({best})")
+        self.say(f"step {metrics['step']:,}  {measured}  acceptance by depth {alpha}  ({best})")
 
     def log_outcome(self, results: Results) -> None:
         """Record the measurement of the finished head with the trackers. Start them again if an earlier process did the
@@ -105,9 +104,9 @@ class Tracker:
 
     def stop(self) -> None:
         """Close the bar and `metrics.jsonl`. Trackers stay open for the final measurement. May be called twice."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -118,6 +117,8 @@ class Tracker:
         for tracker in self.accelerator.trackers:
             if tracker.name == "wandb":
                 tracker.tracker.finish(exit_code=code)
+                if tracker.tracker.offline:
+                    self.say(run_place(tracker.tracker))
             else:
                 tracker.finish()
         self.accelerator.trackers = []
@@ -129,6 +130,7 @@ class Tracker:
         import wandb
 
         settings, id_file = self.settings, self.folder.path / "wandb-id"
+        record = self.record
         online = settings.wandb == "online"
         wandb_options = {
             "name": settings.name or self.folder.path.name,
@@ -136,7 +138,8 @@ class Tracker:
             "resume": "allow" if online else None,
             "mode": "online" if online else "offline",
             "dir": str(self.folder.path),
-            "config": self.record,
+            "config": record,
+            "tags": tags(record["head"]["kind"], record["target"]["path"]),
             "settings": quiet_settings(),
         }
         # TensorBoard hides what an interrupted run wrote after its checkpoint.
@@ -150,7 +153,10 @@ class Tracker:
                 f"tracking.wandb {settings.wandb}: wandb does not start ({first_line(error)}); {remedy}"
             ) from None
         if settings.wandb != "off":
-            write_text(id_file, self.accelerator.get_tracker("wandb", unwrap=True).id + os.linesep)
+            run = self.accelerator.get_tracker("wandb", unwrap=True)
+            write_text(id_file, run.id + os.linesep)
+            if online:
+                self.say(run_place(run))
 
     def _record(self, metrics: Metrics) -> None:
         if self._file is not None:
@@ -159,14 +165,15 @@ class Tracker:
         self.accelerator.log(flat(metrics), step=metrics["step"])
 
 
-def keep_metrics(path: Path, step: int) -> None:
-    """Drop lines of later steps and damaged lines, so that a resumed run records every step once."""
+def keep_metrics(path: Path, step: int, measured_step: int) -> None:
+    """Drop lines of later steps and measurements and damaged lines, so that a resumed run records all once."""
     if not path.is_file():
         return
     kept = []
     for line in path.read_bytes().splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            record = json.loads(line)
+            if record["step"] <= (measured_step if record["kind"] == "eval" else step):
                 kept.append(line.decode() + "\n")
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
@@ -174,37 +181,47 @@ def keep_metrics(path: Path, step: int) -> None:
 
 
 def flat(metrics: Metrics) -> dict[str, float]:
-    """Return scalars, named `train/...` or `eval/...`. A list gives one scalar per depth, counted from 1."""
+    """Return scalars, named `train/...` or `eval/...`. A list gives one scalar per depth, counted from 1, for the
+    depths that have a value."""
     out: dict[str, float] = {}
     for name, value in metrics.items():
+        if name in NOT_TRACKED:
+            continue
         if isinstance(value, list):
-            out |= {f"{metrics['kind']}/{name}_{depth}": part for depth, part in enumerate(value, start=1)}
+            parts = enumerate(value, start=1)
+            out |= {f"{metrics['kind']}/{name}_{depth}": part for depth, part in parts if part is not None}
         elif name not in ("kind", "step") and isinstance(value, int | float):
             out[f"{metrics['kind']}/{name}"] = value
     return out
 
 
 def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None = None) -> None:
-    """Log a report in `folder` to a wandb run: the metrics, which a sweep can optimise, a table with a row for every
-    setting, the charts, and the head, if given, as an artifact."""
+    """Log a report in `folder` to a wandb run: the figures as its summary, which a sweep can optimise, the page, a
+    table with a row for every setting, the charts, and the head, if given, as an artifact."""
     import wandb
 
     figures = known_figures(results)
-    names = ["tau", "speedup", "tokens_per_second", "plain_tokens_per_second"]
+    names = ["tau", "tau_low", "tau_high", *("speedup", "speedup_low", "speedup_high")]
+    names += ["tokens_per_second", "plain_tokens_per_second"]
     rows = [
-        [m["tree"], float(m["temperature"]), *(figures_of(m)[name] for name in names), not is_disturbed(m)]
+        [m["tree"], float(m["temperature"]), *map(known_figures(m).get, names), why_unreliable(m) is None]
         for m in results["measurements"]
     ]
-    charts = {f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))}
-    run.log({**figures, "measurements": wandb.Table(["draft", "temperature", *names, "reliable"], rows), **charts})
+    media: Metrics = {f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))}
+    page = folder / "report.html"
+    if page.is_file():
+        media["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
+    run.log({"measurements": wandb.Table(["draft", "temperature", *names, "reliable"], rows), **media})
     exact = results["exact"]
     run.summary.update(
         {
+            **figures,
             "prompts": exact["prompts"],
             "divergences": len(exact["divergences"]),
-            "reliable": not is_disturbed(results),
+            "reliable": why_unreliable(results) is None,
         }
     )
+    run.tags = tags(results["head"]["kind"], results["target"]["name"])
     if head is not None:
         about = {"kind": results["head"]["kind"], "draft": results["tree"], **figures}
         artifact = wandb.Artifact(f"head-{run.id}", type="model", metadata=about)
@@ -214,8 +231,22 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
 
 
 def known_figures(results: Results) -> dict[str, float]:
-    """Return the figures of a report that were measured."""
+    """Return the figures of a report that were measured, without those of a speedup that is not reliable."""
     return {name: value for name, value in figures_of(results).items() if value is not None}
+
+
+def tags(kind: str, target: str) -> tuple[str, ...]:
+    """Return the tags of a wandb run."""
+    return kind, short_name(target)[-LONGEST_TAG:]
+
+
+def run_place(run: Any) -> str:
+    """Return a line with the address of a wandb run, or with the command that uploads an offline run."""
+    if run.offline:
+        path = Path(run.sync_dir)
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        return f"wandb: offline; upload the run with: wandb sync {shlex.quote(str(path))}"
+    return f"wandb: {run.url}"
 
 
 def quiet_settings() -> Any:

@@ -27,6 +27,7 @@ from torch import Tensor
 from eval.benchmark.measure import line_up, profile, replayed_phases
 from eval.benchmark.metrics import predicted_speedup
 from eval.benchmark.prompts import Prompt, spread
+from eval.benchmark.reliability import why_unreliable
 from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
 from eval.command import AUTO
@@ -102,7 +103,9 @@ class Search:
     fixed: list[TreeShape] = field(default_factory=list)
     """Shapes that are measured regardless of the curve."""
     measured: dict[str, float] = field(default_factory=dict)
-    """Measured speedup by tree."""
+    """Measured speedup by tree, of those that are reliable."""
+    unreliable: list[str] = field(default_factory=list)
+    """Trees that were measured while something else used the machine, or on too few tokens."""
     comparisons: int = 0
 
     @property
@@ -114,7 +117,7 @@ class Search:
 
     @property
     def chosen(self) -> str | None:
-        """The fastest setting measured. Plain decoding may be even faster."""
+        """The fastest setting measured reliably. Plain decoding may be even faster."""
         return max(self.measured, key=lambda tree: self.measured[tree]) if self.measured else None
 
     def next_shapes(self) -> list[TreeShape]:
@@ -131,15 +134,18 @@ class Search:
                 return []
             centre, wanted = points[self.chosen], []
         wanted += [p.tree for p in beside(centre, self.curve)]
-        fixed = {shape.text: shape for shape in self.fixed}
-        return [fixed.get(tree) or parse_shape(tree) for tree in dict.fromkeys(wanted) if tree not in self.measured]
+        fixed, tried = {shape.text: shape for shape in self.fixed}, {*self.measured, *self.unreliable}
+        return [fixed.get(tree) or parse_shape(tree) for tree in dict.fromkeys(wanted) if tree not in tried]
 
     def take(self, measurements: Iterable[Results]) -> None:
-        """Add the figures of one comparison. If an output was not exact, there is no speedup and the search ends."""
+        """Add the figures of one comparison. If an output was not exact, there is no speedup and the search ends.
+        Nothing is concluded from a speedup that is not reliable."""
         self.comparisons += 1
         for m in measurements:
             if m["speedup"] is None:
                 self.comparisons = MOST_COMPARISONS
+            elif why_unreliable(m) is not None:
+                self.unreliable.append(m["tree"])
             else:
                 self.measured[m["tree"]] = m["speedup"]["measured"]
 
@@ -153,6 +159,7 @@ class Search:
             "curve": [asdict(point) for point in self.curve],
             "proposed": [point.tree for point in self.proposed],
             "measured": self.measured,
+            "unreliable": self.unreliable,
             "chosen": self.chosen,
             "plain_is_faster": self.chosen is not None and self.measured[self.chosen] < 1,
         }

@@ -5,6 +5,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
@@ -114,15 +115,19 @@ def setup_line(target: FrozenTarget, training: str | None = None) -> str:
 
 
 def contention(device: torch.device) -> str | None:
-    """Return advice if other processes use cores that this process's threads need, else None."""
+    """Return advice if other processes use cores that this process's threads need, else None. Threads of OpenMP spin
+    while they wait, so two such processes slow each other many times over."""
     threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
     if device.type != "cpu" or threads == 1:
         return None
-    used = [share / 100 for core, share in enumerate(psutil.cpu_percent(LOOK_SECONDS, percpu=True)) if core in cores]
-    if len(used) - sum(used) >= threads - 0.5:
+    started, own = time.perf_counter(), time.process_time()
+    shares = psutil.cpu_percent(LOOK_SECONDS, percpu=True)
+    own = (time.process_time() - own) / (time.perf_counter() - started)  # cores used by this process's own threads
+    used = sum(share / 100 for core, share in enumerate(shares) if core in cores) - own
+    if len(cores) - used >= threads - 0.5:
         return None
     return (
-        f"other processes use {sum(used):.1f} of the {len(used)} cores on which {threads} threads are to run here, and "
+        f"other processes use {used:.1f} of the {len(cores)} cores on which {threads} threads are to run here, and "
         "every step waits for the slowest: OMP_NUM_THREADS=1 before the command may make it many times faster"
     )
 

@@ -10,7 +10,7 @@ must emit the same tokens again.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -19,16 +19,15 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmark import metrics
 from eval.benchmark.measure import Comparison, Variant, check_decoded
 from eval.benchmark.prompts import spread
+from eval.benchmark.reliability import why_unreliable
 from eval.benchmark.results import Results
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import PHASES, Output
-from eval.runtime.identity import Flip, find_flips, pinned_engine
+from eval.runtime.identity import Judge, first_difference
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling import Sampling
-from heads.backends.selection import is_narrow
 from heads.target.frozen import FrozenTarget
 from heads.target.noise import gumbel
-from heads.tree import is_chain
 
 NUM_SAMPLES = 4
 Divergence = dict[str, Any]
@@ -76,29 +75,21 @@ def audit(comparison: Comparison, tokenizer: PreTrainedTokenizerBase) -> list[li
 
 
 def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Divergence]:
-    """Return the places where a variant's tokens differ from plain decoding's. In 16-bit types on a GPU, the reference
-    is plain decoding in steps of as many nodes, and a tree's output that differs only in near-ties is marked `near_tie`
+    """Return the places where a variant's tokens differ from plain decoding's. Each prompt whose text differs is
+    decoded again plainly at the width of the rounds, and marked `near_tie` if rounding alone explains every text of it
     (`eval.runtime.identity`)."""
-    if not is_narrow(variant.engine.target):
-        return find_divergences(comparison, variant, tokenizer)
-    pinned = pinned_engine(variant.engine)
-    reference = Variant(pinned)
-    for unit, indices in enumerate(comparison.units):
-        reference.run(unit, indices, comparison.requests, 0)
-    found = find_divergences(comparison, variant, tokenizer, reference=reference)
+    found = find_divergences(comparison, variant, tokenizer)
+    if not found:
+        return found
+    judge, plain = Judge(variant.engine, comparison.plain.engine), comparison.plain.outputs[0]
     by_id = {(prompt.suite, prompt.id): i for i, prompt in enumerate(comparison.prompts)}
     for divergence in found:
         i = by_id[divergence["suite"], divergence["prompt"]]
-        flips = find_flips(pinned, comparison.requests[i], variant.outputs[divergence["repeat"]][i].tokens)
-        divergence["against"] = "plain"
-        divergence |= near_tie(flips, may_tie=not is_chain(variant.shape) and not variant.engine.options.strict)
+        texts = {tuple(outputs[i].tokens) for outputs in variant.outputs} - {tuple(plain[i].tokens)}
+        verdicts = [judge.compare(comparison.requests[i], plain[i].tokens, text) for text in sorted(texts)]
+        divergence["near_tie"] = all(verdict.is_near_tie for verdict in verdicts)
+        divergence["flips"] = [asdict(flip) for verdict in verdicts for flip in verdict.flips]
     return found
-
-
-def near_tie(flips: Sequence[Flip], *, may_tie: bool) -> Results:
-    """Return the record of an output's flips. It is a near-tie if all flips are near-ties and `may_tie` is True."""
-    record = [{**asdict(flip), "near_tie": flip.is_near_tie} for flip in flips]
-    return {"near_tie": may_tie and bool(flips) and all(flip.is_near_tie for flip in flips), "flips": record}
 
 
 def at_temperature_zero(comparison: Comparison) -> Comparison:
@@ -151,12 +142,6 @@ def find_divergences(
     return found
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the first position at which two token sequences differ, or None if they are equal. If one is a prefix of
-    the other, the position is its length."""
-    return next((position for position, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
-
-
 @torch.no_grad()
 def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling) -> float:
     """Return the margin of the token after `ids`: the difference between the two highest scores. At temperature 0 the
@@ -186,21 +171,24 @@ def figures(
     exact = exactness(len(indices), len(indices), identical, own, in_distribution=comparison.in_distribution)
     outputs = [variant.outputs[0][i] for i in indices]
     depth, tau = variant.shape.depth, metrics.tau(outputs)
-    plain, drafted = ([who.unit_seconds(unit) for unit in units] for who in (comparison.plain, variant))
-    tokens, made = ([comparison.tokens(unit, who) for unit in units] for who in (comparison.plain, variant))
-    timings = variant.timings_of(units)
+    turns, timed = comparison.turns(units), comparison.timed_turns(units)
+    (tokens, plain), (made, drafted) = (comparison.rate(who, timed) for who in (comparison.plain, variant))
+    steps, rounds = (who.round_seconds(timed) for who in (comparison.plain, variant))
+    step_ms, round_ms = ({"mean": 1e3 * mean(s), "median": 1e3 * middle(s)} for s in (steps, rounds))
     phases = comparison.breakdowns[comparison.drafting.index(variant)]
     speedup = None
     if identical == len(indices):
-        if comparison.in_distribution:  # outputs differ from plain decoding's, so rates are compared
-            rates = (made, drafted), (tokens, plain)
-            measured, interval = metrics.rate_ratio(*rates), metrics.rate_ratio_interval(*rates)
-        else:
-            measured, interval = metrics.speedup(plain, drafted), metrics.ratio_interval(plain, drafted)
+        rates = (made, drafted), (tokens, plain)
         whole = sum(phases[phase] for phase in PHASES)
-        predicted = metrics.predicted_speedup(tau, plain_seconds=phases["plain"], round_seconds=whole)
-        speedup = {"measured": measured, "ci95": interval, "predicted": predicted}
-    return {
+        medians = {"plain_seconds": step_ms["median"], "round_seconds": round_ms["median"]}
+        speedup = {
+            "measured": metrics.rate_ratio(*rates),
+            "ci95": metrics.rate_ratio_interval(*rates),
+            "predicted": metrics.predicted_speedup(tau, plain_seconds=phases["plain"], round_seconds=whole),
+            "ratio_of_medians": metrics.predicted_speedup(tau, **medians),
+            "tokens": min(sum(tokens), sum(made)),
+        }
+    record = {
         "tree": str(variant.shape),
         "depth": depth,
         "nodes": variant.shape.nodes,
@@ -215,19 +203,35 @@ def figures(
             "tokens_per_second": metrics.tokens_per_second(tokens, plain),
             "ms_per_token": 1e3 * sum(plain) / max(sum(tokens), 1),
             "token_ms": metrics.token_percentiles(comparison.token_seconds(units, comparison.plain)),
+            "step_ms": step_ms,
         },
         "speculative": {
             "tokens_per_second": metrics.tokens_per_second(made, drafted),
-            "ms_per_round": 1e3 * sum(drafted) / max(sum(timing.rounds for timing in timings), 1),
+            "ms_per_round": round_ms["mean"],
+            "round_ms": round_ms,
             "token_ms": metrics.token_percentiles(comparison.token_seconds(units, variant)),
             "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
             "plain_step_ms": 1e3 * phases["plain"],
         },
         "speedup": speedup,
+        "turns": {"timed": len(timed), "left_out": len(turns) - len(timed)},
         "loop_share": metrics.loop_share([output.tokens for output in outputs]),
         "tokens": sum(len(output.tokens) for output in outputs),
         "undecoded": sum(len(output.tokens) == 1 for output in outputs),
     }
+    if speedup is not None:
+        speedup["reliable"] = why_unreliable(record) is None
+    return record
+
+
+def mean(seconds: Sequence[float]) -> float:
+    """Return the mean; 0 of nothing."""
+    return fmean(seconds or [0.0])
+
+
+def middle(seconds: Sequence[float]) -> float:
+    """Return the median; NaN of nothing."""
+    return median(seconds or [float("nan")])
 
 
 def exactness(
@@ -253,15 +257,6 @@ def by_suite(comparison: Comparison, variant: Variant, divergences: Sequence[Div
         if prompt.category != prompt.suite:
             groups.setdefault(f"{prompt.suite}/{prompt.category}", []).append(unit)
     return {name: figures(comparison, variant, divergences, units) for name, units in groups.items()}
-
-
-def headline(measurements: Sequence[Results]) -> int:
-    """Return the index of the headline setting: the fastest at the first temperature, or the first setting if the audit
-    failed there."""
-    candidates = [i for i, m in enumerate(measurements) if m["temperature"] == measurements[0]["temperature"]]
-    if any(measurements[i]["speedup"] is None for i in candidates):
-        return 0
-    return max(candidates, key=lambda i: measurements[i]["speedup"]["measured"])
 
 
 def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[Divergence]) -> Results:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from eval.benchmark.environment import environment, setup_line, target_facts
+from eval.benchmark.progress import Progress
 from eval.benchmark.prompts import Prompt, follow_up, load_prompts, prompts_hash, split_prompts
 from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
@@ -123,6 +124,7 @@ def load_pair(
     wanted = getattr(torch, dtype) if dtype != "auto" else torch.float32 if device.type == "cpu" else None
     transformers_logging.disable_progress_bar()
     level = transformers_logging.get_verbosity()
+    progress = Progress(f"loading {path}", announced=True)
     transformers_logging.set_verbosity_error()  # its report of missing weights is long; load_target's is one line
     try:
         target = load_target(
@@ -138,6 +140,7 @@ def load_pair(
             give_template(tokenizer, target.start_token)
         return target, tokenizer
     finally:
+        progress.close()
         transformers_logging.set_verbosity(level)
 
 

@@ -3,18 +3,20 @@
 Prompts that are decoded together form a unit. Every variant (plain decoding, and each head with each draft tree)
 decodes each unit in turn. The variant that goes first rotates, so that a machine that slows down affects all variants
 alike. Prefill is timed separately.
+
+A turn is one unit decoded by all variants in one repeat. The slowest tenth of turns is left out of all times, and its
+tokens with it, on both sides of a comparison alike.
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from statistics import median
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eval.benchmark.metrics import token_seconds
+from eval.benchmark.progress import Progress
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.roofline import phase_seconds
 from eval.benchmark.settings import BenchSettings
@@ -30,8 +32,13 @@ from heads.tree import TreeShape
 WARM_UP_TOKENS = 24
 PROFILED_PROMPTS = 4
 
+TURNS_PER_SLOW_ONE = 10
+"""Of so many turns the slowest is left out."""
+
 Draft = tuple[Drafter, TreeShape]
 """Pair of a head and the tree that it drafts, to be compared with plain decoding."""
+Turn = tuple[int, int]
+"""Repeat and unit."""
 
 
 @dataclass
@@ -58,13 +65,13 @@ class Variant:
         self.outputs[repeat].update(zip(indices, outputs, strict=True))
         self.timings[repeat][unit] = self.engine.timings
 
-    def timings_of(self, units: Sequence[int]) -> list[Timings]:
-        """Return the timings of some units in all repeats."""
-        return [timings[unit] for unit in units for timings in self.timings]
+    def timings_of(self, turns: Sequence[Turn]) -> list[Timings]:
+        """Return the timings of some turns."""
+        return [self.timings[repeat][unit] for repeat, unit in turns]
 
-    def unit_seconds(self, unit: int) -> float:
-        """Return the decode seconds of one unit, summed over all repeats."""
-        return sum(timings.decode_seconds for timings in self.timings_of([unit]))
+    def round_seconds(self, turns: Sequence[Turn]) -> list[float]:
+        """Return the seconds of every round of some turns."""
+        return [seconds for timings in self.timings_of(turns) for seconds in timings.round_seconds]
 
 
 @dataclass
@@ -87,9 +94,29 @@ class Comparison:
         sampled = self.requests[0].sampling.temperature > 0
         return sampled and any(variant.engine.options.rule != "match" for variant in self.drafting)
 
-    def tokens(self, unit: int, variant: Variant) -> int:
-        """Return the number of tokens that rounds (not prefill) produced in one unit, summed over all repeats."""
-        return len(variant.outputs) * sum(variant.outputs[0][i].decoded for i in self.units[unit])
+    def turns(self, units: Sequence[int]) -> list[Turn]:
+        """Return the turns of some units."""
+        return [(repeat, unit) for repeat in range(len(self.plain.outputs)) for unit in units]
+
+    def timed_turns(self, units: Sequence[int]) -> list[Turn]:
+        """Return the turns of some units whose times count: all but the slowest tenth.
+
+        A turn is slow if its rounds took long, whatever their number: its seconds per round are divided by those of
+        the median turn, and summed over all variants.
+        """
+        turns = self.turns(units)
+        paces = [relative_pace(variant.timings_of(turns)) for variant in (self.plain, *self.drafting)]
+        slowness = [sum(of_variants) for of_variants in zip(*paces, strict=True)]
+        slowest = sorted(range(len(turns)), key=lambda n: -slowness[n])[: len(turns) // TURNS_PER_SLOW_ONE]
+        return [turn for n, turn in enumerate(turns) if n not in slowest]
+
+    def rate(self, variant: Variant, turns: Sequence[Turn]) -> tuple[list[int], list[float]]:
+        """Return the tokens that rounds (not prefill) produced in some turns, and their seconds, by unit."""
+        tokens, seconds = [0] * len(self.units), [0.0] * len(self.units)
+        for repeat, unit in turns:
+            tokens[unit] += sum(variant.outputs[repeat][i].decoded for i in self.units[unit])
+            seconds[unit] += variant.timings[repeat][unit].decode_seconds
+        return tokens, seconds
 
     def token_seconds(self, units: Sequence[int], variant: Variant) -> list[float]:
         """Return the seconds between tokens in some units, in all repeats."""
@@ -108,23 +135,23 @@ def compare(
     prompts: Sequence[Prompt],
     temperature: float,
     settings: BenchSettings,
-    bar: Progress | None = None,
-    what: str = "measuring",
+    where: str = "",
 ) -> Comparison:
-    """Decode `prompts` plainly and with every draft in turns, `settings.repeats` times. `bar` shows the progress of
-    `what`."""
-    bar = bar or progress_bar()
-    task = bar.add_task(what, total=settings.repeats * (1 + len(drafts)) * len(prompts))
-    result = line_up(target, drafts, prompts, temperature, settings)
-    variants = [result.plain, *result.drafting]
-    for repeat in range(settings.repeats):
-        for unit, indices in enumerate(result.units):
-            first = (repeat + unit) % len(variants)
-            for variant in variants[first:] + variants[:first]:
-                variant.run(unit, indices, result.requests, repeat)
-                bar.advance(task, len(indices))
-    result.breakdowns = replayed_phases(result) or profile(result)
-    bar.remove_task(task)
+    """Decode `prompts` plainly and with every draft in turns, `settings.repeats` times. `where`: more words for the
+    lines of progress."""
+    names = ", ".join(dict.fromkeys(str(shape) for _, shape in drafts))
+    what = f"measuring {names} {'greedy' if temperature == 0 else f'at T = {temperature:g}'}{where}"
+    with Progress(f"{what}: output", settings.repeats * (1 + len(drafts)) * len(prompts)) as progress:
+        result = line_up(target, drafts, prompts, temperature, settings)
+        variants = [result.plain, *result.drafting]
+        for repeat in range(settings.repeats):
+            for unit, indices in enumerate(result.units):
+                first = (repeat + unit) % len(variants)
+                for variant in variants[first:] + variants[:first]:
+                    variant.run(unit, indices, result.requests, repeat)
+                    progress.advance(len(indices))
+    with Progress(f"{what}: phases of a round", announced=True):
+        result.breakdowns = replayed_phases(result) or profile(result)
     return result
 
 
@@ -168,6 +195,13 @@ def make_requests(
     ]
 
 
+def relative_pace(timings: Sequence[Timings]) -> list[float]:
+    """Return the seconds per round, relative to the median; 0 without rounds."""
+    paces = [timing.decode_seconds / timing.rounds if timing.rounds else 0.0 for timing in timings]
+    middle = median([pace for pace in paces if pace] or [1.0])
+    return [pace / middle for pace in paces]
+
+
 def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
     """Return the indices of the prompts that are decoded together: consecutive prompts of one suite and category, at
     most `batch_size`."""
@@ -182,29 +216,25 @@ def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list
     """Return seconds of one round by phase for each drafting variant, over the first prompts that have rounds. The
     rounds run without graphs, and the host waits after each phase.
 
-    Plain decoding runs on the same prompts, so that the seconds of a plain step come from the same minute.
+    Plain decoding runs on the same prompts and is timed by the same phases, so that the two can be compared. A phase
+    takes the median of its rounds.
     """
     variants = [comparison.plain, *comparison.drafting]
-    seconds = [dict.fromkeys((*PHASES, "whole"), 0.0) for _ in variants]
-    rounds = [0] * len(variants)
+    seconds: list[dict[str, list[float]]] = [{phase: [] for phase in PHASES} for _ in variants]
     profiled = 0
     for indices in comparison.units:
-        for n, variant in enumerate(variants):
-            variant.engine.profile = n > 0
+        for variant, by_phase in zip(variants, seconds, strict=True):
+            variant.engine.profile = True
             outputs = variant.engine.generate([comparison.requests[i] for i in indices])
             variant.engine.profile = False
-            timings = variant.engine.timings
-            rounds[n] += timings.rounds
-            for phase, spent in (*timings.breakdown.items(), ("whole", timings.decode_seconds)):
-                seconds[n][phase] += spent
+            for phase, spent in variant.engine.timings.breakdown.items():
+                by_phase[phase] += spent
         profiled += sum(output.rounds > 0 for output in outputs)
         if profiled >= num_prompts:
             break
-    plain = seconds[0]["whole"] / max(rounds[0], 1)
-    return [
-        {phase: spent[phase] / max(count, 1) for phase in PHASES} | {"plain": plain}
-        for spent, count in zip(seconds[1:], rounds[1:], strict=True)
-    ]
+    typical = [{phase: median(spent or [0.0]) for phase, spent in by_phase.items()} for by_phase in seconds]
+    plain = sum(typical[0].values())
+    return [{**phases, "plain": plain} for phases in typical[1:]]
 
 
 @torch.inference_mode()
@@ -231,16 +261,3 @@ def check_decoded(outputs: Iterable[Output], suite: str) -> None:
             f"{suite}: every output ended with its first token, which the prefill gives: there is nothing to draft; "
             "use other prompts, or allow more new tokens"
         )
-
-
-def progress_bar() -> Progress:
-    """Return a progress bar on standard error, shown only if that is a terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )

@@ -75,9 +75,13 @@ def acceptance_by_depth(outputs: Sequence[Output], depth: int) -> list[float | N
     alpha_k = #(rounds with >= k accepted) / #(rounds that tested a k-th token). A round that is cut by the end of the
     output does not count for depths after the cut, and a tree without a node at depth k does not count for k. None if
     no round tested depth k.
+
+    Only tokens that a round emitted beyond plain decoding's one count as accepted, as in `tau`: if the cut took the
+    bonus token, the last draft token stands in its place.
     """
-    accepted = np.array([count for output in outputs for count in output.accepted], dtype=np.int64)
-    reached = np.array([level for output in outputs for level in output.reached], dtype=np.int64)
+    pairs = [pair for output in outputs for pair in counted(output)]
+    accepted = np.array([count for count, _ in pairs], dtype=np.int64)
+    reached = np.array([level for _, level in pairs], dtype=np.int64)
     assert accepted.shape == reached.shape, f"{accepted.shape} rounds accepted, {reached.shape} reached"
     assert (accepted <= reached).all() and (reached <= depth).all(), (accepted, reached, depth)
     return [
@@ -86,9 +90,16 @@ def acceptance_by_depth(outputs: Sequence[Output], depth: int) -> list[float | N
     ]
 
 
+def counted(output: Output) -> list[tuple[int, int]]:
+    """Return for each round how many draft tokens it gained, one less than it emitted, and the deepest level tested. A
+    last round whose bonus token was cut off gains its draft tokens but one, and shows no more."""
+    rounds = zip(output.accepted, output.reached, output.emitted(), strict=True)
+    return [(gain := emitted - 1, reached if gain == accepted else gain) for accepted, reached, emitted in rounds]
+
+
 def accepted_histogram(outputs: Iterable[Output], depth: int) -> list[int]:
-    """Return the number of rounds that accepted 0, 1, .. `depth` draft tokens."""
-    counts = Counter(count for output in outputs for count in output.accepted)
+    """Return the number of rounds that gained 0, 1, .. `depth` draft tokens."""
+    counts = Counter(gain for output in outputs for gain, _ in counted(output))
     return [counts[n] for n in range(depth + 1)]
 
 
@@ -97,17 +108,12 @@ def tokens_per_second(tokens: Sequence[int], seconds: Sequence[float]) -> float:
     return _ratio(sum(tokens), sum(seconds))
 
 
-def speedup(plain: Sequence[float], speculative: Sequence[float]) -> float:
-    """Return plain decoding's seconds over speculative decoding's, for the same tokens of the same prompts in one run.
-
-    This equals the ratio of tokens per second, because the audit proves that the tokens are the same. Under a rule that
-    is exact only in distribution the tokens differ, and the rates are compared instead: `rate_ratio`.
-    """
-    return _ratio(sum(plain), sum(speculative))
-
-
 def rate_ratio(rate: Rate, reference: Rate) -> float:
-    """Return the ratio of two rates, each a sum of gains over a sum of costs."""
+    """Return the ratio of two rates, each a sum of gains over a sum of costs.
+
+    A speedup is such a ratio: each side's own tokens over its own seconds, since near-ties and rules that are exact
+    only in distribution give the two sides different texts.
+    """
     return _ratio(_ratio(sum(rate[0]), sum(rate[1])), _ratio(sum(reference[0]), sum(reference[1])))
 
 
@@ -130,11 +136,8 @@ def rate_ratio_interval(rate: Rate, reference: Rate) -> Interval | None:
 
 
 def predicted_speedup(tau: float, *, plain_seconds: float, round_seconds: float) -> float:
-    """Return the speedup expected from acceptance and from the measured phases of a round: tau * t_plain / t_round.
-
-    t_plain is plain decoding's seconds per token; t_round is the sum of a round's phases. If the measured speedup is
-    well below, some time is in no phase.
-    """
+    """Return the speedup expected from acceptance and from the times of a plain step and a round: tau * t_plain /
+    t_round. Both times are sums of phases, or both are medians of whole steps."""
     return tau * _ratio(plain_seconds, round_seconds)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ HELD_OUT_REST = 64  # minimum number of tokens of the excerpt after the prompt, 
 EXCERPT_CHARACTERS = 4_000
 MOST_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
 ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
+LATER_TURN = re.compile(r"#\d+$")
+"""End of the id of a prompt that `follow_up` made."""
 TEXT_KEYS = ("turns", *CONVERSATIONS, "prompt", "question", "instruction", "text")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 """Start of the text in the rows of SPEED-Bench whose prompts may not be shared with it."""

@@ -361,6 +361,10 @@ def _read_turn(place: str, turn: Any) -> Message:
 def _text(place: str, value: Any) -> str:
     if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
         return "".join(part["text"] for part in value)
+    if isinstance(value, list) and any(isinstance(part, dict) and part.get("type", "text") != "text" for part in value):
+        raise RecordError(
+            f"{place}: images and other media are not supported, got {shown(value)}", "images, which are not supported"
+        )
     if not isinstance(value, str):
         raise RecordError(f"{place}: expected text, got {shown(value)}", "a turn without text")
     return value

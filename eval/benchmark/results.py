@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from eval.benchmark.prompts import split_prompts, suite_name
+from eval.benchmark.reliability import why_unreliable
 from heads.errors import UserError, first_line
 from heads.files import write_text
 from heads.tree import MOST_NODES
@@ -61,6 +62,8 @@ EXACT = {
     "kind?": Literal["distribution"],
     "greedy?": ({"prompts": Whole, "identical": Whole}, None),
 }
+STEP_MS = {"mean": Number | None, "median": Number | None}
+SPEEDUP = {"tokens?": Whole, "ratio_of_medians?": Number | None, "reliable?": bool}
 TOKEN_MS = {"p50": Number, "p95": Number, "p99": Number}
 FIGURES = {
     "tree": Tree,
@@ -73,23 +76,30 @@ FIGURES = {
     "tau_by_position?": [{"from": Whole, "to": Whole, "mean": Tokens, "ci95": Interval, "rounds": Whole}],
     "alpha": Shares,
     "accepted_histogram": Counts,
-    "baseline": {"tokens_per_second": Number, "ms_per_token": Number, "token_ms": TOKEN_MS},
+    "baseline": {"tokens_per_second": Number, "ms_per_token": Number, "token_ms": TOKEN_MS, "step_ms?": STEP_MS},
     "speculative": {
         "tokens_per_second": Number,
         "ms_per_round": Number,
         "token_ms": TOKEN_MS,
         "breakdown_ms": {"draft": Number, "verify": Number, "accept": Number, "commit": Number},
         "plain_step_ms": PlainStep,
+        "round_ms?": STEP_MS,
     },
-    "speedup": ({"measured": Number, "ci95": Interval, "predicted": Number}, None),
+    "speedup": (SPEEDUP | {"measured": Number, "ci95": Interval, "predicted": Number}, None),
+    "turns?": {"timed": Whole, "left_out": Whole},
     "loop_share": Share,
     "undecoded": Whole,
 }
 SUITE = {  # its figures are null if no output has a second token
     "exact": EXACT,
     "tau": {"mean": Tokens | None, "ci95": VagueInterval},
-    "baseline": {"ms_per_token": Number | None, "token_ms": dict.fromkeys(TOKEN_MS, Number | None)},
-    "speedup": ({"measured": Number | None, "ci95": VagueInterval}, None),
+    "baseline": {
+        "ms_per_token": Number | None,
+        "token_ms": dict.fromkeys(TOKEN_MS, Number | None),
+        "step_ms?": STEP_MS,
+    },
+    "speculative?": {"round_ms?": STEP_MS},
+    "speedup": (SPEEDUP | {"measured": Number | None, "ci95": VagueInterval, "predicted?": Number | None}, None),
     "loop_share": Share,
 }
 FILE = FIGURES | {
@@ -110,6 +120,7 @@ FILE = FIGURES | {
     },
     "device": {"name": str, "threads?": Whole},
     "dtype": str,
+    "command?": [str],
     "versions": dict[str, str],
     "settings": {
         **{"prompts": str, "suites": [str], "prompts_hash": str},
@@ -120,9 +131,10 @@ FILE = FIGURES | {
     "auto?": [
         {
             "temperature": Number,
-            "curve": [{"tree": Tree, "depth": Depth, "width": Whole, "speedup": Number}],
+            "curve": [{"tree": Tree, "depth": Depth, "width": Whole, "speedup": Number, "tokens?": Tokens}],
             "proposed": [str],
             "measured": dict[str, Number],
+            "unreliable?": [str],
             "chosen": str | None,
             "plain_is_faster": bool,
         }
@@ -186,6 +198,16 @@ def read_results(path: Path) -> Results:
     return results
 
 
+def read_log(file: Path) -> list[Results]:
+    """Return the records of a metrics.jsonl without truncated lines, or no records if there is no such file."""
+    records = []
+    with suppress(OSError):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, RecursionError):
+                records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
 def contradictions(results: Results) -> Iterator[str]:
     """Yield descriptions of values that have the right form but contradict each other."""
     if not results["measurements"]:
@@ -205,16 +227,20 @@ def contradictions(results: Results) -> Iterator[str]:
         known = {point["tree"] for point in search["curve"]}
         if {*search["proposed"]} - known or search["chosen"] not in {*search["measured"], None}:
             yield f"auto.{n}: proposed or chosen: a tree that was not looked at"
-        if search["chosen"] is None and not failed:
+        if search["chosen"] is None and search["measured"] and not failed:
             yield f"auto.{n}: chosen: null though the audit held"
 
 
 def figures_of(results: Results) -> dict[str, float | None]:
-    """Return the figures of the headline setting by name, for wandb and for the ranking of a sweep."""
-    withheld = results["speedup"] is None
+    """Return the figures of the headline setting by name, for wandb and for the ranking of a sweep. Speeds that are not
+    reliable are None."""
+    withheld = why_unreliable(results) is not None
+    spread = {"tau": results["tau"]["ci95"], "speedup": None if withheld else results["speedup"]["ci95"]}
     return {
         "tau": results["tau"]["mean"],
         "speedup": None if withheld else results["speedup"]["measured"],
+        **{f"{name}_low": ends and ends[0] for name, ends in spread.items()},
+        **{f"{name}_high": ends and ends[1] for name, ends in spread.items()},
         "tokens_per_second": None if withheld else results["speculative"]["tokens_per_second"],
         "plain_tokens_per_second": results["baseline"]["tokens_per_second"],
         "ms_per_round": None if withheld else results["speculative"]["ms_per_round"],

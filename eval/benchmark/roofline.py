@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from eval.benchmark.reliability import is_believable
 from eval.runtime.engine import Engine
 from eval.runtime.graph import preserved
 from eval.runtime.request import Request
@@ -167,9 +168,12 @@ def lines(record: dict[str, Any]) -> list[str]:
                 f"  {part['part']:22}{part['bytes'] / 1e6:>10.1f}{part['floor_us']:>12.1f}{part['us']:>12.1f}{ratio:>8}"
             )
         made.append(f"  {'whole':22}{'':>10}{record[name + '_floor_us']:>12.1f}{record[name + '_us']:>12.1f}")
-    speedup = record["speedup"]
+    speedup = {
+        name: f"{value:.2f}" if is_believable(value, record["tau"]) else "not measured"
+        for name, value in record["speedup"].items()
+    }
     made.append(
-        f"speedup now {speedup['now']:.2f}, at the floor {speedup['floor']:.2f}; plain decoding at "
+        f"speedup now {speedup['now']}, at the floor {speedup['floor']}; plain decoding at "
         f"{record['plain_share_of_bandwidth']:.0%} of the bandwidth"
     )
     if record["plain_share_of_bandwidth"] > BELIEVABLE:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash, split_prompts
+from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, LATER_TURN, Prompt, prompts_hash, split_prompts
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
 from eval.runtime.sampling import RULES, Sampling, check_rule
 from heads.base import HEAD_TREE, Drafter
@@ -61,9 +61,22 @@ class BenchSettings:
     def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Return the record of the settings and the prompts for results.json."""
         distinct = len({prompt.ids for prompt in prompts})
-        counts = {"num_prompts": len(prompts), "distinct_prompts": distinct}
+        conversations = sum(not LATER_TURN.search(prompt.id) for prompt in prompts)
+        counts = {"num_prompts": len(prompts), "distinct_prompts": distinct, "conversations": conversations}
         given = {"suites": split_prompts(self.prompts), "prompts_hash": prompts_hash(prompts)}
         return {**asdict(self), **counts, **given}
+
+    def options(self) -> list[str]:
+        """Return the options of eval/bench.py that give these settings, without those that have their defaults."""
+        words = ["--tree", ",".join(self.trees)]
+        for field in fields(BenchSettings):
+            value = getattr(self, field.name)
+            if value == field.default or field.name == "trees":
+                continue
+            option = "--temperature" if field.name == "temperatures" else f"--{field.name.replace('_', '-')}"
+            text = ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
+            words += [option] if value is True else [option, text]
+        return words
 
     def sampling(self, temperature: float) -> Sampling:
         """Return the sampling settings at one of the temperatures."""

@@ -21,7 +21,7 @@ from heads.files import read_given
 
 KEYS = ("name", "description", "project", "entity", "program", "method", "metric", "parameters", "command", "run_cap")
 METRICS = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second", "ms_per_round", "loop_share")
-"""Names that `eval.benchmark.results.figures_of` returns for every measurement, in addition to alpha_1, alpha_2, ..."""
+"""Names that a sweep can rank by, in addition to alpha_1, alpha_2, ..."""
 GOALS = ("maximize", "minimize")
 METHODS = ("grid", "random")
 COMMAND = ("${env}", "${interpreter}", "scripts/tracked.py", "${program}", "${args_no_boolean_flags}")
@@ -35,6 +35,9 @@ class Sweep:
     """Contents of a sweep file, checked by `read_sweep`."""
 
     path: Path
+    name: str
+    """The file's `name`, else the name of the file."""
+    project: str | None
     method: str
     program: str
     parameters: dict[str, dict[str, Any]]
@@ -103,9 +106,23 @@ def read_sweep(path: Path) -> Sweep:
     cap = raw.get("run_cap")
     if cap is not None and (type(cap) is not int or cap < 1):
         raise UserError(f"{path}: run_cap: expected a whole number from 1 up, got {cap!r}")
+    texts = {key: raw.get(key) for key in ("name", "project")}
+    for key, text in texts.items():
+        if not isinstance(text, str | None):
+            raise UserError(f"{path}: {key}: expected text, got {text!r}")
     metric = read_metric(path, raw.get("metric"))
     parameters = read_parameters(path, raw["parameters"])
-    return Sweep(path, raw["method"], program, parameters, raw.get("command"), *metric, cap)
+    return Sweep(
+        path,
+        texts["name"] or path.stem,
+        texts["project"],
+        raw["method"],
+        program,
+        parameters,
+        raw.get("command"),
+        *metric,
+        cap,
+    )
 
 
 def read_parameters(path: Path, raw: Any) -> dict[str, dict[str, Any]]:

@@ -12,10 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.auto import LARGEST_TREE, can_draft, start_search
 from eval.benchmark.environment import contention, environment, head_facts, target_facts
-from eval.benchmark.figures import Judged, headline, judge, pooled_exactness, withhold_speed
+from eval.benchmark.figures import Judged, judge, pooled_exactness, withhold_speed
 from eval.benchmark.loading import choose_prompts, fitting_head, open_target_of
-from eval.benchmark.measure import compare, engine_options, progress_bar
+from eval.benchmark.measure import compare, engine_options
+from eval.benchmark.progress import Progress
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.reliability import headline
 from eval.benchmark.results import BENCH, SCHEMA_VERSION, Results, own_folder, plain_name, write_results
 from eval.benchmark.roofline import copy_bandwidth, lines, roofline
 from eval.benchmark.settings import BenchSettings, to_settings
@@ -83,6 +85,7 @@ def run_bench(
     facts = [head_facts(head, path) for path, head in heads.items()]
     results: Results = {"schema_version": SCHEMA_VERSION, "target": target_facts(target)}
     results |= {**environment(target), "settings": settings.record(prompts)}
+    results["command"] = measuring_command(target, list(heads), settings)
     if several:
         owned = zip(owners, judged.measurements, strict=True)
         results["heads"] = [{"name": name, **f} for name, f in zip(names, facts, strict=True)]
@@ -99,11 +102,19 @@ def run_bench(
         results["roofline"] = parts_of_headline(target, drafters[0], prompts, settings, results)
     if out is not None:
         write_results(results, out / ("compare.json" if several else "results.json"))
-        write_report(results, out)
+        with Progress("writing the report", announced=True):
+            write_report(results, out)
     print_report(results, console)
     if with_roofline:
         console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
     return results
+
+
+def measuring_command(target: FrozenTarget, heads: Sequence[str], settings: BenchSettings) -> list[str]:
+    """Return the words of the command that measures these heads again."""
+    kind = ["--dtype", str(target.dtype).removeprefix("torch.")]
+    quantized = ["--quantize", target.quantize] if target.quantize else []
+    return ["python", "eval/bench.py", *heads, "--target", target.name, *settings.options(), *kind, *quantized]
 
 
 def measure(
@@ -120,26 +131,23 @@ def measure(
     Return the figures of every setting, the index of each setting's head, and the index and record of each search.
     """
     judged, owners, records = Judged(), list[int](), list[tuple[int, Results]]()
-    with progress_bar() as bar:
-        for temperature in settings.temperatures:
-            trees, searches = named, []
-            if settings.is_auto:
-                task = bar.add_task("looking for drafts", total=None)
-                searches = [
-                    start_search(target, head, prompts, temperature, settings, shapes)
-                    for head, shapes in zip(heads, named, strict=True)
-                ]
-                trees = [search.next_shapes() for search in searches]
-                bar.remove_task(task)
-            while pairs := [(n, shape) for n, shapes in enumerate(trees) for shape in shapes]:
-                drafts = [(heads[n], shape) for n, shape in pairs]
-                fresh = judge(compare(target, drafts, prompts, temperature, settings, bar), tokenizer)
-                judged.add(fresh)
-                owners += [n for n, _ in pairs]
-                for n, search in enumerate(searches):
-                    search.take(m for m, (owner, _) in zip(fresh.measurements, pairs, strict=True) if owner == n)
-                trees = [search.next_shapes() for search in searches] if len(heads) == 1 else []
-            records += [(n, search.record(temperature)) for n, search in enumerate(searches)]
+    for temperature in settings.temperatures:
+        trees, searches = named, []
+        if settings.is_auto:
+            with Progress("looking for drafts: head", len(heads)) as progress:
+                for head, shapes in zip(heads, named, strict=True):
+                    searches.append(start_search(target, head, prompts, temperature, settings, shapes))
+                    progress.advance()
+            trees = [search.next_shapes() for search in searches]
+        while pairs := [(n, shape) for n, shapes in enumerate(trees) for shape in shapes]:
+            drafts = [(heads[n], shape) for n, shape in pairs]
+            fresh = judge(compare(target, drafts, prompts, temperature, settings), tokenizer)
+            judged.add(fresh)
+            owners += [n for n, _ in pairs]
+            for n, search in enumerate(searches):
+                search.take(m for m, (owner, _) in zip(fresh.measurements, pairs, strict=True) if owner == n)
+            trees = [search.next_shapes() for search in searches] if len(heads) == 1 else []
+        records += [(n, search.record(temperature)) for n, search in enumerate(searches)]
     return judged, owners, records
 
 

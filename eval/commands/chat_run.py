@@ -33,6 +33,13 @@ LEAST_ROOM = 1024
 """Minimum number of slots of an engine. If a conversation needs more, a new engine with the next power of two is
 built."""
 DRAFTED, QUIET = "green", "dim"
+QUIT, RESET, HELP = "/quit", "/reset", "/help"
+USAGE = (
+    f"{QUIT} or Ctrl-D ends, {RESET} forgets what was said, {HELP} prints this line; {DRAFTED} text was drafted and "
+    "accepted; tau: tokens per pass of the target"
+)
+PROBE = 16
+"""Tokens of the first answer that are also decoded plainly, for plain decoding's speed."""
 INVISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Replacements for control characters, which a model may emit and a terminal would execute."""
 REFRESH_SECONDS = 0.05
@@ -139,6 +146,8 @@ class Conversation:
         """True for each token of the last answer that was drafted."""
         self.answers = 0
         self.engine: Engine | None = None
+        self.plain_speed: float | None = None
+        """Tokens/s of plain decoding; None before the first answer."""
 
     def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Output:
         """Show the answer to a prompt while it is decoded, then its figures. `is_asked_to_stop` is called after each
@@ -175,12 +184,22 @@ class Conversation:
             text = str(self.tokenizer.decode(output.tokens, skip_special_tokens=True))
             self.messages = [*messages, {"role": "assistant", "content": text}]
         speed = output.decoded / max(engine.timings.decode_seconds, 1e-9)
-        figures = f"{figures_line(len(output.tokens), tau([output]))}, {number(speed, 1)} tokens/s"
+        if self.plain_speed is None and output.decoded > 1 and not is_asked_to_stop():
+            self.plain_speed = self.decode_plainly(ids, sampling)
+        beside = "" if self.plain_speed is None else f" (plain decoding {number(self.plain_speed, 1)})"
+        figures = f"{figures_line(len(output.tokens), tau([output]))}, {number(speed, 1)} tokens/s{beside}"
         if self.console is None:
             print_line(figures)
         else:
             self.console.print(figures, style=QUIET, highlight=False)
         return output
+
+    def decode_plainly(self, ids: Sequence[int], sampling: Sampling) -> float | None:
+        """Return the tokens/s of plain decoding after a prompt, or None if the answer ends at once."""
+        plain = Engine(self.target, None, EngineOptions(max_length=len(ids) + PROBE + 1))
+        for tokens in (2, PROBE):  # the first call may compile or capture
+            (output,) = plain.generate([Request(ids, tokens, sampling)])
+        return output.decoded / plain.timings.decode_seconds if output.decoded > 1 else None
 
     def engine_for(self, needed: int) -> Engine:
         """Return an engine with room for `needed` tokens."""
@@ -231,8 +250,16 @@ def chat(options: argparse.Namespace) -> int:
         with interruptible() as is_interrupted:
             conversation.answer(options.prompt, is_interrupted)
             return 130 if is_interrupted() else 0
-    while (prompt := read_prompt(opened.target.name)) is not None:
+    if shown is not None:
+        print_line(USAGE)
+    while (prompt := read_prompt(opened.target.name)) is not None and prompt.strip() != QUIT:
         if not prompt.strip():
+            continue
+        if prompt.strip() == HELP:
+            print_line(USAGE)
+            continue
+        if prompt.strip() == RESET:
+            conversation.messages.clear()
             continue
         try:
             with interruptible() as is_interrupted:

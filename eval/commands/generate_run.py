@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eval.benchmark.loading import chosen_prompts, facts_of, open_target
-from eval.benchmark.metrics import ratio_interval, speedup
+from eval.benchmark.metrics import rate_ratio, rate_ratio_interval
 from eval.benchmark.results import write_results
 from eval.reporting.format import with_interval
 from eval.runtime.engine import Engine, EngineOptions, Request
@@ -35,7 +35,8 @@ def compare(options: argparse.Namespace) -> int:
     for way in ways:
         way(prompts[0].ids, min(WARM_UP_TOKENS, options.max_new_tokens))
     seconds = [[0.0] * len(prompts) for _ in ways]
-    tokens = different = 0
+    tokens = [[0] * len(prompts) for _ in ways]
+    different = 0
     for repeat in range(options.repeats):
         for i, prompt in enumerate(prompts):
             texts: list[list[int]] = [[], []]
@@ -43,21 +44,21 @@ def compare(options: argparse.Namespace) -> int:
                 started = time.perf_counter()
                 texts[n] = ways[n](prompt.ids, options.max_new_tokens)
                 seconds[n][i] += time.perf_counter() - started
-            tokens += len(texts[0])
+                tokens[n][i] += len(texts[n])
             different += texts[0] != texts[1]
-    ours, theirs = seconds
-    ratio, interval = speedup(theirs, ours), ratio_interval(theirs, ours)
+    ours, theirs = zip(tokens, seconds, strict=True)
+    ratio, interval = rate_ratio(ours, theirs), rate_ratio_interval(ours, theirs)
     print(f"{len(prompts)} prompts, {options.max_new_tokens} new tokens, {options.repeats} repeats, prefill included")
-    print(f"transformers generate   {tokens / sum(theirs):10.1f} tokens/s")
-    print(f"engine, plain           {tokens / sum(ours):10.1f} tokens/s")
+    print(f"transformers generate   {sum(theirs[0]) / sum(theirs[1]):10.1f} tokens/s")
+    print(f"engine, plain           {sum(ours[0]) / sum(ours[1]):10.1f} tokens/s")
     print(f"ratio                   {with_interval(ratio, interval)}")
     print(f"texts that differ       {different} of {len(prompts) * options.repeats}")
     if options.out:
         record = {
             **facts_of(options, target, prompts),
-            "tokens": tokens,
-            "engine_seconds": sum(ours),
-            "generate_seconds": sum(theirs),
+            "tokens": sum(ours[0]),
+            "engine_seconds": sum(ours[1]),
+            "generate_seconds": sum(theirs[1]),
             "ratio": {"mean": ratio, "ci95": interval},
             "different": different,
         }

@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from eval.benchmark.progress import Progress
 from eval.benchmark.prompts import split_prompts
 from eval.benchmark.results import Results, figures_of, read_results
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import COMMAND, METRICS, Setting, Sweep, folder_name, ranked, read_sweep
-from eval.reporting.format import MISSING, NOT_RELIABLE, busy_warning, exact_cell, is_exact, number
+from eval.reporting.format import MISSING, busy_warning, exact_cell, is_exact, with_interval
 from heads.checkpoint import find_head, read_config, weights_hash
 from heads.errors import UserError
 from heads.files import check_folder, is_file, write_json, write_text
@@ -31,6 +32,7 @@ from heads.registry import untrained_kind
 ROOT = Path(__file__).resolve().parents[2]
 TRACKED = "scripts/tracked.py"
 Row = dict[str, Any]
+Figures = dict[str, float | None]
 Run = Callable[..., Any]
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 """Function that parses the arguments of the program, eval/bench.py."""
@@ -59,12 +61,15 @@ def run_sweep(options: argparse.Namespace, parse: Parse, run: Run = subprocess.r
         rows.append(measure(sweep, setting, out / place, options.wandb, run))
         write_record(sweep, rows, out)
     print_table(sweep, ranked(rows, sweep))
+    print(best_line(sweep, rows))
     for row in rows:
         if row["error"]:
             print(f"{sweep.text(row['setting'])}: {row['error']}; see {out / row['folder'] / 'log.txt'}")
         if row["busy"]:
             print(f"{sweep.text(row['setting'])}: {row['busy']} (delete {out / row['folder']})")
     print(f"written to {out}", file=sys.stderr)
+    if options.wandb == "offline":
+        print(f"wandb: offline; upload the runs with: wandb sync {out}/*/wandb/offline-run-*", file=sys.stderr)
     statuses = {row["status"] for row in rows}
     return 1 if 1 in statuses else 2 if 2 in statuses else 0
 
@@ -99,12 +104,14 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str, run: Run) 
         tracked = [] if wandb == "off" else [TRACKED]
         command = [sys.executable, *tracked, sweep.program, *sweep.arguments(setting), f"--out={folder.resolve()}"]
         folder.mkdir(parents=True, exist_ok=True)
-        with log.open("w", encoding="utf-8") as stream:
-            done = run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment(wandb))
+        progress = Progress(f"{sweep.program}, into {log}", announced=True)
+        variables = {**environment(wandb), **wandb_names(sweep, setting)}
+        with log.open("w", encoding="utf-8") as stream, progress:
+            done = run(command, stdout=stream, stderr=subprocess.STDOUT, env=variables)
         status, results = done.returncode, found(file)
         if status == 130:
             raise KeyboardInterrupt
-    figures: dict[str, float | None] = {}
+    figures: Figures = {}
     identical = ""
     if results is not None:
         figures, identical = figures_of(results), exact_cell(results)
@@ -136,6 +143,12 @@ def environment(wandb: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "WANDB_MODE": "disabled" if wandb == "off" else wandb}
 
 
+def wandb_names(sweep: Sweep, setting: Setting) -> dict[str, str]:
+    """Return the variables with which a setting's process names its wandb run, its group and its project."""
+    project = {"WANDB_PROJECT": sweep.project} if sweep.project else {}
+    return {"WANDB_NAME": sweep.text(setting), "WANDB_RUN_GROUP": sweep.name, **project}
+
+
 def write_record(sweep: Sweep, rows: Sequence[Row], out: Path) -> None:
     """Write sweep.json and sweep.csv with the rows measured so far."""
     rows = ranked(rows, sweep)
@@ -162,7 +175,26 @@ def print_table(sweep: Sweep, rows: Sequence[Row]) -> None:
         table.add_column(name.replace("_per_second", "/s").replace("_", " "), justify="right", no_wrap=True)
     for row in rows:
         cells = [escape(str(row["setting"][name])) for name in varying] or ["the only one"]
-        digits = [number(row["figures"].get(name), 1 if "second" in name else 2) for name in shown]
-        digits[shown.index("speedup")] += f", {NOT_RELIABLE}" if row["busy"] else ""
+        digits = [figure_text(row["figures"], name) for name in shown]
         table.add_row(*cells, *digits, row["identical"] or (MISSING if not row["error"] else "failed"))
     Console().print(table)
+
+
+def figure_text(figures: Figures, name: str) -> str:
+    """Return a figure with its interval, if it has one."""
+    interval = [figures.get(f"{name}_low"), figures.get(f"{name}_high")]
+    text = with_interval(
+        figures.get(name), interval, digits=1 if "second" in name else 2, unit="x" * (name == "speedup")
+    )
+    return "not measured" if text == MISSING and name == "speedup" and figures else text
+
+
+def best_line(sweep: Sweep, rows: Sequence[Row]) -> str:
+    """Return a line with the setting that is best by the metric, else by the speedup, and its figures."""
+    metric, maximize = sweep.metric or "speedup", sweep.maximize
+    known = [row for row in rows if row["figures"].get(metric) is not None]
+    if not known:
+        return f"best: none, since no setting has a reliable {metric}"
+    best = (max if maximize else min)(known, key=lambda row: row["figures"][metric])
+    said = [f"{name} {figure_text(best['figures'], name)}" for name in dict.fromkeys([metric, "tau", "speedup"])]
+    return f"best: {sweep.text(best['setting'])}: {', '.join(said)}"

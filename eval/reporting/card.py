@@ -29,24 +29,68 @@ def check_card(folder: Path, name: str) -> None:
         raise UserError(f"{name} {folder}: holds a {CARD} of something else, which is not to be replaced; name another")
 
 
-def model_card(results: Results, *, about: str = "", data: Mapping[str, Any] | None = None) -> str:
-    """Return the model card: front matter, a description of the head, `about` (Markdown, may be empty), and the
-    figures. `data` holds further arguments of `front_matter`."""
+def model_card(
+    results: Results,
+    *,
+    serve: str = "",
+    trained: Sequence[str] = (),
+    about: str = "",
+    data: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the model card: front matter, a sentence, how to serve the head (`serve`, Markdown), the headline's
+    figures, how the head was trained (`trained`, lines of Markdown), how it was measured, and `about` (Markdown).
+    `data` holds further arguments of `front_matter`."""
     name, kind = results["target"]["name"], results["head"]["kind"]
+    parts = [
+        front_matter(kind, name, results=results, **(data or {})),
+        f"# {format.as_markdown(format.heading(results))}",
+        opening(results),
+        serve,
+        headline_rows(results),
+        "\n".join(["## Trained on", "", *(f"- {line}" for line in trained)]) if trained else "",
+        measured_section(results),
+        about.strip(),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def opening(results: Results) -> str:
+    """Return the first sentences of a card: which head, for which target, and what it gains."""
+    name, kind = results["target"]["name"], results["head"]["kind"]
+    size = f"A draft head (`{kind}`, {results['head']['parameters']:,} parameters) for {quoted(name)}"
+    gain = f"tau {format.tau_text(results)}"
+    if format.why_unreliable(results) is None:
+        gain += f" and {format.speedup_text(results)} the speed of plain decoding"
     sameness = "in distribution" if "kind" in results["exact"] else "token for token"
-    intro = (
-        f"A draft head (`{kind}`, {results['head']['parameters']:,} parameters) for {quoted(name)}. It proposes "
-        f"tokens that the target verifies, so that text comes faster and is the target's own, {sameness}."
+    text = (
+        f"{size}: {gain} ({format.as_markdown(format.setting_text(results))}). The head drafts tokens that the target "
+        f"verifies, so the text is the target's own, {sameness}."
     )
     if format.is_adapted(results):
-        intro += (
+        text += (
             " The target is adapted: `adapter/` beside the head is a LoRA adapter (peft's form) that was trained with "
             "it, the head is for the target with that adapter, and every figure and the audit are of the adapted "
             f"target. Its text is not that of {quoted(name)} as it is."
         )
-    matter = front_matter(kind, name, results=results, **(data or {}))
-    parts = [matter, f"# {format.as_markdown(format.heading(results))}", intro, about.strip(), card_section(results)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return text
+
+
+def fenced(command: str | None) -> str:
+    """Return a command as a block of code, or an empty string if there is none."""
+    return f"```\n{command}\n```" if command else ""
+
+
+def headline_rows(results: Results) -> str:
+    """Return the table of the headline setting."""
+    compared = "outputs" if "kind" in results["exact"] else "outputs identical to plain decoding"
+    rows = [
+        ("", format.as_markdown(format.setting_text(results))),
+        ("---", "---"),
+        ("tau, tokens per target pass", format.tau_text(results)),
+        ("speedup over plain decoding", format.speedup_text(results)),
+        (compared, format.exact_cell(results)),
+    ]
+    return "\n".join(f"| {name} | {value} |" for name, value in rows)
 
 
 def quoted(target: str) -> str:
@@ -54,30 +98,33 @@ def quoted(target: str) -> str:
     return target if target == LOCAL_MODEL else format.code_span(format.short_name(target))
 
 
-def card_section(results: Results) -> str:
-    """Return the measured figures in Markdown."""
+def measured_section(results: Results) -> str:
+    """Return all measured figures, and what they were measured with, in Markdown."""
     rows = []
     for m in results["measurements"]:
         plain = format.number(m["baseline"]["tokens_per_second"], 1)
         cells = [format.as_markdown(m["tree"]), format.sampling_text(m["temperature"]), format.tau_text(m), plain]
-        rows.append(f"| {' | '.join([*cells, format.speculative_text(m), format.speedup_text(m)])} |")
+        rows.append(f"| {' | '.join([*cells, format.speculative_text(m), format.speedup_cell(m)])} |")
     alpha = ", ".join(format.percent(value) for value in format.reached(results["alpha"]))
     lines = [
-        "## Measured",
+        "## Measured with",
         "",
-        f"{format.as_markdown(format.setting_line(results))}.",
+        f"- {format.as_markdown(format.setting_line(results))}",
+        f"- {', '.join(f'{name} {version}' for name, version in results['versions'].items())} "
+        f"({results['measured_at'][:10]})",
+        *([] if (command := format.command_text(results)) is None else ["", fenced(command)]),
         "",
         "| draft | sampling | tau | plain tok/s | speculative tok/s | speedup |",
         "|---|---|---|---|---|---|",
         *rows,
         "",
-        f"{format.audit_line(results)}.".capitalize(),
+        format.sentence(format.audit_line(results)),
         "",
         f"Acceptance by depth ({format.as_markdown(format.setting_text(results))}): {alpha}.",
         "",
         *(line for warning in format.warnings(results) for line in (f"Note: {format.as_markdown(warning)}.", "")),
         "tau is tokens emitted per target pass, the bonus token included. Plain decoding is the same runtime's, on the "
-        f"same prompts, in turns with the speculative runs. {BRACKETS}",
+        f"same prompts, in turns with the speculative runs. {BRACKETS} {format.left_out_text(results)}".rstrip(),
         "",
         "![Acceptance by depth](plots/acceptance.png)",
     ]
@@ -113,10 +160,9 @@ def front_matter(
 def eval_results(results: Results) -> list[EvalResult]:
     """Return the tau of every setting over all prompts, and its speedup if that is exact and reliable."""
     prompts = ", ".join(format.short_name(name) for name in results["settings"]["prompts"].split(","))
-    undisturbed = format.busy_warning(results["measurements"]) is None
     found = []
     for m in results["measurements"]:
-        speedup = m["speedup"] if undisturbed else None
+        speedup = m["speedup"] if format.why_unreliable(m) is None else None
         for metric, value in (("tau", m["tau"]["mean"]), ("speedup", speedup and speedup["measured"])):
             if value is not None:
                 found.append(

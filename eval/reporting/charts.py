@@ -12,9 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from eval.benchmark.reliability import is_believable
 from eval.benchmark.results import Results
 from eval.reporting.drawing import COLOURS, FONT_SIZE, Chart
-from eval.reporting.format import is_disturbed, number, percent, reached, sampling_text, setting_text, speedup_text
+from eval.reporting.format import number, percent, reached, sampling_text, setting_text, speedup_text, why_unreliable
 
 SMALL = FONT_SIZE - 1
 MOST_LABELS = 11
@@ -25,6 +26,8 @@ ROW = 0.4
 """Height of a row with its label above, in inches."""
 GAP = 0.26
 """Distance from a row up to its label, in rows."""
+LINE = 0.16
+"""Length of the line at 1 below a row, in rows. Above the row it is half as long."""
 CLEAR = {"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 1.0}
 """Background of a label that may overlap a line."""
 SPREAD = 0.7
@@ -34,33 +37,46 @@ LARGEST = 1e15
 """Absolute value from which points are not drawn. Infinity is not drawn either."""
 MOST_POINTS = 300
 """Maximum number of points of a curve. Longer records are averaged."""
+FEWEST = 4
+"""Number of points below which a curve says less than a sentence."""
+HEAD_COLOURS = ("draft", "verify", "accept", "commit")
+"""Colours of the heads in a comparison, in turn."""
 KINDS = {"chain": "draft", "tree": "verify"}
 """Kind of draft -> name of its colour."""
 
 
 def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
-    """Return the charts of a results.json, and of the training `log` (metrics.jsonl) if there is one."""
+    """Return the charts of a results.json, and of the training `log` (metrics.jsonl) if there is one: speed first, then
+    acceptance. A curve of fewer than FEWEST points is left to `remarks`."""
     setting = setting_text(results)
+    found = speed_charts(results)
     accepted = f"Share of rounds in which the k-th draft token was accepted, where those before it were ({setting})."
     emitted = f"Share of rounds by the tokens they emitted, the target's own token included ({setting})."
     alpha = reached(results["alpha"])
-    found = [
+    found += [
         Chart("acceptance", "Acceptance by depth", accepted, partial(draw_acceptance, alpha=alpha)),
         Chart("tokens", "Tokens per round", emitted, partial(draw_tokens, results=results)),
     ]
-    if len(bins := results.get("tau_by_position", ())) > 1:
+    if len(bins := results.get("tau_by_position", ())) >= FEWEST:
         note = (
             f"tau of the rounds by where in the text they begin, the prompt included, with 95% intervals ({setting})."
         )
         found.append(Chart("position", "tau by position", note, partial(draw_positions, bins=bins)))
-    if results["speedup"] is not None:
+    return [*found, *training_charts(log)]
+
+
+def speed_charts(results: Results) -> list[Chart]:
+    """Return the charts of a results.json that are of reliable times."""
+    found = []
+    if len(known := reliable(results["measurements"])) >= FEWEST:
+        found.append(speedups("speedup", known))
+    if why_unreliable(results) is None:
         phases = (
             "One round by phase, above the time that plain decoding takes for as many tokens. The ratio of the two "
             f"bars is the speedup that the costs predict, {number(results['speedup']['predicted'])}x; measured: "
             f"{speedup_text(results)}."
         )
         found.append(Chart("round", "Where a round's time goes", phases, partial(draw_round, results=results), 2.4))
-        found.append(speedups("speedup", results["measurements"]))
     if (curves := depth_curves(results)) is not None:
         model = "; the broken lines are what the costs promise" if any(curves.model.values()) else ""
         sampling = sampling_text(results["temperature"]).capitalize()
@@ -71,20 +87,34 @@ def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
             "line) reach. Dotted: the median of plain decoding."
         )
         found.append(Chart("latency", "Time between tokens", note, partial(draw_latency, curves=curves)))
-    return [*found, *training_charts(log)]
+    return found
 
 
 def training_charts(log: Sequence[Results]) -> list[Chart]:
     """Return the charts of loss and tau over the training steps."""
     losses, taus = points(log, "train", "loss"), points(log, "eval", "tau")
     found = []
-    if len(losses) > 1:
+    if len(losses) >= FEWEST:
         note = "Loss of the head over the training steps, all depths together."
         found.append(Chart("loss", "Training loss", note, partial(draw_curve, points=losses, label="loss")))
-    if len(taus) > 1:
+    if len(taus) >= FEWEST:
         note = "tau measured by the runtime during training. The ring is the head that was kept."
         draw = partial(draw_curve, points=taus, label="tau", dots=True)
         found.append(Chart("training-tau", "tau over training", note, draw))
+    return found
+
+
+def remarks(results: Results, log: Sequence[Results] = ()) -> list[str]:
+    """Return a sentence for each curve that has too few points for a chart."""
+    found = []
+    bins = results.get("tau_by_position", ())
+    if 1 < len(bins) < FEWEST:
+        parts = [f"{number(part['mean'])} from token {part['from']} on" for part in bins]
+        found.append(f"tau by position in the text ({setting_text(results)}): {', '.join(parts)}")
+    for kind, name in (("train", "loss"), ("eval", "tau")):
+        if 1 < len(curve := points(log, kind, name)) < FEWEST:
+            parts = [f"{number(value)} at step {step:,}" for step, value in curve]
+            found.append(f"{name} over training: {', '.join(parts)}")
     return found
 
 
@@ -103,7 +133,12 @@ def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
     note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
     draw = partial(draw_rows, measured=shown, figure="tau", colour="accept")
     tau = Chart("compare-tau", "tau", note, draw, rows_height(shown))
-    return [speedups("compare-speedup", shown), tau] if all(m["speedup"] for m in shown) else [tau]
+    return [*([speedups("compare-speedup", known)] if (known := reliable(shown)) else []), tau]
+
+
+def reliable(measured: Sequence[Results]) -> list[Results]:
+    """Return the measurements whose speedup may be drawn."""
+    return [m for m in measured if why_unreliable(m) is None]
 
 
 def speedups(name: str, measured: Sequence[Results]) -> Chart:
@@ -119,12 +154,16 @@ def rows_height(rows: Sequence[Results]) -> float:
 
 
 def draw_rows(axes: Axes, *, measured: Sequence[Results], figure: str, colour: str) -> None:
-    """Draw `tau` or `speedup` of each setting as a dot on its interval, with its name and its figure above."""
-    axes.axvline(1, color=COLOURS["faded"], lw=1, zorder=0)
+    """Draw `tau` or `speedup` of each setting as a dot on its interval, with its name and its figure above. In a
+    comparison each head has a colour. The line at 1 is broken where names stand."""
     across = axes.get_yaxis_transform()
+    heads = list(dict.fromkeys(m.get("head") for m in measured))
     for n, m in enumerate(measured):
+        if len(heads) > 1:
+            colour = HEAD_COLOURS[heads.index(m["head"]) % len(HEAD_COLOURS)]
+        axes.plot([1, 1], [n - LINE / 2, n + LINE], color=COLOURS["faded"], lw=1, zorder=0)
         value = m["tau"]["mean"] if figure == "tau" else m["speedup"]["measured"]
-        text = number(value) if figure == "tau" else speedup_text(m) if is_disturbed(m) else f"{number(value)}x"
+        text = number(value) if figure == "tau" else f"{number(value)}x"
         low, high = shared(value, m[figure]["ci95"])
         axes.plot([low, high], [n, n], color=COLOURS[colour], lw=2.5)
         axes.plot(value, n, "o", color=COLOURS[colour], ms=7)
@@ -248,13 +287,15 @@ class Curves:
 
 
 def depth_curves(results: Results) -> Curves | None:
-    """Return the curves of a results.json, or None if too little was measured or the audit failed."""
-    measured = [m for m in results["measurements"] if m["temperature"] == results["temperature"]]
-    if len(measured) < 2 or not all(m["speedup"] for m in measured):
+    """Return the curves of a results.json, or None if fewer than FEWEST settings have a
+    reliable speedup."""
+    measured = [m for m in reliable(results["measurements"]) if m["temperature"] == results["temperature"]]
+    if len(measured) < FEWEST:
         return None
     searches = [search for search in results.get("auto", ()) if search["temperature"] == results["temperature"]]
     model: dict[str, dict[int, float]] = {"chain": {}, "tree": {}}
-    for point in searches[0]["curve"] if searches else ():
+    curve = searches[0]["curve"] if searches else []
+    for point in curve if all(is_believable(p["speedup"], p.get("tokens", math.inf)) for p in curve) else ():
         line = model["chain" if point["width"] == 1 else "tree"]
         line[point["depth"]] = max(point["speedup"], line.get(point["depth"], 0.0))
     dots = []

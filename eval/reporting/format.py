@@ -2,23 +2,27 @@
 
 import math
 import re
+import shlex
 from collections.abc import Sequence
 
+from eval.benchmark.reliability import AUDIT_FAILED, MACHINE_BUSY, TOO_FEW_TOKENS, is_believable, is_uneven, most_uneven
+from eval.benchmark.reliability import headline as headline
+from eval.benchmark.reliability import why_unreliable as why_unreliable
 from eval.benchmark.results import Results
 from eval.command import AUTO
 
 MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")
-BUSY = 1.5
-"""Ratio of mean to median of plain steps above which a run counts as disturbed. Quiet machines give 1.0 to 1.2."""
-NOT_RELIABLE = "not reliable"
-"""Mark of a speedup that was measured while something else used the machine."""
+NOT_RELIABLE = "not measured"
+"""Text in the place of a speedup that is not reliable. The reason follows it."""
 FEW = 8
 """Number of prompts below which percentile bootstraps are markedly too narrow."""
 LOCAL_MODEL = "a local model"
 """Public name of a target that is a local folder."""
 BRACKETS = "Brackets are 95% bootstrap intervals over prompts."
 TURNS = f"Plain decoding and all heads took turns on the same prompts. {BRACKETS}"
+LEFT_OUT = "The slowest tenth of the turns is left out of the times of both"
+"""Start of the note that names what the times leave out."""
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -47,9 +51,18 @@ def accepted_text(figures: Results) -> str:
 
 
 def speculative_text(figures: Results) -> str:
-    """Return speculative tokens/s, or a note that they are withheld."""
-    withheld = figures["speedup"] is None
-    return "withheld" if withheld else number(figures["speculative"]["tokens_per_second"], 1)
+    """Return speculative tokens/s, or a note that they are withheld or were not measured."""
+    why = why_unreliable(figures)
+    if why is not None:
+        return "withheld" if why == AUDIT_FAILED else NOT_RELIABLE
+    return number(figures["speculative"]["tokens_per_second"], 1)
+
+
+def left_out_text(figures: Results) -> str:
+    """Return a sentence with the number of turns that the times leave out, or an empty string if there are none."""
+    turns = figures.get("turns", {"timed": 0, "left_out": 0})
+    left_out, whole = turns["left_out"], turns["left_out"] + turns["timed"]
+    return f"{LEFT_OUT}: {left_out} of {whole}." if left_out else ""
 
 
 def sentence(line: str) -> str:
@@ -124,20 +137,29 @@ def exact_cell(figures: Results) -> str:
     return f"{exact['identical']} of {exact['prompts']}{near_tie_text(exact)}"
 
 
-def is_disturbed(figures: Results) -> bool:
-    """Return True if plain steps, which should all take the same time, did not: something else used the machine."""
-    plain = figures["baseline"]
-    mean, median = plain["ms_per_token"], plain.get("token_ms", {}).get("p50")
-    return bool(mean and median and mean > BUSY * median)
-
-
 def speedup_text(figures: Results) -> str:
-    """Return `1.62x [1.55, 1.70]`, `1.62x, not reliable`, or `withheld`."""
-    if figures["speedup"] is None:
+    """Return `1.62x [1.55, 1.70]`, `not measured: the machine was busy`, or `withheld`."""
+    why = why_unreliable(figures)
+    if why == AUDIT_FAILED:
         return "withheld"
-    if is_disturbed(figures):  # an interval would suggest a precision that the figure does not have
-        return f"{number(figures['speedup']['measured'])}x, {NOT_RELIABLE}"
+    if why is not None:
+        return f"{NOT_RELIABLE}: {why}"
     return with_interval(figures["speedup"]["measured"], figures["speedup"]["ci95"], unit="x")
+
+
+def robust_text(figures: Results) -> str | None:
+    """Return `ratio of medians 1.5x`, to be printed beside tau where the machine was busy, or None if that ratio cannot
+    be true either or is not known."""
+    ratio = (figures["speedup"] or {}).get("ratio_of_medians")
+    if ratio is None or why_unreliable(figures) == TOO_FEW_TOKENS or not is_believable(ratio, figures["tau"]["mean"]):
+        return None
+    return f"ratio of medians {number(ratio)}x"
+
+
+def speedup_cell(figures: Results) -> str:
+    """Return `speedup_text`, followed by `robust_text` if the speedup is not reliable."""
+    robust = robust_text(figures) if why_unreliable(figures) else None
+    return speedup_text(figures) + (f"; {robust}" if robust else "")
 
 
 def as_markdown(text: str) -> str:
@@ -192,8 +214,12 @@ def setting_line(results: Results) -> str:
     settings = results["settings"]
     names = ", ".join(map(short_name, settings["suites"]))
     rule = results.get("rule", "match")
+    count, conversations = settings["num_prompts"], settings.get("conversations", settings["num_prompts"])
+    prompts = plural(count, "prompt")
+    if conversations < count:
+        prompts = f"{plural(conversations, 'conversation')}, {plural(count, 'turn')}"
     return (
-        f"{plural(settings['num_prompts'], 'prompt')} of {names}, {settings['max_new_tokens']} new tokens, "
+        f"{prompts} of {names}, {settings['max_new_tokens']} new tokens, "
         f"batch {settings['batch_size']}{'' if rule == 'match' else f', rule {rule}'}; {device_text(results)}"
     )
 
@@ -208,16 +234,14 @@ def subtitle(results: Results) -> str:
 
 
 def fastest(results: Results) -> list[Results]:
-    """Return the measurements of several heads to show: all of them, or, after a search, the fastest of each head at
-    each temperature."""
+    """Return the measurements of several heads to show: all of them, or, after a search, the headline setting of each
+    head at each temperature."""
     if AUTO not in results["settings"]["trees"] or not is_exact(results):
         return list(results["measurements"])
-    best: dict[tuple[str, float], Results] = {}
+    groups: dict[tuple[str, float], list[Results]] = {}
     for m in results["measurements"]:
-        key = (m["head"], m["temperature"])
-        if key not in best or m["speedup"]["measured"] > best[key]["speedup"]["measured"]:
-            best[key] = m
-    return list(best.values())
+        groups.setdefault((m["head"], m["temperature"]), []).append(m)
+    return [group[headline(group)] for group in groups.values()]
 
 
 def divergence_text(divergence: Results) -> str:
@@ -234,15 +258,31 @@ def divergence_text(divergence: Results) -> str:
 
 def busy_warning(measurements: Sequence[Results]) -> str | None:
     """Return a warning that something else used the machine, or None."""
-    disturbed = [m["baseline"] for m in measurements if is_disturbed(m)]
+    disturbed = [m for m in measurements if why_unreliable(m) == MACHINE_BUSY]
     if not disturbed:
         return None
-    worst = max(disturbed, key=lambda plain: plain["ms_per_token"] / plain["token_ms"]["p50"])
+    seen = "a measured or predicted speedup exceeded tau, which no draft can do"
+    if uneven := [most_uneven(m) for m in disturbed if is_uneven(m)]:
+        kind, mean, median = max(uneven, key=lambda found: found[1] / found[2])
+        seen = f"{kind} took {number(mean)} ms on average and {number(median)} in the median"
+    without = no_speedup(disturbed, measurements)
+    return f"{seen}: something else used this machine; {without}; measure again while the machine is idle"
+
+
+def short_warning(measurements: Sequence[Results]) -> str | None:
+    """Return a warning that too few tokens were timed, or None."""
+    short = [m for m in measurements if why_unreliable(m) == TOO_FEW_TOKENS]
+    if not short:
+        return None
     return (
-        f"plain decoding took {worst['ms_per_token']:.2f} ms a token on average and {worst['token_ms']['p50']:.2f} in "
-        f"the median: something else used this machine, and a speedup marked as {NOT_RELIABLE} cannot be trusted; "
-        "measure again while the machine is idle"
+        f"{TOO_FEW_TOKENS} were timed: {no_speedup(short, measurements)}; allow more new tokens, or take more prompts"
     )
+
+
+def no_speedup(unreliable: Sequence[Results], measurements: Sequence[Results]) -> str:
+    """Return the part of a warning that says how many settings have no speedup."""
+    which = "" if len(unreliable) == len(measurements) else f" for {len(unreliable)} of {len(measurements)} settings"
+    return f"no speedup is stated{which}"
 
 
 def few_warning(measurements: Sequence[Results]) -> str | None:
@@ -287,11 +327,7 @@ def warnings(results: Results) -> list[str]:
         found = [f"head {head['name']}: {line}" for head, ms in own for line in head_warnings(head, ms)]
     else:
         found = head_warnings(results["head"], measurements)
-    best: dict[float, float] = {}
-    for m in measurements:
-        if m["speedup"]:
-            best[m["temperature"]] = max(m["speedup"]["measured"], best.get(m["temperature"], 0.0))
-    if slow := [sampling_text(temperature) for temperature, speedup in best.items() if speedup < 1]:
+    if slow := [sampling_text(temperature) for temperature in slow_temperatures(measurements)]:
         found.append(f"plain decoding is faster than every draft measured ({', '.join(slow)})")
     if few := few_warning(measurements):
         found.append(few)
@@ -299,26 +335,89 @@ def warnings(results: Results) -> list[str]:
     if (distinct := results["settings"].get("distinct_prompts", prompts)) != prompts:
         different = f"{distinct} of {prompts} prompts are different"
         found.append(f"{different}: the intervals, which take each for another, are too narrow")
-    if busy := busy_warning(measurements):
-        found.append(busy)
-    return found
+    return found + [warning for warning in (short_warning(measurements), busy_warning(measurements)) if warning]
+
+
+def slow_temperatures(measurements: Sequence[Results]) -> list[float]:
+    """Return the temperatures at which plain decoding is faster than every draft. Nothing is concluded where a speedup
+    is not reliable."""
+    temperatures = dict.fromkeys(m["temperature"] for m in measurements)
+    by_temperature = {t: [m for m in measurements if m["temperature"] == t] for t in temperatures}
+    return [
+        temperature
+        for temperature, found in by_temperature.items()
+        if not any(map(why_unreliable, found)) and all(m["speedup"]["measured"] < 1 for m in found)
+    ]
 
 
 def search_line(search: Results) -> str:
     """Return a line with the result of a search for the best draft."""
-    model = {point["tree"]: point["speedup"] for point in search["curve"]}
-    proposed = " and ".join(f"{tree} ({model[tree]:.2f}x)" for tree in search["proposed"])
-    chosen = search["chosen"]
-    speedup = search["measured"][chosen]
-    if speedup < 1:
-        found = f"plain decoding is faster than all {len(search['measured'])} measured, {chosen} is next"
-    else:
-        found = f"of {len(search['measured'])} measured, {chosen} is the fastest"
-    return (
-        f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; {found} ({speedup:.2f}x)"
-    )
+    model = {point["tree"]: point for point in search["curve"]}
+    proposed = " and ".join(map(promise, (model[tree] for tree in search["proposed"])))
+    return f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; {verdict(search)}"
+
+
+def promise(point: Results) -> str:
+    """Return a draft and the speedup that its costs promise, unless that cannot be true."""
+    believable = is_believable(point["speedup"], point.get("tokens", math.inf))
+    return f"{point['tree']} ({point['speedup']:.2f}x)" if believable else point["tree"]
+
+
+def verdict(search: Results) -> str:
+    """Return the result of a search. Speedups that are not reliable are no part of it."""
+    measured, chosen = search["measured"], search["chosen"]
+    left_out = search.get("unreliable", ())
+    if chosen is None:
+        return "no speedup of those measured is reliable, so none of them is chosen"
+    named = f"{len(measured)} measured" + (f" reliably and {len(left_out)} not" if left_out else "")
+    if measured[chosen] < 1 and not left_out:
+        return f"plain decoding is faster than all {named}, {chosen} is next ({measured[chosen]:.2f}x)"
+    return f"of {named}, {chosen} is the fastest ({measured[chosen]:.2f}x)"
 
 
 def setting_text(figures: Results) -> str:
     """Return a draft and its sampling, as in `chain:5, greedy`."""
     return f"{figures['tree']}, {sampling_text(figures['temperature'])}"
+
+
+def verdict_line(results: Results) -> str:
+    """Return the answer to whether a draft pays at each temperature, as in `chain:5 pays: 1.36x [1.24, 1.49] greedy; no
+    draft pays at T = 1`."""
+    if not is_exact(results):
+        wrong = plural(len(results["exact"]["divergences"]), "output")
+        return f"{wrong} differed from plain decoding: no speedup is stated"
+    measurements = results["measurements"]
+    temperatures = dict.fromkeys(m["temperature"] for m in measurements)
+    parts = [verdict_at([m for m in measurements if m["temperature"] == temperature]) for temperature in temperatures]
+    if all(map(why_unreliable, measurements)):
+        parts.insert(0, f"speedup {speedup_text(measurements[0])}")
+    return "; ".join(parts)
+
+
+def verdict_at(measurements: Sequence[Results]) -> str:
+    """Return the verdict on the settings of one temperature, by the fastest of those that are reliable."""
+    sampling = sampling_text(measurements[0]["temperature"])
+    reliable = [m for m in measurements if why_unreliable(m) is None]
+    if not reliable:
+        longest = max(measurements, key=lambda m: m["tau"]["mean"])
+        return f"tau {tau_text(longest)} with {draft_name(longest)}, {sampling}"
+    best = max(reliable, key=lambda m: m["speedup"]["measured"])
+    speedup, ends = best["speedup"]["measured"], best["speedup"]["ci95"]
+    if speedup <= 1:
+        of = "" if len(reliable) == len(measurements) else f" of the {len(reliable)} measured"
+        at = "at greedy decoding" if sampling == "greedy" else f"at {sampling}"
+        return f"no draft{of} pays {at} ({draft_name(best)}: {speedup_text(best)})"
+    pays = "pays" if ends is not None and None not in ends and ends[0] > 1 else "may pay"
+    return f"{draft_name(best)} {pays}: {speedup_text(best)} {sampling if sampling == 'greedy' else f'at {sampling}'}"
+
+
+def draft_name(figures: Results) -> str:
+    """Return the draft of a setting, with its head's name in a comparison."""
+    return " ".join(
+        filter(None, (figures.get("head", "") if isinstance(figures.get("head"), str) else "", figures["tree"]))
+    )
+
+
+def command_text(results: Results) -> str | None:
+    """Return the command that measures again, or None if the file does not hold it."""
+    return shlex.join(results["command"]) if "command" in results else None

@@ -54,8 +54,11 @@ class Table:
     """Indices of rows in bold."""
 
 
-def render_page(results: Results, charts: Sequence[Chart]) -> str:
-    """Return the page of a results.json or of a compare.json."""
+def render_page(
+    results: Results, charts: Sequence[Chart], remarks: Sequence[str] = (), serve: str | None = None
+) -> str:
+    """Return the page of a results.json or of a compare.json. `remarks` stand in the place of charts of few points;
+    `serve` is the command that serves the head."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"svg": inline_svg, "sentence": format.sentence, "number": format.number}
     several = "heads" in results
@@ -75,6 +78,11 @@ def render_page(results: Results, charts: Sequence[Chart]) -> str:
         **page,
         heading=format.heading(results),
         setting=f"{format.subtitle(results)}.{shown}",
+        verdict=format.verdict_line(results),
+        serve=serve,
+        remarks=remarks,
+        command=format.command_text(results),
+        date=results["measured_at"][:10],
         exact=format.is_exact(results),
         audit=format.audit_line(results),
         divergences=[format.divergence_text(found) for found in results["exact"]["divergences"][:MOST_DIVERGENCES]],
@@ -100,11 +108,13 @@ def tiles(results: Results) -> list[Tile]:
         return [Tile("speedup", *withheld), length, own, Tile("speculative decoding", *withheld)]
     fast = results["speculative"]
     rate = f"tokens/s, {format.number(fast['ms_per_round'])} ms a round"
-    caution = f"{NOT_RELIABLE}: the machine was busy" if format.is_disturbed(results) else ""
-    note = "" if caution else interval_note(speed["ci95"], "over plain decoding")
+    if (why := format.why_unreliable(results)) is not None:
+        note = format.robust_text(results) or "over plain decoding"
+        return [Tile("speedup", format.MISSING, note, f"{NOT_RELIABLE}: {why}"), length, own]
+    note = interval_note(speed["ci95"], "over plain decoding")
     slow = "plain decoding is faster" if speed["measured"] < 1 else ""
     return [
-        Tile("speedup", f"{format.number(speed['measured'])}×", note, caution or slow),  # noqa: RUF001
+        Tile("speedup", f"{format.number(speed['measured'])}×", note, slow),  # noqa: RUF001
         length,
         own,
         Tile("speculative decoding", format.number(fast["tokens_per_second"], 0), rate),
@@ -123,11 +133,14 @@ def settings_table(results: Results) -> Table:
     exact, rows = format.is_exact(results), []
     for m in results["measurements"]:
         speed, plain = m["speedup"], format.number(m["baseline"]["tokens_per_second"], 1)
-        last = f"{format.number(speed['predicted'])}x" if speed and exact else format.exact_cell(m)
-        cells = [format.setting_text(m), format.speedup_text(m), format.tau_text(m), plain]
+        last = format.exact_cell(m)
+        if exact:
+            last = f"{format.number(speed['predicted'])}x" if format.why_unreliable(m) is None else format.MISSING
+        cells = [format.setting_text(m), format.speedup_cell(m), format.tau_text(m), plain]
         rows.append([*cells, format.speculative_text(m), last])
-    searches = [format.search_line(search) for search in results.get("auto", ()) if search["chosen"]]
-    turns = f"Plain and speculative decoding took turns on the same prompts. {BRACKETS}"
+    searches = [format.search_line(search) for search in results.get("auto", ()) if exact]
+    left_out = format.left_out_text(results)
+    turns = f"Plain and speculative decoding took turns on the same prompts. {BRACKETS} {left_out}".rstrip()
     headline = (results["tree"], results["temperature"])
     return Table(
         "Settings measured",
@@ -145,7 +158,7 @@ def suites_table(results: Results) -> list[Table]:
     rows = []
     for name, m in results["suites"].items():
         shown = format.short_name(name) if "/" not in name else f"\N{EN SPACE}{name.split('/', 1)[1]}"
-        cells = [shown, format.speedup_text(m), format.tau_text(m)]
+        cells = [shown, format.speedup_cell(m), format.tau_text(m)]
         rows.append([*cells, str(m["exact"]["prompts"]), format.percent(m["loop_share"])])
     note = f"{format.setting_text(results)}. Loops: outputs whose end repeats itself, which are easy to draft."
     return [Table("By suite", [note], ["suite", "speedup", "tau", "prompts", "loops"], rows)]
@@ -156,9 +169,10 @@ def comparison_table(results: Results) -> Table:
     rows = []
     for m in format.fastest(results):
         name = f"{m['head']}, {format.setting_text(m)}"
-        rows.append([name, format.speedup_text(m), format.tau_text(m), format.accepted_text(m), format.exact_cell(m)])
+        rows.append([name, format.speedup_cell(m), format.tau_text(m), format.accepted_text(m), format.exact_cell(m)])
     columns = ["head and draft", "speedup", "tau", "accepted by depth", "identical"]
-    return Table("Heads and drafts", [TURNS], columns, rows)
+    turns = f"{TURNS} {format.left_out_text(results['measurements'][0])}".rstrip()
+    return Table("Heads and drafts", [turns], columns, rows)
 
 
 def sample_rounds(sample: Results) -> Results:

@@ -6,21 +6,25 @@ A saved head names its data without paths. The path of its target is replaced by
 
 import json
 import os
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmark.results import RESULTS, Results, folders_of, newest_results
-from eval.reporting.card import CARD, front_matter, hub_datasets, model_card, quoted
-from eval.reporting.format import LOCAL_MODEL, is_exact
+import yaml
+
+from eval.benchmark.results import RESULTS, Results, folders_of, newest_results, read_log
+from eval.reporting.card import CARD, fenced, front_matter, hub_datasets, model_card, quoted
+from eval.reporting.format import LOCAL_MODEL, as_markdown, is_exact, why_unreliable
 from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config
 from heads.errors import UserError, first_line
 from heads.formats.base import ENGINES
 from heads.formats.contract import Verdict, why_unfit
-from heads.registry import HEADS
+from heads.registry import HEADS, untrained_kind
 from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from heads.target.hub import is_hub_id, repo_and_revision
+from heads.target.hub import is_hub_id, repo_and_revision, with_names
 
 PLOT = "plots/acceptance.png"
 OTHERS = (
@@ -29,8 +33,10 @@ OTHERS = (
 )
 """Files that may accompany a head's config and weights: a draft model is a whole Hugging Face model directory."""
 
-BASE = "TARGET"
-"""Placeholder in commands for a target without a Hub id."""
+RECIPE = "recipe.yaml"
+METRICS = "metrics.jsonl"
+SHOWN = ("optimizer", "lr", "max_steps", "tokens_per_step", "batch_size", "warmup_steps", "precision")
+"""Settings of `train` that a card lists."""
 STEPS = 5
 """Tokens drafted in a round by a head that was neither measured nor trained to a depth."""
 
@@ -87,13 +93,18 @@ def collect(
     beside = folder.resolve().parents  # a relative path may start at any of them
     here = any(os.path.exists(parent / str(name)) for parent in beside)
     base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not here else None)
-    target = base or LOCAL_MODEL
+    base = base or base_of_copy(str(name))
+    target = base or Path(str(name or LOCAL_MODEL)).name
     files = head_files(folder, record, base)
-    verdicts = head_verdicts(folder, record, found[1] if found else None, repo_id, base)
+    verdicts = head_verdicts(folder, record, found[1] if found else None, repo_id, base or target)
     if (doubt := why_unfit(verdicts)) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
-    command = f"python eval/bench.py {repo_id}{'' if base else ' --target FOLDER_OF_THE_TARGET'}"
-    about = f"## Use\n\n```\n{command}\n```\n\n{served_by(verdicts, record, repo_id, base)}"
+    serve = next((verdict.command for verdict in verdicts if verdict.reader in ENGINES and verdict.serves), None)
+    about = f"{use(repo_id, base, target)}\n\n{served_by(verdicts, record, repo_id, base, target)}"
+    shown_serve = fenced(serve)
+    if serve and base is None:
+        shown_serve += f"\n\n{quoted(target)} is a folder: put the path of your copy of that model there."
+    trained = trained_on(record, folder.parent)
     data: dict[str, Any] = {
         "rights": rights(base or ""),
         "datasets": hub_datasets(record.get("provenance")),
@@ -102,17 +113,21 @@ def collect(
     if found is None:
         parameters = sum(weight.numel() for weight in head.parameters())
         intro = f"A draft head (`{record['kind']}`, {parameters:,} parameters) for {quoted(target)}."
-        parts = [front_matter(record["kind"], target, **data), f"# {record['kind']} on {target}", intro, about]
-        card = "\n\n".join([*parts, "## Measured", "Not measured."]) + "\n"
+        parts = [front_matter(record["kind"], base or LOCAL_MODEL, **data), f"# {record['kind']} on {target}", intro]
+        parts += [shown_serve, "\n".join(["## Trained on", "", *(f"- {line}" for line in trained)])]
+        card = "\n\n".join([*filter(None, parts), "## Measured with", "Not measured.", about]) + "\n"
     else:
         place, figures = found
-        shown = {**figures, "target": {**figures["target"], "name": target}}
-        card = model_card(shown, about=about, data=data)
+        shown = public_results(figures, repo_id, target)
+        files[RESULTS] = as_json(shown)
+        card = model_card(shown, serve=shown_serve, trained=trained, about=about, data=data)
         plot = place / PLOT
         if plot.is_file():
             files[PLOT] = plot
         else:
             card = "\n".join(line for line in card.splitlines() if PLOT not in line).rstrip() + "\n"
+    if (recipe := folder.parent / RECIPE).is_file():
+        files[RECIPE] = public_recipe(recipe, base or target)
     files[CARD] = card.encode(errors="backslashreplace")  # names from a damaged file may not be valid text
     check_private(files)
     return Publication(files, record["kind"], base, *(found or (None, None)))
@@ -150,32 +165,102 @@ def measured(
     return found
 
 
+def serve_command(results: Results) -> str | None:
+    """Return the command with which an engine serves the head of a results.json from this machine, or None if its files
+    are not here, no engine serves it, or no draft pays."""
+    if "heads" in results or not is_exact(results) or untrained_kind(results["head"]["path"]):
+        return None
+    reliable = [m["speedup"]["measured"] for m in results["measurements"] if why_unreliable(m) is None]
+    if reliable and max(reliable) <= 1:
+        return None
+    try:
+        folder = find_head(results["head"]["path"]) if os.path.isdir(results["head"]["path"]) else None
+        verdicts = (
+            []
+            if folder is None
+            else head_verdicts(folder, read_config(folder), results, str(folder), results["target"]["name"])
+        )
+    except (UserError, OSError):
+        return None
+    return next((verdict.command for verdict in verdicts if verdict.reader in ENGINES and verdict.serves), None)
+
+
 def head_verdicts(
-    folder: Path, record: dict[str, Any], results: Results | None, repo_id: str, base: str | None
+    folder: Path, record: dict[str, Any], results: Results | None, repo_id: str, base: str
 ) -> list[Verdict]:
     """Return the verdict of each engine's check of the head. The number of draft tokens is the depth of the headline
     setting, else of the training."""
     config = record["config"]
     depth = (results or {}).get("depth") or config.get("depth") or STEPS
     modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or several times
-    target = BASE if base is None else repo_and_revision(base)[0]
+    target = repo_and_revision(base)[0]
     target += "-WITH-ADAPTER" if record["target"].get("adapter") else ""
     return check_loaders(folder, name=repo_id, base=target, steps=max(depth // modules, 1) * modules)
 
 
-def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str, base: str | None) -> str:
+def use(repo_id: str, base: str | None, target: str) -> str:
+    """Return the card's section on this project's own command."""
+    command = f"python eval/bench.py {repo_id}" + ("" if base else f" --target {shlex.quote(target)}")
+    return (
+        f"## Measure it again\n\ndraftsmith trained and measured this head. In a clone of it:\n\n{fenced(command)}\n\n"
+        f"`{RESULTS}` holds every figure; `{RECIPE}` is the recipe with every default."
+    )
+
+
+def trained_on(record: dict[str, Any], run: Path) -> list[str]:
+    """Return lines of Markdown on a head's training, from its provenance and the files of its run, as far as they are
+    there."""
+    made = record["provenance"]
+    recipe = read_recipe(run / RECIPE)
+    data = made.get("data", {}).get("sources", {})
+    sources = data.get("sources", []) if isinstance(data, dict) else data
+    lines = []
+    for source in sources if isinstance(sources, list) else []:
+        limit = f", up to {source['limit']:,} records" if source.get("limit") else ""
+        lines.append(as_markdown(f"{source.get('path', 'modules of Python')} ({source.get('kind', 'chat')}){limit}"))
+    if isinstance(data, dict) and (answers := data.get("regenerate")):
+        count = f"{answers['prompts']:,} " if answers.get("prompts") else ""
+        lines.append(f"{count}conversations with answers by the target itself (T = {answers.get('temperature', 0):g})")
+    train = recipe.get("train", {})
+    tokens = next((point["tokens"] for point in reversed(read_log(run / METRICS)) if "tokens" in point), None)
+    if "step" in made:
+        of = f" of {train['max_steps']:,}" if train.get("max_steps") else ""
+        lines.append(f"step {made['step']:,}{of} was kept, which had the highest tau")
+    if tokens:
+        lines.append(f"{tokens:,} tokens in the whole run")
+    settings = [f"{name} {train[name]}" for name in SHOWN if train.get(name) is not None]
+    if context := recipe.get("data", {}).get("context_length"):
+        settings.append(f"context_length {context}")
+    settings += [f"{name} {value}" for name in ("depth", "loss") if (value := record["config"].get(name)) is not None]
+    lines.append(as_markdown(", ".join(settings)))
+    if commit := made.get("versions", {}).get("draftsmith"):
+        lines.append(f"draftsmith {commit}, torch {made['versions'].get('torch')}, {made.get('created', '')[:10]}")
+    return lines
+
+
+def base_of_copy(path: str) -> str | None:
+    """Return the Hub id of a target in a folder, if the folder is in the Hub's cache or its config.json has the id."""
+    if found := re.search(r"models--([^/]+?)--([^/]+)/snapshots/", f"{path}/"):
+        return f"{found[1]}/{found[2]}"
+    try:
+        name = json.loads((Path(path) / CONFIG).read_text(encoding="utf-8")).get("_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return name if isinstance(name, str) and is_hub_id(name) else None
+
+
+def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str, base: str | None, target: str) -> str:
     """Return the card's section on engines, with the command of each engine that serves the head."""
     engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
     lines = ["## Served by", ""]
     for verdict in (verdict for verdict in engines if verdict.serves):
         lines += [f"{verdict.reader}:", "", "```", verdict.command, "```", ""]
     lines += [f"- {verdict.reader}: no, it {verdict.reason}" for verdict in engines if not verdict.serves]
-    for verdict in verdicts:
-        if verdict.reader not in ENGINES:
-            what = f"`{verdict.command}`" if verdict.serves else f"no, it {verdict.reason}"
-            lines.append(f"- {verdict.reader}: {what}")
-    converters = HEADS[record["kind"]].format.converters(repo_id, base or BASE, record["config"])
-    lines += [f"- {line}" for line in converters]
+    others = [verdict for verdict in verdicts if verdict.reader not in ENGINES and verdict.serves]
+    lines += [f"- {verdict.reader}: `{verdict.command}`" for verdict in others]
+    lines += [
+        f"- {line}" for line in HEADS[record["kind"]].format.converters(repo_id, base or target, record["config"])
+    ]
     if record["target"].get("adapter"):
         lines.append("- the target in these commands is the one with `adapter/` merged into it")
     lines += ["", "Names, shapes and fields were compared with what these versions' sources load; they were not run."]
@@ -211,6 +296,32 @@ def public_config(file: Path, base: str | None) -> bytes:
         }
     config["draftsmith"]["target"]["name"] = base
     return as_json(config)
+
+
+def public_results(results: Results, repo_id: str, target: str) -> Results:
+    """Return results for publication: without paths and without the texts of prompts."""
+    public: Results = with_names({key: value for key, value in results.items() if key not in ("samples", "command")})
+    return public | {
+        "target": {**public["target"], "name": target},
+        "head": {**public["head"], "path": repo_id},
+        "samples": [],
+    }
+
+
+def public_recipe(file: Path, target: str) -> bytes:
+    """Return a recipe for publication: with names in the place of paths."""
+    recipe = with_names(read_recipe(file))
+    recipe.get("target", {})["path"] = target
+    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).encode()
+
+
+def read_recipe(file: Path) -> dict[str, Any]:
+    """Return the settings of a run's recipe.yaml, or none if it cannot be read."""
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def check_private(files: Contents) -> None:

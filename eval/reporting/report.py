@@ -1,10 +1,8 @@
 """Reports in the terminal and as files: of one head (results.json), or a comparison of several (compare.json)."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from rich import box
@@ -12,10 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eval.benchmark.results import Results, folders_of, newest_results, read_results
+from eval.benchmark.results import Results, folders_of, newest_results, read_log, read_results
 from eval.reporting import format
-from eval.reporting.card import CARD, check_card, model_card
+from eval.reporting.card import CARD, check_card, fenced, model_card
 from eval.reporting.format import NOT_RELIABLE, TURNS
+from eval.reporting.publication import serve_command
 from heads.errors import UserError
 from heads.files import write_text
 
@@ -31,15 +30,26 @@ def report_command(path: Path) -> int:
     if os.path.isdir(path):
         newest = newest_results([*folders_of(path), *sorted(path.glob("*"))])
         if newest is None:
+            check_comparison(path / "compare.json")
             raise UserError(f"{path}: no results.json in it; measure with eval/bench.py")
         folder, results = newest
     else:
+        check_comparison(path)
         folder, results = path.parent, read_results(path)
     check_card(folder, "the folder")
     write_report(results, folder)
     print_report(results, Console())
     print(f"written to {folder}", file=sys.stderr)
     return 0
+
+
+def check_comparison(file: Path) -> None:
+    """Raise UserError for the file of a comparison."""
+    if file.name == "compare.json" and file.is_file():
+        raise UserError(
+            f"{file}: a comparison of several heads, whose compare.html and compare.md eval/compare.py wrote beside "
+            "it; to render it anew, compare again"
+        )
 
 
 def print_report(results: Results, console: Console) -> None:
@@ -57,16 +67,25 @@ def print_report(results: Results, console: Console) -> None:
     width = console.width
     for table in tables:
         say("")
-        console.width = max(WIDE, width) if "heads" in results else width  # lines may wrap, but no figure is truncated
+        console.width = max(WIDE, width)  # lines may wrap, but no figure is truncated
         console.print(table, highlight=False, crop=False)
         console.width = width
     say("")
+    if left_out := format.left_out_text(results["measurements"][0]):
+        say(left_out, "dim")
+    for m in results["measurements"]:
+        if format.why_unreliable(m) and (robust := format.robust_text(m)):
+            say(f"{format.draft_name(m)}, {format.sampling_text(m['temperature'])}: {robust}")
     for warning in format.warnings(results):
         say(warning, "yellow")
     if "heads" not in results:
         for search in results.get("auto", ()) if format.is_exact(results) else ():
             say(format.search_line(search))
     print_audit(results, console)
+    say("")
+    say(format.verdict_line(results), "bold")
+    if (serve := serve_command(results)) is not None:
+        say(f"serve it: {serve}")
 
 
 def print_audit(results: Results, console: Console) -> None:
@@ -97,9 +116,11 @@ def headline_table(results: Results) -> Table:
         table.add_row(f"accepted at depth {depth}", format.percent(alpha, 1))
     table.add_row("plain tokens/s", format.number(results["baseline"]["tokens_per_second"], 1))
     if results["speedup"] is not None:
-        table.add_row("speculative tokens/s", format.number(results["speculative"]["tokens_per_second"], 1))
-        table.add_row("speedup", format.speedup_text(results), style=f"bold{' yellow' * format.is_disturbed(results)}")
-        table.add_row("speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x")
+        table.add_row("speculative tokens/s", format.speculative_text(results))
+        why = format.why_unreliable(results)
+        table.add_row("speedup", short_speedup(results), style=f"bold{' yellow' * (why is not None)}")
+        if why is None:
+            table.add_row("speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x")
     table.add_row("outputs that end in a loop", format.percent(results["loop_share"]))
     return table
 
@@ -111,9 +132,15 @@ def settings_table(results: Results) -> Table:
     )
     for m in results["measurements"]:
         cells = [m["tree"], format.sampling_text(m["temperature"]), format.tau_text(m)]
-        cells += [format.speedup_text(m), format.exact_cell(m)]
-        table.add_row(*map(escape, cells), style="yellow" if format.is_disturbed(m) else None)
+        cells += [short_speedup(m), format.exact_cell(m)]
+        table.add_row(*map(escape, cells), style="yellow" if NOT_RELIABLE in cells[3] else None)
     return table
+
+
+def short_speedup(figures: Results) -> str:
+    """Return the speedup for a column of a table. A warning below the table has the reason why there is none."""
+    text = format.speedup_text(figures)
+    return NOT_RELIABLE if text.startswith(NOT_RELIABLE) else text
 
 
 def comparison_table(results: Results) -> Table:
@@ -132,39 +159,27 @@ def comparison_rows(results: Results) -> list[list[str]]:
         head = heads[m["head"]]
         names = [m["head"], head["kind"], format.count(head["parameters"])]
         names += [m["tree"], format.sampling_text(m["temperature"])]
-        rows.append([*names, format.tau_text(m), format.accepted_text(m), format.speedup_text(m), format.exact_cell(m)])
+        rows.append([*names, format.tau_text(m), format.accepted_text(m), short_speedup(m), format.exact_cell(m)])
     return rows
 
 
 def write_report(results: Results, folder: Path) -> None:
     """Write plots/, report.html and the model card in README.md, with the training curves if there is a metrics.jsonl.
     For several heads, write plots/, compare.html and compare.md."""
-    from eval.reporting.charts import comparison_charts, head_charts  # matplotlib takes a second to import
+    from eval.reporting.charts import comparison_charts, head_charts, remarks  # matplotlib takes a second to import
     from eval.reporting.drawing import write_charts
     from eval.reporting.html import render_page
 
+    log = read_log(folder / "metrics.jsonl")
     several, caption = "heads" in results, f"{format.heading(results)}; {format.setting_line(results)}"
-    if several:
-        charts = comparison_charts(format.fastest(results))
-    else:
-        charts = head_charts(results, read_log(folder / "metrics.jsonl"))
-        caption += f"; {NOT_RELIABLE}: the machine was busy" * format.is_disturbed(results)
+    charts = comparison_charts(format.fastest(results)) if several else head_charts(results, log)
     write_charts(charts, caption, folder / "plots")
-    write_text(folder / ("compare.html" if several else "report.html"), render_page(results, charts))
+    said, serve = [] if several else remarks(results, log), serve_command(results)
+    write_text(folder / ("compare.html" if several else "report.html"), render_page(results, charts, said, serve))
     if several:
         write_text(folder / "compare.md", markdown(results))
     else:
-        write_text(folder / CARD, model_card(results))
-
-
-def read_log(file: Path) -> list[Results]:
-    """Return the records of a metrics.jsonl without truncated lines, or no records if there is no such file."""
-    records = []
-    with suppress(OSError):
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, RecursionError):
-                records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+        write_text(folder / CARD, model_card(results, serve=fenced(serve)))
 
 
 def markdown(results: Results) -> str:
@@ -180,6 +195,6 @@ def markdown(results: Results) -> str:
         "",
         *(f"* {format.as_markdown(line)}" for line in format.warnings(results)),
         "",
-        f"{format.audit_line(results)}. {TURNS}",
+        f"{format.audit_line(results)}. {TURNS} {format.left_out_text(results['measurements'][0])}".rstrip(),
     ]
     return "\n".join(lines) + "\n"

@@ -7,6 +7,8 @@ torch's operations, before the first request.
 Letters: B rows, N nodes, P prompt tokens.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from eval.runtime.round import TargetStep
 from heads.errors import UserError, first_line, warn_once
 from heads.target.cached import CacheSpec
 from heads.target.decoder import NativeDecoder, why_not_native
+from heads.target.finite import why_not_finite
 from heads.target.frozen import FrozenTarget
 from heads.target.hf import HFDecoder
 from heads.target.recurrent_layers import single_steps
@@ -28,22 +31,21 @@ KERNEL_TOLERANCE = {torch.float32: 1e-4}  # and 0.02 for 16-bit types
 
 
 def open_step(target: FrozenTarget, spec: CacheSpec) -> TargetStep:
-    """Return the target's step: on the native decoder if it has one that passes the check of masks, else on the
-    Hugging Face model."""
+    """Return the target's step: on the native decoder if it has one that passes the checks, else on the Hugging Face
+    model. UserError if neither takes what it is given."""
     check_family(target)
     pads = target.device.type != "cpu" and not target.is_recurrent  # padding would pass through a recurrent state
     if (reason := why_not_native(target)) is None:
         step = TargetStep(target, NativeDecoder(target, spec), pads=pads)
-        try:
-            check_kernels(step)
-            check_masks(step)
+        check_kernels(step)
+        if (fault := mask_fault(step)) is None:
             return step
-        except UserError as error:
-            warn_once(f"{error}; its Hugging Face model is used instead of the native decoder")
+        warn_once(f"{fault}; its Hugging Face model is used instead of the native decoder")
     else:
         warn_once(f"{target.name}: decoded by its Hugging Face model, slower: {reason}")
     step = TargetStep(target, HFDecoder(target, spec), pads=pads)
-    check_masks(step)
+    if fault := mask_fault(step):
+        raise UserError(f"{fault}; it cannot be a target here")
     return step
 
 
@@ -60,9 +62,10 @@ def check_family(target: FrozenTarget) -> None:
         raise UserError(f"{target.name}: attention {attention!r} takes no 4-D mask; load the target with sdpa or eager")
 
 
-def check_masks(step: TargetStep) -> None:
-    """Verify a small tree, and compare the result with the model's own forward pass over each path. For a recurrent
-    target, which accepts no trees, verify the paths one after the other.
+def mask_fault(step: TargetStep) -> str | None:
+    """Verify a small tree, and compare the result with the model's own forward pass over each path. Return the fault,
+    if there is one. For a recurrent target, which accepts no trees, verify the paths one after the other. UserError for
+    a model whose own states are not finite.
 
     The check runs for every model, because a list of known families is never complete and a decoder that ignores its
     positions or its mask raises no error: its output is only wrong. Leaves padding in the first slots of every row.
@@ -94,12 +97,16 @@ def check_masks(step: TargetStep) -> None:
     true = (
         single_steps(target.base, texts, count) if target.is_recurrent else target.alone(texts)[:, -count:]
     ).double()
+    if not bool(true.isfinite().all()):
+        raise UserError(f"{target.name}: {why_not_finite(target.model, target.layers, target.arguments(texts))}")
     error = ((found.double() - true).norm(dim=-1) / true.norm(dim=-1)).max().item()
-    if not error < TOLERANCE.get(target.dtype, 0.15):
-        raise UserError(
-            f"{target.name}: {target.config.model_type} does not take tree masks, positions and states as they are "
-            f"given (hidden states off by {error:.1%}); it cannot be a target here"
-        )
+    if error < TOLERANCE.get(target.dtype, 0.15):
+        return None
+    off = "not finite" if math.isnan(error) else f"off by {error:.1%}"
+    return (
+        f"{target.name}: {target.config.model_type} does not take tree masks, positions and states as they are given "
+        f"(hidden states {off})"
+    )
 
 
 def check_kernels(step: TargetStep) -> None:

@@ -50,9 +50,9 @@ class Timings:
     decode_seconds: float = 0.0
     round_seconds: list[float] = field(default_factory=list)
     """Seconds of each round of the whole batch. Rounds between two polls by the host share their time evenly."""
-    breakdown: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """Seconds by phase, measured only if `Engine.profile` is set, which synchronises after each phase. The phase
-    "commit" includes the head's `extend`."""
+    breakdown: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    """Seconds of each round by phase, measured only if `Engine.profile` is set, which synchronises after each phase.
+    The phase "commit" includes the head's `extend`."""
 
     @property
     def rounds(self) -> int:
@@ -73,7 +73,7 @@ class EngineOptions:
     """Number of slots of one sequence: prompt, output and the tree of a round together."""
     pinned: int = 1
     """Number of nodes of a plain step. All but the root are padding, so that its products have the shapes of a round
-    with that many nodes. In 16-bit types, drafts must repeat such steps bit for bit."""
+    with that many nodes. Drafts must repeat such steps bit for bit (`eval.runtime.identity`)."""
     graphs: bool = True
     """Capture rounds as CUDA graphs on a GPU."""
     poll_interval: int = 1
@@ -260,7 +260,7 @@ class Engine:
         def mark(phase: str) -> None:
             nonlocal last
             now = self.clock()
-            self.timings.breakdown[phase] += now - last
+            self.timings.breakdown[phase].append(now - last)
             last = now
 
         decoder.round(extent, mark)
@@ -294,7 +294,8 @@ class Engine:
         """Read the oldest unread report. Return the request's index and output for each row that ended."""
         rounds, sitters = self.launched.popleft()
         reports = self.reports.receive()
-        if rounds:
+        is_current = [own is not None and own is other for own, other in zip(sitters, request_states, strict=True)]
+        if rounds and any(is_current):  # else the rounds were launched after every text had ended
             now = self._moment()
             self.timings.round_seconds += [(now - self.looked) / rounds] * rounds
             self.timings.decode_seconds += now - self.looked
@@ -303,7 +304,7 @@ class Engine:
         state, M = self.decoder.state, self.options.shape.depth + 1
         ended: dict[int, tuple[int, Output]] = {}
         for row, (request_state, report) in enumerate(zip(sitters, reports, strict=True)):
-            if request_state is None or request_states[row] is not request_state:  # that request has ended already
+            if request_state is None or not is_current[row]:  # that request has ended already
                 continue
             fresh = request_state.learn(report, under_way, M)
             if on_tokens is not None and fresh and on_tokens(request_state.index, fresh):
@@ -314,7 +315,16 @@ class Engine:
                 ended[row] = request_state.index, self._output(row, request_state)
                 # An empty row still takes part in rounds. With length 0 it never needs more slots than the other rows.
                 state.length[row] = 0
+        if ended and sum(is_current) == len(ended):
+            self._drop_rounds_after(max(output.first_round + output.rounds for _, output in ended.values()))
         return ended
+
+    def _drop_rounds_after(self, count: int) -> None:
+        """Take the rounds after the first `count` out of the timings: they came after the end of every text, which the
+        host learns only when it polls."""
+        spare = self.timings.round_seconds[count:]
+        del self.timings.round_seconds[count:]
+        self.timings.decode_seconds -= sum(spare)
 
     def _output(self, row: int, request_state: RequestState) -> Output:
         state = self.decoder.state

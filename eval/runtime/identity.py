@@ -1,16 +1,22 @@
-"""Comparison of an output with that of plain decoding, bit for bit, in types so narrow that the order of a sum matters.
+"""Comparison of an output that differs from plain decoding's with plain decoding at the width of the rounds.
 
-In bfloat16 a product of one row and a product of eight rows use different kernels with different rounding, and if two
-logits differ by less than a rounding error, another token is chosen. So the reference is plain decoding in steps of as
-many nodes as the rounds have (`EngineOptions.pinned`): the same kernels on the same shapes. Chains must repeat it
-exactly, and so must trees under `strict`. Other trees read their ancestors from other slots than plain decoding does,
-so sums are computed in another order. If that changes a choice, the two tokens' scores must differ by at most two units
-in the last place.
+The rounding of a row's product depends on the number of rows, in every dtype and on every device: a product of one row
+and a product of eight use different kernels, which sum in another order. If two logits differ by less than that,
+another token is chosen. So a text that differs is compared with plain decoding in steps of as many nodes as the rounds
+have (`EngineOptions.pinned`): the same kernels on the same shapes. If it is equal to that, it is a near-tie.
+
+Trees read their ancestors from other slots than plain decoding does, so their sums may have yet another order. There,
+each token that plain decoding at that width would not have chosen must be near the chosen one: their scores may differ
+by at most NEAR units in the last place.
+
+A wrong result at the width of the rounds would be wrong in both texts. So the text is also given, token by token, to
+plain decoding in steps of one row. Each token that it would not have chosen must be within FAR units of its choice.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -19,10 +25,13 @@ from eval.runtime.engine import Engine
 from eval.runtime.request import Request
 from eval.runtime.round import read_prompts
 from heads.target.noise import gumbel
-from heads.tree import ROOT_ONLY
+from heads.tree import ROOT_ONLY, is_chain
 
 NEAR = 2.0
-"""Maximum gap of a near-tie, in units in the last place of the target's dtype at the size of the larger logit."""
+"""Maximum gap of a near-tie between steps of one width, in units in the last place of the target's dtype at the size of
+the larger logit."""
+FAR = 16.0
+"""The same between steps of one row and of several."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +48,46 @@ class Flip:
     ulp: float
     """Unit in the last place of the larger of the two logits."""
 
-    @property
-    def is_near_tie(self) -> bool:
-        return self.gap <= NEAR * self.ulp
+    def is_within(self, ulps: float) -> bool:
+        """Return True if the gap is at most so many units in the last place."""
+        return self.gap <= ulps * self.ulp
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a comparison."""
+
+    is_near_tie: bool
+    flips: list[Flip]
+    """Flips in steps of one row, then, if the text is not that of steps as wide as the rounds, flips in those."""
+
+
+class Judge:
+    """Comparison of an engine's texts with plain decoding's. The engine at the rounds' width is built once."""
+
+    def __init__(self, engine: Engine, plain: Engine) -> None:
+        """`plain`: an engine for plain decoding in steps of one node."""
+        self.plain, self.pinned = plain, pinned_engine(engine)
+        self.may_flip = not is_chain(engine.options.shape)
+
+    def compare(self, request: Request, expected: Sequence[int], tokens: Sequence[int]) -> Verdict:
+        """Compare a text with the one `expected`, which plain decoding gave and which differs."""
+        position = first_difference(expected, tokens)
+        if position is None or position >= min(len(expected), len(tokens)):  # a text that ends elsewhere is no near-tie
+            return Verdict(False, [])
+        narrow = find_flips(self.plain, request, tokens)
+        if not all(flip.is_within(FAR) for flip in narrow):
+            return Verdict(False, narrow)
+        if self.pinned.generate([request])[0].tokens == list(tokens):
+            return Verdict(True, narrow)
+        wide = find_flips(self.pinned, request, tokens)
+        return Verdict(self.may_flip and all(flip.is_within(NEAR) for flip in wide), narrow + wide)
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the first position at which two token sequences differ, or None if they are equal. If one is a prefix of
+    the other, the position is its length."""
+    return next((position for position, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
 def pinned_engine(engine: Engine) -> Engine:

@@ -35,6 +35,7 @@ from heads.target.families import (
     register_mimo,
     unused_weights,
 )
+from heads.target.finite import why_not_finite
 from heads.target.forward import decode, decode_packed
 from heads.target.hub import MODEL, is_here, repo_and_revision
 from heads.target.mapped_files import MappedFiles
@@ -274,7 +275,7 @@ class FrozenTarget(LanguageModel):
         except Exception as error:  # each family fails in its own way on unknown arguments
             fits, reason = False, first_line(error)
         if damaged:
-            raise UserError(f"{self.name}: its logits are not finite: its weights are damaged; fetch or make it again")
+            raise UserError(f"{self.name}: {why_not_finite(self.model, self.layers, self.arguments(ids[:, 5:]))}")
         if not fits:
             made = " ".join(self.model.config.architectures or ["?"])
             raise UserError(
@@ -328,14 +329,25 @@ def load_target(
     widens = place is not None and dtype is not None and stored is not None and stored.itemsize < dtype.itemsize
     how: dict[str, Any] = {"dtype": "auto" if widens else dtype or "auto"}
     how |= {"use_safetensors": True, "output_loading_info": True, "trust_remote_code": trust_remote_code}
+    how["ignore_mismatched_sizes"] = True  # they are refused below, where both shapes are known
     try:
         repo, how["revision"] = repo_and_revision(path)
         loaded: Any = auto_class(config).from_pretrained(repo, config=config, **how)
     except Exception as error:  # transformers, safetensors and torch raise many kinds of errors
         remedy = "install the package" if isinstance(error, ImportError) else "name a folder or hub id of one"
+        if is_here(path) and any(Path(path).glob("*.bin")) and not any(Path(path).glob("*.safetensors")):
+            raise UserError(
+                f"{path}: pickled weights (.bin) are not read, since loading them can run code; convert them: load the "
+                "model with transformers and call save_pretrained(FOLDER)"
+            ) from error
         raise _fault(path, what, error, remedy) from error
     model, info = loaded
-    absent = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
+    for key, held, described in sorted(info["mismatched_keys"]):
+        raise UserError(
+            f"{path}: {key} is {list(held)} in its weights, and config.json describes {list(described)}; "
+            "mend config.json"
+        )
+    absent = sorted(info["missing_keys"])
     if absent:  # transformers initialises them at random, with a warning
         made = " ".join(config.architectures or ["?"])
         raise UserError(

@@ -67,13 +67,7 @@ def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
     if not layers or list(layers) != sorted(set(layers)) or len(layers) == n:
         raise UserError(f"head.layers: expected some of the target's {n} layers, ascending, got {list(layers)}")
     config = _own_config(target)
-    for name, value in config.to_dict().items():
-        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == n:
-            setattr(config, name, [value[k] for k in layers])  # settings per layer
-    if target.start_token is None:
-        config.num_hidden_layers = len(layers)
-    else:
-        config.num_decoder_layers = len(layers)  # the encoder stays whole
+    cut_layers(config, layers, target)
     model = _build(config, target)
     if target.placement != "whole":
         raise UserError(
@@ -97,6 +91,17 @@ def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
             f"own ({first_line(error)}); keep others, or name a smaller model with head.path"
         ) from error
     return model
+
+
+def cut_layers(config: Any, layers: Sequence[int], target: FrozenTarget) -> None:
+    """Change a copy of the target's config, in place, to that of a decoder with only the layers `layers`."""
+    for name, value in config.to_dict().items():
+        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == target.num_layers:
+            setattr(config, name, [value[k] for k in layers])  # settings per layer
+    if target.start_token is None:
+        config.num_hidden_layers = len(layers)
+    else:
+        config.num_decoder_layers = len(layers)  # the encoder stays whole
 
 
 def fresh_model(target: FrozenTarget, changes: dict[str, Any]) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from heads.base import Drafter, Observation, Pick, RoundReads, SharedLayers
 from heads.draft_model import Draft, DraftConfig, DraftState
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
+from heads.target.smaller_model import cut_layers
 from heads.tree import Proposal, TreeShape
 
 
@@ -25,7 +26,7 @@ class FirstLayers(nn.Module):
     def __init__(self, target: FrozenTarget, count: int) -> None:
         super().__init__()
         self.config = copy.deepcopy(target.config)
-        self.config.num_hidden_layers = count
+        cut_layers(self.config, range(count), target)
         self.decoder = copy.copy(target.base)
         place = next((name for name, module in target.base.named_children() if module is target.layers), None)
         if place is None:

@@ -148,12 +148,13 @@ def test_lines_are_answered_one_by_one_until_the_input_ends(tiny_target_dir: Pat
     """One that is too long among them, an empty one, and one in Latin-1."""
     words = ["eval/chat.py", "lookup:2", "--target", str(tiny_target_dir), "--max-new-tokens", "5"]
     given: dict[str, Any] = {
-        "input": b"one\n\n" + b"x " * 900 + b"\ncaf\xe9\ntwo\n",
+        "input": b"one\n\n" + b"x " * 900 + b"\ncaf\xe9\n/help\n/reset\ntwo\n/quit\nthree\n",
         "env": {**os.environ, "PYTHONPATH": str(ROOT)},
     }
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, **given)
     _, *said = done.stderr.decode().splitlines()  # the first says what decodes
-    assert done.returncode == 0 and [line.split()[0] for line in said] == ["5", "error:", "error:", "5"], said
+    assert done.returncode == 0 and [line.split()[0] for line in said] == ["5", "error:", "error:", "/quit", "5"], said
+    assert "tokens/s (plain decoding " in said[0]
     assert "expected UTF-8 text" in said[2]
 
 

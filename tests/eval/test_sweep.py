@@ -18,9 +18,8 @@ from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import COMMAND, Sweep, ranked, read_sweep
 from eval.command import exit_status
 from eval.commands.bench_run import bench_command
-from eval.commands.sweep_run import place_of, run_sweep
-from eval.reporting.format import NOT_RELIABLE
-from tests.wandb_file import outcome
+from eval.commands.sweep_run import best_line, place_of, run_sweep
+from tests.wandb_file import identity, outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEPS = sorted((ROOT / "recipes/sweeps").glob("*.yaml"))
@@ -70,7 +69,6 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
         "prompts": {"value": str(tmp_path / "prompts.jsonl")},
         "max_new_tokens": {"values": [24, 100_000]},  # the second has no room in the target's context
         "repeats": {"value": 1},
-        "adaptive": {"value": False},
     }
     out = tmp_path / "out"
     words = write(tmp_path, parameters=parameters), "--out", out
@@ -78,6 +76,7 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
     assert len(calls) == 4
     shown = capsys.readouterr().out
     assert shown.count("1 of 1") == 2 and shown.count("failed") == 2 and "leave no room" in shown
+    assert "\nbest: tree=chain:" in shown
     record = json.loads((out / "sweep.json").read_text())
     taus = [row["figures"].get("tau") for row in record["rows"]]
     assert None not in taus[:2] and taus[0] >= taus[1] and taus[2:] == [None, None]
@@ -98,15 +97,19 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
     for row, mean in zip(record["rows"][:2], (9.0, 1.0), strict=True):
         file = out / row["folder"] / "results.json"
         results = json.loads(file.read_text())
-        for m in results["measurements"]:
+        for m in (results, *results["measurements"]):
             m["baseline"] |= {"ms_per_token": mean, "token_ms": {"p50": 1.0, "p95": 1.0, "p99": 1.0}}
+            m["speedup"] |= {"tokens": 640, "measured": 1.0, "ci95": [0.9, 1.1], "predicted": 1.0}
         file.write_text(json.dumps(results))
     capsys.readouterr()
     call(calls, *words)
     lines = capsys.readouterr().out.splitlines()
     said = [line for line in lines if "something else used this machine" in line]
     assert len(said) == 1 and f"(delete {out / record['rows'][0]['folder']})" in said[0]
-    assert len([line for line in lines if NOT_RELIABLE in line and "1 of 1" in line]) == 1
+    assert len([line for line in lines if "not measured" in line and "1 of 1" in line]) == 1
+    with (out / "sweep.csv").open() as file:
+        spread = [(row["tau_low"], row["speedup"], row["speedup_low"]) for row in csv.DictReader(file)]
+    assert spread[0][1:] == ("", "") and spread[1][1] != ""
 
     calls.clear()
     parameters["max_new_tokens"] = {"values": [24]}
@@ -140,6 +143,7 @@ def test_an_output_that_is_not_the_targets_own_is_given_by_the_status(
         ({"method": "random", "run_cap": 3, "parameters": {"top_p": {"min": 0.5, "max": 1}}}, "use --wandb online"),
         ({"program": "train/eagle.py"}, "program: expected eval/bench.py"),
         ({"program": "elsewhere/eval/bench.py"}, "no elsewhere/eval/bench.py here"),
+        ({"name": 3}, "name: expected text, got 3"),
         ({"run_cap": 0}, "run_cap: expected a whole number"),
         ({"metric": {"name": "tau"}}, "metric: expected a name and a goal"),
         ({"metric": {"name": "taw", "goal": "maximize"}}, "metric: expected tau, speedup"),
@@ -195,6 +199,25 @@ def test_random_settings_are_those_of_the_seed_and_all_different(tmp_path: Path)
     assert sorted(setting["tree"] for setting in small.settings()) == ["chain:1", "chain:3"]
 
 
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("speedup", "best: tree=chain:1: speedup 1.50x [1.40, 1.60], tau 2.00"),
+        ("tau", "best: tree=chain:3: tau 3.00 [2.00, 4.00], speedup not measured"),
+        ("alpha_1", "best: none, since no setting has a reliable alpha_1"),
+    ],
+)
+def test_the_best_line_is_of_reliable_figures(metric: str, expected: str, tmp_path: Path) -> None:
+    found = read_sweep(write(tmp_path, metric={"name": metric, "goal": "maximize"}))
+    slow = {"tau": 2.0, "speedup": 1.5, "speedup_low": 1.4, "speedup_high": 1.6}
+    busy = {"tau": 3.0, "tau_low": 2.0, "tau_high": 4.0, "speedup": None}
+    rows = [
+        {"setting": setting, "figures": figures}
+        for setting, figures in zip(found.settings(), (slow, busy), strict=True)
+    ]
+    assert best_line(found, rows) == expected
+
+
 def test_rows_without_the_metric_come_last(tmp_path: Path) -> None:
     found = read_sweep(write(tmp_path, metric={"name": "ms_per_round", "goal": "minimize"}))
     rows = [{"figures": {"ms_per_round": value}} for value in (3.0, None, 1.0)] + [{"figures": {}}]
@@ -217,17 +240,30 @@ def test_the_sweeps_that_come_with_it_are_understood_by_us_and_run_by_wandb_as_b
 
 @pytest.mark.slow
 def test_a_setting_is_a_process_and_becomes_a_wandb_run_on_disk(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
     (tmp_path / "prompts.jsonl").write_text('{"text": "x = 1, x = 1, x"}\n')
     values = {"head": "lookup:2", "target": str(tiny_target_dir), "prompts": str(tmp_path / "prompts.jsonl")}
-    parameters = {name: {"value": value} for name, value in {**values, "tree": "chain:2", "repeats": 1}.items()}
+    parameters = {
+        name: {"value": value} for name, value in {**values, "tree": "chain:2", "temperature": 0, "repeats": 1}.items()
+    }
     words = [str(write(tmp_path, parameters=parameters)), "--out", str(tmp_path / "out"), "--wandb", "offline"]
     assert exit_status(lambda: sweep.main(words)) == 0
+    (record,) = tmp_path.glob("out/*/wandb/offline-run-*")
+    said = capsys.readouterr().err
+    assert f"wandb sync {tmp_path}/out/*/wandb/offline-run-*" in said
     (folder,) = (file.parent for file in tmp_path.glob("out/*/results.json"))
+    log = (folder / "log.txt").read_text()
+    assert Path(log.splitlines()[-1].partition("wandb sync ")[2]).resolve() == record.resolve(), log
     results, (logged, models, code) = read_results(folder / "results.json"), outcome(folder)
-    assert logged["tau"] == results["tau"]["mean"] and logged["speedup"] == results["speedup"]["measured"]
+    assert logged["tau"] == results["tau"]["mean"]
+    assert ("speedup" in logged) == ("tokens_per_second" in logged) == results["speedup"]["reliable"]
     assert logged["measurements/nrows"] == 1 and logged["plots/acceptance/_type"] == "image-file"
     assert not models and code == 0
+    name, group, tags, config, charted = identity(folder)
+    text = read_sweep(tmp_path / "sweep.yaml").text({**values, "tree": "chain:2", "temperature": 0, "repeats": 1})
+    assert (name, group, tags) == (text, "sweep", {"lookup", tiny_target_dir.name})
+    assert (config["temperature"], config["repeats"], config["tree"]) == (0, 1, "chain:2")
+    assert not charted & {"tau", "speedup", "alpha_1"} and "report" in charted

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,11 +21,12 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of whatever client it uses
 from rich.console import Console
 
+from eval.benchmark.results import read_results
 from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
 from eval.commands.bench_run import run_bench
 from eval.reporting import upload
-from eval.reporting.publication import collect
+from eval.reporting.publication import base_of_copy, collect
 from heads.checkpoint import load_head, read_config, save_head, target_record
 from heads.registry import build_head
 from heads.target.frozen import load_target, load_tokenizer
@@ -187,7 +189,8 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     assert call(run, REPO, "--license", "apache-2.0") == 0
     assert len(hub.commits) == 1
     held = hub.repos[REPO]
-    assert held.keys() == {".gitattributes", "config.json", "model.safetensors", "README.md", "plots/acceptance.png"}
+    files = {"config.json", "model.safetensors", "README.md", "plots/acceptance.png", "results.json", "recipe.yaml"}
+    assert held.keys() == {".gitattributes", *files}
     matter = front_matter(held["README.md"])
     card: Any = ModelCard(held["README.md"].decode()).data
     figures = {found.metric_type: found.metric_value for found in card.eval_results}
@@ -230,6 +233,54 @@ def test_the_card_says_which_engines_serve_the_head_and_how(run: Path, hub: Stan
     assert '{"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}' in card  # for speculators' converter
 
 
+def test_the_card_begins_with_what_it_is_how_to_serve_it_and_what_it_was_trained_on(run: Path, hub: StandInHub) -> None:
+    (run / "recipe.yaml").write_text(
+        yaml.safe_dump({"output_dir": str(run), "target": {"path": "/x/target"}, "train": {"lr": 0.01, "max_steps": 9}})
+    )
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 9, "tokens": 12345}\n')
+    assert call(run, REPO, "--base-model", "org/the-target") == 0
+    held = hub.repos[REPO]
+    card = held["README.md"].decode()
+    first, serve, table, *_ = card[card.index("# eagle3 on") :].split("\n\n")[1:]
+    assert re.match(r"A draft head \(`eagle3`, [\d,]+ parameters\) for `org/the-target`: tau \d\.\d\d", first)
+    assert serve.startswith("```\nvllm serve org/the-target ") and len(table.splitlines()) == 5
+    trained = card[card.index("## Trained on") : card.index("## Measured with")]
+    for part in ("chats.jsonl (chat)", "org/chats", "lr 0.01", "max_steps 9", "12,345 tokens", "depth 7"):
+        assert part in trained.replace("\\", ""), part
+    assert yaml.safe_load(held["recipe.yaml"])["target"]["path"] == "org/the-target"
+    results = json.loads(held["results.json"])
+    assert (results["target"]["name"], results["head"]["path"], results["samples"]) == ("org/the-target", REPO, [])
+    (hub.cache / "results.json").write_bytes(held["results.json"])
+    assert read_results(hub.cache / "results.json")["tau"] == json.loads((run / "results.json").read_text())["tau"]
+
+
+@pytest.mark.parametrize(
+    ("path", "config", "expected"),
+    [
+        ("/data/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", {}, "Qwen/Qwen3-8B"),
+        ("{folder}", {"_name_or_path": "Qwen/Qwen3-8B"}, "Qwen/Qwen3-8B"),
+        ("{folder}", {"_name_or_path": "/data/model"}, None),
+        ("{folder}/none", {}, None),
+    ],
+)
+def test_a_copy_of_a_model_is_known_by_its_id(path: str, config: Any, expected: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert base_of_copy(path.format(folder=tmp_path)) == expected
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_speedup_that_is_not_reliable_is_on_no_card(busy: bool, run: Path, hub: StandInHub) -> None:
+    results = json.loads((run / "results.json").read_text())
+    for m in (results, *results["measurements"]):
+        m["tau"] = {"mean": 2.0, "ci95": None}
+        m["speedup"] = {"measured": 3.25 if busy else 1.25, "ci95": None, "predicted": 1.2}
+        m["baseline"] |= {"ms_per_token": 1.0, "token_ms": {"p50": 1.0, "p95": 1.0, "p99": 1.0}}
+    (run / "results.json").write_text(json.dumps(results))
+    assert call(run, REPO) == 0
+    card = hub.repos[REPO]["README.md"].decode()
+    assert ("1.25x" in card, "3.25" in card, "tau 2.00" in card) == (not busy, False, True)
+
+
 def test_the_targets_license_is_the_heads(run: Path, hub: StandInHub) -> None:
     hub.cards["org/the-target"] = ModelCardData(license="other", license_name="llama3.1", license_link="LICENSE")
     assert call(run, REPO, "--base-model", "org/the-target") == 0
@@ -249,7 +300,7 @@ def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_
     config = json.loads(data)
     assert config["architectures"] == ["MiMoForCausalLM"]
     assert config["auto_map"] == {"AutoConfig": "org/mimo--configuration_mimo.MiMoConfig"}
-    assert publication.card.count("org/mimo --trust-remote-code") == 2
+    assert publication.card.count("org/mimo --trust-remote-code") == 3
 
 
 @pytest.mark.parametrize(

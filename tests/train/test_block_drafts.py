@@ -54,7 +54,7 @@ def test_every_output_is_the_targets_own(
         Request([5 + n, 40, 41 + n % 3, *range(50, 50 + n)], 24, Sampling(temperature, seed=n)) for n in range(8)
     ]
     trees = ["chain:3", "chain:2", "tree:3x3x10", "static:3.2.1"]
-    audit(target, head, requests, trees, adaptive=trees)
+    audit(target, head, requests, trees)
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("dflash", {"weights": "d_pace"}), ("dflash2", {}), ("dspark", {})])

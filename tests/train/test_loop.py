@@ -1,7 +1,9 @@
 """One loop: it learns, it is the same however a step is cut up, and it goes on bit for bit."""
 
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -16,6 +18,7 @@ from heads.errors import UserError
 from tests.faults import full_disk, nan_at, signal_at
 from tests.runs import Settings, WriteRecipe, lines, same, train, weights
 from tests.runs import train_in as run
+from train.checkpointing import list_checkpoints, read_state
 from train.interrupts import Interrupted
 from train.recipe import load_recipe
 
@@ -84,8 +87,21 @@ def out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
-@pytest.mark.parametrize(("failure", "error"), [(stopped, Interrupted), (out_of_memory, torch.OutOfMemoryError)])
+def no_space(*_: Any, **__: Any) -> None:
+    raise UserError("no space left on the device")
+
+
+@pytest.mark.parametrize(
+    ("place", "failure", "error"),
+    [
+        ("Evaluation.measure", stopped, Interrupted),
+        ("Evaluation.measure", out_of_memory, torch.OutOfMemoryError),
+        ("save_head", no_space, UserError),
+        ("save_measurement", no_space, UserError),
+    ],
+)
 def test_a_measurement_that_fails_is_made_again_by_a_run_that_lost_no_step(
+    place: str,
     failure: Any,
     error: type[BaseException],
     settings: Settings,
@@ -95,11 +111,35 @@ def test_a_measurement_that_fails_is_made_again_by_a_run_that_lost_no_step(
 ) -> None:
     settings["train"] |= {"eval_every": 3, "checkpoint_every": 100}
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr("train.loop.Evaluation.measure", failure)
+        patch.setattr(f"train.loop.{place}", failure)
         run(settings, write_recipe)
     folder = run(settings, write_recipe)
     assert "checkpoints/step-3" in capsys.readouterr().err
     assert [line["step"] for line in lines(folder, "eval")] == [3, 6]
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"measured_step": 9}'])
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
+    step: int, text: str | None, settings: Settings, write_recipe: WriteRecipe
+) -> None:
+    """A run is killed after its measurement at `step`; measured.json is absent or says nothing."""
+    settings["train"] |= {"eval_every": 3, "keep_checkpoints": 9}
+    folder = run(settings, write_recipe)
+    records = [line | {"seconds": 0, "tokens_per_second": 0} for line in lines(folder)]
+    final, recorded = weights(folder, 6), [read_state(path) for path in list_checkpoints(folder / "checkpoints")]
+    for path in list_checkpoints(folder / "checkpoints"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    measurement = folder / f"checkpoints/step-{step}/measured.json"
+    measurement.unlink() if text is None else measurement.write_text(text)
+    run(settings, write_recipe)
+    assert [line | {"seconds": 0, "tokens_per_second": 0} for line in lines(folder)] == records
+    assert same(weights(folder, 6), final)
+    for was, path in zip(recorded, list_checkpoints(folder / "checkpoints"), strict=True):
+        now = read_state(path)
+        assert (now.best_tau, now.best_step, now.measured_step) == (was.best_tau, was.best_step, was.measured_step)
+    assert read_state(measurement.parent).measured_step == step
 
 
 def test_checkpoints_are_pruned_by_count(settings: Settings, write_recipe: WriteRecipe) -> None:
@@ -126,6 +166,58 @@ def test_more_steps_are_another_run(settings: Settings, write_recipe: WriteRecip
     with pytest.raises(UserError, match=rf"laid out over 6 steps, got train\.max_steps=12; .* output_dir={folder}-12"):
         run(settings, write_recipe)
     assert (run(settings | {"output_dir": f"{folder}-12"}, write_recipe) / "checkpoints/step-12").is_dir()
+
+
+@pytest.fixture
+def epochs(settings: Settings) -> Settings:
+    """Three epochs in steps of 2 rows, with a warm-up for a long run."""
+    settings["train"] |= {"epochs": 3, "warmup_steps": 600}
+    del settings["train"]["max_steps"]
+    settings["data"]["context_length"] = 256
+    return settings
+
+
+def test_epochs_are_as_many_steps(
+    epochs: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also for a run that is broken off, begun again, and finished already."""
+    unbroken = run(epochs, write_recipe)
+    said = capsys.readouterr().err
+    steps = load_recipe(unbroken / "recipe.yaml").train.steps
+    rows = int(re.findall(r"(\d+) rows", said)[0])
+    assert steps == math.ceil(3 * rows / 2) > 5
+    assert re.search(rf"\n16 texts, [\d,]+ labels: {steps} steps of 512 tokens are 3(\.\d+)? epochs\n", said), said
+    assert f"train.warmup_steps: 600 are more than a fifth of the run; the warm-up takes {steps // 5} step" in said
+    epochs["output_dir"] = str(tmp_path / "broken")
+    with signal_at(3), pytest.raises(Interrupted):
+        run(epochs, write_recipe)
+    assert same(*(weights(folder, steps) for folder in (unbroken, run(epochs, write_recipe))))
+    capsys.readouterr()
+    run(epochs, write_recipe)
+    assert f"finished already, {steps} steps" in capsys.readouterr().err
+    with pytest.raises(UserError, match=rf"laid out over {steps} steps, got train\.max_steps="):
+        run(epochs | {"train": epochs["train"] | {"epochs": 5}}, write_recipe)
+    with pytest.raises(UserError, match=r"train\.lr was 0\.01, is 0\.02"):
+        run(epochs | {"train": epochs["train"] | {"lr": 0.02}}, write_recipe)
+
+
+def test_more_texts_are_other_data_for_epochs_too(epochs: Settings, write_recipe: WriteRecipe) -> None:
+    with signal_at(1), pytest.raises(Interrupted):
+        run(epochs, write_recipe)
+    data = Path(epochs["data"]["sources"][0]["path"])
+    data.write_text(data.read_text() * 2)
+    with pytest.raises(UserError, match="other data"):
+        run(epochs, write_recipe)
+
+
+def test_more_than_a_thousand_epochs_are_a_mistake(settings: Settings, write_recipe: WriteRecipe) -> None:
+    settings["data"] |= {"sources": [settings["data"]["sources"][0] | {"limit": 1}], "context_length": 256}
+    settings["train"]["max_steps"] = 501
+    with pytest.raises(
+        UserError,
+        match=r"501 steps of 512 tokens read 1 text 1,002 times, .* give train\.epochs=10, or train\.max_steps=500 at",
+    ):
+        run(settings, write_recipe)
 
 
 def test_the_recipe_as_resolved_has_the_heads_defaults(settings: Settings, write_recipe: WriteRecipe) -> None:
@@ -156,7 +248,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
     settings["output_dir"] = str(tmp_path / "broken")
     with nan_at(5), pytest.raises(UserError, match=r"not finite at step 5: .* the same command goes on"):
         run(settings, write_recipe)
-    assert sorted(path.name for path in (tmp_path / "broken/checkpoints").iterdir()) == ["step-2", "step-4"]
+    assert sorted(path.name for path in (tmp_path / "broken/checkpoints").iterdir()) == ["step-3", "step-4"]
     assert same(weights(run(settings, write_recipe), 6), weights(unbroken, 6))
 
 

@@ -26,7 +26,7 @@ data:
   regenerate: {{{ANSWERS}, train_on_prompts: false}}
   on_policy: {{{ANSWERS}, every: 2, samples: 2}}
 train:
-  {{max_steps: 10, seed: 0, batch_size: 2, grad_accum: 1, optimizer: adamw, lr: 0.001, betas: [0.9, 0.95],
+  {{max_steps: 10, epochs: null, seed: 0, batch_size: 2, grad_accum: 1, optimizer: adamw, lr: 0.001, betas: [0.9, 0.95],
    weight_decay: 0.0, schedule: wsd, warmup_steps: 1, decay_fraction: 0.2, min_lr_ratio: 0.1, max_grad_norm: 1.0,
    precision: fp32, checkpoint_every: 5, keep_checkpoints: 2, eval_every: 5, log_every: 2}}
 eval:

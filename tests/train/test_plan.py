@@ -269,6 +269,38 @@ def test_a_plan_needs_the_config_alone_and_writes_nothing(
     assert "nowhere" in the_error(capsys)
 
 
+def test_hours_are_those_of_the_device_that_is_planned_for(
+    eagle: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A CPU's speed is measured, and its processes share its cores; only a GPU is taken for an H100."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    eagle["head"]["draft_vocab_size"] = 64
+    assert plan_of(eagle, write_recipe, memory=80).tflops() == pytest.approx(396, rel=0.01)
+    alone, shared = plan_of(eagle, write_recipe), plan_of(eagle, write_recipe, processes=1000)
+    assert 1e-4 < alone.tflops() < 100 and shared.tflops() < alone.tflops() / 2
+    assert attempt("eagle", [str(write_recipe(eagle)), "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert "hours at" in said and "396" not in said and " 0.0\n" not in said
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(10, 5), (None, None)])
+def test_epochs_are_planned_as_far_as_they_are_known(
+    limit: int | None, steps: int | None, eagle: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eagle["head"]["draft_vocab_size"] = 64
+    eagle["data"]["sources"][0]["limit"] = limit
+    eagle["data"]["regenerate"] = {"prompt_tokens": 16, "new_tokens": 32}
+    path = write_recipe(eagle)
+    words = ["train.max_steps=null", "--train.epochs=2", "--memory=24", "--plan"]
+    plan = make_plan(load_recipe(path, words[:2]), Launch(memory=24))
+    assert plan.steps == steps  # 2 epochs of 10 x 48 tokens in steps of 4 x 48
+    assert attempt("eagle", [str(path), *words]) == 0
+    said = capsys.readouterr().out
+    assert ("steps, at most" in said) == (steps is not None) and ("10^9 tokens: hours at" in said) == (steps is None)
+    assert attempt("eagle", [str(path), "--plan", "--memory=24", "--nonsense"]) == 2
+    assert "unrecognized arguments: --nonsense" in the_error(capsys)
+
+
 @pytest.mark.parametrize("form", ["published", "ours"])
 def test_a_head_to_start_from_decides_the_shape(
     form: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, tiny_target_dir: Path
@@ -309,6 +341,7 @@ def test_a_cache_takes_the_bytes_of_its_dtype(dtype: str, eagle: Settings, write
     eagle["head"]["draft_vocab_size"] = 64
     eagle["features"] = {"kind": "cache", "folder": "features", "dtype": dtype}
     plan = plan_of(eagle, write_recipe, features="cache")
+    assert plan.tokens is not None
     states = torch.randn(plan.tokens, plan.head.aux_layers + 1, plan.head.hidden_size)
     stored = [part for part in encode(states, dtype) if part is not None]
     assert plan.disk()["cache of features, at most"] == sum(part.numel() * part.element_size() for part in stored)

@@ -1,15 +1,13 @@
 """Recipes: every fault at once, each with its place, key and remedy."""
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
-import yaml
 
 from eval.runtime.sampling import RULES
 from heads.errors import UserError
-from tests.runs import Settings, WriteRecipe
-from train.recipe import Eval, dump_recipe, load_recipe, plain_settings
+from train.recipe import Eval, dump_recipe, load_recipe, plain_settings, with_steps
 
 GOOD = """\
 output_dir: runs/x
@@ -77,7 +75,15 @@ def test_all_faults_are_given_at_once_with_line_key_and_suggestion(tmp_path: Pat
         ("train.lr=-1", "train.lr: should be greater than 0, got -1"),
         ("train.lr=.nan", "train.lr: should be a finite number, got nan"),
         ("train.decay_fraction=0.1", "train.decay_fraction: has no effect with"),
-        ("train.warmup_steps=10", "train.warmup_steps: expected less than"),
+        ("train.max_steps=null", "train.max_steps: is missing; give it a value, or give train.epochs"),
+        ("train={max_steps: 3, epochs: 1}", "train.epochs: train.max_steps is given, too"),
+        ("train.epochs=1001", "train.epochs: should be less than or equal to 1000"),
+        ("--train.lr=-1", "train.lr: should be greater than 0, got -1"),
+        ("output_dir=null", "output_dir: is missing"),
+        ("head={depth: 3}", "head.kind: is missing; one of eagle3"),
+        ("data.template=3", "data.template: should be a valid dictionary, got 3"),
+        ("data.template.a=[1]", "data.template.a: should be a valid boolean or a valid integer or a valid number or"),
+        ("data.template.a={b: 1}", "data.template.a: should be a valid boolean or a valid integer or a valid number"),
         ("head.kind=eagle", "head.kind: unknown kind 'eagle'; did you mean 'eagle3'?"),
         ("head.kind=null", "head.kind: is missing; one of eagle3"),
         ("head.depth=deep", "head.depth: should be a valid integer, got 'deep'"),
@@ -163,8 +169,48 @@ def test_missing_sections_are_named(tmp_path: Path) -> None:
     assert [line.split(": ")[1] for line in lines] == ["target", "head", "data", "train", "eval"]
 
 
-def test_mappings_in_overrides_are_merged(settings: Settings, write_recipe: WriteRecipe) -> None:
-    recipe = load_recipe(write_recipe(settings), ["head={'depth': 4}", "data.regenerate={prompts: 3}"])
-    assert (recipe.head.kind, recipe.head.depth, recipe.head.tree_nodes) == ("medusa", 4, 0)
-    assert recipe.data.regenerate is not None and recipe.data.regenerate.prompts == 3
-    assert yaml.safe_load(dump_recipe(plain_settings(recipe)))["head"]["depth"] == 4
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], {"a": False, "b": 2}),
+        (["data.template.b=3"], {"a": False, "b": 3}),
+        (["--data.template.b=3"], {"a": False, "b": 3}),
+        (["data.template={b: 3}"], {"b": 3}),
+        (["data.template={}"], {}),
+        (["data.template=null"], {}),
+        (["data.template.a=null"], {"b": 2}),
+        (["data.template=null", "data.template.c=x"], {"c": "x"}),
+    ],
+)
+def test_an_override_replaces_what_was_there(overrides: list[str], expected: dict[str, Any], tmp_path: Path) -> None:
+    """Only the parts of its dotted key are merged, and null is the default."""
+    path = tmp_path / "r.yaml"
+    chat = "{kind: chat, path: x}\n  template: {a: false, b: 2}"
+    path.write_text(GOOD.replace("{kind: python, limit: 10}", chat))
+    assert load_recipe(path, overrides).data.template == expected
+
+
+def test_null_in_an_override_is_none_where_that_is_a_value(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(GOOD.replace("lr: 1e-4", "lr: 1e-4\n  eval_every: 5\n  seed: 3"))
+    train = load_recipe(path, ["train.eval_every=null", "train.seed=null", "train.lr=null"]).train
+    assert (train.eval_every, train.seed, train.lr) == (None, 0, 1e-4)
+
+
+def test_steps_and_epochs_on_the_command_line_replace_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(GOOD)
+    train = load_recipe(path, ["train.epochs=2"]).train
+    assert (train.max_steps, train.epochs) == (None, 2)
+    path.write_text(GOOD.replace("max_steps: 10", "epochs: 0.5"))
+    train = load_recipe(path, ["--train.max_steps=7"]).train
+    assert (train.max_steps, train.epochs) == (7, None)
+
+
+def test_a_warm_up_takes_at_most_a_fifth_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(GOOD.replace("max_steps: 10", "epochs: 1\n  warmup_steps: 600"))
+    recipe = load_recipe(path)
+    for steps, warmup in ((133, 26), (3_000, 600), (40_000, 600), (1, 0)):
+        train = with_steps(recipe, steps).train
+        assert (train.steps, train.epochs, train.warmup_steps) == (steps, None, warmup)

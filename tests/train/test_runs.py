@@ -137,4 +137,7 @@ def test_the_process_that_fails_says_why_once(
     said = finish(process, 1)  # the launcher's own status
     ours = [line for line in said.splitlines() if line.startswith(("error: ", "interrupted"))]
     assert len(ours) == 1 and fault in ours[0], said
+    assert fault in said.rpartition("Failures:")[2] or fault in said.rpartition("Root Cause")[2], (
+        "the launcher's report"
+    )
     assert "onnection closed" not in said and "train/entry.py" not in said, said

@@ -11,6 +11,8 @@ from eval.command import exit_status, template_arguments
 from heads.target.frozen import load_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 from tests.runs import Settings, WriteRecipe, measured_run, the_error
+from train.entry import attempt
+from train.opening import read_recipe
 
 CALM = "{% if calm %}so {% endif %}"
 
@@ -62,3 +64,27 @@ def test_arguments_as_they_are_typed() -> None:
     read = template_arguments("thinking=false,effort=low,budget=12,share=0.5,none=null,nan=NaN,text=a=b")
     expected = {"thinking": False, "effort": "low", "budget": 12, "share": 0.5, "none": "null", "nan": "NaN"}
     assert read == {**expected, "text": "a=b"} and template_arguments("") == {}
+
+
+def test_an_argument_that_the_template_does_not_read(
+    target: Path, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe's is left out, the command line's is an error, and both are said before weights are loaded."""
+    (target / "model.safetensors").unlink()
+    settings["target"]["path"] = str(target)
+    settings["data"] |= {"sources": [{"kind": "chat", "path": "x.jsonl"}], "template": {"thinks": False, "calm": True}}
+    recipe = str(write_recipe(settings))
+    assert read_recipe([recipe]).data.template == {"calm": True}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"data.template: left out thinks, which the chat template of {target} does not read"
+    for given in ("data.template.clam=true", "--data.template={clam: true}"):
+        for plan in ([], ["--plan"]):
+            assert attempt("medusa", [recipe, given, *plan]) == 2
+            error = the_error(capsys)
+            assert error.endswith("clam: the chat template reads no such argument; did you mean 'calm'?; leave it out")
+    assert attempt("medusa", [recipe, "--plan"]) == 0 and "left out thinks" in capsys.readouterr().err
+    assert read_recipe([recipe, "data.template={}"]).data.template == {}
+    own = tmp_path / "own.jinja"
+    own.write_text("{% if thinks %}{% endif %}" + CHAT_TEMPLATE)
+    settings["data"]["sources"].append({"kind": "chat", "path": "y.jsonl", "chat_template": str(own)})
+    assert read_recipe([str(write_recipe(settings))]).data.template == {"thinks": False, "calm": True}

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from tqdm import tqdm
 
+from eval.benchmark.progress import Progress
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
@@ -34,8 +34,9 @@ BATCHES = 8
 class Answers(Settings):
     """Prompts from the sources, and settings for answering them."""
 
-    prompts: Annotated[int, Field(ge=1, le=10**8)]
-    """Number of prompts to take from the sources. The sources must have that many."""
+    prompts: Annotated[int, Field(ge=1, le=10**8)] | None = None
+    """Number of prompts to take from the sources. The sources must have that many. Null: all of them, one per
+    conversation or text."""
     prompt_tokens: Count = 512
     """Maximum number of tokens of a prompt. Prompts cut from text are shortened to it. Conversations whose first prompt
     is longer are left out."""
@@ -63,8 +64,9 @@ class Regenerate(Answers):
     prompt of more than `prompt_tokens`. Answers are stored next to the tokenised data, for all heads of the target.
     """
 
-    prompts: Annotated[int, Field(ge=1, le=10**8)]
-    """Number of conversations, or prompts cut from text, to take from the sources. The sources must have that many."""
+    prompts: Annotated[int, Field(ge=1, le=10**8)] | None = None
+    """Number of conversations, or prompts cut from text, to take from the sources. The sources must have that many.
+    Null: all conversations, and one prompt per text."""
     share: Share = 1.0
     """Fraction of the training rows that are answers. The rest are rows of the unchanged sources."""
     server: Server | None = None
@@ -149,13 +151,12 @@ class Answering:
         def finished(dialogue: Dialogue) -> None:
             nonlocal tokens
             tokens += sum(len(answer) for _, answer in dialogue.exchanges)
-            bar.set_postfix_str(f"{tokens} tokens", refresh=False)
-            bar.update()
+            progress.note = f"{tokens:,} tokens"
+            progress.advance()
 
         own = (dialogue for dialogue in self.dialogues() if is_own(dialogue.prompt))
         server, target = self.settings.server, self.target
-        unseen = None if self.reader.accelerator.is_main_process else True  # None: shown only on a terminal
-        with tqdm(total=total, desc="data.regenerate", unit=" dialogues", dynamic_ncols=True, disable=unseen) as bar:
+        with Progress("data.regenerate: answered dialogues", total) as progress:
             if server is None:
                 self._answer_by_engine(own, store, finished)
             else:
@@ -164,7 +165,7 @@ class Answering:
                 in_flight = max(1, server.in_flight // num_processes)
                 answer_by_server(own, store, self.settings.sampled, client, in_flight, finished)
         whose = " by the first process" if num_processes > 1 else ""
-        self.reader.say(f"data.regenerate: {total} dialogues answered{whose}, {tokens} tokens")
+        self.reader.say(f"data.regenerate: {total} dialogues answered{whose}, {tokens:,} tokens")
 
     def answered(self) -> Iterator[Dialogue]:
         """Yield all dialogues with their stored answers. UserError if an answer is missing."""
@@ -186,27 +187,37 @@ class Answering:
         options = EngineOptions(batch_size=settings.batch_size, max_length=longest)
         engine: Engine | None = None
         begun: list[Dialogue] = []
+
+        def take(dialogue: Dialogue) -> bool:
+            """Add the stored answers to a dialogue, and return True if it goes on."""
+            before = dialogue.prompt
+            dialogue.take(store.get)
+            if dialogue.prompt is None and before is not None:
+                finished(dialogue)
+            return dialogue.prompt is not None
+
         while held := [*begun, *islice(dialogues, max(0, BATCHES * settings.batch_size - len(begun)))]:
-            begun = []
-            for dialogue in held:
-                dialogue.take(store.get)
-                if dialogue.prompt is None:
-                    finished(dialogue)
-                else:
-                    begun.append(dialogue)
+            begun = [dialogue for dialogue in held if take(dialogue)]
             if begun:
                 engine = engine or self.open_engine(target, None, options)
-                alike = {tuple(dialogue.prompt or ()): dialogue.prompt or [] for dialogue in begun}
-                self._generate(engine, list(alike.values()), store)
+                self._generate(engine, begun, store, take)
 
-    def _generate(self, engine: Engine, prompts: Sequence[list[int]], store: AnswerStore) -> None:
-        """Generate answers to prompts, and store each answer when it is complete."""
+    def _generate(
+        self, engine: Engine, dialogues: Sequence[Dialogue], store: AnswerStore, take: Callable[[Dialogue], bool]
+    ) -> None:
+        """Generate the next answer of each dialogue. When it is complete, store it, and let the dialogue `take` it."""
+        asking: dict[tuple[int, ...], list[Dialogue]] = {}
+        for dialogue in dialogues:
+            asking.setdefault(tuple(dialogue.prompt or ()), []).append(dialogue)
+        prompts = [list(prompt) for prompt in asking]
         made: list[list[int]] = [[] for _ in prompts]
 
         def keep(number: int, fresh: list[int]) -> None:
             made[number] += fresh
             if len(made[number]) == self.settings.new_tokens or fresh[-1] in self.target.eos_token_ids:
                 store.add(prompts[number], made[number])
+                for dialogue in asking[tuple(prompts[number])]:
+                    take(dialogue)
 
         engine.generate([self.settings.sampled(prompt) for prompt in prompts], on_tokens=keep)
 

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from heads.checkpoint import file_hash
 from heads.errors import UserError
-from heads.files import whole_folder, write_json
+from heads.files import is_full_disk, whole_folder, write_json
 
 FORMAT = 1
 """Version of the format, part of every folder's name. Raise it when the content for the same source changes."""
@@ -55,6 +55,8 @@ class Tally:
     """Number of records left out, by reason."""
     first_skipped: str = ""
     """Location and fault of the first record left out, without the name of the source."""
+    too_long: int = 0
+    """Number of conversations left out because their first prompt is too long."""
     last_tokens: int = 0
     """Tokens of the conversations, each counted once, in the text of its last answer."""
 
@@ -145,10 +147,8 @@ def unwritable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written to ({error.strerror}); free space there, or name another folder with "
-            "DRAFTSMITH_DATA_CACHE"
-        ) from error
+        remedy = "free space there, or " * is_full_disk(error) + "name another folder with DRAFTSMITH_DATA_CACHE"
+        raise UserError(f"{folder}: cannot be written to ({error.strerror}); {remedy}") from error
 
 
 def open_entry(name: str) -> Corpus:

@@ -74,7 +74,7 @@ def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, 
     skipped records."""
     settings = data.regenerate
     assert settings is not None
-    found = _find_prompts(data, seed, settings, "data.regenerate", reader, quiet=quiet)
+    found = find_prompts(data, seed, settings, "data.regenerate", reader, quiet=quiet)
 
     def dialogues() -> Iterator[Dialogue]:
         for source, count, _ in found:
@@ -83,29 +83,38 @@ def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, 
     return Answering(settings, dialogues, [entry for _, _, entry in found], target, reader)
 
 
-def _find_prompts(
+def find_prompts(
     data: Data, seed: int, settings: Answers, name: str, reader: Reader, *, recorded: bool = False, quiet: bool
-) -> list[tuple[AnySource, int, str]]:
-    """Return the sources, each with its number of prompts, in proportion to its weight, and the entry that holds them.
-    `name`: the key of `settings` in the recipe. UserError if the prompts are too few, or too long to train on."""
-    if settings.prompts < len(data.sources):
+) -> list[tuple[AnySource, int | None, str]]:
+    """Return the sources, each with its number of prompts, in proportion to its weight (None: all), and the entry that
+    holds them. `name`: the key of `settings` in the recipe. UserError if the prompts are too few, or too long to train
+    on."""
+    if settings.prompts is not None and settings.prompts < len(data.sources):
         raise UserError(
             f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
         )
-    found = []
-    wanted = shares([source.weight or 1.0 for source in data.sources], settings.prompts)
+    found: list[tuple[AnySource, int | None, str]] = []
+    wanted: list[int | None] = [None] * len(data.sources)
+    if settings.prompts is not None:
+        wanted = [*shares([source.weight or 1.0 for source in data.sources], settings.prompts)]
     for source, count in zip(data.sources, wanted, strict=True):
         entry = reader.prompts(source, settings.prompt_tokens, count, seed, recorded=recorded)
         prompts = open_entry(entry)
-        if len(prompts) < count:  # the whole source has been read
+        if count is None or len(prompts) < count:  # the whole source has been read
             source.check(prompts.tally)
         if prompts.tally.skipped and not quiet:
             reader.say(describe_skipped(prompts.tally, str(source)))
-        if len(prompts) < count:
+        if len(prompts) < (count or 1):
+            mend = "raise prompt_tokens" if count is None else "lower prompts or raise prompt_tokens"
             raise UserError(
                 f"{name}.prompts: {source} gives {len(prompts)} prompts of at most {settings.prompt_tokens} tokens, "
-                f"expected {count}; lower prompts or raise prompt_tokens"
+                f"expected {count or 'at least 1'}; {mend}"
             )
+        if count is None:
+            what = "conversations" if source.kind == "chat" else "texts"
+            long = f"; {prompts.tally.too_long:,} begin with a prompt of more than {settings.prompt_tokens:,} tokens"
+            left_out = f"{long} ({name}.prompt_tokens) and are left out" if prompts.tally.too_long else ""
+            reader.say(f"{name}: {source}: {len(prompts):,} {what} to answer{left_out}")
         too_long = max(len(document.ids) for document in prompts) + settings.new_tokens
         if too_long > data.context_length:
             raise UserError(
@@ -161,6 +170,7 @@ def load_data(
     regenerate = data.regenerate
     pools: list[Pool] = []
     weights: list[float] = []
+    num_texts = 0
     kept = 1.0 if regenerate is None else 1 - regenerate.share
     num_positions = target.context_length
     if head.language_model is not None:
@@ -175,20 +185,24 @@ def load_data(
     if kept > 0:
         for number, source in enumerate(data.sources):
             name = f"data.sources.{number}"
-            add(read_source(source, name, reader), source.weight, name)
+            corpus = read_source(source, name, reader)
+            num_texts += corpus.tally.records - sum(corpus.tally.skipped.values())
+            add(corpus, source.weight, name)
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
         # If the sources are rows too, their skipped records have been reported already.
         corpus = read_answering(data, seed, target, reader, quiet=bool(pools)).corpus()
         if corpus.tally.skipped:
             reader.say(describe_cut(corpus.tally))
+        num_texts = max(num_texts, corpus.tally.records)
         add(corpus, regenerate.share, "data.regenerate")
     mixture = Mixture(pools, weights, seed)
+    mixture.num_texts = num_texts
     check_reserved(head, mixture, reader.rendering.tokenizer)
     check_supervision(head, mixture)
     if data.on_policy is None:
         return mixture, None
-    found = _find_prompts(data, seed, data.on_policy, "data.on_policy", reader, recorded=True, quiet=True)
+    found = find_prompts(data, seed, data.on_policy, "data.on_policy", reader, recorded=True, quiet=True)
     prompts = [document.ids.tolist() for _, _, entry in found for document in open_entry(entry)]
     return mixture, Samples(mixture, prompts, data.on_policy, folder / "on_policy")
 

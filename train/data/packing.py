@@ -192,9 +192,16 @@ class Mixture:
         assert pools and len(pools) == len(weights), (len(pools), len(weights))
         self.pools, self.row_length = list(pools), pools[0].row_length
         self.seed = seed
+        self.num_texts = 0
+        """Number of conversations or texts from which the rows were made; 0: not counted."""
         self.counts = shares(weights, PATTERN)
         self._permutation = lru_cache(maxsize=4 * len(pools))(self._shuffle)
         self._pattern = lru_cache(maxsize=4)(self._arrange)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of all pools."""
+        return sum(map(len, self.pools))
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Return rows by their index in the endless order."""

@@ -34,13 +34,13 @@ def preview(arguments: Sequence[str]) -> int:
     from accelerate import Accelerator
 
     from heads.target.frozen import load_tokenizer
-    from train.data.loading import read_source
+    from train.data.loading import find_prompts, read_source
     from train.data.packing import Pool
     from train.data.reader import Reader
     from train.data.templates import ChatTemplate
-    from train.recipe import load_recipe
+    from train.opening import read_recipe
 
-    recipe = load_recipe(arguments[0], arguments[1:])
+    recipe = read_recipe(arguments)
     data = recipe.data
     tokenizer = load_tokenizer(recipe.target.path, trust_remote_code=recipe.target.trust_remote_code)
     reader = Reader(ChatTemplate(tokenizer, arguments=data.template), Accelerator(cpu=True), print)
@@ -52,6 +52,10 @@ def preview(arguments: Sequence[str]) -> int:
         print(f"--- {Pool(corpus, data.context_length).describe(name)}")
         for reason, count in sorted(corpus.tally.skipped.items(), key=lambda pair: -pair[1]):
             print(f"    {count} of {corpus.tally.records} records left out: {reason}")
+    if data.regenerate is not None:
+        share = "" if data.regenerate.share == 1 else f" for {data.regenerate.share:g} of the rows"
+        print(f"--- data.regenerate: before training, the target answers these prompts itself{share}")
+        find_prompts(data, recipe.train.seed, data.regenerate, "data.regenerate", reader, quiet=True)
     return 0
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from eval.benchmark.progress import Progress
 from heads.errors import UserError
 from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, is_sound, open_entry, write_once
 from train.data.sources import AnySource, Say
@@ -29,9 +30,9 @@ class Reader:
         """Return the documents of a source. Called by every process."""
         return open_entry(self._write(source, {}, lambda tally: source.documents(self.rendering, tally)))
 
-    def prompts(self, source: AnySource, most: int, wanted: int, seed: int, *, recorded: bool = False) -> str:
-        """Return the entry with the first prompts of at most `wanted` dialogues of a source, as documents without
-        labels. Each prompt has at most `most` tokens. Called by every process."""
+    def prompts(self, source: AnySource, most: int, wanted: int | None, seed: int, *, recorded: bool = False) -> str:
+        """Return the entry with the first prompts of at most `wanted` dialogues of a source (None: of all), as
+        documents without labels. Each prompt has at most `most` tokens. Called by every process."""
 
         def read(tally: Tally) -> Iterable[Document]:
             for dialogue in source.dialogues(self.rendering, tally, most, wanted, seed, recorded=recorded):
@@ -49,7 +50,9 @@ class Reader:
         on_each_node(self.accelerator, lambda: write_once(name, documents))
         return open_entry(name)
 
-    def _write(self, source: AnySource, form: dict[str, list[int]], read: Callable[[Tally], Iterable[Document]]) -> str:
+    def _write(
+        self, source: AnySource, form: dict[str, list[int | None]], read: Callable[[Tally], Iterable[Document]]
+    ) -> str:
         def write() -> str:
             key = {"tokenizer": tokenizer_key(self.rendering.tokenizer), **source.key(self.rendering), **form}
             name = entry_name(key)
@@ -58,7 +61,8 @@ class Reader:
                 self.say(f"{source}: tokenised once, into {cache_root() / name}")
                 return read(tally)
 
-            write_once(name, begin)
+            with Progress(f"{source}: tokenising", announced=True):
+                write_once(name, begin)
             return name
 
         names = on_each_node(self.accelerator, write)

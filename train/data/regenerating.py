@@ -7,15 +7,14 @@ from heads.errors import UserError
 from heads.files import write_text
 from train.data.loading import check_data, read_answering
 from train.launch import load_recipe_target, on_main
-from train.opening import open_reader, open_run
-from train.recipe import load_recipe
+from train.opening import open_reader, open_run, read_recipe
 
 
 def regenerate(arguments: Sequence[str]) -> int:
     """Let the target answer the prompts of a recipe with its overrides, write answers.jsonl, and return 0."""
-    recipe = load_recipe(arguments[0], arguments[1:])
+    recipe = read_recipe(arguments)
     if recipe.data.regenerate is None:
-        raise UserError(f"{arguments[0]}: data.regenerate: is missing; say how many prompts are to be answered")
+        raise UserError(f"{arguments[0]}: data.regenerate: is missing; data.regenerate={{}} answers all prompts")
     with open_run(recipe) as run:
         target, tokenizer = load_recipe_target(recipe.target, run.accelerator)
         check_data(recipe.data, target)

@@ -57,10 +57,10 @@ class Texts:
             yield from encode_text(rendering.tokenizer, texts)
 
     def dialogues(
-        self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int, *, recorded: bool = False
+        self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int | None, seed: int, *, recorded: bool = False
     ) -> Iterator[Dialogue]:
-        """Yield single prompts of `most` / 4 to `most` tokens, cut from texts. A prompt begins at the start of a text,
-        or at a line start after a random point in its first three quarters."""
+        """Yield `wanted` single prompts of `most` / 4 to `most` tokens, cut from texts, or one of each text. A prompt
+        begins at the start of a text, or at a line start after a random point in its first three quarters."""
         tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
         for text in islice(self._over_and_over(wanted), wanted):
             length = int(random.integers(max(1, most // 4), most + 1))
@@ -74,14 +74,14 @@ class Texts:
                 ids = ids[:-1]
             yield Dialogue(lone(ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length]))
 
-    def _over_and_over(self, most: int) -> Iterator[str]:
-        """Yield those of the first `most` texts that are long enough for prompts, over and over."""
+    def _over_and_over(self, most: int | None) -> Iterator[str]:
+        """Yield those of the first `most` texts that are long enough for prompts, over and over; None: all, once."""
         found = True
         while found:
             found = False
             for text in islice(self.texts(), most):
                 if len(text) >= MIN_PROMPT_CHARACTERS:
-                    found = True
+                    found = most is not None
                     yield text
 
     def check(self, tally: Tally) -> None:
@@ -170,8 +170,7 @@ class ChatSource(RecordSource):
     template. Above it, training does not start."""
 
     def template(self, rendering: ChatTemplate) -> ChatTemplate:
-        """Return the chat template of the conversations. UserError if there is none, or if it does not read the given
-        arguments."""
+        """Return the chat template of the conversations. UserError if there is none."""
         given = self.chat_template
         text = None if given is None else read_given(Path(given), "a Jinja chat template")
         template = replace(rendering, text=text)
@@ -204,17 +203,24 @@ class ChatSource(RecordSource):
                 yield from labelled
 
     def dialogues(
-        self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int, seed: int, *, recorded: bool = False
+        self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int | None, seed: int, *, recorded: bool = False
     ) -> Iterator[Dialogue]:
-        """Yield the first `wanted` conversations whose first prompt has at most `most` tokens. `recorded`: only the
-        last turn of the assistant is to be answered, even if it calls tools."""
+        """Yield the first `wanted` conversations (None: all) whose first prompt has at most `most` tokens. `recorded`:
+        only the last turn of the assistant is to be answered, even if it calls tools."""
         template, last_only = self.template(rendering), self.answers == "last"
 
         def read(place: str, messages: Any, tools: Any) -> Dialogue:
             how: dict[str, Any] = {"most": most, "last_only": last_only or recorded, "calls": recorded}
             return Dialogue(answer_by_answer(template, messages, place=place, tools=tools, **how))
 
-        return islice((dialogue for dialogue in self._read(read, tally) if dialogue.prompt is not None), wanted)
+        def fitting() -> Iterator[Dialogue]:
+            for dialogue in self._read(read, tally):
+                if dialogue.prompt is not None:
+                    yield dialogue
+                else:
+                    tally.too_long += 1
+
+        return islice(fitting(), wanted)
 
     def check(self, tally: Tally) -> None:
         """Raise UserError if more records are unusable than the source allows."""

@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from eval.benchmark.progress import Progress
 from eval.benchmark.python_source import installed_source, is_held_out, read_split
 from eval.benchmark.records import Message, read_messages, read_records
 from heads.errors import UserError
@@ -56,25 +57,25 @@ def prepare_text(settings: TokenizerSettings, data: DataSettings, folder: Path) 
         for name, held_out in (("train", False), ("held_out", True))
     }
     learnt_from = modules["train"][: settings.train_modules] + chats["train"][: settings.train_modules]
-    print(f"a tokenizer is learnt from {len(learnt_from)} texts, and all are tokenized: minutes, once", flush=True)
-    tokenizer = learn_tokenizer(settings, learnt_from, chat=bool(data.chats))
-    for name in modules:
-        texts = modules[name] + chats[name]
-        ids = np.concatenate(
-            [
-                np.array([*encoding.ids, *([0] if encoding.ids[-1:] != [0] else [])], dtype=np.uint16)
-                for start in range(0, len(texts), 256)
-                for encoding in tokenizer.encode_batch(texts[start : start + 256])
-            ]
-        )
-        size = sum(len(text.encode()) for text in texts)
-        print(
-            f"{name}: {len(modules[name])} modules, {len(chats[name])} conversations, {len(ids)} tokens, "
-            f"{size / len(ids):.3f} bytes a token",
-            flush=True,
-        )
-        np.save(folder / f".{name}.npy", ids)
-        (folder / f".{name}.npy").replace(folder / f"{name}.npy")
+    with Progress(f"a tokenizer is learnt from {len(learnt_from):,} texts, and all are tokenized"):
+        tokenizer = learn_tokenizer(settings, learnt_from, chat=bool(data.chats))
+        for name in modules:
+            texts = modules[name] + chats[name]
+            ids = np.concatenate(
+                [
+                    np.array([*encoding.ids, *([0] if encoding.ids[-1:] != [0] else [])], dtype=np.uint16)
+                    for start in range(0, len(texts), 256)
+                    for encoding in tokenizer.encode_batch(texts[start : start + 256])
+                ]
+            )
+            size = sum(len(text.encode()) for text in texts)
+            print(
+                f"{name}: {len(modules[name])} modules, {len(chats[name])} conversations, {len(ids)} tokens, "
+                f"{size / len(ids):.3f} bytes a token",
+                flush=True,
+            )
+            np.save(folder / f".{name}.npy", ids)
+            (folder / f".{name}.npy").replace(folder / f"{name}.npy")
     tokenizer.save(str(folder / "tokenizer.json"))
 
 

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmark.records import Message, RecordError, apply_template
 from eval.benchmark.templates import arguments_read
 from heads.errors import UserError, shown
-from train.strict_yaml import suggest
 
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
 
@@ -65,20 +64,16 @@ class ChatTemplate:
         )
 
     def check(self, name: str) -> None:
-        """Raise UserError for a tokenizer without a template, and for arguments that the template does not read.
-        `name`: the name of the source."""
+        """Raise UserError for a tokenizer without a template. `name`: the name of the source."""
         if self.text is None and self.tokenizer.chat_template is None:
             raise UserError(
                 f"{name}: the target's tokenizer has no chat template, which chat data needs; "
                 "give the source a chat_template file, or use kind text"
             )
-        known = arguments_read(self.text or self.tokenizer.chat_template, self.tokenizer)
-        for argument in self.arguments:
-            if known is not None and argument not in known:
-                raise UserError(
-                    f"data.template.{argument}: the chat template reads no such argument"
-                    f"{suggest(argument, known) if known else ', and no other'}"
-                )
+
+    def arguments_read(self) -> list[str] | None:
+        """Return the names of the arguments that the template reads, or None if it cannot be parsed."""
+        return arguments_read(self.text or self.tokenizer.chat_template, self.tokenizer)
 
     def prepared(self, messages: Sequence[Message], *, place: str, tools: Any = None) -> Sequence[Message]:
         """Return the conversation, with its tool calls in a form that the template renders. RecordError if there is no

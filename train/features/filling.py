@@ -34,8 +34,7 @@ from train.features.opening import open_source
 from train.features.settings import CacheFeatures
 from train.head_settings import make_head
 from train.launch import on_main
-from train.opening import Run, open_reader, open_run
-from train.recipe import load_recipe
+from train.opening import Run, open_reader, open_run, read_recipe
 
 SHARD_BYTES = 2**28
 """Minimum size of a file, except the last one of each process."""
@@ -43,7 +42,7 @@ SHARD_BYTES = 2**28
 
 def fill(arguments: Sequence[str]) -> int:
     """Compute the features of every training row of a recipe, seal their folder, and return the exit status 0."""
-    recipe = load_recipe(arguments[0], arguments[1:])
+    recipe = read_recipe(arguments)
     settings = recipe.features
     if not isinstance(settings, CacheFeatures):
         raise UserError(f"{arguments[0]}: features.kind: expected cache, got {settings.kind}")

@@ -13,8 +13,6 @@ from train.planning.plan import FEATURES, SHARINGS, TOKEN_BYTES, Launch, Plan, m
 from train.run import recipe_of
 
 GIB = 2**30
-TFLOPS = 0.4 * 989
-"""40% of the dense bfloat16 peak of an H100."""
 NAMES = {
     "target": "target",
     "head": "head, float32",
@@ -30,7 +28,8 @@ def plan(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
     options = parse_arguments(arguments)
     recipe = recipe_of([options.recipe, *options.overrides], name, kinds)
     launch = Launch(options.processes, options.sharing, options.features or recipe.features.kind, options.memory)
-    text = "\n".join(lines(make_plan(recipe, launch), options.tflops or [TFLOPS]))
+    made = make_plan(recipe, launch)
+    text = "\n".join(lines(made, options.tflops or [made.tflops()]))
     if os.environ.get("RANK", "0") == "0":
         print(text)
     return 0
@@ -48,7 +47,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--features", choices=FEATURES)
     add("--memory", type=_positive)
     add("--tflops", type=_positive, action="append")
-    return parser.parse_intermixed_args(list(arguments))
+    options, others = parser.parse_known_intermixed_args(list(arguments))
+    for word in others:  # --key=value is key=value
+        if not word.startswith("--") or "=" not in word:
+            parser.error(f"unrecognized arguments: {word}")
+    options.overrides += others
+    return options
 
 
 def _launched() -> str:
@@ -98,19 +102,28 @@ def lines(made: Plan, rates: Sequence[float]) -> list[str]:
     if recipe.data.regenerate is None or recipe.data.regenerate.share < 1:
         found.append(_row("each 10^9 tokens of the sources", number(TOKEN_BYTES * 1e9 / GIB)))
     found.append("the run")
-    found += [
-        _row("steps", f"{made.steps:,}"),
-        _row("tokens a step", f"{made.step_tokens:,}"),
-        _row("tokens", short(made.tokens)),
-    ]
+    most = "" if train.epochs is None else ", at most"
+    if train.epochs is not None:
+        found.append(_row("epochs of the data", f"{train.epochs:g}"))
+    if made.steps is not None:
+        found.append(_row(f"steps{most}", f"{made.steps:,}"))
+    found.append(_row("tokens a step", f"{made.step_tokens:,}"))
+    if made.tokens is not None:
+        found.append(_row(f"tokens{most}", short(made.tokens)))
     if made.answer_tokens():
         found.append(_row("tokens of answers made first, at most", short(made.answer_tokens())))
     found += [
         _row("GFLOP a token, target", f"{by_target / 1e9:.3g}"),
         _row("GFLOP a token, head, at most", f"{by_head / 1e9:.3g}"),
-        _row("FLOP", f"{made.tokens * (by_target + by_head):.1e}"),
     ]
-    found += [_row(f"hours at {rate:,.0f} TFLOP/s a device", number(made.hours(rate), 1)) for rate in rates]
+    if made.tokens is None:
+        hours = [("10^9 tokens: hours at", made.hours(rate, 1e9), rate) for rate in rates]
+    else:
+        found.append(_row("FLOP", f"{made.tokens * (by_target + by_head):.1e}"))
+        hours = [("hours at", made.hours(rate), rate) for rate in rates]
+    for what, each, rate in hours:
+        name = f"{what} {number(rate, 0 if rate >= 10 else 2)} TFLOP/s a device"
+        found.append(_row(name, number(each, 1 if each >= 1 else 3)))
     if whole <= memory:
         return [*found, f"fits: {number((memory - whole) / GIB)} GiB of each device are left"]
     found.append(f"does not fit: {number((whole - memory) / GIB)} GiB too much on each device. Each by itself gives")

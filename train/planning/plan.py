@@ -1,6 +1,7 @@
 """The plan of a training run: memory and disk in bytes, tokens, operations and hours."""
 
 import math
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from heads.errors import UserError
 from heads.recurrent.draft import total_memory
 from train.data.corpus import TYPES
-from train.fast_dtype import fastest_dtype
+from train.fast_dtype import fastest_dtype, measured_tflops
 from train.features.cache import stored_bytes
 from train.features.settings import CacheFeatures
 from train.planning.counting import HeadCount, TargetCount, count_run
@@ -23,6 +24,8 @@ ANSWER_BYTES = 9
 CACHE_DTYPE: str = CacheFeatures.model_fields["dtype"].default
 LIBRARIES = 2**30
 """Host memory of a process that has imported torch, transformers and accelerate."""
+LARGE = 2048
+"""Maximum rows and width of the product that is timed on a CPU."""
 PER_NODE = 8
 """Maximum number of processes on one node, one per device."""
 
@@ -126,23 +129,33 @@ class Plan:
         if made is None:
             return 0
         before = made.prompt_tokens if any(source.kind == "chat" for source in data.sources) else 0
-        return made.prompts * (before + made.new_tokens)
+        return (self.prompts() or 0) * (before + made.new_tokens)
+
+    def prompts(self) -> int | None:
+        """Return the maximum number of prompts that the target answers, or None if the recipe does not determine it."""
+        made, limits = self.recipe.data.regenerate, [source.limit for source in self.recipe.data.sources]
+        if made is None or made.prompts is not None:
+            return None if made is None else made.prompts
+        return None if None in limits else sum(limit or 0 for limit in limits)
 
     def data_tokens(self) -> int | None:
         """Return the maximum number of tokens of the training data, or None if the recipe does not determine it."""
-        made = self.recipe.data.regenerate
-        return made.prompts * (made.prompt_tokens + made.new_tokens) if made is not None and made.share == 1 else None
+        made, prompts = self.recipe.data.regenerate, self.prompts()
+        if made is None or made.share < 1 or prompts is None:
+            return None
+        return prompts * (made.prompt_tokens + made.new_tokens)
 
     def disk(self) -> dict[str, int]:
         """Return the bytes on disk, by row of the plan."""
-        keep = min(self.recipe.train.keep_checkpoints, -(-self.steps // self.recipe.train.checkpoint_every))
+        keep, steps = self.recipe.train.keep_checkpoints, self.steps
+        if steps is not None:
+            keep = min(keep, -(-steps // self.recipe.train.checkpoint_every))
         rows = {f"{keep} checkpoints, and one being written": (keep + 1) * self.head.checkpoint}
         rows["the head's folder"] = self.head.copy_bytes
         if self.answer_tokens():
             rows["answers, at most"] = ANSWER_BYTES * self.answer_tokens()
         if self.launch.features == "cache":
-            known = self.data_tokens()
-            tokens = self.tokens if known is None else min(known, self.tokens)
+            tokens = min((tokens for tokens in (self.data_tokens(), self.tokens) if tokens is not None), default=0)
             features = self.recipe.features
             dtype = features.dtype if isinstance(features, CacheFeatures) else CACHE_DTYPE
             rows["cache of features, at most"] = stored_bytes(
@@ -151,8 +164,12 @@ class Plan:
         return rows
 
     @property
-    def steps(self) -> int:
-        return self.recipe.train.max_steps
+    def steps(self) -> int | None:
+        """Optimizer steps, at most, or None if only the data determine them."""
+        train, known = self.recipe.train, self.data_tokens()
+        if train.epochs is None:
+            return train.steps
+        return None if known is None else math.ceil(train.epochs * known / self.step_tokens)
 
     @property
     def step_tokens(self) -> int:
@@ -161,17 +178,31 @@ class Plan:
         return rows_per_step(self.recipe.train, length, self.launch.processes) * length
 
     @property
-    def tokens(self) -> int:
-        return self.steps * self.step_tokens
+    def tokens(self) -> int | None:
+        return None if self.steps is None else self.steps * self.step_tokens
 
     def flops_per_token(self) -> tuple[float, float]:
         """Return the operations per token of the target's forward pass and of the head's step, on these devices."""
         elsewhere = self.launch.features in ("vllm", "cache")
         return 0.0 if elsewhere else float(self.target.flops), self.head.flops
 
-    def hours(self, tflops: float) -> float:
-        """Return the hours that all steps take if each device computes at `tflops` TFLOP/s."""
-        return self.tokens * sum(self.flops_per_token()) / (tflops * 1e12 * self.launch.processes) / 3600
+    def tflops(self) -> float:
+        """Return the TFLOP/s of one device: on a GPU 40% of the dense bfloat16 peak of an H100; on a CPU, which all
+        processes share, what a product of a micro-batch reaches here."""
+        launch, train = self.launch, self.recipe.train
+        if launch.device == "cuda":
+            return 0.4 * 989
+        dtype = torch.bfloat16 if launch.bf16(train.precision) else torch.float32
+        rows = train.batch_size * self.recipe.data.context_length
+        share = len(os.sched_getaffinity(0)) / (launch.processes * torch.get_num_threads())
+        return measured_tflops(dtype, min(rows, LARGE), min(self.head.hidden_size, LARGE)) * min(1.0, share)
+
+    def hours(self, tflops: float, tokens: float | None = None) -> float:
+        """Return the hours that all steps, or steps of so many tokens, take if each device computes at `tflops`
+        TFLOP/s."""
+        tokens = self.tokens if tokens is None else tokens
+        assert tokens is not None
+        return tokens * sum(self.flops_per_token()) / (tflops * 1e12 * self.launch.processes) / 3600
 
     def advice(self) -> list[tuple[str, int]]:
         """Return changes that save memory, each with the bytes on one device after this change alone."""

@@ -21,6 +21,7 @@ from eval.benchmark.auto import (
 )
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
+from eval.reporting.format import search_line
 from eval.runtime.accept import match
 from eval.runtime.distribution import RowSampling
 from heads.errors import UserError
@@ -74,7 +75,8 @@ def point(tree: str, speedup: float) -> Point:
 
 
 def measured(tree: str, speedup: float | None) -> dict[str, Any]:
-    return {"tree": tree, "speedup": None if speedup is None else {"measured": speedup}}
+    times = {"tau": {"mean": 4.0}, "baseline": {"ms_per_token": 1.0}}
+    return {"tree": tree, "speedup": None if speedup is None else {"measured": speedup}, **times}
 
 
 CURVE = [point(f"chain:{k}", 1 + 0.1 * k) for k in range(1, 7)] + [
@@ -113,6 +115,20 @@ def test_a_failed_audit_or_a_winner_off_the_curve_ends_the_search() -> None:
     search = Search([], CURVE, fixed=[parse_shape("static:2.2")])
     search.take([measured("static:2.2", 3.0), measured("chain:6", 1.0)])
     assert search.next_shapes() == [] and search.chosen == "static:2.2"
+
+
+@pytest.mark.usefixtures("true_limits")
+def test_nothing_is_concluded_from_a_speedup_that_is_not_reliable() -> None:
+    search = Search([synthetic("chain:6", 0.5)], CURVE)
+    search.take([measured("chain:6", 9.0), measured("chain:5", 1.2)])
+    assert search.chosen == "chain:5" and search.unreliable == ["chain:6"]
+    assert [str(shape) for shape in search.next_shapes()] == ["chain:4"], "no tree is measured twice"
+    assert search_line(search.record(0.0)).endswith("of 1 measured reliably and 1 not, chain:5 is the fastest (1.20x)")
+    search = Search([synthetic("chain:6", 0.5)], CURVE)
+    search.take([measured("chain:6", 9.0), measured("chain:5", 8.0)])
+    assert search.next_shapes() == [] and search.chosen is None
+    said = search_line(search.record(0.0))
+    assert "none of them is chosen" in said and "9.00" not in said and "8.00" not in said
 
 
 def test_only_what_a_head_drafts_is_probed(tiny_target: FrozenTarget, pair_head: Any, small_head: Any) -> None:

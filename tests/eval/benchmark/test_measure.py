@@ -1,6 +1,7 @@
 """The comparison of plain and speculative decoding, and the audit that compares their tokens."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,13 +9,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.auto import calibrate
-from eval.benchmark.figures import exactness, find_divergences, first_difference, near_tie, top_two_margin
+from eval.benchmark.figures import figures, find_differences, find_divergences, top_two_margin
 from eval.benchmark.measure import Comparison, compare, split_units
 from eval.benchmark.metrics import tau
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
-from eval.runtime.engine import Engine
-from eval.runtime.identity import Flip
+from eval.runtime.engine import Engine, Timings
+from eval.runtime.identity import first_difference
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
 from tests.eval.runtime.test_graph import Tape
@@ -33,11 +34,12 @@ def run(request: Any, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: l
 def test_every_variant_decodes_every_prompt_in_every_repeat(run: Comparison) -> None:
     for variant in [run.plain, *run.drafting]:
         assert [sorted(outputs) for outputs in variant.outputs] == [[0, 1, 2, 3, 4, 5]] * 2
-        assert all(variant.unit_seconds(unit) > 0 for unit in range(3))
+        assert all(seconds > 0 for seconds in run.rate(variant, run.turns(range(3)))[1])
     for breakdown in run.breakdowns:
         assert set(breakdown) == {"draft", "verify", "accept", "commit", "plain"} and min(breakdown.values()) > 0
     assert [request.sampling.seed for request in run.requests] == [5, 6, 7, 8, 9, 10]
-    assert run.tokens(0, run.plain) == 2 * sum(len(run.plain.outputs[0][i].tokens) - 1 for i in (0, 1))
+    tokens = 2 * sum(len(run.plain.outputs[0][i].tokens) - 1 for i in (0, 1))
+    assert run.rate(run.plain, run.turns([0]))[0] == [tokens, 0, 0]
 
 
 def test_drafts_are_accepted_and_the_text_is_the_targets(
@@ -94,13 +96,61 @@ def test_units_hold_one_suite_and_category_each() -> None:
     assert split_units(prompts, 1) == [[0], [1], [2], [3], [4], [5]]
 
 
-@pytest.mark.parametrize(("gap", "may_tie", "tied"), [(9.0, True, False), (0.1, True, True), (0.1, False, False)])
-def test_in_narrow_numbers_near_ties_of_trees_are_no_errors(gap: float, may_tie: bool, tied: bool) -> None:
-    """Chains, and trees that are strict, must repeat their reference without exception."""
-    found = {"prompt": "2", **near_tie([Flip(3, 5, 6, gap, 0.125)], may_tie=may_tie)}
-    exact = exactness(1, 1, int(tied), [found], in_distribution=False)
-    assert (exact["divergences"], exact.get("near_ties")) == (([], [found]) if tied else ([found], None))
-    assert not near_tie([], may_tie=True)["near_tie"], "a text that differs without a flip is no near-tie"
+def paced(run: Comparison, repeats: int) -> Comparison:
+    """The same outputs in so many repeats: a plain step takes 4 ms, a round 5 ms."""
+    made = []
+    for variant, seconds in zip((run.plain, *run.drafting), (0.004, 0.005, 0.005), strict=True):
+        rounds = {unit: variant.timings[0][unit].rounds for unit in range(len(run.units))}
+        timings = [{unit: Timings(round_seconds=[seconds] * n) for unit, n in rounds.items()} for _ in range(repeats)]
+        for timing in (timing for by_unit in timings for timing in by_unit.values()):
+            timing.decode_seconds = sum(timing.round_seconds)
+        made.append(replace(variant, outputs=[dict(variant.outputs[0]) for _ in range(repeats)], timings=timings))
+    return replace(run, plain=made[0], drafting=made[1:])
+
+
+def test_the_slowest_tenth_of_turns_is_left_out_on_both_sides(run: Comparison) -> None:
+    for repeats, left_out in ((3, 0), (4, 1), (7, 2)):  # of 9, 12 and 21 turns
+        quiet, paused = paced(run, repeats), paced(run, repeats)
+        for place, slow in enumerate([paused.plain, paused.drafting[1]][:left_out]):  # in two turns, on one side each
+            timing = slow.timings[place][2]
+            timing.round_seconds[0] += 3.0
+            timing.decode_seconds += 3.0
+        for variant in (0, 1):
+            calm, found = (figures(c, c.drafting[variant], [], range(3)) for c in (quiet, paused))
+            assert found["turns"] == {"timed": 3 * repeats - left_out, "left_out": left_out}
+            if left_out:
+                assert (2, 0) in paused.timed_turns(range(3)) and (0, 2) not in paused.timed_turns(range(3))
+            for side in ("baseline", "speculative"):
+                assert found[side]["tokens_per_second"] == pytest.approx(calm[side]["tokens_per_second"], rel=0.1)
+            assert found["tau"] == calm["tau"]
+
+
+def test_a_speedup_is_of_each_sides_own_tokens_and_seconds(run: Comparison) -> None:
+    """Though a near-tie ended one of the plain texts early."""
+    short = paced(run, 1)
+    output = short.plain.outputs[0][4]
+    short.plain.outputs[0][4] = replace(output, tokens=output.tokens[:3], accepted=[0, 0], reached=[0, 0])
+    found = figures(short, short.drafting[0], [], range(3))
+    rates = [found[side]["tokens_per_second"] for side in ("speculative", "baseline")]
+    assert found["speedup"]["measured"] == pytest.approx(rates[0] / rates[1])
+    assert found["speedup"]["tokens"] == sum(short.rate(short.plain, short.turns(range(3)))[0])
+    if run.requests[0].sampling.temperature == 0:
+        assert found["speedup"]["ratio_of_medians"] == pytest.approx(found["tau"]["mean"] * 4 / 5)
+
+
+@pytest.mark.parametrize("repeat", [0, 1])
+def test_no_repeat_hides_behind_another(run: Comparison, tiny_tokenizer: PreTrainedTokenizerBase, repeat: int) -> None:
+    """A wrong text is a divergence in whichever repeat it is."""
+    variant = run.drafting[1]
+    i = next(i for i, output in run.plain.outputs[0].items() if len(output.tokens) == 24)
+    tokens = variant.outputs[repeat][i].tokens
+    kept, tokens[5] = tokens[5], (tokens[5] + 1) % 128
+    try:
+        (found,) = find_differences(run, variant, tiny_tokenizer)
+    finally:
+        tokens[5] = kept
+    assert not found["near_tie"] and (found["prompt"], found["position"], found["repeat"]) == (str(i), 5, repeat)
+    assert found["flips"][0]["position"] == 5
 
 
 PYTHON = 0.02

@@ -16,7 +16,6 @@ from eval.benchmark.metrics import (
     rate_ratio,
     rate_ratio_interval,
     ratio_interval,
-    speedup,
     tau,
     tau_by_position,
     tau_interval,
@@ -60,7 +59,10 @@ def test_acceptance_is_conditional_on_the_depths_before() -> None:
     assert acceptance_by_depth([WHOLE], 3) == [2 / 3, 1 / 2, 1.0]
     # A cut round is no evidence of the depth it never reached: depth 3 was tested by the first round only, and refused
     assert acceptance_by_depth([CUT], 3) == [1.0, 1.0, 0.0]
-    assert acceptance_by_depth([made(1, (1,), (1,))], 2) == [1.0, None]
+    # A last token is no gain where plain decoding would have given one too: depth and histogram agree with tau
+    short = [made(3, (0, 0, 1), (1, 1, 1)), made(1, (1,), (1,))]
+    assert (tau(short), acceptance_by_depth(short, 2), accepted_histogram(short, 2)) == (1, [0.0, None], [4, 0, 0])
+    assert sum(k * n for k, n in enumerate(accepted_histogram([WHOLE, CUT], 3))) / 5 + 1 == tau([WHOLE, CUT])
 
 
 def test_acceptance_and_histogram_give_tau_back_when_nothing_is_cut() -> None:
@@ -75,7 +77,6 @@ def test_acceptance_and_histogram_give_tau_back_when_nothing_is_cut() -> None:
 
 def test_speed_is_total_over_total() -> None:
     assert tokens_per_second([100, 10], [1.0, 1.0]) == 55
-    assert speedup([3.0, 1.0], [1.0, 1.0]) == 2.0  # not the mean of 3 and 1 weighted by anything else
     assert predicted_speedup(3.0, plain_seconds=4e-3, round_seconds=8e-3) == pytest.approx(1.5)
 
 

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.figures import headline, pieces, pooled_exactness
+from eval.benchmark.figures import pieces, pooled_exactness
+from eval.benchmark.reliability import headline
 from eval.benchmark.results import figures_of, read_results, write_results
 from eval.command import exit_status
 from eval.reporting.card import model_card
@@ -53,7 +54,8 @@ def test_a_cut_round_ends_on_a_drafted_piece(tiny_tokenizer: PreTrainedTokenizer
 def measurement(tree: str, temperature: float, speed: float | None) -> dict[str, Any]:
     speedup = None if speed is None else {"measured": speed}
     exact = {"prompts": 2, "identical": 2, "divergences": []}
-    return {"tree": tree, "temperature": temperature, "speedup": speedup, "exact": exact}
+    times = {"tau": {"mean": 3.0}, "baseline": {"ms_per_token": 1.0}}
+    return {"tree": tree, "temperature": temperature, "speedup": speedup, "exact": exact, **times}
 
 
 def test_near_ties_are_given_of_wherever_identity_is() -> None:
@@ -69,6 +71,8 @@ def test_the_headline_is_the_fastest_at_the_first_temperature() -> None:
     slow, fast, hot = measurement("a", 0, 1.2), measurement("b", 0, 1.5), measurement("b", 1, 1.9)
     assert headline([slow, fast, hot]) == 1
     assert headline([slow, measurement("b", 0, None), hot]) == 0
+    busy = {**fast, "baseline": {"ms_per_token": 9.0, "token_ms": {"p50": 1.0}}}
+    assert headline([busy, slow, hot]) == 1 and headline([busy, hot]) == 0
 
 
 def test_plain_decoding_that_does_not_repeat_itself_fails_the_audit() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from eval.runtime.engine import Output, Request
 from eval.runtime.memory import check_memory, row_bytes
+from eval.runtime.request import Reports
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -187,9 +188,29 @@ def test_profiling_splits_the_decode_time(
     output = engine.generate([Request(prompts[0], 5, ignore_eos=True)])[0]
     timings = engine.timings
     assert set(timings.breakdown) == {"draft", "verify", "accept", "commit"}
-    assert all(seconds > 0 for seconds in timings.breakdown.values())
-    assert sum(timings.breakdown.values()) <= timings.decode_seconds
+    assert all(min(seconds) > 0 and len(seconds) == output.rounds for seconds in timings.breakdown.values())
+    assert sum(map(sum, timings.breakdown.values())) <= timings.decode_seconds
     assert timings.rounds == output.rounds
+
+
+@pytest.mark.parametrize(("ahead", "interval", "rows"), [(0, 1, 1), (1, 1, 1), (1, 1, 2), (0, 3, 1), (2, 3, 2)])
+def test_no_time_counts_for_a_round_after_the_end_of_every_text(
+    ahead: int, interval: int, rows: int, target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
+) -> None:
+    """As on a GPU, where the host launches a round before it knows that the last one ended the text."""
+    target = target_of("llama")
+    requests = [Request(prompt, 9 + n, ignore_eos=True) for n, prompt in enumerate(prompts[:5])]
+    plain = open_engine(target, None, max_length=64).generate(requests)
+    head = scripted_head(target, sequences(requests, plain))
+    engine = open_engine(target, head, TREE, batch_size=rows, max_length=64, poll_interval=interval)
+    engine.ahead = ahead
+    engine.reports = Reports(engine.decoder.state.report, ahead + 2, on_host=True)
+    for start in range(0, len(requests), rows):
+        outputs = engine.generate(requests[start : start + rows])
+        assert texts(outputs) == texts(plain[start : start + rows])
+        timings = engine.timings
+        assert timings.rounds == max(output.rounds for output in outputs)
+        assert timings.decode_seconds == pytest.approx(sum(timings.round_seconds))
 
 
 def test_a_full_cache_holds_the_longest_request(target_of: TargetOf, scripted_head: HeadType) -> None:

@@ -109,6 +109,25 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(ignored: str, targ
         open_engine(target, None, max_length=64)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weight", "value", "fault"),
+    [
+        ("float32", "mlp.up_proj", torch.nan, "from layer 1 on, and model.layers.1.mlp.up_proj.weight holds"),
+        ("float16", "mlp.down_proj", 6e4, "from layer 1 on; float16 overflows above 65504: ask for bfloat16"),
+        ("bfloat16", "mlp.down_proj", 3e38, "from layer 1 on; bfloat16 may not suffice: ask for float32"),
+    ],
+)
+def test_states_that_are_not_finite_are_said_to_be_so(
+    dtype: str, weight: str, value: float, fault: str, target_of: TargetOf
+) -> None:
+    target = copy.deepcopy(target_of("llama"))
+    target.model.to(getattr(torch, dtype))
+    target.layers[1].get_parameter(f"{weight}.weight").data.fill_(value)
+    for check in (target.check, lambda: open_engine(target, None, max_length=64)):
+        with pytest.raises(UserError, match=f"the target's states are not finite {fault}"):
+            check()
+
+
 def test_a_target_without_a_native_decoder_is_given_of_once(
     target_of: TargetOf, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,8 @@ from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.registry import build_untrained
 from heads.target.frozen import FrozenTarget
-from tests.small_targets import open_engine
+from tests.eval.runtime.conftest import FAMILIES
+from tests.small_targets import HYBRIDS, make_hybrid, open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 
@@ -36,6 +37,21 @@ def test_text_is_the_targets_and_copied_text_is_accepted(
     assert sum(sum(output.accepted) for output in outputs) > 0
 
 
+@pytest.mark.parametrize("drafter", ["lookup:3", "early_exit:2"])
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+def test_every_family_takes_its_drafts(family: str, drafter: str, target_of: TargetOf) -> None:
+    """A recurrent target takes no early exit: its layers cannot take back what they drafted."""
+    target = make_hybrid(family) if family in HYBRIDS else target_of(family)
+    requests = [Request([5, 7, 9, 5, 7], 12)]
+    plain = open_engine(target, None, max_length=64).generate(requests)[0]
+    if family in HYBRIDS and drafter == "early_exit:2":
+        with pytest.raises(UserError, match="recurrent layers, which cannot take back"):
+            build_untrained(drafter, target)
+        return
+    engine = open_engine(target, build_untrained(drafter, target), "chain:3", max_length=64)
+    assert engine.generate(requests)[0].tokens == plain.tokens
+
+
 def test_what_it_cannot_draft_is_refused(target_of: TargetOf) -> None:
     target = target_of("llama")
     with pytest.raises(UserError, match="lookup has one guess at a time; ask for a chain, such as chain:3"):
@@ -46,7 +62,7 @@ def test_what_it_cannot_draft_is_refused(target_of: TargetOf) -> None:
         build_untrained("lookup:0", target)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "deepseek_v3", "gpt2"])
 def test_an_early_exit_drafts_what_its_layers_alone_would_say(
     family: str, target_of: TargetOf, prompts: list[list[int]]
 ) -> None:

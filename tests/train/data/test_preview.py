@@ -37,6 +37,10 @@ def test_conversations_are_shown_with_what_is_trained_on(
     said = capsys.readouterr().out
     assert said.count("<s><|user|>hi<|assistant|>⟦the sea</s>⟧<|user|>and<|assistant|>⟦sand</s>⟧\n") == 2
     assert "data.sources.0: 19 documents, " in said and "1 of 20 records left out: without an answer" in said
+    chats["data"]["regenerate"] = {"prompt_tokens": 32, "new_tokens": 8}
+    assert preview([str(write_recipe(chats))]) == 0
+    said = capsys.readouterr().out
+    assert "the target answers these prompts itself" in said and "chats.jsonl: 19 conversations to answer\n" in said
 
 
 def test_a_run_takes_up_what_the_preview_tokenised(chats: Settings, write_recipe: WriteRecipe, own_cache: Path) -> None:

@@ -105,6 +105,17 @@ def test_prompts_are_read_past_odd_records(
     answering = read_answering(data, 0, target, reader_of(tokenizer, said))
     assert len(list(answering.dialogues())) == 4
     assert len(said) == 2 and "1 of 5 records are left out" in said[1]
+    said.clear()
+    data = Data.model_validate({"sources": sources, "context_length": 64, "regenerate": regenerate | {"prompts": None}})
+    long = {"instruction": "say " * 20, "response": "so"}
+    path.write_text(json.dumps([long, ODD["no turns"], *[GOOD] * 30, long]))
+    answering = read_answering(data, 0, target, reader_of(tokenizer, said))
+    assert len(list(answering.dialogues())) == 30
+    assert "30 conversations to answer; 2 begin with a prompt of more than 16 tokens (data.regenerate." in said[2]
+    path.write_text(json.dumps([long]))
+    with pytest.raises(UserError, match=r"gives 0 prompts of at most 16 tokens, expected at least 1; raise prompt_tok"):
+        read_answering(data, 0, target, reader_of(tokenizer))
+    data = Data.model_validate({"sources": sources, "context_length": 64, "regenerate": regenerate})
     path.write_text(json.dumps([ODD["no turns"], GOOD]))
     with pytest.raises(UserError, match=r"1 of 2 records are left out"):
         read_answering(data, 0, target, reader_of(tokenizer))

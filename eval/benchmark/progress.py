@@ -1,0 +1,121 @@
+"""Progress of long phases on standard error: a bar on a terminal, and lines elsewhere, such as in the log of a job."""
+
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from tqdm import tqdm
+
+LOGGED, SILENT, LEAST_WAIT = 12.0, 15.0, 1.0
+"""Seconds: the fewest between two lines with figures, the most without any line, and the fewest between two looks."""
+BAR_FORMAT = "{n_fmt}/{total_fmt} {bar} {desc}"
+"""The numbers come before the bar: they fit into 80 columns, and the bar takes the remaining width."""
+
+
+class Progress:
+    """Progress of one phase, from its creation to `close` or the end of a `with` block. Only rank 0 of a launch shows
+    it, and of nested phases only the innermost one prints lines."""
+
+    opened: ClassVar[list["Progress"]] = []
+    told: ClassVar[float] = time.monotonic()
+    """When the newest line of any phase was printed, or this module was imported."""
+
+    def __init__(
+        self, what: str, total: int | None = None, *, done: int = 0, announced: bool = False, cold: bool = False
+    ):
+        """`what`: the phase, and the name of its unit if it has a `total`. `announced`: print nothing at the start.
+        `cold`: the first unit is slower than the others, and the estimate of the time left leaves it out."""
+        self.what, self.total, self.done, self.cold = what, total, done, cold
+        self.note = ""
+        """Figures shown after the number of units."""
+        self._since = self._last = time.monotonic()
+        self._base = done
+        self._logged: float | None = None
+        self._bar: tqdm[Any] | None = None
+        self._ended = threading.Event()
+        if os.environ.get("RANK", "0") != "0":
+            self._ended.set()
+            return
+        Progress.opened.append(self)
+        if sys.stderr.isatty():
+            form = BAR_FORMAT if total is not None else "{desc}"
+            self._bar = tqdm(
+                total=total, initial=done, desc=what, file=sys.stderr, dynamic_ncols=True, leave=False, bar_format=form
+            )
+            return
+        if not announced:
+            self._print()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def advance(self, count: int = 1) -> None:
+        """Count units that are done."""
+        self.done, self._last = self.done + count, time.monotonic()
+        if self.cold:
+            self.cold, self._since, self._base = False, self._last, self.done
+        if self._bar is not None:
+            self._bar.set_description_str(self._with_time(self.what, self.note), refresh=False)
+            self._bar.update(count)
+
+    def log(self, figures: str) -> None:
+        """Show figures of the units done. A line is left out if the one before it was printed a moment ago, unless it
+        is the first or the last one."""
+        now = time.monotonic()
+        if self._bar is not None:
+            self.note = figures
+            self._bar.set_description_str(self._with_time(figures))
+        elif self._logged is None or self.done == self.total or now - self._logged >= LOGGED:
+            self._logged = now
+            self._print(figures)
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the phase. May be called twice."""
+        self._ended.set()
+        if self in Progress.opened:
+            Progress.opened.remove(self)
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def seconds_left(self) -> float | None:
+        """Return the estimate from the units done so far, or None without any."""
+        made = self.done - self._base
+        if self.total is None or made == 0:
+            return None
+        left = (self._last - self._since) / made * (self.total - self.done)
+        return max(0.0, left - (time.monotonic() - self._last))
+
+    def _print(self, figures: str | None = None) -> None:
+        place = "" if self.total is None else f" {self.done:,}/{self.total:,}"
+        line = self._with_time(self.what + place, self.note if figures is None else figures)
+        Progress.told = time.monotonic()
+        sys.stderr.write(line + "\n")  # in one piece, since two threads print
+        sys.stderr.flush()
+
+    def _with_time(self, *parts: str) -> str:
+        left, spent = self.seconds_left(), time.monotonic() - self._since
+        took = f"{tqdm.format_interval(left)} left" if left is not None else ""
+        if left is None and spent >= 1 and self._base == self.done:
+            took = f"{tqdm.format_interval(spent)} so far"
+        return ", ".join(part for part in (*parts, took) if part)
+
+    def _watch(self) -> None:
+        """Print a line whenever there has been none for a while. It shows that a long unit is still at work."""
+        while not self._ended.wait(max(LEAST_WAIT, Progress.told + SILENT - time.monotonic())):
+            if Progress.opened[-1:] == [self] and time.monotonic() - Progress.told >= SILENT:
+                self._print()

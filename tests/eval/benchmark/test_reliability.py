@@ -1,0 +1,104 @@
+"""Printed figures of measurements on a busy machine, for random figures of every kind."""
+
+import copy
+import io
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from eval.benchmark.metrics import rate_ratio
+from eval.benchmark.reliability import why_unreliable
+from eval.benchmark.results import figures_of
+from eval.reporting.card import model_card
+from eval.reporting.charts import head_charts
+from eval.reporting.format import robust_text, speedup_text
+from eval.reporting.html import render_page
+from eval.reporting.report import print_report
+
+pytestmark = pytest.mark.usefixtures("true_limits")
+BOUND = 1.05
+
+
+def disturbed(rng: np.random.Generator, figures: dict[str, Any]) -> None:
+    """Put the figures of a measurement whose steps were interrupted at random in the place of some."""
+    tau, prompts = float(rng.uniform(1, 5)), int(rng.integers(1, 12))
+    length = int(rng.integers(8, 80))
+    steps = [0.01 * (1 + rng.pareto(1.5, size=length) * rng.integers(0, 4) // 3) for _ in range(prompts)]
+    rounds = [
+        0.012 * (1 + rng.pareto(1.5, size=max(int(length / tau), 1)) * rng.integers(0, 4) // 3) for _ in range(prompts)
+    ]
+    slow = float(rng.choice([1, 1, 1, 1, 1, 3]))  # something slowed down all of plain decoding
+    seconds = [slow * float(times.sum()) for times in steps]
+    tokens = [float(length)] * prompts
+    p50 = 1e3 * slow * float(np.median(np.concatenate(steps)))
+    times = {"ms_per_token": 1e3 * sum(seconds) / sum(tokens), "token_ms": {"p50": p50, "p95": p50, "p99": p50}}
+    round_p50 = 1e3 * float(np.median(np.concatenate(rounds)))
+    figures |= {"tau": {"mean": tau, "ci95": None}, "baseline": {**figures["baseline"], **times}}
+    figures["baseline"].pop("step_ms", None)
+    figures["speculative"].pop("round_ms", None)
+    figures["speedup"] |= {
+        "measured": rate_ratio((tokens, [float(r.sum()) for r in rounds]), (tokens, seconds)),
+        "ci95": None,
+        "predicted": tau * p50 / 12 * float(rng.choice([1, 1, 1, 1, 1, 4])),
+        "ratio_of_medians": tau * p50 / round_p50,
+        "tokens": int(sum(tokens)),
+    }
+
+
+def test_no_printed_speedup_exceeds_tau(results: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+    stated, impossible, withheld = 0, 0, 0
+    for _ in range(500):
+        figures = copy.deepcopy(results["measurements"][0])
+        disturbed(rng, figures)
+        tau, true = figures["tau"]["mean"], figures["speedup"]["measured"]
+        impossible += true > BOUND * tau
+        text = f"{speedup_text(figures)} {robust_text(figures) or ''}"
+        assert all(float(found) <= BOUND * tau + 0.005 for found in re.findall(r"([\d.]+)x", text)), (text, tau)
+        assert (figures_of(figures)["speedup"] is None) == (why_unreliable(figures) is not None)
+        if why_unreliable(figures) is None:
+            stated += 1
+            assert figures["speedup"]["tokens"] >= 64 and speedup_text(figures) == f"{true:.2f}x"
+        else:
+            withheld += 1
+            assert speedup_text(figures) in ("not measured: the machine was busy", "not measured: fewer than 64 tokens")
+    assert min(stated, impossible, withheld) > 50, (stated, impossible, withheld)
+
+
+@pytest.mark.parametrize("change", ["speedup", "predicted", "plain steps", "rounds", "tokens"])
+def test_an_unreliable_speedup_is_nowhere(change: str, results: dict[str, Any]) -> None:
+    """Nor is a conclusion drawn from it."""
+    for m in (results, *results["measurements"], *results["suites"].values()):
+        steady = {"mean": 1.0, "median": 1.0}
+        m["tau"] = {"mean": 2.0, "ci95": None}
+        m["baseline"] |= {"ms_per_token": 1.0, "token_ms": dict.fromkeys(("p50", "p95", "p99"), 1.0), "step_ms": steady}
+        m["speculative"] |= {"round_ms": dict(steady)}
+        m["speedup"] |= {"measured": 0.7654, "ci95": [0.7543, 0.7765], "predicted": 0.8, "tokens": 100}
+        m["speedup"]["ratio_of_medians"] = 0.9123
+        assert why_unreliable(m) is None
+        match change:
+            case "speedup":
+                m["speedup"]["measured"] = 7.6543
+            case "predicted":
+                m["speedup"]["predicted"] = 7.6543
+            case "plain steps":
+                m["baseline"]["step_ms"]["mean"] = 1.6
+            case "rounds":
+                m["speculative"]["round_ms"]["mean"] = 1.6
+            case "tokens":
+                m["speedup"]["tokens"] = 63
+    results["auto"][0] |= {"measured": {}, "chosen": None, "unreliable": ["chain:2", "tree:2x2x4"]}
+    results["auto"][0]["curve"][1] |= {"tokens": 2.0, "speedup": 7.6543}
+    console = Console(file=io.StringIO(), width=300)
+    print_report(results, console)
+    charts = head_charts(results)
+    assert isinstance(console.file, io.StringIO)
+    for text in (console.file.getvalue(), render_page(results, charts), model_card(results)):
+        assert not re.search(r"0\.77|0\.75|7\.65|plain decoding is faster|is the fastest", text)
+        assert ("fewer than 64 tokens" if change == "tokens" else "the machine was busy") in text
+        assert ("ratio of medians 0.91x" in text) == (change != "tokens")
+    assert not {"speedup", "round", "depth"} & {chart.name for chart in charts}
+    assert figures_of(results)["speedup"] is None and figures_of(results)["tau"] == 2.0
