@@ -235,7 +235,6 @@ def results(measured: tuple[dict[str, Any], str, Path]) -> dict[str, Any]:
     found["target"]["adapter"] = {"rank": 4, "parameters": 1000}
     found["head"]["config"] = {"depth": 1}
     chain, tree = found["measurements"][:2]
-    for m in found["measurements"]:
     curve = [{"tree": m["tree"], "depth": 2, "width": n, "speedup": 1.25} for n, m in enumerate((chain, tree), start=1)]
     search = {"temperature": 0.0, "curve": curve, "proposed": ["chain:2", "tree:2x2x4"], "chosen": "tree:2x2x4"}
     found["auto"] = [{**search, "measured": {"chain:2": 1.25, "tree:2x2x4": 1.5}, "plain_is_faster": False}]
