@@ -20,6 +20,7 @@ from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
+from tests.closeness import assert_close
 
 SMALL: dict[str, Any] = dict(
     hidden_size=24, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1, head_dim=12, rms_norm_eps=1e-5,
@@ -104,7 +105,7 @@ def agree(ours: list[Proposal], theirs: list[Proposal]) -> None:
     """Assert that tokens and parents are equal, and scores equal within the rounding of float32."""
     for found, expected in zip(ours, theirs, strict=True):
         assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
-        torch.testing.assert_close(found.scores, expected.scores, atol=2e-4, rtol=2e-4)
+        assert_close(found.scores, expected.scores, roundings=1024)
 
 
 def draft_of(target: FrozenTarget) -> Draft:

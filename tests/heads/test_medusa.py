@@ -15,6 +15,7 @@ from heads.base import Batch, SharedLayers, most_nodes, shape_for
 from heads.errors import UserError
 from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree
 from heads.tree import parse_shape, static_shape
+from tests.closeness import assert_close
 from tests.heads.small_heads import greedy, loss_agrees, observe, random_batch, token_paths
 
 BACKEND = BACKENDS["torch" if library.load() is None else "cpu"]
@@ -143,7 +144,7 @@ def test_on_the_kernels_it_drafts_by_its_own_logits() -> None:
     assert all(hasattr(level[-1].product, "packed") for level in state.levels) and len(state.levels) == 3
     state.hidden.copy_(torch.randn(2, 8, generator=torch.Generator().manual_seed(3)))
     for k, level in enumerate(state.levels):
-        torch.testing.assert_close(level(state.hidden), head.logits(state.hidden, k), atol=1e-5, rtol=1e-5)
+        assert_close(level(state.hidden), head.logits(state.hidden, k))
 
 
 @pytest.mark.parametrize("shape", ["static:3.2.2", "tree:3x3x10"])

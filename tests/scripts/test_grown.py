@@ -20,6 +20,7 @@ from scripts import grow_target
 from scripts.grown.heads import HeadSize, grow_head
 from scripts.grown.shapes import ModelShape
 from scripts.grown.target import Growth, grow_llama, shape_of
+from tests.closeness import assert_close
 
 BIG = ModelShape(48, num_hidden_layers=11, num_attention_heads=12, num_key_value_heads=3, head_dim=12,
     intermediate_size=80, vocab_size=150)  # fmt: skip
@@ -51,10 +52,10 @@ def test_a_grown_target_is_the_same_function(small: FrozenTarget, grown: FrozenT
     tokens = torch.randint(6, 128, (2, 30), generator=torch.Generator().manual_seed(0))
     ours, theirs = features(grown, tokens, (2, 8)), features(small, tokens, (2, 8))
     logits, expected = grown.shared.lm_head(ours.hidden), small.shared.lm_head(theirs.hidden)
-    torch.testing.assert_close(logits[..., :128], expected, atol=1e-5, rtol=1e-5)  # rotary tables are float32
+    assert_close(logits[..., :128], expected, precision=torch.float32)  # rotary tables are float32
     assert logits[..., 128:].amax() < expected.amin() - 100
     aux, expected = ours.aux_hidden_states, theirs.aux_hidden_states
-    torch.testing.assert_close(aux[..., :32], expected[..., :32], atol=1e-5, rtol=1e-5)
+    assert_close(aux[..., :32], expected[..., :32], precision=torch.float32)
     assert float(aux[..., 33:48].abs().max()) == 0
 
 

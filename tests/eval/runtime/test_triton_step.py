@@ -34,6 +34,7 @@ from heads.backends.triton.products import (
 from heads.errors import UserError, warn_once
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
+from tests.closeness import assert_close
 from tests.small_targets import make_drafter
 from tests.switches import kernels_on_cpu
 
@@ -93,7 +94,7 @@ def test_a_tree_gets_the_same_features_and_choices(
         features = step.verify(proposal, None if on else above, length, 64, 4)
         found.append((features.hidden, features.aux_hidden_states, step.logits(features.hidden)))
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+        assert_close(ours, theirs, roundings=256)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from heads.draft_model import DraftState
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
+from tests.closeness import assert_close
 from tests.heads.backends.cpu.test_kernels import BASE, VARIANTS
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
@@ -81,7 +82,7 @@ def test_one_call_drafts_what_steps_draft(variant: str, shape: str) -> None:
         for one, other in zip(ours, theirs, strict=True):
             for field in ("tokens", "parents", "depths"):
                 assert torch.equal(getattr(one, field), getattr(other, field)), field
-            torch.testing.assert_close(one.scores, other.scores, atol=1e-5, rtol=1e-5)
+            assert_close(one.scores, other.scores, roundings=256)
 
 
 def test_what_kernels_cannot_draft_goes_by_steps() -> None:

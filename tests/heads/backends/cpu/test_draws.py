@@ -11,6 +11,7 @@ from heads.backends.cpu import library
 from heads.backends.cpu.draws import CpuSampling
 from heads.backends.torch import noise
 from heads.backends.torch.sampling import SHARPNESS, RowSampling
+from tests.closeness import assert_close
 from tests.samplings import GOLDEN, MASK, rows_of, splitmix
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
@@ -117,8 +118,8 @@ def test_picks_are_those_of_tensor_operations(count: int, vocabulary: str) -> No
     tokens, logp = rows_of(CpuSampling, *SETTINGS).pick(logits, positions, count, ids)
     expected, expected_logp = rows_of(RowSampling, *SETTINGS).pick(logits, positions, count, ids)
     assert torch.equal(tokens, expected)
-    torch.testing.assert_close(logp[:3], expected_logp[:3], atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(logp[3], expected_logp[3], atol=1.0, rtol=1e-6)  # scores of millions, in steps of a half
+    assert_close(logp[:3], expected_logp[:3], roundings=16)
+    assert_close(logp[3], expected_logp[3], roundings=16)  # scores of millions, in steps of a half
 
 
 def test_ties_are_picked_lowest_first() -> None:

@@ -17,6 +17,7 @@ from heads.backends.torch.cached_decoder import TorchDecoder
 from heads.backends.torch.decoder import NativeDecoder
 from heads.backends.torch.linear import Product
 from heads.target.frozen import FrozenTarget
+from tests.closeness import assert_close
 
 compiled = pytest.mark.skipif(library.load() is None, reason="no C compiler")
 BASE = dict(
@@ -95,8 +96,8 @@ def test_products_are_torchs(R: int, threads: int) -> None:
             torch.randn(R, outputs),
         )
         packed, plain = (CompiledProduct(Product(weight, added)) for added in (bias, None))
-        torch.testing.assert_close(packed(x, residual), x @ weight.T + bias + residual, atol=1e-3, rtol=1e-4)
-        torch.testing.assert_close(plain(x), x @ weight.T, atol=1e-3, rtol=1e-4)
+        assert_close(packed(x, residual), x @ weight.T + bias + residual, roundings=16)
+        assert_close(plain(x), x @ weight.T, roundings=16)
         assert torch.equal(plain(x)[-1:], plain(x[-1:])), "a row depends on its neighbours"
 
 
@@ -108,9 +109,9 @@ def test_decoders_through_the_kernels_are_those_without(variant: str, threads: i
     tokens = torch.randint(61, (3, 150), generator=torch.Generator().manual_seed(0))
     spans = [slice(0, 100), slice(100, 101), slice(101, 107), slice(107, 150)]
     expected = decode(plain, tokens, [slice(0, 150)])
-    torch.testing.assert_close(decode(ours, tokens, spans, rows=3), expected, atol=2e-4, rtol=2e-4)
-    torch.testing.assert_close(decode(ours, tokens, spans, masked=False), expected, atol=2e-4, rtol=2e-4)
-    torch.testing.assert_close(decode(plain, tokens, spans, masked=False), expected, atol=2e-4, rtol=2e-4)
+    assert_close(decode(ours, tokens, spans, rows=3), expected, roundings=256)
+    assert_close(decode(ours, tokens, spans, masked=False), expected, roundings=256)
+    assert_close(decode(plain, tokens, spans, masked=False), expected, roundings=256)
 
 
 @compiled

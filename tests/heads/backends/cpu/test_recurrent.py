@@ -14,6 +14,7 @@ from heads.backends.selection import CPU, TORCH
 from heads.backends.torch.recurrent import TorchRecurrent
 from heads.base import Observation, Pick, SharedLayers
 from heads.tree import Proposal, parse_shape
+from tests.closeness import assert_close
 from tests.drafting import HEADS, SMALL, agree, head_rounds, some_head
 from tests.heads.small_heads import greedy
 
@@ -59,7 +60,7 @@ def test_chains_drafted_in_one_call_are_those_drafted_step_by_step(name: str, de
     for one, other in zip(ours, steps, strict=True):
         for field in ("tokens", "parents", "depths"):
             assert torch.equal(getattr(one, field), getattr(other, field)), field
-        torch.testing.assert_close(one.scores, other.scores, atol=1e-6, rtol=1e-6)
+        assert_close(one.scores, other.scores)
 
 
 @pytest.mark.parametrize(("layout", "same"), [("mimo", True), ("qwen", False)])

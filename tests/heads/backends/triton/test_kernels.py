@@ -23,6 +23,7 @@ from heads.backends.triton.layers import add_norm, rope_write, silu_mul
 from heads.backends.triton.per_head import per_head_mm
 from heads.backends.triton.products import Products, shape_of
 from heads.tree import Acceptance, Proposal
+from tests.closeness import assert_close
 from tests.twins import (
     add_norm_twin,
     add_parts_twin,
@@ -99,7 +100,7 @@ def test_tree_attention(
     options.pop("rope", None)
     k, v = (torch.nan_to_num(x.double(), nan=0.0) for x in (keys, values))
     expected = tree_attention_twin(q.double(), k, v, words, length, depths, scale=d**-0.5, **options)
-    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+    assert_close(out, expected)
 
 
 @contextmanager
@@ -212,8 +213,8 @@ def test_rope_write(heads: tuple[int, int], d: int, normed: bool) -> None:
     caches = [torch.zeros(2, 10, Hkv, d) for _ in range(2)]
     ours = rope_write(qkv, cos, sin, slots, *caches[0], num_heads=H, **norms)
     theirs = rope_write_twin(qkv, cos, sin, slots, *caches[1], num_heads=H, **norms)
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(caches[0], caches[1])
+    assert_close(ours, theirs)
+    assert_close(caches[0], caches[1])
     assert int((caches[0][1].abs().sum((1, 2)) > 0).sum()) == M
 
 
@@ -242,8 +243,8 @@ def test_gates(M: int, K: int, I: int, dtype: torch.dtype) -> None:  # noqa: E74
 def test_skinny_mm(M: int, K: int, N: int) -> None:
     x, weight = torch.randn(M, K), torch.randn(N, K)
     for tile in TILES:
-        made = skinny_mm(x, weight, tile).double()
-        torch.testing.assert_close(made, x.double() @ weight.double().T, atol=2e-5, rtol=1e-5)
+        made = skinny_mm(x, weight, tile)
+        assert_close(made, x.double() @ weight.double().T, roundings=16)
         assert parts_of(4096, 4096, tile) > 1 and parts_of(28672, 4096, tile) == 1
 
 
@@ -376,7 +377,7 @@ def test_a_node_of_a_chain_gets_what_plain_decoding_gives_it(start: int) -> None
 def test_logits_are_what_the_choice_compares() -> None:
     hidden, weight = torch.randn(5, 40), torch.randn(100, 40)
     made = logits(hidden, weight)
-    torch.testing.assert_close(made, hidden @ weight.T, atol=2e-5, rtol=1e-5)
+    assert_close(made, hidden @ weight.T, roundings=16)
     none = torch.zeros(5, dtype=torch.int64)
     assert torch.equal(made.argmax(-1), choose(hidden, weight, none.float(), none, none, noisy=False))
 
@@ -387,9 +388,9 @@ def test_expert_mm(M: int, A: int, X: int, K: int, N: int, by_visit: bool) -> No
     ids = torch.stack([torch.randperm(X)[:A] for _ in range(M)])
     x, weight = torch.randn(M, A, K) if by_visit else torch.randn(M, K), torch.randn(X, N, K)
     found = expert_mm(x, ids, weight)
-    torch.testing.assert_close(found, expert_mm_twin(x, ids, weight), atol=5e-5, rtol=1e-5)
+    assert_close(found, expert_mm_twin(x, ids, weight))
     row = x[M - 1, A - 1] if by_visit else x[M - 1]
-    torch.testing.assert_close(found[M - 1, A - 1], weight[ids[M - 1, A - 1]] @ row, atol=5e-5, rtol=1e-5)
+    assert_close(found[M - 1, A - 1], weight[ids[M - 1, A - 1]] @ row)
 
 
 @pytest.mark.parametrize(("M", "A", "N"), [(1, 1, 5), (7, 3, 1100)])
@@ -409,9 +410,9 @@ def test_per_head_mm(M: int, H: int, K: int, N: int) -> None:
     x, wide = torch.randn(M, H, K + 5)[..., :K], torch.zeros(M, H, N + 3)
     for weight in (torch.randn(H, K, N), torch.randn(H, N, K).mT):
         expected = per_head_mm_twin(x.double(), weight.double())
-        torch.testing.assert_close(per_head_mm(x, weight).double(), expected, atol=2e-5, rtol=1e-5)
+        assert_close(per_head_mm(x, weight), expected, roundings=16)
         per_head_mm(x, weight, wide[..., 2:-1])
-        torch.testing.assert_close(wide[..., 2:-1].double(), expected, atol=2e-5, rtol=1e-5)
+        assert_close(wide[..., 2:-1], expected, roundings=16)
         assert not wide[..., :2].any() and not wide[..., -1].any()
 
 
