@@ -9,6 +9,7 @@ computes in float32 and holds a draft's weights in bfloat16. Each weight is wide
 a draft step of one row takes the time to read the weights.
 """
 
+import platform
 import time
 from functools import cache
 from statistics import median
@@ -38,6 +39,8 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
     """Return bfloat16 if its products are faster, else float32. A GPU is queried, a CPU is timed."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    if platform.machine() == "x86_64" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return torch.float32  # attention in bfloat16 fails on a processor with AMX if torch does not use AVX-512
     return torch.bfloat16 if bfloat16_gain() >= GAIN else torch.float32
 
 

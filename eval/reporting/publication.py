@@ -210,12 +210,10 @@ def use(repo_id: str, base: str | None, target: str) -> str:
 def trained_on(record: dict[str, Any], run: Path) -> list[str]:
     """Return lines of Markdown on a head's training, from its provenance and the files of its run, as far as they are
     there."""
-    made = record["provenance"]
-    recipe = read_recipe(run / RECIPE)
-    data = made.get("data", {}).get("sources", {})
+    made, recipe, lines = record["provenance"], read_recipe(run / RECIPE), []
+    data = made["data"]["sources"] if isinstance(made.get("data"), dict) else {}
     sources = data.get("sources", []) if isinstance(data, dict) else data
-    lines = []
-    for source in sources if isinstance(sources, list) else []:
+    for source in sources:
         limit = f", up to {source['limit']:,} records" if source.get("limit") else ""
         lines.append(as_markdown(f"{source.get('path', 'modules of Python')} ({source.get('kind', 'chat')}){limit}"))
     if isinstance(data, dict) and (answers := data.get("regenerate")):

@@ -303,7 +303,7 @@ class Recurrent(nn.Module, DraftHead):
                     above = above.gather(1, rows[..., None].expand(-1, -1, above.shape[2]))
                 made[module] = self.draft_step(state, module, tokens, above, mapping, extent)
             recycled = made
-            return state.lm_head(state.head.normed(made[first]))
+            return state.lm_head(state.head.normed(made[first]))  # type: ignore[no-any-return]
 
         first = state.lm_head(state.head.normed(recycled[0]))
         return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)

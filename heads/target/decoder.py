@@ -92,7 +92,7 @@ class NativeDecoder(CachedDecoder):
     def logits(self, hidden: Tensor) -> Tensor:
         if self.in_tiles or self.stack.output is None:
             return super().logits(hidden)
-        logits = self.stack.output(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
+        logits: Tensor = self.stack.output(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))[..., : self.spec.vocab_size]
 
 

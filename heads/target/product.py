@@ -81,8 +81,8 @@ class Product:
             y = linear(x, self.weight, self.bias)
             return y if residual is None else y.add_(residual)
         if self.library is None:
-            y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-            return y if residual is None else y.add_(residual)
+            made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+            return made if residual is None else made.add_(residual)
         rows, (outputs, inputs) = len(x), self.weight.shape
         assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
         y = x.new_empty(rows, outputs)
@@ -108,7 +108,8 @@ class ProductModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        return self.product(rows if rows.stride(-1) == 1 else rows.contiguous()).unflatten(0, x.shape[:-1])
+        made = self.product(rows if rows.stride(-1) == 1 else rows.contiguous())
+        return made.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
 
 
 def with_products(module: Any, without: str | None = None) -> Any:
@@ -135,7 +136,7 @@ def _fuse(weights: Sequence[Tensor], *, shared: bool) -> Tensor:
 
 
 def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled  # type: ignore[no-untyped-call]
+    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
 
 
 @cache

@@ -61,7 +61,8 @@ class Sight:
 def bits(seen: Tensor) -> Tensor:
     """Pack booleans (B, N, P) into words (B, N, W) of 64 bits."""
     padded = pad(seen, (0, -seen.shape[2] % 64)).unflatten(2, (-1, 64)).long()
-    return (padded << torch.arange(64, device=seen.device)).sum(-1)
+    words: Tensor = padded << torch.arange(64, device=seen.device)
+    return words.sum(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from heads.base import Batch, SharedLayers, most_nodes, shape_for
 from heads.errors import UserError
 from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree
 from heads.tree import parse_shape, static_shape
+from tests.closeness import assert_close
 from tests.heads.small_heads import greedy, loss_agrees, observe, random_batch, token_paths
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
@@ -137,7 +138,7 @@ def test_in_products_it_drafts_by_its_own_logits() -> None:
     assert len(state.levels) == 3
     state.hidden.copy_(torch.randn(2, 8, generator=torch.Generator().manual_seed(3)))
     for k, level in enumerate(state.levels):
-        torch.testing.assert_close(level(state.hidden), head.logits(state.hidden, k), atol=1e-5, rtol=1e-5)
+        assert_close(level(state.hidden), head.logits(state.hidden, k))
 
 
 @pytest.mark.parametrize("shape", ["static:3.2.2", "tree:3x3x10"])

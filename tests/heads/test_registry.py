@@ -11,6 +11,7 @@ from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.families import final_norm_scale, rope_theta
 from heads.target.frozen import FrozenTarget
+from tests.closeness import assert_close
 
 COUNTS = torch.arange(128)
 
@@ -56,7 +57,7 @@ def test_a_new_head_reads_out_as_the_target_does(target: FrozenTarget) -> None:
         tokens, where = torch.randint(6, 128, (1, 9)), torch.arange(9)[None]
         features = target.packed_features(tokens, where, torch.zeros_like(where), [8])
         drafted = head.lm_head(head.norm(features.aux_hidden_states))
-        torch.testing.assert_close(drafted, target.shared.lm_head(features.hidden)[..., head.kept])
+        assert_close(drafted, target.shared.lm_head(features.hidden)[..., head.kept])
 
 
 def test_a_new_head_knows_the_familys_scale_of_logits() -> None:

@@ -17,6 +17,7 @@ from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.decoder import why_not_native
 from heads.target.frozen import FrozenTarget, load_target
+from tests.closeness import assert_close
 from tests.faults import signal_at
 from tests.runs import Settings, WriteRecipe, measured_run, same, the_error, weights
 from tests.runs import train_in as train
@@ -168,7 +169,7 @@ def test_what_is_published_is_heads_and_adapter_and_its_audit_is_against_the_ada
         expected, plain = wrapped(input_ids=ids).logits, target.model(input_ids=ids).logits
         adapt_target(folder, target)
         merged = target.model(input_ids=ids).logits
-    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
+    assert_close(merged, expected, roundings=256)
     assert not torch.allclose(merged, plain, atol=1e-3)
     assert isinstance(fitting_head(str(folder), target), type(load_head(folder)))
 

@@ -206,4 +206,4 @@ def verify(target: FrozenTarget, rows: list[list[int]]) -> torch.Tensor:
     depths = torch.arange(4).expand(len(rows), -1)
     chain = Proposal(tokens[:, -4:], (depths - 1).clamp(min=0), depths, torch.zeros(len(rows), 4))
     length = torch.full((len(rows),), tokens.shape[1] - 4)
-    return step.logits(step.verify(chain, None, length, 64, 3).hidden)[0]
+    return step.logits(step.verify(chain, None, length, 64).hidden)[0]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from heads.block.convolution import BlockConvolution
+from tests.closeness import assert_close
 from train.optim import Muon, lr_factor, make_optimizer, orthogonal
 from train.recipe import Train
 from train.trained import Part
@@ -46,7 +47,7 @@ def test_muon_is_torchs_where_both_are_in_bfloat16(shape: tuple[int, int]) -> No
         theirs.grad = ours.grad.clone()
         for optimizer in pair:
             optimizer.step()
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    assert_close(ours, theirs)
 
 
 def test_updates_in_float32_are_orthogonal_too() -> None:

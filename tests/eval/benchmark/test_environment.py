@@ -1,4 +1,4 @@
-"""What is said of a machine on which other processes are busy."""
+"""The line about a machine on which other processes are busy."""
 
 import time
 

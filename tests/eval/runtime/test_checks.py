@@ -11,6 +11,8 @@ from torch import Tensor
 from eval.runtime.engine import Request
 from heads.errors import warn_once
 from heads.target import cached, decoder
+from heads.target.choose import choose_in_tiles
+from heads.target.tree_attention import tree_attention
 from tests.small_targets import make_drafter, make_target, open_engine, texts
 from tests.switches import kernels_on_cpu
 
@@ -21,7 +23,6 @@ pytestmark = [
 ]
 SIZES: Any = dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4)
 REQUESTS = [Request([5, 6, 7], 8, ignore_eos=True)]
-attention, choose = decoder.tree_attention, cached.choose_in_tiles
 
 
 def failing(*given: Any, **options: Any) -> Tensor:
@@ -29,15 +30,15 @@ def failing(*given: Any, **options: Any) -> Tensor:
 
 
 def off(*given: Any, **options: Any) -> Tensor:
-    return attention(*given, **options) * 1.01
+    return tree_attention(*given, **options) * 1.01
 
 
 def unsteady(*given: Any, **options: Any) -> Tensor:
-    return attention(*given, **options) + 1e-6 * torch.rand(())
+    return tree_attention(*given, **options) + 1e-6 * torch.rand(())
 
 
 def next_token(*given: Any, **options: Any) -> Tensor:
-    return choose(*given, **options) + 1
+    return choose_in_tiles(*given, **options) + 1
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
+from tests.closeness import assert_close
 from tests.small_targets import HYBRIDS, OTHER_HYBRIDS, make_hybrid, open_engine
 from tests.waiting import NoWaiting
 
@@ -93,7 +94,7 @@ def test_one_document_a_row(family: str) -> None:
     tokens, positions = torch.arange(3, 11)[None], torch.arange(8)[None]
     padded = torch.tensor([[0, 0, 0, 0, 0, -1, -1, -1]])
     found = target.packed_features(tokens, positions, padded, (1,)).hidden[:, :5]
-    torch.testing.assert_close(found, target.alone(tokens[:, :5]), atol=1e-4, rtol=1e-4)
+    assert_close(found, target.alone(tokens[:, :5]), roundings=256)
     with pytest.raises(UserError, match="give each training row one document"):
         target.packed_features(tokens, positions, padded.abs(), (1,))
 

@@ -19,6 +19,7 @@ from heads.registry import build_head
 from heads.target.cache import cache_name
 from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
+from tests.closeness import assert_close
 from tests.heads.small_heads import greedy, kept_log_probabilities, rope, seen, with_tokens
 from tests.native_mtp import V, change_config, change_weights, write_native
 from train.data.packing import Rows
@@ -121,7 +122,7 @@ def test_qwens_states_are_those_of_a_layer_of_transformers(name: str, targets: T
         cos_sin = decoder.rotary_emb(x, batch.positions[:, :T].expand(*grid))
         x = decoder.layers[0](x, position_embeddings=cos_sin, attention_mask=mask)
         ours = head.unroll(batch, 1)[0][:, :T]
-    torch.testing.assert_close(ours, rms(x, "norm"), atol=1e-5, rtol=1e-5)  # their norms compute in float32
+    assert_close(ours, rms(x, "norm"), roundings=16, precision=torch.float32)  # their norms compute in float32
 
 
 @pytest.mark.parametrize("name", ["deepseek1", "deepseek2", "glm1", "glm_flash1"])
@@ -170,7 +171,7 @@ def test_deepseeks_states_are_those_of_transformers(name: str, targets: Targets)
             cos_sin = theirs.rotary_emb(hidden, positions)
             layer = theirs.layers[k - 1]
             hidden = layer(embedded, hidden, cos_sin, mask, positions, **{cache_name(layer): None})
-            torch.testing.assert_close(ours[:, :T], hidden, atol=1e-6, rtol=1e-5)  # their norms compute in float32
+            assert_close(ours[:, :T], hidden, precision=torch.float32)  # their norms compute in float32
 
 
 @pytest.mark.parametrize("name", ["mimo1", "mimo2"])
@@ -205,7 +206,7 @@ def test_mimos_states_are_its_formula(name: str, targets: Targets) -> None:
         y = rms(x, "post_attention_layernorm")
         gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
         state = rms(x + (gate * gate.sigmoid() * up) @ w["mlp.down_proj.weight"].T, "final_layernorm")
-        torch.testing.assert_close(ours[:, :T], state, atol=1e-5, rtol=1e-5)  # their norms compute in float32
+        assert_close(ours[:, :T], state, precision=torch.float32)  # their norms compute in float32
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -222,7 +223,12 @@ def test_a_drafting_step_is_a_training_step(name: str, targets: Targets) -> None
     for b in range(2):
         logq = [kept_log_probabilities(head, batch, state[b, n - 1]) for state in trained]
         steps = [step[token] for step, token in zip(logq, proposal.tokens[b, 1:].tolist(), strict=True)]
-        torch.testing.assert_close(proposal.scores[b, 1:].double(), torch.tensor(steps).double().cumsum(0))
+        assert_close(
+            proposal.scores[b, 1:].double(),
+            torch.tensor(steps).double().cumsum(0),
+            roundings=16,
+            precision=torch.float32,
+        )
 
 
 @pytest.mark.parametrize("name", ["mimo2", "deepseek1", "glm1", "qwen1"])

@@ -28,6 +28,7 @@ from heads.target.decoder import why_not_native
 from heads.target.families import attention_masks, unused_weights
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.target.shape import load_shape
+from tests.closeness import assert_close
 from tests.refusals import refused
 from tests.runs import audit
 
@@ -144,9 +145,9 @@ def test_features_of_a_packed_row_are_what_the_model_computes_of_each_document_a
         rows = slice(start, start + n)
         with torch.no_grad():
             alone = target.model(tokens[:, rows], output_hidden_states=True, use_cache=False)
-        torch.testing.assert_close(logits[:, rows], alone.logits, atol=1e-4, rtol=1e-4)
+        assert_close(logits[:, rows], alone.logits, roundings=512)
         states = torch.cat(alone.hidden_states[: target.num_layers], dim=-1)
-        torch.testing.assert_close(features.aux_hidden_states[:, rows], states, atol=1e-4, rtol=1e-4)
+        assert_close(features.aux_hidden_states[:, rows], states, roundings=512)
         start += n
 
 
@@ -310,7 +311,7 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_a_target(family: str, 
     prompt = given[0][:, -LENGTHS[1] :]
     with torch.no_grad():
         alone = model(prompt, use_cache=False).logits
-    torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+    assert_close(logits, alone, roundings=512)
     assert target_record(target)["architecture"] == type(model).__name__
     shape, counts = load_shape(str(tmp_path)), torch.ones(40, dtype=torch.int64)
     assert shape.hidden_size == 16
@@ -465,7 +466,7 @@ def test_pickled_weights_are_refused(llama_dir: Path, tmp_path: Path) -> None:
     copy(llama_dir, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(make_model("llama").state_dict(), tmp_path / "pytorch_model.bin")
-    assert "safetensors" in refused(load_target, str(tmp_path))
+    assert "pickled weights (.bin) are not read" in refused(load_target, str(tmp_path))
 
 
 def test_code_in_a_model_folder_does_not_run_unasked(llama_dir: Path, tmp_path: Path) -> None:

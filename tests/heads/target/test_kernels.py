@@ -126,10 +126,10 @@ def test_slots_that_no_query_sees_may_hold_anything(length: int, P: int) -> None
         seen[0, i, torch.randperm(P)[:3]] = True
     q, cache = torch.randn(1, N, 4, 16), torch.randn(2, 1, S, 2, 16)
     sight = Sight(torch.tensor([length]), bits(seen), torch.zeros(1, N, dtype=torch.int64), P)
-    clean = tree_attention(q, *cache, sight)
+    clean = tree_attention(q, cache[0], cache[1], sight)
     cache[:, :, length : length + P][:, :, ~seen[0].any(0)] = torch.nan
     cache[:, :, length + P :] = torch.nan
-    assert torch.equal(tree_attention(q, *cache, sight), clean)
+    assert torch.equal(tree_attention(q, cache[0], cache[1], sight), clean)
 
 
 def test_rows_too_large_to_run_together_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

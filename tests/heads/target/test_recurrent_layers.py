@@ -8,6 +8,7 @@ from torch import Tensor
 
 from heads.target.cache import HFCache
 from heads.target.recurrent_layers import find_mixers, state_name
+from tests.closeness import assert_close
 from tests.small_targets import HYBRIDS, make_hybrid
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -70,6 +71,6 @@ def test_a_new_text_begins_with_nothing(family: str) -> None:
     for layer in (fresh, used):
         whole = layer.read(x[:1], [0], row=0, prompt=True)
         parts = [layer.read(x[:1, at : at + 9], [at], row=0, prompt=True) for at in range(0, 30, 9)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(mixer(x[:1]), whole, atol=1e-5, rtol=1e-5)
+        assert_close(torch.cat(parts, dim=1), whole)
+        assert_close(mixer(x[:1]), whole)
     assert all(map(torch.equal, fresh.states(0, 30), used.states(0, 30)))

@@ -11,6 +11,7 @@ import torch
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget, load_target
 from heads.target.placement import drop_layers
+from tests.closeness import assert_close
 from tests.faults import little_memory
 from tests.hidden_states_server import StubServer
 from tests.packed_rows import packed_rows
@@ -50,8 +51,8 @@ def test_a_servers_features_are_the_targets(server: StubServer, target: FrozenTa
     rows = packed_rows()
     found = lean.packed_features(rows.tokens, rows.positions, rows.documents, IDS)
     own, kept = target.packed_features(rows.tokens, rows.positions, rows.documents, IDS), rows.documents >= 0
-    torch.testing.assert_close(found.aux_hidden_states[kept], own.aux_hidden_states[kept], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.hidden[kept], own.hidden[kept], rtol=1e-4, atol=1e-5)
+    assert_close(found.aux_hidden_states[kept], own.aux_hidden_states[kept])
+    assert_close(found.hidden[kept], own.hidden[kept])
     assert not found.hidden[~kept].any() and not list(server.folder.iterdir())
     source.close()
 
