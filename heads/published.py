@@ -52,7 +52,11 @@ def open_any(path: str, target: FrozenTarget) -> Any:
         return read_published(path, target)
     folder = find_head(path)
     check_fits(folder, target)
-    return load_head(folder)
+    head = load_head(folder)
+    if any(not 0 <= k <= target.num_layers for k in head.aux_layer_ids):
+        given = f"aux_layer_ids {list(head.aux_layer_ids)}"
+        raise UserError(f"{path}: expected layers 0 to {target.num_layers}, found {given:.80}; fetch or train it again")
+    return head
 
 
 def start_from(path: str, kind: str, settings: Mapping[str, Any], target: FrozenTarget) -> Any:

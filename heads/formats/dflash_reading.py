@@ -137,10 +137,10 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     weights = block_weights(source, target, drafted)
     if spark:
         name, rank = "confidence_head.proj.weight", own["markov_rank"]
-        if (kind := own.get("markov_head_type") or "vanilla") != "vanilla":
+        if (markov := own.get("markov_head_type") or "vanilla") != "vanilla":
             raise UserError(
                 f"{path}: config.json: markov_head_type: expected vanilla, the Markov head that engines load, found "
-                f"{shown(kind)}"
+                f"{shown(markov)}"
             )
         config["markov_rank"] = rank
         config |= {"confidence_weight": float(own.get("enable_confidence_head", name in weights))}

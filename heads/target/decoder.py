@@ -152,7 +152,7 @@ class Step:
     cos_sin: tuple[Tensor, ...]  # (R, 1, d) each: cosines, and sines with the first half negative
     masks: dict[str, Tensor]  # layer kind -> (B, 1, N, E), added to scores; empty with `sight`
     sight: Sight | None
-    """What each token sees, for the kernel; None with masks."""
+    """Slots that each token sees, for the kernel; None with masks."""
     window: int | None
     folded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 

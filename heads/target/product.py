@@ -53,10 +53,13 @@ class Product:
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.library = load() if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 else None
         self.packed: Tensor | None = None
+        self.rounded: Tensor | None = None
+        """The weight as it is packed, if that is not the weight itself: for products of many rows."""
         if self.library is not None:
             half = self.weight.bfloat16()
-            narrow = draft or torch.equal(half.float(), self.weight)
-            self.packed = _packed(self.library, half if narrow else self.weight)
+            lossless = torch.equal(half.float(), self.weight)
+            self.packed = _packed(self.library, half if draft or lossless else self.weight)
+            self.rounded = half if draft and not lossless else None
         elif self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and _has_onednn():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
 
@@ -78,7 +81,7 @@ class Product:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the product (R, O) of x (R, K), plus the residual (R, O) if given."""
         if self.packed is None or len(x) > MOST_ROWS:
-            y = linear(x, self.weight, self.bias)
+            y = linear(x, self.weight if self.rounded is None else self.rounded.to(x.dtype), self.bias)
             return y if residual is None else y.add_(residual)
         if self.library is None:
             made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
@@ -173,7 +176,7 @@ def _is_right(library: ctypes.CDLL) -> bool:
     x, weight = torch.randn(13, 300, generator=draw), torch.randn(129, 300, generator=draw)
     for narrow in (False, True):
         made = Product.__new__(Product)
-        made.library, made.bias = library, None
+        made.library, made.bias, made.rounded = library, None, None
         made.weight = weight.bfloat16().float() if narrow else weight
         made.packed = _packed(library, made.weight.bfloat16() if narrow else weight)
         if not torch.allclose(made(x), x @ made.weight.T, atol=1e-3, rtol=0):

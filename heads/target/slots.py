@@ -41,7 +41,7 @@ def ancestors(parents: Tensor, depth: int) -> Tensor:
 
 @dataclass(eq=False)
 class Sight:
-    """What each token of a pass sees, for a kernel: all slots before `length`, and those after it by bits."""
+    """Slots that each token of a pass sees, for a kernel: all before `length`, and those after it by bits."""
 
     length: Tensor  # (B,) int64
     words: Tensor  # (B, N, W) int64: bit j % 64 of word j // 64 is set if the token sees slot length + j

@@ -32,7 +32,6 @@ def target(tiny_target_dir: Path) -> FrozenTarget:
 CASES: list[tuple[str, dict[str, object]]] = [
     *((kind, {}) for kind in sorted(HEADS)),
     ("dflash", {"sliding_window": 9}),
-    ("dspark", {"markov_head_type": "rnn"}),
 ]
 
 
