@@ -54,7 +54,7 @@ def test_kills_at_random_moments_change_nothing(small: Settings, write_recipe: W
 
 
 def test_a_killed_launcher_leaves_no_orphan(small: Settings, write_recipe: WriteRecipe) -> None:
-    small["train"] |= {"max_steps": 100_000, "eval_every": 100_000, "checkpoint_every": 100_000}
+    small["train"] |= {"max_steps": 10_000, "eval_every": 10_000, "checkpoint_every": 10_000}
     run = Path(small["output_dir"])
     process = start(write_recipe(small), launcher=launcher("--cpu"))
     wait_for(run, 2, process)
@@ -64,7 +64,7 @@ def test_a_killed_launcher_leaves_no_orphan(small: Settings, write_recipe: Write
 
 
 def test_a_run_in_progress_is_not_disturbed(small: Settings, write_recipe: WriteRecipe) -> None:
-    small["train"] |= {"max_steps": 100_000, "eval_every": 100_000}
+    small["train"] |= {"max_steps": 10_000, "eval_every": 10_000}
     recipe = write_recipe(small)
     process = start(recipe)
     wait_for(Path(small["output_dir"]), 1, process)

@@ -31,7 +31,7 @@ def every_kernel() -> Iterator[None]:
     [
         ("llama", "eagle3", "tree:3x3x8", "match"),
         ("qwen3_moe", "medusa", "static:3.2", "match"),
-        ("deepseek_v3", "mtp", "chain:2", "match"),
+        ("llama", "mtp", "chain:2", "match"),
         ("llama", "draft", "tree:2x3x7", "match"),
         ("llama", "eagle3", "static:3.2", "ratio"),
     ],
