@@ -92,7 +92,7 @@ def test_a_killed_process_loses_nothing(form: str, small: Settings, write_recipe
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(
     small: Settings, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
-    small["train"] |= {"max_steps": 100_000, "checkpoint_every": 100_000}
+    small["train"] |= {"max_steps": 10_000, "checkpoint_every": 10_000}
     run = Path(small["output_dir"])
     launched = start(write_recipe(small), launcher=form_launcher("fsdp"))
     wait_for(run, 2, launched)
