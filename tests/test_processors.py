@@ -12,7 +12,7 @@ from tests.train.test_fast_dtype import ONLY_AVX2
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = {
-    "avx2": (ONLY_AVX2 | {"CFLAGS": "-march=x86-64-v3"}, "C kernels", "no"),
+    "avx2": (ONLY_AVX2 | {"CFLAGS": "-march=x86-64-v3"}, "torch and products in C", "no"),
     "no compiler": ({"CC": "none"}, "torch (no C compiler)", None),
 }
 SHORT = (
