@@ -10,6 +10,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_TOKEN_PATH"] = os.devnull  # hides the user's token from all tests
+# A processor without AVX-512 has it neither for torch nor for oneDNN; if only torch is limited on one with AMX, torch's
+# attention in bfloat16 packs for AMX and fails.
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 # Set before transformers imports torchao, which would print four lines of warnings.
 if "torchao" not in sys.modules:
     logging.getLogger("torchao").setLevel(logging.ERROR)
