@@ -67,7 +67,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 Divergence = Callable[[Distribution, Distribution], tuple[Tensor, Tensor]]
 """(draft's q, target's p) -> divergence of each row (C,) and its gradient with respect to the draft's logits (C, Vd), a
-new tensor. scripts/bench_losses.py times `kl` and `total_variation` against gradients from autograd."""
+new tensor."""
 
 
 def by_autograd(value: Callable[[Tensor, Distribution], Tensor]) -> Divergence:
@@ -195,7 +195,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix product (m, k) @ (k, n) -> (m, n).
 
     Float32 on a CPU uses oneDNN, through the operator that torch's own compiler calls. `@` uses MKL, which does not use
-    AVX-512 on processors other than Intel's. scripts/bench_losses.py times both.
+    AVX-512 on processors other than Intel's.
     """
     if a.device.type == "cpu" and a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         made: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")

@@ -57,7 +57,6 @@ TRAIN = (
     "eval.report.repeats=1 eval.report.temperatures=[0]"
 )
 ANSWERS = "data.regenerate.prompts=4 data.regenerate.new_tokens=8"
-GROWN = "--hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --intermediate-size 512"
 TINY = {
     "train/": TRAIN,
     "scripts/regenerate.py": ANSWERS,
@@ -67,9 +66,7 @@ TINY = {
     "eval/sweep.py": "--count 1",
     "scripts/audit.py": "--num-prompts 2 --max-new-tokens 8",
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
-    "scripts/bench_rules.py": "--num-prompts 2 --seeds 1 --max-new-tokens 8",
     "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1 --long 9",
-    "scripts/grow_target.py": f"{GROWN} --num-hidden-layers 20",
 }
 """Program -> options that make it fast."""
 METHODS = {
@@ -173,8 +170,6 @@ def test_every_run_that_is_named_is_made_by_some_command() -> None:
     made = {yaml.safe_load(path.read_text())["output_dir"] for path in recipes}
     for command in OURS:
         made |= {word.removeprefix("output_dir=") for word in command.words if word.startswith("output_dir=runs/")}
-        if command.program == "scripts/grow_target.py":
-            made.add(command.arguments[1])
     for page in PAGES:
         text = "\n".join([*blocks(page, "bash"), *blocks(page, "python")])
         for run in re.findall(r"(?<!=)\bruns/[\w.-]+", text):
@@ -317,6 +312,12 @@ def test_every_path_exists(page: Path) -> None:
         assert (page.parent / link).exists(), f"{link} is linked and not there"
     for name in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", text):
         assert (ROOT / name).exists(), f"{name} is named and not there"
+
+
+def test_every_file_that_code_names_exists() -> None:
+    for path in [path for folder in ("heads", "eval", "train", "scripts") for path in (ROOT / folder).rglob("*.py")]:
+        for name in re.findall(rf"(?<![\w/])((?:{'|'.join(FOLDERS)})/[a-z\d_/-]+\.(?:py|json|md))", path.read_text()):
+            assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}, which is not there"
 
 
 def test_the_tree_of_files_is_true() -> None:

@@ -277,17 +277,6 @@ def block(p: Tensor, q: Tensor, tokens: Tensor) -> Verdict:
     return Verdict(odds[..., 0], torch.cat([rest, p[:, -1:]], dim=1))
 
 
-def expected_tokens(odds: Tensor, *, whole: bool) -> Tensor:
-    """Return (B,), the expected number of tokens that a round emits with a chain of these odds (B, K + 1).
-
-    It is 1 plus the sum over k of the probability that at least k draft tokens are accepted: for `ratio`, that the
-    first k tests pass; for `block` (`whole`), that any test from the k-th on passes.
-    """
-    tests = odds[:, 1:]
-    reached = 1 - (1 - tests).flip(1).cumprod(1) if whole else tests.cumprod(1)
-    return 1 + reached.sum(1)
-
-
 def quotient(p: Tensor, q: Tensor) -> Tensor:
     """Return p / q, or 0 where q is 0, which is true of no token that was drawn from q."""
     return torch.where(q > 0, p / q, 0.0)

@@ -8,9 +8,6 @@
 | ratio | drawn from the draft's distribution | a different sample from the target's distribution | chain, static |
 | block | drawn from the draft's distribution | a different sample from the target's distribution | chain |
 
-The rule that emits the most tokens depends on the shape: scripts/bench_rules.py measures it (figures:
-eval/results/rules.json).
-
 The command line reads these settings, so this file does not import torch.
 """
 

@@ -18,7 +18,7 @@ from tests.switches import kernels_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU scripts/gpu_check.py runs the kernels"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for CPUs"),
     pytest.mark.filterwarnings("ignore:(All-NaN|invalid value)"),  # by the interpreter's numpy
 ]
 SIZES: Any = dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4)

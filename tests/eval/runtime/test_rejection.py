@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eval.runtime.accept import match
 from eval.runtime.distribution import RowSampling
-from eval.runtime.rules import Rejection, Verdict, expected_tokens, quotient, ratio, residual
+from eval.runtime.rules import Rejection, Verdict, quotient, ratio, residual
 from heads.target.slots import ancestors
 from heads.tree import Proposal, TreeShape, parse_shape, static_shape
 from tests.enumeration import EveryDraw, Toy, draws_of, sum_over_tests
@@ -136,21 +136,6 @@ def test_block_emits_no_fewer_tokens_than_ratio_in_expectation() -> None:
         gains.append(tokens[0] / tokens[1])
     assert min(gains) > 1 - EXACT
     assert sum(gains) / len(gains) > 1.02
-
-
-@pytest.mark.parametrize("rule", ["ratio", "block"])
-def test_the_tokens_expected_of_a_chain_are_what_the_sums_give(rule: str) -> None:
-    distributions = Toy(3, 4, 6)
-    expected = []
-
-    def watch(judging: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
-        verdict = Rejection.weigh(judging, proposal, p)
-        draws: Any = judging.draws
-        expected.append(float((draws.weight * expected_tokens(verdict.odds, whole=rule == "block")).sum()))
-        return verdict
-
-    _, tokens = outcome(distributions, CHAIN, rule, judge=watch)
-    assert expected == [pytest.approx(tokens)]
 
 
 def test_without_replacement_more_is_accepted_than_with() -> None:
