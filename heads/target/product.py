@@ -83,18 +83,10 @@ class Product:
         if self.packed is None or len(x) > MOST_ROWS:
             y = linear(x, self.weight if self.rounded is None else self.rounded.to(x.dtype), self.bias)
             return y if residual is None else y.add_(residual)
-        if self.library is None:
-            made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-            return made if residual is None else made.add_(residual)
-        rows, (outputs, inputs) = len(x), self.weight.shape
-        assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
-        y = x.new_empty(rows, outputs)
-        given = [None if t is None else t.data_ptr() for t in (self.packed, self.bias, x, residual, y)]
-        half, threads = self.packed.element_size() == 2, torch.get_num_threads()
-        self.library.multiply(
-            *given, inputs, outputs, rows, x.stride(0), half, threads if inputs * outputs >= SERIAL_WEIGHTS else 1
-        )
-        return y
+        if self.library is not None:
+            return _multiply(self.library, self.packed, x, len(self.weight), self.bias, residual)
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return made if residual is None else made.add_(residual)
 
 
 class ProductModule(nn.Module):
@@ -174,14 +166,29 @@ def _is_right(library: ctypes.CDLL) -> bool:
     """Return True if the library's products are torch's, for both widths of weights and more rows than a tile."""
     draw = torch.Generator().manual_seed(0)
     x, weight = torch.randn(13, 300, generator=draw), torch.randn(129, 300, generator=draw)
-    for narrow in (False, True):
-        made = Product.__new__(Product)
-        made.library, made.bias, made.rounded = library, None, None
-        made.weight = weight.bfloat16().float() if narrow else weight
-        made.packed = _packed(library, made.weight.bfloat16() if narrow else weight)
-        if not torch.allclose(made(x), x @ made.weight.T, atol=1e-3, rtol=0):
+    for dtype in (torch.float32, torch.bfloat16):
+        packed, wide = _packed(library, weight.to(dtype)), weight.to(dtype).float()
+        if not torch.allclose(_multiply(library, packed, x, len(weight)), x @ wide.T, atol=1e-3, rtol=0):
             return False
     return True
+
+
+def _multiply(
+    library: ctypes.CDLL,
+    packed: Tensor,
+    x: Tensor,
+    outputs: int,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return the library's product (R, O) of x (R, K) with a weight from `_packed`."""
+    rows, inputs = x.shape
+    assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
+    y = x.new_empty(rows, outputs)
+    given = [None if t is None else t.data_ptr() for t in (packed, bias, x, residual, y)]
+    half, threads = packed.element_size() == 2, torch.get_num_threads() if inputs * outputs >= SERIAL_WEIGHTS else 1
+    library.multiply(*given, inputs, outputs, rows, x.stride(0), half, threads)
+    return y
 
 
 def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
