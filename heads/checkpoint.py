@@ -9,7 +9,6 @@ empty, so the old folder is first moved into a hidden folder next to it. A reade
 killed there, reads the head from the hidden folder. Readers write nothing; the next save cleans up.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -28,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.utils.hub import cached_file
 
 from heads.errors import UserError, first_line
-from heads.files import is_full_disk, sync
+from heads.files import file_hash, is_full_disk, sync
 from heads.formats.contract import Verdict, check_folder
 from heads.registry import HEADS, UNTRAINED, kind_of
 from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
@@ -137,12 +136,6 @@ def save_head(
         ) from error
     finally:
         _put_back(folder)
-
-
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _replaced(folder: Path) -> Path:

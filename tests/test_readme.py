@@ -48,7 +48,6 @@ RECORDS = ROOT / "eval/results"
 ELSEWHERE = {
     **dict.fromkeys(("pip", "pytest", "ruff", "mypy"), ".ci/run"),
     "scripts/make_target.py": "tests/scripts/test_make_target.py",
-    "scripts/recipe_keys.py": "tests/train/test_recipe_keys.py",
 }
 """Program -> the file that runs it."""
 TRAIN = (

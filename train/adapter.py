@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from heads.base import Batch, DraftHead, HeadLoss
-from heads.checkpoint import file_hash
 from heads.errors import UserError
+from heads.files import file_hash
 from heads.labels import supervised
 from heads.losses import draft_loss
 from heads.target.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS

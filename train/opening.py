@@ -12,8 +12,9 @@ from eval.command import print_line
 from heads.errors import UserError
 from heads.target.frozen import load_tokenizer
 from train.checkpointing import begun_in
-from train.data.loading import Data, has_date
+from train.data.loading import has_date
 from train.data.reader import Reader
+from train.data.settings import Data
 from train.data.sources import ChatSource
 from train.data.templates import ChatTemplate
 from train.interrupts import Interrupts

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from eval.benchmark.results import read_results
-from eval.benchmark.settings import BenchSettings
 from eval.commands.bench_run import run_bench
 from eval.reporting.report import write_report
 from heads.checkpoint import adapt_target, check_loaders, load_head, weights_hash
@@ -71,7 +70,7 @@ def finish(outcome: Outcome, run: Run) -> int:
                 f"python eval/bench.py {folder.path} where there is room for the target"
             )
             return 0
-        report = report_settings(recipe.eval)
+        report = recipe.eval.final()
         tracker.say(f"next: the final measurement of {', '.join(report.trees)}; it writes {folder.path}/report.html")
         with features.whole() as target:
             adapted = target
@@ -98,21 +97,4 @@ def is_measured(folder: RunFolder, settings: Eval) -> bool:
     except UserError:  # a damaged file counts as no results
         return False
     was = load_recipe(folder.recipe)
-    return bool(measured == weights_hash(folder.head)) and report_settings(was.eval) == report_settings(settings)
-
-
-def report_settings(settings: Eval) -> BenchSettings:
-    """Return the settings of the final measurement, from `eval` and `eval.report`."""
-    report = settings.report
-    alike = {"prompts", "max_prompt_tokens", "skip_long", "rule", "top_k", "top_p", "min_p"}
-    return BenchSettings(
-        **settings.model_dump(include=alike),
-        num_prompts=report.num_prompts or settings.num_prompts,
-        trees=tuple(report.trees or [settings.tree]),
-        temperatures=tuple(report.temperatures or [settings.temperature]),
-        max_new_tokens=report.max_new_tokens or settings.max_new_tokens,
-        batch_size=report.batch_size,
-        repeats=report.repeats,
-        # If prompts are drawn with a seed: other prompts than those on which the best head was chosen.
-        seed=settings.seed + 1,
-    )
+    return bool(measured == weights_hash(folder.head)) and was.eval.final() == settings.final()

@@ -29,7 +29,7 @@ from heads.block.anchors import Blocks, all_blocks, draw_blocks
 from heads.block.attention import Reach, Sight, block_attention
 from heads.block.initial import copy_by_root
 from heads.block.loss import BlockTask, block_loss
-from heads.block.settings import D_PACE, DraftBlockConfig, DraftBlockSettings
+from heads.block.settings import DraftBlockConfig
 from heads.draft_state import SlotState, take_newest
 from heads.errors import UserError
 from heads.formats.base import check_tensors
@@ -37,6 +37,7 @@ from heads.growth import grow
 from heads.initial.copying import AttentionProbe
 from heads.initial.weights import TargetProbe, begin
 from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm, masked_attention
+from heads.settings import D_PACE, DraftBlockSettings
 from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.initial.copying import begin_copying
-from heads.layers import COPYING, RANDOM
+from heads.settings import COPYING, RANDOM
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget
 
