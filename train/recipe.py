@@ -50,30 +50,6 @@ SHORTEST = 5
 """A run is at least this many times as long as its warm-up."""
 
 
-class Adapter(Settings):
-    """A LoRA adapter of the target, trained together with Medusa's heads (Medusa-2, arXiv 2401.10774, section 2.2.2).
-
-    `train.lr` is the adapter's learning rate. The loss is KL(original target || adapted target) on every label, plus
-    `heads_weight` times the heads' loss. The heads then draft for the adapted target, whose text the output is.
-    """
-
-    first_step: Step
-    """First step that also trains the adapter, with its own warm-up. The steps before it train only the heads."""
-    rank: Count = 32
-    """Rank of the low-rank matrices."""
-    alpha: Positive = 16.0
-    """Scale of the update, which is alpha / rank times the product of the two matrices."""
-    dropout: Fraction = 0.05
-    """Dropout on the adapter's input."""
-    modules: Annotated[list[Name], Field(min_length=1)] | None = None
-    """Layers that get an adapter, by the last part of their names, such as `q_proj`. Null: every linear layer except
-    the output head."""
-    heads_weight: Positive = 0.2
-    """Weight of the heads' loss. The weight of the target's loss is 1."""
-    head_lr_multiple: Positive = 4.0
-    """The heads' learning rate, as a multiple of `train.lr`."""
-
-
 class Target(Settings):
     """The language model that the head drafts for. It stays frozen."""
 
@@ -85,8 +61,6 @@ class Target(Settings):
     """Run Python code from the target's folder, or from that of the draft model in `head.path`."""
     quantize: Literal["int8"] | None = None
     """`int8` stores the matrices of the decoder layers in a quarter of the memory of float32. Needs torchao."""
-    adapter: Adapter | None = None
-    """Medusa-2: a LoRA adapter of the target, trained together with the heads."""
 
 
 class Train(Settings):
@@ -316,8 +290,6 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     if train.max_steps is not None:
         yield from _beyond_the_end(recipe)
     kind = recipe.features.kind
-    if recipe.target.adapter and kind != "process":
-        yield ("features", "kind"), f"target.adapter is trained in every process, got {kind}; use process"
     if data.on_policy and kind in ("vllm", "cache"):
         yield ("features", "kind"), f"data.on_policy makes rows along the way, got {kind}; use process or sharded"
     weights = [source.weight is not None for source in data.sources]
@@ -339,8 +311,6 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
 def _beyond_the_end(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     """Yield the settings that come into effect only after the last step, each with its error."""
     steps, expected = recipe.train.steps, f"expected less than train.max_steps ({recipe.train.steps})"
-    if recipe.target.adapter and recipe.target.adapter.first_step >= steps:
-        yield ("target", "adapter", "first_step"), expected
     if recipe.data.on_policy and recipe.data.on_policy.every >= steps:
         yield ("data", "on_policy", "every"), expected
 
