@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from eval.benchmark.results import read_results
 from eval.commands.bench_run import run_bench
 from eval.reporting.report import write_report
-from heads.checkpoint import adapt_target, check_loaders, load_head, weights_hash
+from heads.checkpoint import check_loaders, load_head, weights_hash
 from heads.errors import UserError
 from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
-from train.launch import is_lost_process, load_recipe_target, on_main, tell_first
+from train.launch import is_lost_process, on_main, tell_first
 from train.loop import Outcome, fit
 from train.opening import Run, open_run, read_recipe
 from train.recipe import Eval, Recipe, load_recipe, plain_settings
@@ -73,12 +73,8 @@ def finish(outcome: Outcome, run: Run) -> int:
         report = recipe.eval.final()
         tracker.say(f"next: the final measurement of {', '.join(report.trees)}; it writes {folder.path}/report.html")
         with features.whole() as target:
-            adapted = target
-            if recipe.target.adapter is not None:  # with the best head's adapter, not the last step's
-                adapted, _ = load_recipe_target(recipe.target, run.accelerator)
-                adapt_target(folder.head, adapted)
-            head = load_head(folder.head, dtype=adapted.dtype, device=adapted.device)
-            results = run_bench(adapted, {str(folder.head): head}, tokenizer, report, out=folder.path)
+            head = load_head(folder.head, dtype=target.dtype, device=target.device)
+            results = run_bench(target, {str(folder.head): head}, tokenizer, report, out=folder.path)
         tracker.log_outcome(results)
         folder.write_recipe(plain_settings(recipe))
         return 1 if results["exact"]["divergences"] else 0

@@ -17,7 +17,7 @@ from eval.benchmark.templates import arguments_read, with_arguments
 from eval.command import print_line
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import Drafter
-from heads.checkpoint import adapt_target, find_head, read_config
+from heads.checkpoint import find_head, read_config
 from heads.errors import UserError
 from heads.published import is_published, open_any
 from heads.registry import build_untrained, untrained_kind
@@ -41,7 +41,7 @@ def open_head(options: argparse.Namespace) -> Opened:
 
 
 def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load the target of a head, with its adapter merged. Options that are not given are those of its training. Raise
+    """Load the target of a head. Options that are not given are those of its training. Raise
     UserError if neither the command line nor the head names the target."""
     if untrained_kind(head) or is_published(head):
         if not options.target:
@@ -54,9 +54,7 @@ def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget
         raise UserError(f"{folder}: does not say which target it was trained for; give --target")
     if not options.target and not is_here(path) and not MODEL.fullmatch(repo_and_revision(path)[0]):
         raise UserError(f"{path}: no such folder; {folder} names it as its target: give another copy with --target")
-    target, tokenizer = open_target(path, options, quantize=record.get("quantize"), template=record.get("template"))
-    adapt_target(head, target)
-    return target, tokenizer
+    return open_target(path, options, quantize=record.get("quantize"), template=record.get("template"))
 
 
 def fitting_head(head: str, target: FrozenTarget) -> Drafter:

@@ -361,8 +361,6 @@ def why_not_native(model: LanguageModel) -> str | None:
     for path, module in model.layers.named_modules():
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return f"{path} is a {type(module).__name__}"
-        if type(module).__module__.startswith("peft."):  # it holds the weight of the layer that it adapts
-            return f"{path} has an adapter"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("transformers.")]
         if foreign or hasattr(module, "_hf_hook"):  # transformers' own hooks only observe

@@ -172,8 +172,6 @@ class FrozenTarget(LanguageModel):
         """Placement of the decoder layers (`heads.target.placement`). Only a whole target decodes."""
         self.remote: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Features] | None = None
         """Computes `packed_features` if no process of this launch holds the layers."""
-        self.adapter: dict[str, Any] | None = None
-        """Record of the adapter merged into the weights, if any. The fingerprint is that of the weights without it."""
         self.template: Mapping[str, Any] = {}
         """Arguments of its chat template, such as `enable_thinking`."""
         if quantize:
