@@ -17,8 +17,7 @@ from heads.formats.base import Format
 from heads.medusa import Medusa, MedusaSettings
 from heads.mtp import Mtp, MtpSettings
 from heads.target.frozen import FrozenTarget
-from heads.untrained.early_exit import EarlyExit
-from heads.untrained.lookup import Lookup
+from heads.untrained.untrained import EarlyExit, Lookup
 
 
 @dataclass(frozen=True)
