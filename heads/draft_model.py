@@ -34,10 +34,9 @@ from heads.base import (
     from_plain,
     given,
 )
-from heads.draft_state import take_newest
 from heads.errors import UserError
 from heads.formats.base import check_tensors
-from heads.growth import grow
+from heads.growth import grow, take_newest
 from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
 from heads.losses import LOSSES, Divergence, draft_loss, jsd
 from heads.settings import DraftSettings

@@ -24,8 +24,7 @@ from heads.base import RoundReads
 from heads.block.draft import DraftBlockHead, DraftBlockState
 from heads.block.settings import DraftBlockConfig
 from heads.errors import UserError, expect
-from heads.initial.bigrams import bigrams
-from heads.initial.weights import TargetProbe
+from heads.initial.start import TargetProbe, bigrams
 from heads.labels import LABELS
 from heads.settings import DSparkSettings
 

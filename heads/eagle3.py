@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, expect
 from heads.formats.base import check_tensors
-from heads.initial.copying import AttentionProbe, directions
-from heads.initial.weights import TargetProbe, begin
+from heads.initial.start import AttentionProbe, TargetProbe, begin, directions
 from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, CosSin, RMSNorm
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent

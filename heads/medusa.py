@@ -33,10 +33,9 @@ from heads.base import (
     from_plain,
     given,
 )
-from heads.draft_state import take_newest
 from heads.errors import UserError, expect
 from heads.formats.base import check_tensors
-from heads.growth import grow
+from heads.growth import grow, take_newest
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
 from heads.settings import MedusaSettings

@@ -27,8 +27,7 @@ from heads.errors import UserError, expect, expect_one_of, first_line
 from heads.formats.base import FLOATS, check_tensors
 from heads.formats.mtp import LAYOUTS, Layout, from_field, native_config, read_native, shared_layers, to_field
 from heads.formats.source import Source, tensor_files
-from heads.initial.copying import AttentionProbe, directions
-from heads.initial.weights import TargetProbe, begin
+from heads.initial.start import AttentionProbe, TargetProbe, begin, directions
 from heads.layers import Attend, Attention, BlockConfig, CosSin, DecoderLayer, RMSNorm
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent

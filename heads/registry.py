@@ -18,8 +18,7 @@ from heads.medusa import Medusa
 from heads.mtp import Mtp
 from heads.settings import SETTINGS
 from heads.target.frozen import FrozenTarget
-from heads.untrained.early_exit import EarlyExit
-from heads.untrained.lookup import Lookup
+from heads.untrained.untrained import EarlyExit, Lookup
 
 
 @dataclass(frozen=True)

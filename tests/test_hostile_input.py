@@ -16,7 +16,7 @@ from eval.runtime.sampling import Sampling
 from heads.checkpoint import find_head
 from heads.errors import UserError
 from heads.files import check_file, is_full_disk
-from heads.untrained.lookup import Lookup
+from heads.untrained.untrained import Lookup
 from tests.faults import small_files
 
 

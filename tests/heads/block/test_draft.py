@@ -12,8 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import pad
 
 from heads.base import Batch
-from heads.block.anchors import Blocks, all_blocks, draw_blocks
-from heads.block.attention import Reach, Sight, by_pieces, by_tiles
+from heads.block.attention import Blocks, Reach, Sight, all_blocks, by_pieces, by_tiles, draw_blocks
 from heads.block.draft import DraftBlockHead, DraftBlockState
 from heads.block.loss import BlockTask, block_loss
 from heads.dflash import DFlash, DFlashConfig

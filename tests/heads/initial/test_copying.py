@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Batch
-from heads.block.anchors import Blocks
+from heads.block.attention import Blocks
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
