@@ -220,7 +220,7 @@ def _replace_length(source: Source) -> None:
     """Remove the file's `train.epochs` if the command line gives `train.max_steps`, and the other way round."""
     train, names = source.tree.get("train"), ("max_steps", "epochs")
     for name, other in (names, names[::-1]):
-        given, replaced = (("train", key) in source.overrides for key in (name, other))
+        given, replaced = (f"train.{key}" in source.overrides for key in (name, other))
         if isinstance(train, dict) and given and not replaced and train[name] is not None:
             train.pop(other, None)
 

@@ -71,12 +71,13 @@ class Source:
 
     tree: Any
     file: str
-    overrides: dict[Key, str]
+    overrides: dict[str, str]
 
     def line(self, key: Key, what: str) -> str:
         """Return the line of one error: file or override, key, and what is wrong."""
-        place = next((text for given, text in self.overrides.items() if key[: len(given)] == given), self.file)
-        return f"{place}: {dotted(key)}: {what}" if key else f"{place}: {what}"
+        name = dotted(key)
+        place = next((text for given, text in self.overrides.items() if f"{name}.".startswith(f"{given}.")), self.file)
+        return f"{place}: {name}: {what}" if key else f"{place}: {what}"
 
 
 def dotted(key: Key) -> str:
@@ -88,7 +89,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
     the same, as W&B's sweeps write it. Interpolations (`${...}`) stay text. UserError with a line for each fault."""
     text = read_given(path, "a recipe in YAML")
     errors: list[str] = []
-    given: dict[Key, str] = {}
+    given: dict[str, str] = {}
     try:
         config: Any = OmegaConf.load(StringIO(text))
         if not OmegaConf.is_dict(config):
@@ -97,15 +98,20 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
         raise UserError(f"{path}: {_in_one_line(error)}") from None
     for override in overrides:
         name, equals, value = override.removeprefix("--").partition("=")
-        place = f"override {shown(override)}"
+        place = f"override '{override[:80]}'"
         if not equals or not all(name.split(".")):
             errors.append(f"{place}: expected key.sub=value")
             continue
         try:
-            OmegaConf.update(config, name, _plain(OmegaConf.from_dotlist([f"value={value}"]))["value"], merge=False)
-        except (IndexError, *UNREADABLE) as error:
+            read = _plain(OmegaConf.from_dotlist([f"value={value}"]))["value"]
+        except UNREADABLE as error:
             errors.append(f"{place}: {_in_one_line(error)}")
-        given = {tuple(int(part) if part.isdigit() else part for part in name.split(".")): place} | given
+            continue
+        try:
+            OmegaConf.update(config, name, read, merge=False)
+        except UNREADABLE:
+            errors.append(f"{place}: there is no such entry of a list")
+        given = {name: place} | given
     if errors:
         raise UserError("\n".join(errors))
     return Source(_plain(config), str(path), given)

@@ -20,7 +20,7 @@ def keys_of(recipe: type[BaseModel], kind: str | None = None) -> str:
     lines = ["Keys of the recipe. Any of them may be given on the command line, as in train.max_steps=100."]
     schema = recipe.model_json_schema()
     for title, section, prefix in _sections(schema, schema["$defs"], "", "Top level"):
-        if kind is not None and title.startswith("head") and f"kind {kind}" not in title:
+        if kind is not None and title.startswith("head") and not title.endswith(f"kind {kind}"):
             continue
         lines += ["", *_wrapped(f"{title}: {section['description']}", "")]
         for name, field in sorted(section["properties"].items(), key=lambda item: item[0] != "kind"):
