@@ -32,8 +32,8 @@ from heads.files import is_full_disk, sync
 from heads.formats.contract import Verdict, check_folder
 from heads.registry import HEADS, UNTRAINED, kind_of
 from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
-from heads.target.frozen import FrozenTarget
 from heads.target.hub import repo_and_revision, with_names
+from heads.target.model import FrozenTarget
 
 FORMAT = 1
 CONFIG = "config.json"

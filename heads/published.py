@@ -15,7 +15,7 @@ from heads.checkpoint import check_fits, file_hash, find_head, load_head, restor
 from heads.errors import UserError, first_line
 from heads.formats.source import foreign_config, open_source
 from heads.registry import HEADS, kind_of
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 
 def is_published(path: str) -> bool:

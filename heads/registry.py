@@ -16,7 +16,7 @@ from heads.formats import dflash, draft_model, eagle3, medusa, mtp
 from heads.formats.base import Format
 from heads.medusa import Medusa, MedusaSettings
 from heads.mtp import Mtp, MtpSettings
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.untrained.early_exit import EarlyExit
 from heads.untrained.lookup import Lookup
 

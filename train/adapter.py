@@ -33,7 +33,7 @@ from heads.losses import draft_loss
 from heads.target.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.target.families import OutputHead
 from heads.target.forward import decode_packed
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from train.launch import wanted_mode
 from train.recipe import Adapter
 from train.trained import Part, Trained

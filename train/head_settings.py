@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heads.published import start_from
 from heads.registry import HEADS, build_head
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from train.strict_yaml import Settings
 
 INIT_FROM: Any = (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heads.labels import supervised
-from heads.target.packed import document_starts
+from heads.target.masks import document_starts
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from heads.target.packed import TILE, compiled_flex_attention
+from heads.target.masks import TILE, compiled_flex_attention
 
 PIECE = 256
 """Number of rows in a piece."""

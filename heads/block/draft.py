@@ -37,10 +37,8 @@ from heads.growth import grow
 from heads.initial.copying import AttentionProbe
 from heads.initial.weights import TargetProbe, begin
 from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm, masked_attention
-from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
-from heads.target.frozen import FrozenTarget
-from heads.target.head_shape import block_settings, check_one_width
-from heads.target.mask_token import mask_token
+from heads.target.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
+from heads.target.model import FrozenTarget
 from heads.target.product import Product, ProductModule, with_products
 from heads.target.rotary import rotary_of
 from heads.target.slots import Observed, round_up

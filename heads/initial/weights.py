@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from heads.initial.copying import begin_copying
 from heads.layers import COPYING, RANDOM
 from heads.target.families import final_norm_scale
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 PROBED_AT_ONCE = 32
 """Number of rows of the probed text in one pass of the target."""

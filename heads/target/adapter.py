@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from heads.errors import UserError, first_line
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 ADAPTER = "adapter"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError, expect
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.tree import Proposal, TreeShape, is_chain
 
 NOTHING = -1

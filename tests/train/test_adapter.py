@@ -16,7 +16,8 @@ from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.decoder import why_not_native
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.load import load_target
+from heads.target.model import FrozenTarget
 from tests.closeness import assert_close
 from tests.faults import signal_at
 from tests.runs import Settings, WriteRecipe, measured_run, same, the_error, weights
