@@ -30,8 +30,8 @@ from heads.errors import UserError, first_line
 from heads.files import file_hash, is_full_disk, sync
 from heads.formats.contract import Verdict, check_folder
 from heads.registry import HEADS, UNTRAINED, kind_of
-from heads.target.frozen import FrozenTarget
 from heads.target.hub import repo_and_revision, with_names
+from heads.target.model import FrozenTarget
 
 FORMAT = 1
 CONFIG = "config.json"

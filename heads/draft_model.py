@@ -45,11 +45,11 @@ from heads.target.decoder import NativeDecoder, why_not_native
 from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
 from heads.target.forward import decode_packed
-from heads.target.frozen import FrozenTarget, LanguageModel
 from heads.target.hf import HFDecoder, positions_of
-from heads.target.recurrent_layers import find_mixers
+from heads.target.mixers import find_mixers
+from heads.target.model import FrozenTarget, LanguageModel
 from heads.target.slots import Drafted, Observed, SlotMapping, round_up
-from heads.target.smaller_model import (
+from heads.target.smaller import (
     empty_model,
     fit_vocabulary,
     fresh_model,

@@ -26,9 +26,8 @@ from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, CosSin, RMSN
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent
 from heads.settings import Eagle3Settings
-from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
-from heads.target.frozen import FrozenTarget
-from heads.target.head_shape import block_settings, check_one_width
+from heads.target.head_shape import block_settings, check_aux_layer_ids, check_one_width, default_aux_layer_ids
+from heads.target.model import FrozenTarget
 from heads.target.rotary import rotary_of
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 

@@ -39,8 +39,8 @@ from heads.growth import grow, take_newest
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
 from heads.settings import MedusaSettings
-from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import check_one_width
+from heads.target.model import FrozenTarget
 from heads.target.product import with_products
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import build_vocab, check_kept, check_table

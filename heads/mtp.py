@@ -32,9 +32,9 @@ from heads.layers import Attend, Attention, BlockConfig, CosSin, DecoderLayer, R
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent
 from heads.settings import BlockSettings, MtpSettings
-from heads.target.block import BlockMaker
-from heads.target.frozen import FrozenTarget
+from heads.target.family_layers import BlockMaker
 from heads.target.head_shape import block_settings, check_one_width
+from heads.target.model import FrozenTarget
 from heads.target.rotary import rotary_of, rotation_by
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
@@ -49,7 +49,7 @@ class MtpConfig(BlockConfig, MtpSettings):
     """Everything that the head's function and its training loss depend on."""
 
     decoder: dict[str, Any] | None = None
-    """Native modules: the record that their blocks are made from (`heads.target.block.block_record`)."""
+    """Native modules: the record that their blocks are made from (`heads.target.family_layers.block_record`)."""
     draft_vocab_size: int = field()
     layout: str = "mimo"
     num_modules: int = 1

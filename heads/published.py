@@ -17,7 +17,7 @@ from heads.files import file_hash
 from heads.formats.source import foreign_config, open_source
 from heads.registry import HEADS, kind_of
 from heads.settings import SETTINGS
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 
 def is_published(path: str) -> bool:

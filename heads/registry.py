@@ -17,7 +17,7 @@ from heads.formats.base import Format
 from heads.medusa import Medusa
 from heads.mtp import Mtp
 from heads.settings import SETTINGS
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.untrained.untrained import EarlyExit, Lookup
 
 

@@ -30,7 +30,7 @@ from heads.formats.dflash_reading import SCALED
 from heads.formats.eagle3 import EAGLE3
 from heads.formats.medusa import OLD_VLLM
 from heads.registry import HEADS, build_head
-from heads.target.frozen import load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
 from tests.chats import encode_chat
 from train.entry import LAUNCH, attempt
 from train.planning.command import parse_arguments as plan_arguments

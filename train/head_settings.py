@@ -17,7 +17,7 @@ from train.strict_yaml import Settings
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from heads.target.frozen import FrozenTarget
+    from heads.target.model import FrozenTarget
 
 INIT_FROM: Any = (
     str | None,

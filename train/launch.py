@@ -34,7 +34,8 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.loading import load_pair
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget, Place
+from heads.target.load import Place
+from heads.target.model import FrozenTarget
 from train.data.corpus import held_file
 from train.fast_dtype import fastest_dtype
 from train.interrupts import Interrupted

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.command import print_line
 from heads.errors import UserError
-from heads.target.frozen import load_tokenizer
+from heads.target.load import load_tokenizer
 from train.checkpointing import begun_in
 from train.data.loading import has_date
 from train.data.reader import Reader

@@ -21,8 +21,8 @@ from heads.base import Drafter
 from heads.checkpoint import weights_hash
 from heads.registry import kind_of
 from heads.target.decoder import why_not_native
-from heads.target.frozen import FrozenTarget
 from heads.target.kernels import runs_kernels
+from heads.target.model import FrozenTarget
 from heads.target.product import load
 from heads.target.quantization import weight_bytes
 

@@ -22,8 +22,9 @@ from heads.errors import UserError
 from heads.published import is_published, open_any
 from heads.registry import build_untrained, untrained_kind
 from heads.target.encoder_decoder import give_template
-from heads.target.frozen import FrozenTarget, Place, load_target, load_tokenizer
 from heads.target.hub import MODEL, is_here, repo_and_revision
+from heads.target.load import Place, load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 
 
 class Opened(NamedTuple):

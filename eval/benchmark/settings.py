@@ -16,7 +16,7 @@ from heads.errors import UserError
 from heads.tree import TreeShape
 
 if TYPE_CHECKING:
-    from heads.target.frozen import FrozenTarget
+    from heads.target.model import FrozenTarget
 
 
 MOST = 2**31

@@ -34,10 +34,8 @@ from heads.growth import SlotState, grow, take_newest
 from heads.initial.start import AttentionProbe, TargetProbe, begin, copy_by_root
 from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm, masked_attention
 from heads.settings import D_PACE, DraftBlockSettings
-from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
-from heads.target.frozen import FrozenTarget
-from heads.target.head_shape import block_settings, check_one_width
-from heads.target.mask_token import mask_token
+from heads.target.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
+from heads.target.model import FrozenTarget
 from heads.target.product import Product, ProductModule, with_products
 from heads.target.rotary import rotary_of
 from heads.target.slots import Observed, round_up

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize, pad, rms_norm
 from heads.layers import Attention, NormedAttention
 from heads.settings import COPYING, RANDOM
 from heads.target.families import final_norm_scale
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 PROBED_AT_ONCE = 32
 """Number of rows of the probed text in one pass of the target."""

@@ -22,9 +22,10 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from transformers.activations import ACT2FN
 
 from heads.target.cached import CachedDecoder, CacheSpec
-from heads.target.families import FIXED_ROTATIONS, OutputHead, attention_masks
-from heads.target.frozen import Features, LanguageModel
+from heads.target.families import FIXED_ROTATIONS, OutputHead
 from heads.target.kernels import runs_kernels
+from heads.target.masks import attention_masks
+from heads.target.model import Features, LanguageModel
 from heads.target.product import Product
 from heads.target.slots import Sight, SlotMapping
 from heads.target.tree_attention import tree_attention

@@ -26,7 +26,8 @@ from heads.base import Batch, Drafter, HeadLoss, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.growth import grow
 from heads.registry import UNTRAINED
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 from heads.tree import MOST_NODES, Proposal, TreeShape
 
 Bench = Callable[..., tuple[dict[str, Any], str]]

@@ -29,7 +29,7 @@ from eval.reporting import upload
 from eval.reporting.publication import base_of_copy, collect
 from heads.checkpoint import load_head, read_config, save_head, target_record
 from heads.registry import build_head
-from heads.target.frozen import load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
 from scripts import publish
 from tests.native_mtp import change_config, write_native
 

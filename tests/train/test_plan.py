@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
-from heads.target.frozen import load_target
-from heads.target.shape import load_shape
+from heads.target.load import load_shape, load_target
 from tests.heads.published_heads import RAW, eagle3, write
 from tests.runs import Settings, WriteRecipe, the_error
 from train.adapter import add_adapters

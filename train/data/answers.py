@@ -12,7 +12,7 @@ from eval.benchmark.progress import Progress
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from train.data.answer_server import Client, answer_by_server
 from train.data.answer_store import AnswerStore, prompt_key
 from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, open_entry

@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerBase
 
 from heads.base import DraftHead
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
 from heads.target.hf import positions_of
 from train.data.answers import Answering
 from train.data.corpus import Corpus, Tally, open_entry

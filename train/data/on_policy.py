@@ -13,7 +13,7 @@ from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.files import write_text
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from train.data.answers import answer_documents
 from train.data.corpus import corpus_of
 from train.data.packing import PATTERN, Mixture, Pool

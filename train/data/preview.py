@@ -34,7 +34,7 @@ def preview(arguments: Sequence[str]) -> int:
     """Print the data of a recipe with its overrides, and return the exit status 0."""
     from accelerate import Accelerator
 
-    from heads.target.frozen import load_tokenizer
+    from heads.target.load import load_tokenizer
     from train.data.loading import find_prompts, read_source
     from train.data.packing import Pool
     from train.data.reader import Reader

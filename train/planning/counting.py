@@ -31,8 +31,8 @@ from heads.losses import CHUNK_BYTES, LEAST_ROWS
 from heads.target.families import layer_setting
 from heads.target.forward import takes_block_masks
 from heads.target.hub import is_hub_id, repo_and_revision
+from heads.target.load import ShapeTarget, load_shape
 from heads.target.quantization import LEAST_SHARE
-from heads.target.shape import ShapeTarget, load_shape
 from train.adapter import add_adapters
 from train.data.packing import Rows
 from train.features.batch import make_batch

@@ -19,8 +19,8 @@ from heads.dflash import DFlash, DFlashConfig
 from heads.dflash2 import DFlash2, DFlash2Config
 from heads.dspark import DSpark, DSparkConfig
 from heads.errors import UserError
-from heads.target.aux_layers import spread_layer_ids
-from heads.target.packed import TILE
+from heads.target.head_shape import spread_layer_ids
+from heads.target.masks import TILE
 from heads.tree import Proposal, parse_shape
 from tests.closeness import assert_close
 from tests.heads.small_heads import BLOCK_SIZES, greedy, observe, random_batch, rope, seen, token_paths

@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 from tests.answering import Stub, by_engine, serving
 from tests.chats import reader_of
 from train.data.answer_store import AnswerStore

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from heads.errors import UserError
-from heads.target.frozen import load_target
+from heads.target.load import load_target
 from tests.chats import reader_of
 from train.data.corpus import Document
 from train.data.loading import Data, read_answering, read_source
