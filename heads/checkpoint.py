@@ -50,8 +50,10 @@ TARGET_TYPES: dict[str, tuple[type, ...]] = {
     "num_layers": (int,),
     "quantize": (str, type(None)),
     "template": (dict, type(None)),
+    "adapter": (str, type(None)),
+    "gguf_file": (str, type(None)),
 }
-"""Types of the target's fields in a head's record. The last two fields may be absent."""
+"""Types of the target's fields in a head's record. Fields that may be null may be absent, except the name."""
 
 Found = TypeVar("Found")
 
@@ -75,6 +77,11 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "pad_token_id": getattr(config, "pad_token_id", None),
         "config": {key: value for key, value in whole.items() if key != "_name_or_path"},
         "trust_remote_code": target.trust_remote_code,
+        **{
+            name: value
+            for name, value in (("adapter", target.merged_adapter), ("gguf_file", target.gguf_file))
+            if value
+        },
     }
 
 
@@ -329,7 +336,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for section in ("config", "target", "provenance"):
         if not isinstance(record.get(section), dict):
             raise UserError(f"{file}: draftsmith.{section} is no JSON object; fetch or train it again")
-    if absent := TARGET_TYPES.keys() - {"quantize", "template"} - record["target"].keys():
+    if absent := TARGET_TYPES.keys() - {"quantize", "template", "adapter", "gguf_file"} - record["target"].keys():
         raise UserError(f"{file}: draftsmith.target lacks {min(absent)}; fetch or train it again")
     for name, types in TARGET_TYPES.items():
         value = record["target"].get(name)

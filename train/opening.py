@@ -61,7 +61,8 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
     if not data.template or not chats:
         return recipe
     try:
-        rendering = ChatTemplate(load_tokenizer(target.path, trust_remote_code=target.trust_remote_code))
+        tokenizer = load_tokenizer(target.path, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
+        rendering = ChatTemplate(tokenizer)
     except UserError:
         return recipe  # a plan needs no tokenizer, and a run is refused when it loads its target
     if rendering.tokenizer.chat_template is None:

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.hf import positions_of
+from heads.target.model import FrozenTarget
 from train.data.answers import Answering
 from train.data.corpus import Corpus, Tally, open_entry
 from train.data.dialogues import Dialogue

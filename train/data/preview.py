@@ -43,7 +43,8 @@ def preview(arguments: Sequence[str]) -> int:
 
     recipe = read_recipe(arguments)
     data = recipe.data
-    tokenizer = load_tokenizer(recipe.target.path, trust_remote_code=recipe.target.trust_remote_code)
+    target = recipe.target
+    tokenizer = load_tokenizer(target.path, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
     reader = Reader(ChatTemplate(tokenizer, arguments=data.template), Accelerator(cpu=True), print)
     for number, source in enumerate(data.sources):
         name = f"data.sources.{number}"
