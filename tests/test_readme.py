@@ -33,7 +33,7 @@ from heads.registry import HEADS, build_head
 from heads.target.load import load_target, load_tokenizer
 from tests.chats import encode_chat
 from train.entry import LAUNCH, attempt
-from train.planning.command import parse_arguments as plan_arguments
+from train.planning.plan import parse_arguments as plan_arguments
 from train.recipe import load_recipe
 from train.target_recipe import load_target_recipe
 
