@@ -161,9 +161,8 @@ def test_a_heads_state_is_the_sum_by_hand(eagle: Settings, write_recipe: WriteRe
     assert rows["head, float32"] == rows["gradients, float32"] == 4 * parameters
     assert rows["optimizer"] == 8 * parameters + 4 * tensors
     assert plan.head.checkpoint == 12 * parameters + 4 * tensors
-    assert (
-        rows["the head as it is measured"] == 2 * parameters + 8 * 32000 + 128256
-    )  # and the tables of the draft vocabulary
+    tables = 8 * 32000 + 128256  # of the draft vocabulary
+    assert rows["the head as it is measured"] == 2 * parameters + tables
     assert plan.step_tokens == 2 * 2 * 48
     assert plan.hours(100.0) == pytest.approx(6 * 192 * sum(plan.flops_per_token()) / 1e14 / 3600)
 
@@ -363,15 +362,16 @@ def test_a_head_to_start_from_decides_the_shape(
 def test_advice_leaves_what_it_says(eagle: Settings, write_recipe: WriteRecipe) -> None:
     eagle["head"]["draft_vocab_size"] = 64
     plenty = plan_of(eagle, write_recipe, memory=1e-4)  # so little that activations are not kept
-    memory = (plenty.device_bytes() - 1) / 2**30
-    plan = Plan(plenty.recipe, Launch(memory=memory), plenty.target, plenty.head)
-    assert plan.device_bytes() > plan.launch.memory_bytes
+    memory = (sum(plenty.device.values()) - 1) / 2**30
+    plan = plan_of(eagle, write_recipe, memory=memory)
+    whole = sum(plan.device.values())
+    assert whole > plan.launch.memory_bytes
     advised = dict(plan.advice())
-    assert plan_of(eagle, write_recipe, INT8, memory=memory).device_bytes() == advised[INT8]
+    assert sum(plan_of(eagle, write_recipe, INT8, memory=memory).device.values()) == advised[INT8]
     text, divided = next((text, size) for text, size in advised.items() if "--features sharded" in text)
     processes = int(text.rpartition(" ")[2].rstrip(")"))
-    shared = Plan(plan.recipe, Launch(processes, features="sharded", memory=memory), plan.target, plan.head)
-    assert shared.device()["target"] == divided - plan.device_bytes() + plan.device["target"]
+    shared = plan_of(eagle, write_recipe, processes=processes, features="sharded", memory=memory)
+    assert shared.device["target"] == divided - whole + plan.device["target"]
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "bfloat16", "float32"])
