@@ -39,20 +39,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
     },
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "tie_word_embeddings": False,
-    },
     "DeepSeek-V3": {
         "model_type": "deepseek_v3",
         "vocab_size": 129280,
@@ -91,10 +77,6 @@ def sums_by_hand(name: str) -> tuple[int, int, int]:
         dense = 3 * (attention + norms + 3 * D * 18432)
         every = dense + 58 * (attention + norms + router + 257 * expert)
         used = dense + 58 * (attention + norms + router + 9 * expert)
-    elif name == "Qwen3-30B-A3B":
-        attention = 2 * D * H * 128 + 2 * D * 4 * 128 + 2 * 128  # and a norm each of queries and keys
-        expert, router = 3 * D * 768, D * 128
-        every, used = (n * (attention + norms + router + k * expert) for k in (128, 8))
     else:
         every = used = n * (2 * D * D + 2 * D * 8 * 128 + norms + 3 * D * c["intermediate_size"])
     return every + ends + D, used + ends + D, used
@@ -115,7 +97,6 @@ def count_shape(path: str) -> TargetCount:
     ("name", "billions", "active"),
     [
         ("Llama-3.1-8B", 8.03, 8.03),
-        ("Qwen3-30B-A3B", 30.53, 3.35),
         ("DeepSeek-V3", 671.03, 37.55),
     ],
 )
@@ -135,7 +116,7 @@ def test_an_int8_target_is_the_sum_by_hand(tmp_path: Path) -> None:
     D, I, kv = 4096, 14336, 1024  # noqa: E741
     matrices, rows = 2 * D * D + 2 * D * kv + 3 * D * I, D + 2 * kv + D + 2 * I + D
     assert counted.int8_bytes == 2 * (2 * 128256 * D + D) + 32 * (matrices + 2 * rows + 2 * 2 * D)
-    assert count_shape(write_config(tmp_path / "experts", SHAPES["Qwen3-30B-A3B"])).int8_bytes is None
+    assert count_shape(write_config(tmp_path / "experts", SHAPES["DeepSeek-V3"])).int8_bytes is None
 
 
 def plan_of(settings: Settings, write_recipe: WriteRecipe, *overrides: str, **launch: Any) -> Plan:
@@ -233,7 +214,7 @@ def wide_target(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A target that is wide enough for products to outweigh all else, as in any real one."""
     folder = tmp_path_factory.mktemp("wide")
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -35,6 +35,7 @@ from heads.formats.source import without_pickle
 from heads.losses import CHUNK_BYTES, LEAST_ROWS
 from heads.recurrent.draft import Recurrent
 from heads.registry import kind_of
+from heads.settings import LABELS
 from heads.target.families import layer_setting
 from heads.target.forward import takes_block_masks
 from heads.target.hub import is_hub_id, repo_and_revision
@@ -190,6 +191,7 @@ def head_work(
             flops = rows * (products - _flops(fuse)) + N * (context + 4 * fuse.numel())
             flops += layers * rows * 2 * ATTENTION_PRODUCTS[kind] * A * (T / 2 + config.block_size)
             kept = layers * (rows * row + N * w * 3 * G) + N * w * (2 + len(head.aux_layer_ids)) * D
+            kept += sum(_size(p) for p in head.parameters() if len(p) == V)  # the loss forms their gradients
         kept += 2 * K * R * D * w  # the states of the loss and their gradient
         backward += 2 * w * wide * rows
     trained = [end.weight for end in outputs if end.weight.requires_grad]
@@ -197,9 +199,13 @@ def head_work(
         kept += 2 * sum(weight.numel() for weight in inner)
     if kind != "medusa" and (4 if trained else target.dtype.itemsize) != w:  # the output head, in the states' dtype
         kept += w * Vd * D
-    flops += K * R * (6 if trained else 4) * D * Vd + 2 * D * V * (R if isinstance(head, Recurrent) else K * R)
+    flops += K * R * (6 if trained else 4) * D * Vd
+    if getattr(config, "loss", None) != LABELS:  # the target's logits
+        flops += 2 * D * V * (R if isinstance(head, Recurrent) else K * R)
     chunk_rows = min(at_once, max(LEAST_ROWS, chunk // (4 * V)))
-    loss = chunk_rows * max(V * (4 + target.dtype.itemsize % 4) + 3 * 4 * Vd, 22 * Vd)  # widening them, or comparing
+    widened = V * (4 + target.dtype.itemsize % 4) + 3 * 4 * Vd  # the target's logits, in float32 and in its own dtype
+    compared = (22 if at_once == R else 31) * Vd  # two distributions, a divergence or more, and the gradient
+    loss = chunk_rows * max(widened, compared)
     if trained:
         loss = max(loss, chunk_rows * 20 * Vd + _size(trained[0]))  # a chunk's gradient of the output head
     return kept + sum(map(_size, trained)) + max(loss, backward), flops
@@ -207,11 +213,14 @@ def head_work(
 
 def _outputs(head: Any) -> list[nn.Linear]:
     """Return the head's own output heads, whose products the loss forms."""
-    kind = kind_of(head)
-    if kind == "medusa":
-        return [made[-1] for made in head.heads]
-    found = {"eagle3": ["lm_head"], "draft": ["output.head"], "dspark": ["markov_head.markov_w2"]}
-    return [head.get_submodule(name) for name in found.get(kind, ())]
+    match kind_of(head):
+        case "medusa":
+            return [made[-1] for made in head.heads]
+        case "eagle3":
+            return [head.lm_head]
+        case "draft":
+            return [head.output.head]
+    return []
 
 
 def _layer_sizes(head: Any) -> tuple[int, int, int, int]:
