@@ -89,22 +89,18 @@ class HeadCount:
     """The counts of a head: parameters, and the cost of one micro-batch and one optimizer step."""
 
     trained: int
-    frozen: int
     bytes: int
     """Bytes in float32."""
     copy_bytes: int
     """Bytes in the target's dtype: the size of the measured copy and of the head's folder."""
     gradients: int
     optimizer: int
-    checkpoint: int
-    """Bytes of one checkpoint's tensors."""
     features: int
     """Bytes of the target's features of one micro-batch, as the loss reads them."""
     activations: int
     """Peak bytes in addition to weights and gradients, including features."""
     flops: float
     """Operations of one token: loss and gradient, including the target's logits."""
-    aux_layers: int
     hidden_size: int
 
 
@@ -136,16 +132,13 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
         kept -= gradients
     return count_target(target, train.batch_size, T, L, settings.quantize), HeadCount(
         trained=sum(p.numel() for p in trained),
-        frozen=sum(p.numel() for p in head.parameters() if not p.requires_grad),
         bytes=sum(map(_size, head.parameters())),
         copy_bytes=copy_bytes,
         gradients=gradients,
         optimizer=optimizer,
-        checkpoint=sum(map(_size, head.state_dict().values())) + optimizer,
         features=features,
         activations=features + max(0, kept),
         flops=flops / (train.batch_size * T),
-        aux_layers=L,
         hidden_size=target.hidden_size,
     )
 
