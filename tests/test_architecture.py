@@ -13,6 +13,7 @@ LEAN = {"torch", "transformers", "safetensors", "numpy", "triton"}  # what heads
 OPTIONAL = {"heads/target/quantization.py": {"torchao"}, "heads/target/load.py": {"peft"}}
 DEPENDENCIES = LEAN | {
     *("accelerate", "aiohttp", "datasets", "deepspeed", "huggingface_hub", "hypothesis", "jinja2", "matplotlib"),
+    "omegaconf",
     *(
         "mypy",
         "peft",
