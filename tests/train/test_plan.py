@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import save_head, target_record
@@ -185,10 +185,15 @@ class Measured(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func._overloadpacket is torch.ops.mkldnn._linear_pointwise:  # (m, k), (n, k)
-            self.flops += 2 * args[0].numel() * len(args[1])
-        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        match func._overloadpacket.__name__:  # three that torch's own registry lacks
+            case "_linear_pointwise":  # (m, k), (n, k)
+                self.flops += 2 * args[0].numel() * len(args[1])
+            case "_scaled_dot_product_flash_attention_for_cpu":
+                self.flops += sdpa_flop_count(*(x.shape for x in args[:3]))
+            case "_scaled_dot_product_flash_attention_for_cpu_backward":
+                self.flops += sdpa_backward_flop_count(*(x.shape for x in args[:4]))
+            case _ if func._overloadpacket in flop_registry:
+                self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.watch(leaf.untyped_storage())
