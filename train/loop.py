@@ -40,9 +40,9 @@ from train.launch import on_main
 from train.measuring import Evaluation, Measured
 from train.opening import Run, open_reader
 from train.optim import lr_factor
+from train.parallel import Trained
 from train.recipe import MOST_EPOCHS, Recipe, Train, plain_settings, with_steps
 from train.step import Stepper, rows_per_step
-from train.trained import Trained
 
 
 class Outcome(NamedTuple):

@@ -21,11 +21,11 @@ from train.entry import KINDS, attempt
 from train.features.batch import make_batch
 from train.features.cache import encode
 from train.head_settings import make_head
+from train.parallel import Trained
 from train.planning.counting import TargetCount, count_run, count_target, full_rows
 from train.planning.plan import Launch, Plan, make_plan
 from train.planning.shapes import Shapes
 from train.recipe import load_recipe
-from train.trained import Trained
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -228,7 +228,7 @@ def test_what_is_counted_is_what_a_step_allocates(
             if isinstance(tensor, Tensor):
                 made.watch(tensor.untyped_storage())
         before = made.restart()
-        loss = trained(batch, torch.ones(len(trained.depth_weights)), False)[0]
+        loss = trained(batch, torch.ones(len(head.depth_weights)), False)[0]
         loss.backward()
         peak = made.peak - before
     assert counted.activations - counted.features == pytest.approx(peak - counted.gradients, rel=0.02)

@@ -38,9 +38,9 @@ from train.data.packing import Rows
 from train.features.batch import make_batch
 from train.head_settings import make_head
 from train.optim import make_optimizer
+from train.parallel import Trained
 from train.planning.shapes import Shapes
 from train.recipe import Recipe
-from train.trained import Trained
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 """Names that configs use for the number of experts."""
@@ -108,7 +108,7 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
         about_target = count_target(target, train.batch_size, T, len(head.aux_layer_ids), settings.quantize)
         add_adapters(head)
         trained = Trained(head)
-        optimizer = make_optimizer(trained.parts(), train)
+        optimizer = make_optimizer(head, train)
         row = 4 * target.vocab_size  # of float32 logits
         parameters = [p for p in trained.parameters() if p.requires_grad]
         gradients = sum(p.numel() * p.element_size() for p in parameters)
@@ -116,7 +116,7 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
         rows = full_rows(train.batch_size, T)
-        scale = torch.ones(len(trained.depth_weights))
+        scale = torch.ones(len(head.depth_weights))
         before = shapes.restart()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             batch = make_batch(target, rows, head.aux_layer_ids, torch.float32)
