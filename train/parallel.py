@@ -127,9 +127,7 @@ class Replicas:
         state: Any = get_optimizer_state_dict(self.head, self.optimizer)  # creates it by a step that changes nothing
         check_alike(self.head.state_dict(), weights)
         check_alike(flat(state["state"]), moments)
-        state["state"] = {
-            name: {entry: moments[f"{name}.{entry}"] for entry in entries} for name, entries in state["state"].items()
-        }
+        state["state"] = unflat(moments, state["state"])
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(self.head, dict(weights), options=options)
         set_optimizer_state_dict(self.head, self.optimizer, state, options=options)
@@ -270,6 +268,11 @@ def make_form(trained: Trained, settings: Train, accelerator: Accelerator, passe
 def flat(state: dict[str, Tensors]) -> Tensors:
     """Return an optimizer's state with one name, PARAMETER.ENTRY, for each tensor."""
     return {f"{name}.{entry}": tensor for name, entries in state.items() for entry, tensor in entries.items()}
+
+
+def unflat(tensors: Tensors, like: dict[str, Tensors]) -> dict[str, Tensors]:
+    """Return the inverse of `flat`, with the names of another state."""
+    return {name: {entry: tensors[f"{name}.{entry}"] for entry in entries} for name, entries in like.items()}
 
 
 def check_alike(own: Tensors, found: Tensors) -> None:
