@@ -165,6 +165,10 @@ class Zero(Replicas):
         self.optimizer = make_optimizer(self.head, self.settings.model_copy(update={"optimizer": "adamw"}))
         self.engine, _ = self.accelerator.prepare(self.trained, self.optimizer)
         self.model = self.engine
+        # Before stage 3, DeepSpeed takes up the state once, in its first step, when only the first group has one.
+        for partition in (p for group in self.optimizer.param_groups for p in group["params"]):
+            zeros = {entry: torch.zeros_like(partition) for entry in MOMENTS}
+            self.optimizer.state[partition] = {"step": torch.zeros(()), **zeros}
         self.parameters = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
 
     def backward(self, loss: Tensor) -> None:
