@@ -28,24 +28,12 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def temporary_of(final: Path) -> Path:
-    """Return the folder in which `final` is written until it is complete."""
-    return final.with_name(f".{final.name}.tmp")
-
-
-def begin_folder(final: Path) -> None:
-    """Create the temporary folder of `final`, empty."""
-    shutil.rmtree(temporary_of(final), ignore_errors=True)
-    temporary_of(final).mkdir(parents=True)
-
-
 @contextmanager
-def whole_folder(final: Path, *, begun: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `final` on success and is deleted on failure. `begun`: it already
-    exists."""
-    temporary = temporary_of(final)
-    if not begun:
-        begin_folder(final)
+def whole_folder(final: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `final` on success and is deleted on failure."""
+    temporary = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):

@@ -23,10 +23,10 @@ from train.data.packing import Rows
 from train.entry import KINDS, attempt
 from train.features.batch import make_batch
 from train.head_settings import make_head
+from train.parallel import Trained
 from train.planning.counting import Shapes, TargetCount, count_run, count_target
 from train.planning.plan import SHARINGS, STATE, Launch, Plan
 from train.recipe import load_recipe
-from train.trained import Trained
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -250,7 +250,7 @@ def test_what_is_planned_is_within_a_tenth_of_a_measured_step(
             if isinstance(tensor, Tensor):
                 made.watch(tensor.untyped_storage())
         before = made.live
-        trained(batch, torch.ones(len(trained.depth_weights)), False)[0].backward()
+        trained(batch, torch.ones(len(head.depth_weights)), False)[0].backward()
     assert counted.flops * 2 * 384 == pytest.approx(made.flops, rel=0.1)
     whole = before + counted.features  # weights, target and features exist before the step
     planned = whole + counted.gradients + max(0, counted.activations - counted.features)

@@ -45,7 +45,6 @@ from train.adapter import add_adapters
 from train.head_settings import make_head
 from train.optim import make_optimizer
 from train.recipe import Recipe
-from train.trained import Trained
 
 aten = torch.ops.aten
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -117,7 +116,7 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
         head: Any = make_head(_section(recipe), target, torch.zeros(target.vocab_size, dtype=torch.int64))
         copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in head.to_checkpoint().values())
         add_adapters(head)
-        groups = make_optimizer(Trained(head).parts(), train).param_groups
+        groups = make_optimizer(head, train).param_groups
     L = len(head.aux_layer_ids)
     trained = [p for p in head.parameters() if p.requires_grad]
     gradients = sum(map(_size, trained))
