@@ -13,7 +13,7 @@ from eval.runtime.sampling import check_rule
 from heads.base import HEAD_TREE
 from heads.errors import UserError
 from heads.tree import parse_shape
-from train.data.loading import Data
+from train.data.settings import Data
 from train.data.sources import RecordSource
 from train.features.settings import AnyFeatures, ProcessFeatures
 from train.head_settings import AnyHead

@@ -24,7 +24,7 @@ from tests.runs import train_in as train
 from train.adapter import Joint
 from train.data.packing import Rows
 from train.entry import attempt
-from train.features.batch import make_batch
+from train.features.source import make_batch
 from train.interrupts import Interrupted
 from train.optim import make_optimizer, set_lr
 from train.recipe import Adapter, Train

@@ -18,8 +18,8 @@ from tests.heads.published_heads import RAW, eagle3, write
 from tests.runs import Settings, WriteRecipe, the_error
 from train.adapter import Joint, add_adapters
 from train.entry import KINDS, attempt
-from train.features.batch import make_batch
-from train.features.cache import encode
+from train.features.cached import encode
+from train.features.source import make_batch
 from train.head_settings import make_head
 from train.planning.counting import TargetCount, count_run, count_target, full_rows
 from train.planning.plan import Launch, Plan, make_plan

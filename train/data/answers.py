@@ -1,26 +1,38 @@
 """The target's own answers as training data: generated once, by our runtime or by a server, and kept for all heads."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
+import numpy as np
 import torch
-from pydantic import Field
+from accelerate.utils import gather_object
 
 from eval.benchmark.progress import Progress
+from eval.benchmark.records import RecordError
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from train.data.answer_server import Client, Server, answer_by_server
-from train.data.answer_store import AnswerStore, prompt_key
-from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, open_entry
-from train.data.dialogues import Dialogue
-from train.data.reader import Reader
-from train.http_client import HTTPClient
-from train.strict_yaml import Count, Seed, Settings, Share, Temperature
+from train.data.cache import (
+    AnswerStore,
+    Corpus,
+    Document,
+    Reader,
+    Tally,
+    cache_root,
+    fingerprint,
+    has_documents,
+    prompt_key,
+    stored_documents,
+)
+from train.data.chats import Dialogue
+from train.data.packing import shares
+from train.data.server import AnsweringServer, ServerClient, answer_by_server
+from train.data.settings import Answers, Data, Regenerate
+from train.data.sources import AnySource, left_out, report_skipped, tokens_key
 
 Exchange = tuple[Sequence[int], Sequence[int]]
 """A prompt and its answer."""
@@ -31,51 +43,93 @@ BATCHES = 8
 """Batches per call of the engine. Rows that end early continue with the next prompt."""
 
 
-class Answers(Settings):
-    """Prompts from the sources, and settings for answering them."""
+@dataclass(frozen=True)
+class Prompts:
+    """The first prompts of the dialogues that a source gives."""
 
-    prompts: Annotated[int, Field(ge=1, le=10**8)] | None = None
-    """Number of prompts to take from the sources. The sources must have that many. Null: all of them, one per
-    conversation or text."""
-    prompt_tokens: Count = 512
-    """Maximum number of tokens of a prompt. Prompts cut from text are shortened to it. Conversations whose first prompt
-    is longer are left out."""
-    new_tokens: Count = 256
-    """Maximum number of tokens of an answer."""
-    batch_size: Count = 8
-    """Prompts answered together in one batch."""
-    seed: Seed = 0
-    """Seed of the sampling."""
-    train_on_prompts: bool = False
-    """Also use the tokens of the prompts as labels."""
-    temperature: Temperature = 0.0
-    """Sampling temperature of the answers; 0 is greedy."""
-
-    def request(self, prompt: list[int], number: int) -> Request:
-        """Return the request for answer `number`. Each number has its own noise."""
-        return Request(prompt, self.new_tokens, Sampling(temperature=self.temperature, seed=self.seed + number))
+    source: AnySource
+    count: int | None
+    """Number of dialogues to take from the source. None: all."""
+    documents: Corpus
+    """Each prompt as a document without labels."""
 
 
-class Regenerate(Answers):
-    """Train on the target's own answers to prompts from the sources, since a draft head has to predict the target's
-    text.
+def find_prompts(
+    data: Data, seed: int, settings: Answers, name: str, reader: Reader, *, recorded: bool = False, quiet: bool
+) -> list[Prompts]:
+    """Return the prompts of each source, in proportion to its weight, or all. `name`: the key of `settings` in the
+    recipe. `recorded`: the prompts of last turns. `quiet`: do not report skipped records. UserError if the prompts are
+    too few, or too long to train on."""
+    if settings.prompts is not None and settings.prompts < len(data.sources):
+        raise UserError(
+            f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
+        )
+    wanted: list[int | None] = [None] * len(data.sources)
+    if settings.prompts is not None:
+        wanted = [*shares([source.weight or 1.0 for source in data.sources], settings.prompts)]
+    found = [
+        _read_prompts(source, settings.prompt_tokens, count, seed, reader, recorded)
+        for source, count in zip(data.sources, wanted, strict=True)
+    ]
+    for prompts in found:
+        source, count, documents, tally = prompts.source, prompts.count, prompts.documents, prompts.documents.tally
+        whole = count is None or len(documents) < count
+        report_skipped(source, tally, None if quiet else reader.say, whole=whole)
+        if len(documents) < (count or 1):
+            mend = "raise prompt_tokens" if count is None else "lower prompts or raise prompt_tokens"
+            raise UserError(
+                f"{name}.prompts: {source} gives {len(documents)} prompts of at most {settings.prompt_tokens} tokens, "
+                f"expected {count or 'at least 1'}; {mend}"
+            )
+        if count is None:
+            what = "conversations" if source.kind == "chat" else "texts"
+            long = f"; {tally.too_long:,} begin with a prompt of more than {settings.prompt_tokens:,} tokens"
+            left = f"{long} ({name}.prompt_tokens) and are left out" if tally.too_long else ""
+            reader.say(f"{name}: {source}: {len(documents):,} {what} to answer{left}")
+        too_long = int(np.diff(documents.ends, prepend=0).max()) + settings.new_tokens
+        if too_long > data.context_length:
+            raise UserError(
+                f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
+                f"got {data.context_length}"
+            )
+    return found
 
-    The target generates every answer of a conversation, after its own earlier answers. A conversation ends before a
-    prompt of more than `prompt_tokens`. Answers are stored next to the tokenised data, for all heads of the target.
-    """
 
-    prompts: Annotated[int, Field(ge=1, le=10**8)] | None = None
-    """Number of conversations, or prompts cut from text, to take from the sources. The sources must have that many.
-    Null: all conversations, and one prompt per text."""
-    share: Share = 1.0
-    """Fraction of the training rows that are answers. The rest are rows of the unchanged sources."""
-    server: Server | None = None
-    """A server that generates the answers. Null: the runtime generates them in every process."""
+def _read_prompts(
+    source: AnySource, most: int, count: int | None, seed: int, reader: Reader, recorded: bool
+) -> Prompts:
+    """Return the first prompts, of at most `most` tokens, of `count` dialogues of a source, or of all."""
+    rendering = reader.rendering
 
-    def sampled(self, prompt: list[int]) -> Request:
-        """Return the request for the answer to a prompt. Its noise depends on the prompt."""
-        seed = (self.seed + int.from_bytes(prompt_key(prompt)[:4])) % 2**31  # the range that servers accept
-        return Request(prompt, self.new_tokens, Sampling(temperature=self.temperature, seed=seed))
+    def documents() -> Iterator[Document]:
+        for found in source.dialogues(rendering, most, count, seed, recorded=recorded):
+            if isinstance(found, RecordError):
+                yield left_out(found, str(source))
+            else:
+                assert found.prompt is not None
+                yield Document.of(found.prompt, np.zeros(len(found.prompt)))
+
+    def read() -> Corpus:
+        prompts = {"prompts" if recorded else "first prompts": [most, count, seed]}
+        key = source.content() | tokens_key(source, rendering) | prompts
+        return stored_documents(fingerprint(key), documents)
+
+    return Prompts(source, count, reader.read(str(source), read))
+
+
+def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, *, quiet: bool = False) -> "Answering":
+    """Return the answering that `data.regenerate` describes, without generating any answer. `quiet`: do not report
+    skipped records."""
+    settings = data.regenerate
+    assert settings is not None
+    found = find_prompts(data, seed, settings, "data.regenerate", reader, quiet=quiet)
+    return Answering(settings, found, seed, target, reader)
+
+
+def describe_cut(tally: Tally) -> str:
+    """Return one line with the number of conversations that end early, by reason."""
+    reasons = ", ".join(f"{count} before {why}" for why, count in sorted(tally.skipped.items()))
+    return f"data.regenerate: {sum(tally.skipped.values())} of {tally.records} conversations end early: {reasons}"
 
 
 @dataclass(frozen=True)
@@ -83,13 +137,12 @@ class Answering:
     """The target's answers to dialogues from the sources."""
 
     settings: Regenerate
-    dialogues: Callable[[], Iterator[Dialogue]]
-    """Iterates over all dialogues, from their beginning."""
-    first_prompts: Sequence[str]
-    """Entries of the token cache with the first prompts of all dialogues, in order."""
+    prompts: Sequence[Prompts]
+    """The first prompts of all dialogues, in order."""
+    seed: int
+    """Seed with which prompts are cut from texts."""
     target: FrozenTarget
     reader: Reader
-    open_engine: Callable[..., Engine] = Engine
 
     @property
     def store_name(self) -> str:
@@ -101,7 +154,7 @@ class Answering:
             key["seed"] = settings.seed
         if settings.server is not None:  # a server has its own kernels and dtype
             key["server"] = self._model
-        return entry_name(key)
+        return fingerprint(key)
 
     @property
     def folder(self) -> Path:
@@ -112,22 +165,33 @@ class Answering:
         server = self.settings.server
         return (server.model if server is not None else None) or self.target.name
 
+    def dialogues(self) -> Iterator[Dialogue]:
+        """Yield all dialogues, from their beginning."""
+        rendering, most = self.reader.rendering, self.settings.prompt_tokens
+        for prompts in self.prompts:
+            found = prompts.source.dialogues(rendering, most, prompts.count, self.seed)
+            yield from (dialogue for dialogue in found if isinstance(dialogue, Dialogue))
+
+    def request(self, prompt: list[int]) -> Request:
+        """Return the request for the answer to a prompt. Its noise depends on the prompt."""
+        settings = self.settings
+        seed = (settings.seed + int.from_bytes(prompt_key(prompt)[:4])) % 2**31  # the range that servers accept
+        return Request(prompt, settings.new_tokens, Sampling(temperature=settings.temperature, seed=seed))
+
     def corpus(self) -> Corpus:
         """Return the documents of all dialogues. Their labels are the answers. Called by every process."""
-        trained = self.settings.train_on_prompts
-        name = entry_name({"answers": self.store_name, "to": list(self.first_prompts), "train_on_prompts": trained})
-        if self.reader.has(name):
-            return open_entry(name)
-        self.ask()
+        trained, to = self.settings.train_on_prompts, [prompts.documents.digest for prompts in self.prompts]
+        name = fingerprint({"answers": self.store_name, "to": to, "train_on_prompts": trained})
 
-        def documents(tally: Tally) -> Iterable[Document]:
+        def documents() -> Iterator[Document]:
             for dialogue in self.answered():
-                tally.records += 1
-                if dialogue.cut is not None:
-                    tally.skipped[dialogue.cut] = tally.skipped.get(dialogue.cut, 0) + 1
-                yield from answer_documents(dialogue.exchanges, train_on_prompts=trained)
+                *before, last = answer_documents(dialogue.exchanges, train_on_prompts=trained)
+                yield from (replace(document, ends_record=False) for document in before)
+                yield replace(last, reason=dialogue.cut or "")
 
-        return self.reader.write(name, documents)
+        if not all(gather_object([has_documents(name)])):
+            self.ask()
+        return self.reader.read("the answers", lambda: stored_documents(name, documents))
 
     def ask(self) -> None:
         """Generate all answers that are not stored yet. Called by every process; each generates its share."""
@@ -145,7 +209,7 @@ class Answering:
         def is_own(prompt: Sequence[int] | None) -> bool:
             return prompt is not None and int.from_bytes(prompt_key(prompt)[4:8]) % num_processes == process
 
-        firsts = (document.ids.tolist() for entry in self.first_prompts for document in open_entry(entry))
+        firsts = (document.ids.tolist() for prompts in self.prompts for document in prompts.documents)
         total, tokens = sum(map(is_own, firsts)), 0
 
         def finished(dialogue: Dialogue) -> None:
@@ -160,10 +224,10 @@ class Answering:
             if server is None:
                 self._answer_by_engine(own, store, finished)
             else:
-                http = HTTPClient(server.url, self.reader.say)
-                client = Client(http, self._model, target.vocab_size, target.eos_token_ids, self._fault_of)
+                client, ends = ServerClient(server.url), target.eos_token_ids
+                answering = AnsweringServer(client, self._model, target.vocab_size, ends, self._fault_of)
                 in_flight = max(1, server.in_flight // num_processes)
-                answer_by_server(own, store, self.settings.sampled, client, in_flight, finished)
+                answer_by_server(own, store, self.request, answering, in_flight, finished)
         whose = " by the first process" if num_processes > 1 else ""
         self.reader.say(f"data.regenerate: {total} dialogues answered{whose}, {tokens:,} tokens")
 
@@ -199,7 +263,7 @@ class Answering:
         while held := [*begun, *islice(dialogues, max(0, BATCHES * settings.batch_size - len(begun)))]:
             begun = [dialogue for dialogue in held if take(dialogue)]
             if begun:
-                engine = engine or self.open_engine(target, None, options)
+                engine = engine or Engine(target, None, options)
                 self._generate(engine, begun, store, take)
 
     def _generate(
@@ -219,7 +283,7 @@ class Answering:
                 for dialogue in asking[tuple(prompts[number])]:
                     take(dialogue)
 
-        engine.generate([self.settings.sampled(prompt) for prompt in prompts], on_tokens=keep)
+        engine.generate([self.request(prompt) for prompt in prompts], on_tokens=keep)
 
     def _fault_of(self, prompt: Sequence[int], answer: Sequence[int]) -> str | None:
         """Return what is wrong with a server's greedy answer: a token whose logit is far below the target's highest.

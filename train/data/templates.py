@@ -4,6 +4,8 @@ Templates expect the arguments of a tool call either as a mapping or as JSON tex
 template renders the calls of a conversation is used.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re
@@ -11,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from eval.benchmark.records import Message, RecordError, apply_template
 from eval.benchmark.templates import arguments_read
 from heads.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
 
@@ -35,12 +38,10 @@ class ChatTemplate:
     """The current date for the template."""
 
     def source(self, tools: Any = None) -> str:
-        """Return the template's source, with the date filled in if it uses one."""
         return dated(str(self.tokenizer.get_chat_template(self.text, tools)), self.day)
 
     @property
     def has_date(self) -> bool:
-        """Return True if the template's output depends on the date."""
         return "strftime_now" in json.dumps([self.text or self.tokenizer.chat_template])
 
     def key(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from train.http_client import Url
+from train.data.settings import Url
 from train.strict_yaml import Name, Settings
 
 

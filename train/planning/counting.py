@@ -35,7 +35,7 @@ from heads.target.quantization import LEAST_SHARE
 from heads.target.shape import ShapeTarget, load_shape
 from train.adapter import Joint, add_adapters, check_adapter
 from train.data.packing import Rows
-from train.features.batch import make_batch
+from train.features.source import make_batch
 from train.head_settings import make_head
 from train.optim import make_optimizer
 from train.planning.shapes import Shapes

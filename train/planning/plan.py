@@ -4,22 +4,20 @@ import math
 import os
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from heads.errors import UserError
 from heads.recurrent.draft import total_memory
-from train.data.corpus import TYPES
 from train.fast_dtype import fastest_dtype, measured_tflops
-from train.features.cache import stored_bytes
+from train.features.cached import stored_bytes
 from train.features.settings import CacheFeatures
 from train.planning.counting import HeadCount, TargetCount, count_run
 from train.recipe import Recipe
 from train.step import rows_per_step
 
-TOKEN_BYTES = sum(np.dtype(TYPES[part]).itemsize for part in ("tokens", "labels"))
-"""Bytes on disk of a tokenised token with its label."""
-ANSWER_BYTES = 9
+TOKEN_BYTES = 5
+"""Bytes of a tokenised token with its label."""
+ANSWER_BYTES = 12
 """Bytes on disk of a token of an answer: in the store of answers, and in the documents with its label."""
 CACHE_DTYPE: str = CacheFeatures.model_fields["dtype"].default
 LIBRARIES = 2**30
