@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from train.features.batch import make_batch
+from train.features.source import make_batch
 from train.parallel import Trained
 
 
@@ -76,5 +76,5 @@ def small_files(most: int) -> Iterator[None]:
 def little_memory() -> Iterator[None]:
     """Simulate too little memory for a copy of any target."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.features.base.ROOM", 1e9)
+        patch.setattr("train.features.source.ROOM", 1e9)
         yield

@@ -20,9 +20,9 @@ from heads.registry import build_head
 from tests.small_targets import CPU, make_target
 from train.averages import Interval
 from train.checkpointing import RunState, load_checkpoint, save_checkpoint
-from train.data.corpus import Document, corpus_of
+from train.data.cache import Document, corpus_of
 from train.data.packing import Mixture, Pool
-from train.features.base import FeatureSource
+from train.features.source import FeatureSource
 from train.launch import leave, make_accelerator
 from train.parallel import Trained
 from train.recipe import Train

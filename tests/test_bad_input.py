@@ -24,7 +24,7 @@ from tests.faults import small_files
 from tests.native_mtp import change_weights
 from tests.processes import ROOT, finish, launcher, start
 from tests.runs import forget_accelerator
-from train.data.corpus import unwritable
+from train.data.cache import unwritable
 from train.entry import attempt
 
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "

@@ -7,6 +7,7 @@ that the loop need not.
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -35,7 +36,6 @@ from eval.benchmark.loading import load_pair
 from heads.errors import UserError
 from heads.target.load import Place
 from heads.target.model import FrozenTarget
-from train.data.corpus import held_file
 from train.fast_dtype import fastest_dtype
 from train.interrupts import Interrupted
 from train.recipe import Target, Tracking, Train
@@ -180,7 +180,8 @@ def load_recipe_target(
     this process's device."""
     with _unpartitioned(accelerator), ExitStack() as turn:
         # Only one process of this user on this machine loads at a time, so that only one holds weights being converted.
-        turn.enter_context(held_file(Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading"))
+        loading = Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading"
+        fcntl.flock(turn.enter_context(loading.open("a")), fcntl.LOCK_EX)
 
         def put(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> None:
             assert place is not None

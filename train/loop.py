@@ -29,11 +29,11 @@ from train.checkpointing import (
     save_checkpoint,
     save_measurement,
 )
-from train.data.loading import load_data
 from train.data.on_policy import Samples
 from train.data.packing import Mixture
-from train.features.base import FeatureSource
+from train.data.prepare import load_data
 from train.features.opening import open_source
+from train.features.source import FeatureSource
 from train.head_settings import make_head, resolved_head
 from train.interrupts import Interrupted
 from train.launch import on_main, wanted_mode

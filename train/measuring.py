@@ -30,8 +30,7 @@ from heads.target.masks import TILE
 from heads.target.model import FrozenTarget
 from heads.tree import is_chain, parse_shape
 from train.data.packing import Mixture, text_rows
-from train.features.base import FeatureSource
-from train.features.batch import make_batch
+from train.features.source import FeatureSource, make_batch
 from train.launch import on_main
 from train.recipe import Eval
 

@@ -15,8 +15,7 @@ from heads.errors import UserError
 from train.adapter import merged_weights
 from train.averages import Interval
 from train.data.packing import Mixture, Rows
-from train.features.base import FeatureSource
-from train.features.batch import make_batch
+from train.features.source import FeatureSource, make_batch
 from train.interrupts import Interrupted
 from train.optim import set_lr
 from train.parallel import Trained, make_form

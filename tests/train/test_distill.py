@@ -20,7 +20,7 @@ from tests.faults import signal_at
 from tests.runs import Settings, WriteRecipe, measured_run, same, the_error, weights
 from tests.runs import train_in as run
 from train.adapter import add_adapters, merged_weights
-from train.data.loading import load_data
+from train.data.prepare import load_data
 from train.entry import attempt
 from train.interrupts import Interrupted
 from train.optim import make_optimizer

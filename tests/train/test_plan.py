@@ -21,7 +21,7 @@ from tests.runs import Settings, WriteRecipe, the_error
 from train.adapter import add_adapters
 from train.data.packing import Rows
 from train.entry import KINDS, attempt
-from train.features.batch import make_batch
+from train.features.source import make_batch
 from train.head_settings import make_head
 from train.parallel import Trained
 from train.planning.counting import Shapes, TargetCount, count_run, count_target
