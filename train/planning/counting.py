@@ -156,6 +156,7 @@ def head_work(
     products = sum(_flops(weight) for weight in inner)  # of one row that passes through every layer
     R = rows = N  # of the loss at each depth, and of a layer
     at_once = N  # rows of the loss of which chunks are made
+    flops: float
     backward = 0  # bytes of the widest gradients of a layer, beyond what a chunk of the loss needs
     if kind == "medusa":
         flops = N * products
