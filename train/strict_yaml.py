@@ -102,7 +102,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
 
 
 UNREADABLE = (YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError)
-"""What OmegaConf raises for text that holds no settings."""
+"""Exceptions of OmegaConf for text that holds no settings."""
 
 
 def _plain(config: Any) -> Any:
