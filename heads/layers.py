@@ -18,7 +18,7 @@ MOST = 2**53
 """Upper limit of a setting. Larger whole numbers are not exact as floating-point numbers."""
 
 CosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of rotary positions, (B, 1, T, d) each."""
+"""Cosines of rotary positions, and sines with the first half negated, (B, 1, T, d) each."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Only this differs between training and
 drafting."""
@@ -104,7 +104,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and not torch.is_grad_enabled():  # one kernel: drafting is limited by launches
+        if not torch.is_grad_enabled():  # one call: drafting is limited by the number of calls
             return rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         return _Normed.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -206,20 +206,19 @@ class DecoderLayer(nn.Module):
 
 
 def rotation(positions: Tensor, dtype: torch.dtype, *, head_dim: int, theta: float) -> CosSin:
-    """Return cosines and sines (B, 1, T, d) of rotary positions (B, T) (arXiv 2104.09864), with angles in float32 or
-    wider."""
+    """Return cosines, and sines with the first half negated, (B, 1, T, d) each, of rotary positions (B, T) (arXiv
+    2104.09864), with angles in float32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     inverse = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim)
     angles = positions[:, None, :, None] * inverse  # (B, 1, T, d / 2)
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
-    """Rotate the two halves of each head, as Llama-family checkpoints do: x (B, H, T, d)."""
+    """Rotate the two halves of each head (B, H, T, d), as Llama-family checkpoints do."""
     cos, sin = cos_sin
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:

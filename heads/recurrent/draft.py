@@ -31,12 +31,15 @@ from heads.draft_state import SlotState, take_newest
 from heads.errors import UserError
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
-from heads.layers import Attend, CosSin, masked_attention
+from heads.layers import Attend, CosSin
 from heads.losses import draft_loss
 from heads.recurrent.attention import causal_attention
+from heads.target.decoder import KVCache
+from heads.target.families import additive
 from heads.target.product import Product, ProductModule, with_products
 from heads.target.rotary import Rotary
 from heads.target.slots import Drafted, Observed, round_up
+from heads.target.tree_attention import for_groups, masked_attention
 from heads.tree import Proposal, TreeShape, check_width, scratch_slots
 
 AHEAD = 2
@@ -62,9 +65,9 @@ class RecurrentState(SlotState):
     lm_head: ProductModule  # (..., D) -> (..., Vd)
     embed: Callable[[Tensor], Tensor]
     cos_sin_table: CosSin  # (S, d) each
-    row: Tensor  # (B, 1) int64, 0 .. B - 1
-    keys: list[Tensor]  # by module, (B, Hkv, S, d)
-    values: list[Tensor]
+    cache: KVCache  # a layer per module
+    form: tuple[int, int, int, int]
+    """Number of heads and width of the keys, then of the values."""
     recycled: list[Tensor]  # by module, (B, D): its output for the root
 
 
@@ -214,10 +217,7 @@ class Recurrent(nn.Module, DraftHead):
         slot = torch.arange(round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1), device=weight.device)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         cos, sin = self.cos_sin(slot[None], weight.dtype)
-        forms = [self.key_forms(module, (cos[:, :, :1], sin[:, :, :1])) for module in range(self.num_modules)]
-        keys, values = (
-            [weight.new_zeros(batch_size, h, len(slot), d) for h, d in form] for form in zip(*forms, strict=True)
-        )
+        form = self.form_of_keys((cos[:, :, :1], sin[:, :, :1]))
         return RecurrentState(
             shape=shape,
             slot=slot,
@@ -227,24 +227,30 @@ class Recurrent(nn.Module, DraftHead):
             lm_head=ProductModule(Product(self.lm_head_weight(own).to(weight.dtype), draft=True)),
             embed=own.embed_tokens,
             cos_sin_table=(cos[0, 0], sin[0, 0]),
-            row=torch.arange(batch_size, device=weight.device)[:, None],
-            keys=keys,
-            values=values,
+            cache=KVCache(
+                num_layers=self.num_modules,
+                batch_size=batch_size,
+                capacity=len(slot),
+                width=form[0] * form[1] + form[2] * form[3],
+                dtype=weight.dtype,
+                device=weight.device,
+            ),
+            form=form,
             recycled=[weight.new_zeros(batch_size, self.config.hidden_size) for _ in range(self.num_modules)],
         )
 
-    def key_forms(self, module: int, cos_sin: CosSin) -> list[tuple[int, int]]:
-        """Return the number of heads and the width of a module's keys and of its values, as its block passes them to
+    def form_of_keys(self, cos_sin: CosSin) -> tuple[int, int, int, int]:
+        """Return the number of heads and the width of the keys, then of the values, as a step passes them to
         attention."""
-        forms: list[tuple[int, int]] = []
+        form: list[int] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            forms.extend((x.shape[1], x.shape[3]) for x in (k, v))
+            form.extend((k.shape[1], k.shape[3], v.shape[1], v.shape[3]))
             return q.new_zeros(*q.shape[:3], v.shape[3])
 
         nothing = next(self.parameters()).new_zeros(1, 1, self.config.hidden_size)
-        self.step(module, nothing, nothing, cos_sin, attend)
-        return forms
+        self.step(0, nothing, nothing, cos_sin, attend)
+        return form[0], form[1], form[2], form[3]
 
     def draft_step(
         self,
@@ -257,20 +263,31 @@ class Recurrent(nn.Module, DraftHead):
     ) -> Tensor:
         """Run one step over the cache, on tokens (B, W) and the states (B, W, D) that they recycle. Attention sees the
         first `extent` slots. Return the states to recycle (B, W, D)."""
-        keys, values, slot = state.keys[module], state.values[module], state.slot[:extent]
-        positions, slots = mapping.positions, mapping.slots(len(state.slot) - 1)
+        slot, positions = state.slot[:extent], mapping.positions
         visible = mapping.visible(module, extent)
         if visible is None:
             visible = slot <= positions[..., None]
         if self.sliding_window is not None:  # draft tokens only appear nearer: slot >= position
             visible = visible & (positions[..., None] - slot < self.sliding_window)
+        mask = additive(visible, states.dtype)[:, 0]
+        state.cache.aim(mapping.slots(len(state.slot) - 1), extent=extent)
+        key_heads, key_width, value_heads, value_width = state.form
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys[state.row, :, slots] = k.transpose(1, 2)
-            values[state.row, :, slots] = v.transpose(1, 2)
-            return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], visible)
+            made = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=2)
+            shown = state.cache.write(module, made.flatten(0, 1))
+            keys, values = shown.split([key_heads * key_width, value_heads * value_width], dim=2)
+            return masked_attention(
+                q.transpose(1, 2),
+                keys.unflatten(2, (key_heads, key_width)),
+                values.unflatten(2, (value_heads, value_width)),
+                for_groups(mask, q.shape[1] // key_heads),
+            ).transpose(1, 2)
 
-        cos_sin = state.cos_sin_table[0][positions][:, None], state.cos_sin_table[1][positions][:, None]
+        place = positions.flatten()
+        cos_sin = tuple(
+            table.index_select(0, place).view(*positions.shape, -1)[:, None] for table in state.cos_sin_table
+        )
         embedding = self.masked(state.embed(tokens), positions)
         made: Tensor = state.head.step(module, embedding, states, cos_sin, attend)
         return made
