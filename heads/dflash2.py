@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heads.base import RoundReads
-from heads.block.draft import DraftBlockState
 from heads.block.loss import Candidates
 from heads.dflash import DFlash, DFlashConfig, DFlashSettings
 from heads.errors import UserError, expect
+from heads.growth import SlotState
 from heads.initial.start import TargetProbe
 from heads.layers import MOST, Attend, Attention, CosSin, DecoderLayer
 from heads.tree import TreeShape, check_width
@@ -187,7 +187,7 @@ class DFlash2(DFlash):
         super().check_draft(shape, capacity)
         check_width(shape, self.config.selector_top_k)
 
-    def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
+    def bytes_per_round(self, state: SlotState) -> RoundReads:
         """Return the reads of the base class, without the codebooks: only a few of their rows are read."""
         reads, selector = super().bytes_per_round(state), self.candidate_selector
         tables = selector.predecessor_codebook.numel() + selector.successor_codebook.numel()

@@ -35,9 +35,9 @@ from heads.base import (
     given,
 )
 from heads.errors import UserError, expect, expect_one_of
-from heads.formats.base import check_tensors
 from heads.growth import grow, take_newest
 from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
+from heads.layers import check_tensors
 from heads.losses import LOSSES, Divergence, draft_loss, jsd
 from heads.target.cached import CachedDecoder, CacheSpec
 from heads.target.decoder import NativeDecoder, why_not_native

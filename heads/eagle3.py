@@ -20,9 +20,19 @@ from torch import Tensor, nn
 
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, expect
-from heads.formats.base import check_tensors
 from heads.initial.start import AttentionProbe, TargetProbe, begin, directions
-from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, BlockSettings, CosSin, RMSNorm, StartSettings
+from heads.layers import (
+    MLP,
+    MOST,
+    Attend,
+    Attention,
+    BlockConfig,
+    BlockSettings,
+    CosSin,
+    RMSNorm,
+    StartSettings,
+    check_tensors,
+)
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent
 from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids

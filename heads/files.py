@@ -1,5 +1,6 @@
 """Files and folders that are complete or absent, even after a power cut."""
 
+import ctypes
 import errno
 import json
 import os
@@ -32,6 +33,18 @@ def begin_folder(final: Path) -> None:
     temporary_of(final).mkdir(parents=True)
 
 
+def swap(one: Path, other: Path) -> None:
+    """Swap two folders next to each other: in one operation, so that both names exist at any time, on file systems of
+    Linux that support it (renameat2), elsewhere by renaming."""
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None or rename(here, os.fsencode(one), here, os.fsencode(other), exchange) != 0:
+        aside = other.with_name(f".{other.name}.old")
+        other.rename(aside)
+        one.rename(other)
+        aside.rename(one)
+
+
 @contextmanager
 def whole_folder(final: Path, *, begun: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that becomes `final` on success and is deleted on failure. `begun`: it already
@@ -43,9 +56,11 @@ def whole_folder(final: Path, *, begun: bool = False) -> Iterator[Path]:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
             sync(path)
-        if final.exists():  # a broken one, deleted only now that its successor is complete
-            shutil.rmtree(final)
-        temporary.replace(final)
+        if final.exists():
+            swap(temporary, final)
+            shutil.rmtree(temporary)
+        else:
+            temporary.rename(final)
         sync(final.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heads.target.product import ProductModule
 from heads.target.slots import round_up
 from heads.tree import Pick, Proposal, TreeShape, is_chain
 
@@ -275,16 +276,28 @@ def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype =
 
 @dataclass
 class SlotState:
-    """Static tensors of one batch of sequences, for a head that drafts with a cache.
+    """Static tensors of one batch of sequences, for a head that drafts with a cache for each of its layers or modules.
 
-    Slot p of the cache holds the key of one token. Draft tokens use the slots after the observed ones; accepted tokens
-    overwrite these slots later.
+    Slot p of the cache holds the key of one token; the last slot is for padding. Draft tokens use the slots after the
+    observed ones; accepted tokens overwrite these slots later.
     """
 
     shape: TreeShape
     slot: Tensor  # (S,) int64, 0 .. S - 1
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position: slots before it are observed
+    head: Any
+    """The head, with products in place of linear layers."""
+    lm_head: ProductModule  # (..., D) -> (..., Vd)
+    embed: Callable[[Tensor], Tensor]
+    cos_sin_table: tuple[Tensor, Tensor]  # (S, d) each
+    row: Tensor  # (B, 1) int64, 0 .. B - 1
+    keys: list[Tensor]  # by layer, (B, Hkv, S, d)
+    values: list[Tensor]
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines (B, 1, T, d) of positions (B, T)."""
+        return self.cos_sin_table[0][positions][:, None], self.cos_sin_table[1][positions][:, None]
 
     def extent(self, tokens: int) -> int:
         """Return the number of slots that attention must read when `tokens` more follow the observed ones: all slots

@@ -3,13 +3,12 @@
 Letters: B batch, T tokens, D hidden, H query heads, d head dimension, I intermediate width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from heads.errors import UserError, expect, expect_one_of
@@ -104,31 +103,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and not torch.is_grad_enabled():  # one kernel: drafting is limited by launches
-            return rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-        return _Normed.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Normed(torch.autograd.Function):
-    """RMS norm that saves only its input and one factor per row for the backward pass. It takes half of autograd's
-    time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, inverse = ctx.saved_tensors
-        unit, grad = x * inverse, grad.to(inverse.dtype)  # x / rms(x)
-        by_weight = (grad * unit).flatten(0, -2).sum(0)
-        grad = grad * weight
-        along = (grad * unit).mean(-1, keepdim=True)
-        return grad.sub_(unit.mul_(along)).mul_(inverse).to(x.dtype), by_weight.to(weight.dtype), None
+        return rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -239,3 +214,26 @@ def attention_of_groups(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Ten
     grouped = q.reshape(B, Hkv, H // Hkv * T, -1)
     seen = visible[:, None].repeat(1, 1, H // Hkv, 1)  # (B, 1, G * T, E)
     return scaled_dot_product_attention(grouped, k, v, attn_mask=seen).reshape(B, H, T, -1)
+
+
+def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raise UserError unless the tensors found in a file have the names, shapes and dtypes of a head's own.
+    Floating-point tensors may have any width of at least 16 bits."""
+    ours, theirs = (
+        {
+            name: f"{tuple(value.shape)} {'floating-point' if is_float(value.dtype) else value.dtype}"
+            for name, value in tensors.items()
+        }
+        for tensors in (expected, found)
+    )
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise UserError(
+                f"tensor {name}: by config.json beside it expected {ours.get(name, 'no such tensor')}, "
+                f"found {theirs.get(name, 'none')}"
+            )
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    """Return True for floating-point numbers of at least 16 bits."""
+    return dtype.is_floating_point and dtype.itemsize >= 2

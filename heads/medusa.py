@@ -34,9 +34,9 @@ from heads.base import (
     given,
 )
 from heads.errors import UserError, expect
-from heads.formats.base import check_tensors
 from heads.growth import grow, take_newest
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
+from heads.layers import check_tensors
 from heads.losses import check_loss_settings, draft_loss
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import check_one_width

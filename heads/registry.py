@@ -12,8 +12,8 @@ from heads.draft_model import Draft, DraftSettings
 from heads.dspark import DSpark, DSparkSettings
 from heads.eagle3 import Eagle3, Eagle3Settings
 from heads.errors import UserError
-from heads.formats import dflash, draft_model, eagle3, medusa, mtp
-from heads.formats.base import Format
+from heads.formats import blocks, draft_model, eagle3, medusa, mtp
+from heads.formats.engine import Format
 from heads.medusa import Medusa, MedusaSettings
 from heads.mtp import Mtp, MtpSettings
 from heads.target.frozen import FrozenTarget
@@ -41,9 +41,9 @@ HEADS = {
     "eagle3": Method(Eagle3, Eagle3Settings, eagle3.FORMAT),
     "medusa": Method(Medusa, MedusaSettings, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": Method(Mtp, MtpSettings, mtp.FORMAT),
-    "dflash": Method(DFlash, DFlashSettings, dflash.DFLASH, ANCHORED | {"loss"}),
-    "dflash2": Method(DFlash2, DFlash2Settings, dflash.DFLASH2, ANCHORED | {"loss", "selector_weight"}),
-    "dspark": Method(DSpark, DSparkSettings, dflash.DSPARK, ANCHORED | {"ce_weight", "kl_weight", "l1_weight"}),
+    "dflash": Method(DFlash, DFlashSettings, blocks.DFLASH, ANCHORED | {"loss"}),
+    "dflash2": Method(DFlash2, DFlash2Settings, blocks.DFLASH2, ANCHORED | {"loss", "selector_weight"}),
+    "dspark": Method(DSpark, DSparkSettings, blocks.DSPARK, ANCHORED | {"ce_weight", "kl_weight", "l1_weight"}),
     "draft": Method(Draft, DraftSettings, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
 }
 """Methods by kind, the name in recipes and in saved heads. A published head is read as the first kind that recognises

@@ -20,13 +20,13 @@ from torch import Tensor
 from heads.checkpoint import CONFIG
 from heads.errors import UserError, first_line
 from heads.files import whole_folder
-from heads.formats.base import named_class, tensors
-from heads.formats.mtp import LAYOUTS, MTP, SHARED, MtpLoader, find_modules, module_names, module_shapes
-from heads.formats.source import DAMAGE, INDEX, tensor_files
-from heads.mtp import Mtp
+from heads.formats.engine import named_class, tensors
+from heads.formats.mtp import MTP, MtpLoader, module_shapes
+from heads.formats.source import DAMAGE
+from heads.mtp import LAYOUTS, SHARED, Mtp, find_modules, module_names
 from heads.published import open_any
 from heads.target.frozen import load_target
-from heads.target.hub import is_here
+from heads.target.hub import INDEX, is_here, tensor_files
 
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes that modules are stored in, by their names in safetensors files."""

@@ -18,7 +18,7 @@ cache slots, E of them read, H heads, d head dimension.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -29,10 +29,18 @@ from heads.block.attention import Blocks, Reach, Sight, all_blocks, block_attent
 from heads.block.loss import BlockTask, block_loss
 from heads.block.settings import D_PACE, DraftBlockConfig, DraftBlockSettings
 from heads.errors import UserError
-from heads.formats.base import check_tensors
 from heads.growth import SlotState, grow, take_newest
 from heads.initial.start import AttentionProbe, TargetProbe, begin, copy_by_root
-from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm, masked_attention
+from heads.layers import (
+    Attend,
+    Attention,
+    CosSin,
+    DecoderLayer,
+    NormedAttention,
+    RMSNorm,
+    check_tensors,
+    masked_attention,
+)
 from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
@@ -42,26 +50,6 @@ from heads.target.rotary import rotary_of
 from heads.target.slots import Observed, round_up
 from heads.tree import Proposal, TreeShape, check_width
 from heads.vocab import read_vocab, vocab_tables
-
-
-@dataclass
-class DraftBlockState(SlotState):
-    """State of one batch. Slot p of a layer's cache holds its key of the context at position p; the last slot is for
-    padding. A block's keys go to the slots from the root's onward, and are overwritten when tokens are observed
-    there."""
-
-    head: Any
-    """The head, with products in place of linear layers."""
-    lm_head: ProductModule  # (..., D) -> (..., V)
-    embed_tokens: Callable[[Tensor], Tensor]
-    cos_sin_table: CosSin  # (S, d) each
-    row: Tensor  # (B, 1) int64, 0 .. B - 1
-    keys: list[Tensor]  # by layer, (B, Hkv, S, d)
-    values: list[Tensor]
-
-    def cos_sin(self, positions: Tensor) -> CosSin:
-        """Return cosines and sines (B, 1, T, d) of positions (B, T)."""
-        return self.cos_sin_table[0][positions][:, None], self.cos_sin_table[1][positions][:, None]
 
 
 class DraftBlockHead(nn.Module, DraftHead):
@@ -188,17 +176,11 @@ class DraftBlockHead(nn.Module, DraftHead):
         known, own = (self.cos_sin(positions, x.dtype) for positions in (batch.positions, own_positions))
         starts = blocks.starts(batch.documents)
         sights = {reach: Sight(starts, anchors, rows, T, reach) for reach in set(self.reaches)}
-        attends = [
-            self.attend_in_training(layer, context, known, sights[reach])
-            for layer, reach in zip(self.layers, self.reaches, strict=True)
-        ]
+        attends = []
+        for layer, reach in zip(cast(Any, self.layers), self.reaches, strict=True):
+            keys, values = layer.self_attn.keys(context, known)
+            attends.append(partial(block_attention, context_k=keys, context_v=values, sight=sights[reach]))
         return self.run(x, own, attends, rows).view(B, N, rows, -1)
-
-    @staticmethod
-    def attend_in_training(layer: Any, context: Tensor, cos_sin: CosSin, sight: Sight) -> Attend:
-        """Return attention over the context (B, T, D), with this layer's keys and values of it."""
-        keys, values = layer.self_attn.keys(context, cos_sin)
-        return lambda q, k, v: block_attention(q, k, v, keys, values, sight)
 
     def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
         """Return further arguments of `block_loss`, from states (M, K, D) and the true token before each label
@@ -250,7 +232,8 @@ class DraftBlockHead(nn.Module, DraftHead):
             hits.append(nn.functional.pad(hit, (0, 1)))
         return torch.stack(hits)
 
-    # Drafting
+    # Drafting. Slot p of a layer's cache holds its key of the context at position p. A block's keys go to the slots
+    # from the root's onward, and are overwritten when tokens are observed there.
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         if shape.depth > self.depth:
@@ -261,7 +244,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         check_width(shape, self.config.columns)
 
     @torch.no_grad()
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftBlockState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> SlotState:
         self.check_draft(shape, capacity)
         config, weight = self.config, self.norm.weight
         assert shared.lm_head_weight is not None
@@ -271,14 +254,14 @@ class DraftBlockHead(nn.Module, DraftHead):
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         form = batch_size, config.num_key_value_heads, len(slot), config.head_dim
         keys, values = ([weight.new_zeros(form) for _ in self.layers] for _ in range(2))
-        return DraftBlockState(
+        return SlotState(
             shape=shape,
             slot=slot,
             root=ids[0],
             length=ids[1],
             head=with_products(self),
             lm_head=ProductModule(Product(lm_head_weight.to(weight.dtype), draft=True)),
-            embed_tokens=shared.embed_tokens,
+            embed=shared.embed_tokens,
             cos_sin_table=(cos[0, 0], sin[0, 0]),
             row=torch.arange(batch_size, device=weight.device)[:, None],
             keys=keys,
@@ -286,7 +269,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         )
 
     @torch.no_grad()
-    def extend(self, state: DraftBlockState, observation: Observation) -> None:
+    def extend(self, state: SlotState, observation: Observation) -> None:
         count, tokens = observation.count, observation.tokens
         mapping = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
         slots, cos_sin = mapping.slots(len(state.slot) - 1), state.cos_sin(mapping.positions)
@@ -297,7 +280,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             values[state.row, :, slots] = v.transpose(1, 2)
         take_newest(tokens, observation.start, count, state.root, state.length)
 
-    def draft_states(self, state: DraftBlockState) -> Tensor:
+    def draft_states(self, state: SlotState) -> Tensor:
         """Return (B, K, D): the states after the final norm of the rows that predict the draft tokens, in one block per
         root."""
         rows = state.shape.depth + self.first_row
@@ -310,23 +293,20 @@ class DraftBlockHead(nn.Module, DraftHead):
             return slot <= last if reach.window is None else (slot <= last) & (slot > own - reach.window)
 
         shown = {reach: visible(reach) for reach in set(self.reaches)}  # (B, R, E) each
-        x = self.behind(state.embed_tokens(state.root), rows, state.embed_tokens).to(self.norm.weight.dtype)
+        x = self.behind(state.embed(state.root), rows, state.embed).to(self.norm.weight.dtype)
 
-        def attend_by(keys: Tensor, values: Tensor, seen: Tensor) -> Attend:
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                keys[state.row, :, positions] = k.transpose(1, 2)
-                values[state.row, :, positions] = v.transpose(1, 2)
-                return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], seen)
-
-            return attend
+        def attend(keys: Tensor, values: Tensor, seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys[state.row, :, positions] = k.transpose(1, 2)
+            values[state.row, :, positions] = v.transpose(1, 2)
+            return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], seen)
 
         seen = [shown[reach] for reach in self.reaches]
-        attends = [attend_by(*given) for given in zip(state.keys, state.values, seen, strict=True)]
+        attends = [partial(attend, *given) for given in zip(state.keys, state.values, seen, strict=True)]
         out: Tensor = state.head.run(x, state.cos_sin(positions), attends, rows)
         return out[:, self.first_row :]
 
     @torch.no_grad()
-    def propose(self, state: DraftBlockState, pick: Pick) -> Proposal:
+    def propose(self, state: SlotState, pick: Pick) -> Proposal:
         states = self.draft_states(state)
         logits = state.lm_head(states)  # (B, K, V)
 
@@ -338,7 +318,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         first = state.head.conditioned(logits[:, :1], states[:, :1], state.root[:, None])
         return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
 
-    def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
+    def bytes_per_round(self, state: SlotState) -> RoundReads:
         """Return the reads of one round. Drafting reads the layers and the output head once; extending reads `fc` and
         the key and value projections once."""
         width, layers = state.lm_head.product.weight_bytes, cast(Any, self.layers)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from heads.formats.base import SGLANG, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
+from heads.formats.engine import SGLANG, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
 from heads.formats.source import Source
 from heads.target.frozen import FrozenTarget, load_tokenizer
 from heads.target.smaller_model import fit_vocabulary, load_smaller, model_record, own_weights

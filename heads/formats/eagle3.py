@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from heads.errors import UserError, shown
-from heads.formats.base import (
+from heads.formats.engine import (
     DECODER_SIZES,
     SGLANG,
     VLLM,
@@ -28,7 +28,6 @@ from heads.formats.base import (
     Reading,
     Shapes,
     attention,
-    check_same,
     decoder_config,
     fields,
     gated_mlp,
@@ -38,8 +37,7 @@ from heads.formats.base import (
     vllm,
     window_option,
 )
-from heads.formats.decoder import check_streams, decoder_settings, is_same_table, refuse_settings
-from heads.formats.source import Source
+from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.target.aux_layers import low_middle_high
 from heads.target.frozen import FrozenTarget
 

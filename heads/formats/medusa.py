@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from heads.errors import UserError
-from heads.formats.base import Folder, Format, Reading, Shapes, check_same, fields, sizes, tensors, vllm
-from heads.formats.source import Source
+from heads.formats.engine import Folder, Format, Reading, Shapes, fields, sizes, tensors, vllm
+from heads.formats.source import Source, check_same
 from heads.target.frozen import FrozenTarget
 
 OLD_VLLM = "vLLM 0.32.0"

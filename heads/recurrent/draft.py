@@ -18,7 +18,7 @@ cache slots, E of them read, P tokens expanded in a round, d head dimension.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +54,8 @@ def total_memory(device: torch.device) -> int:
 
 @dataclass
 class RecurrentState(SlotState):
-    """State of one batch. Slot p of a module's cache holds its key of token x_{p+1}; the last slot is for padding."""
+    """State of one batch. Slot p of a module's cache holds its key of token x_{p+1}."""
 
-    head: Any
-    """The head, with products in place of linear layers."""
-    lm_head: ProductModule  # (..., D) -> (..., Vd)
-    embed: Callable[[Tensor], Tensor]
-    cos_sin_table: CosSin  # (S, d) each
-    row: Tensor  # (B, 1) int64, 0 .. B - 1
-    keys: list[Tensor]  # by module, (B, Hkv, S, d)
-    values: list[Tensor]
     recycled: list[Tensor]  # by module, (B, D): its output for the root
 
 

@@ -17,12 +17,12 @@ from transformers.modeling_layers import MtpModel
 from eval.command import exit_status
 from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError
-from heads.formats.mtp import SHARED
-from heads.formats.source import INDEX, tensor_files
+from heads.mtp import SHARED
 from heads.published import read_published, start_from
 from heads.registry import build_head
 from heads.stitch import ADDED, ONLY, open_checkpoint, stitch, write_stitched
 from heads.target.frozen import load_target
+from heads.target.hub import INDEX, tensor_files
 from scripts.stitch import main
 from tests.native_mtp import V, change_config, change_weights, make_multimodal, shard, write_native
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES
-from heads.formats.mtp import LAYOUTS
 from heads.losses import LOSSES
+from heads.mtp import LAYOUTS
 from heads.registry import HEADS
 from train.entry import KINDS, attempt
 from train.recipe import Recipe

@@ -13,12 +13,13 @@ from torch.nn.functional import pad
 
 from heads.base import Batch
 from heads.block.attention import Blocks, Reach, Sight, all_blocks, by_pieces, by_tiles, draw_blocks
-from heads.block.draft import DraftBlockHead, DraftBlockState
+from heads.block.draft import DraftBlockHead
 from heads.block.loss import BlockTask, block_loss
 from heads.dflash import DFlash, DFlashConfig
 from heads.dflash2 import DFlash2, DFlash2Config
 from heads.dspark import DSpark, DSparkConfig
 from heads.errors import UserError
+from heads.growth import SlotState
 from heads.target.aux_layers import spread_layer_ids
 from heads.target.packed import TILE
 from heads.tree import Proposal, parse_shape
@@ -397,7 +398,7 @@ def test_no_scores_of_all_rows_and_keys_are_made(largest_tensor: Callable[[Calla
 # Drafting
 
 
-def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> DraftBlockState:
+def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> SlotState:
     B, T = batch.tokens.shape
     return head.new_state(batch.shared, batch_size=B, capacity=T + 8, shape=parse_shape(shape))
 

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.checkpoint import read_config, save_head, target_record
-from heads.formats.base import ENGINES, SGLANG, VLLM
-from heads.formats.contract import Verdict, check_folder, why_unfit
 from heads.formats.eagle3 import EAGLE, EAGLE3
+from heads.formats.engine import ENGINES, SGLANG, VLLM, Verdict, check_folder, why_unfit
 from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.published import read_published
 from heads.registry import HEADS, build_head
