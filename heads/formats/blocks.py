@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import isclose
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -66,16 +66,16 @@ UNSCALED = "reads the embeddings of a Gemma without their factor: another head w
 ROUNDED = 0.005
 """Relative difference of a factor in 32 bits from the same in bfloat16."""
 
-DFLASH_KIND, DFLASH2_KIND, DSPARK_KIND = KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 """Kinds, with the names of the methods."""
 CLASSES = {
-    "DFlashDraftModel": DFLASH_KIND,
-    "DFlashSpeculator": DFLASH_KIND,
-    "DFlash2DraftModel": DFLASH2_KIND,
-    "DFlash2Speculator": DFLASH2_KIND,
-    "Qwen3DSparkModel": DSPARK_KIND,
-    "DSparkDraftModel": DSPARK_KIND,
-    "DSparkSpeculator": DSPARK_KIND,
+    "DFlashDraftModel": "dflash",
+    "DFlashSpeculator": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "DFlash2Speculator": "dflash2",
+    "Qwen3DSparkModel": "dspark",
+    "DSparkDraftModel": "dspark",
+    "DSparkSpeculator": "dspark",
 }
 """Classes that config.json names in the forms of z-lab, DeepSpec, SpecForge and speculators."""
 SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -95,12 +95,12 @@ UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_fre
 
 
 def embedding_scale(architecture: str, width: int) -> float:
-    """Return the factor by which a target of this class multiplies its embeddings of `width`."""
+    """Factor by which a target of this class multiplies its embeddings of `width`."""
     return width**0.5 if SCALED.match(architecture) else 1.0
 
 
 def is_scaled(own: Mapping[str, Any], architecture: str, width: int) -> bool:
-    """Return True if the fields of a DFlash2 head have the factor of its target's embeddings."""
+    """True if the fields of a DFlash2 head have the factor of its target's embeddings."""
     found = own.get(EMBEDDING_SCALE, 1.0)
     return isinstance(found, int | float) and isclose(found, embedding_scale(architecture, width), rel_tol=ROUNDED)
 
@@ -114,7 +114,6 @@ QWEN3_FIELDS: dict[str, Any] = {
 
 
 def qwen3_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the fields that are Qwen3's."""
     return {
         **QWEN3_FIELDS,
         **decoder_config(config, target, dtype),
@@ -129,27 +128,20 @@ def qwen3_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, A
     }
 
 
-def left_layer_ids(config: Any) -> list[int]:
-    """Return the auxiliary layers, each as the number of the layer that the stream leaves."""
-    return [k - 1 for k in config.aux_layer_ids]
-
-
 def dflash_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return config.json under the engines' names, from a `DFlashConfig` and the record of its target."""
     return {
         "architectures": ["DFlashDraftModel"],
         **qwen3_config(config, target, dtype),
         **causality("is_causal", config),
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
-            "target_layer_ids": left_layer_ids(config),
+            "target_layer_ids": [k - 1 for k in config.aux_layer_ids],
             **causality("causal", config),
         },
     }
 
 
 def dflash2_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return config.json under the engines' names, from a `DFlash2Config` and the record of its target."""
     made = dflash_engine_config(config, target, dtype)
     own = {name: getattr(config, name) for name in ("block_size", *SELECTOR_FIELDS)}
     scale = embedding_scale(str(target.get("architecture")), config.hidden_size)
@@ -165,12 +157,11 @@ def causality(name: str, config: Any) -> dict[str, bool]:
 
 
 def dspark_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return config.json under the engines' names, from a `DSparkConfig` and the record of its target."""
     return {
         "architectures": ["Qwen3DSparkModel"],
         **qwen3_config(config, target, dtype),
         **({} if config.sliding_causal else {"is_causal": False}),
-        "target_layer_ids": left_layer_ids(config),
+        "target_layer_ids": [k - 1 for k in config.aux_layer_ids],
         "mask_token_id": config.mask_token_id,
         "num_anchors": config.num_anchors,
         "markov_rank": config.markov_rank,
@@ -184,29 +175,9 @@ def dspark_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
 SIZES = (*DECODER_SIZES, "num_hidden_layers", "block_size", "num_target_layers")
 
 
-def block_tensors(c: Mapping[str, Any], ids: list[int]) -> Shapes:
-    """Return the shapes of the tensors that all such heads have."""
-    D, d = c["hidden_size"], c["head_dim"]
-    shapes: Shapes = {"fc.weight": (D, len(ids) * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
-    for i in range(c["num_hidden_layers"]):
-        layer = f"layers.{i}"
-        shapes |= {f"{layer}.{name}.weight": (D,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{layer}.self_attn.{name}.weight": (d,) for name in ("q_norm", "k_norm")}
-        shapes |= attention(f"{layer}.self_attn", c, D) | gated_mlp(f"{layer}.mlp", D, c["intermediate_size"])
-    return shapes
-
-
-def selector_tensors(c: Mapping[str, Any], own: Mapping[str, Any]) -> Shapes:
-    """Return the shapes of the tensors that DFlash2 has in addition to DFlash's."""
-    D, V, r = c["hidden_size"], c["vocab_size"], own["selector_rank"]
-    taps, groups = own["conv_kernel_size"], D // own["conv_group_size"]
-    shapes: Shapes = {f"candidate_selector.{name}_codebook": (V, r) for name in ("predecessor", "successor")}
-    shapes["candidate_selector.hidden_projection.weight"] = (r, D)
-    for i in range(c["num_hidden_layers"]):
-        for conv in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
-            shapes[f"{conv}.base_kernel"] = (2, taps, D)
-            shapes[f"{conv}.kernel_projection.weight"] = (2 * taps * groups, D)
-    return shapes
+def are_layers(ids: Any) -> TypeGuard[list[int]]:
+    """True for ascending numbers of layers."""
+    return isinstance(ids, list) and bool(ids) and all(type(k) is int for k in ids) and sorted(set(ids)) == ids
 
 
 @dataclass(frozen=True)
@@ -223,68 +194,43 @@ class BlockForm:
 
     def tensors(self, c: Mapping[str, Any], own: Mapping[str, Any], ids: list[int]) -> Shapes:
         """Return the shapes of the tensors of a head with this config.json."""
-        shapes = block_tensors(c, ids)
+        D, V, d = c["hidden_size"], c["vocab_size"], c["head_dim"]
+        shapes: Shapes = {"fc.weight": (D, len(ids) * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
+        for layer in (f"layers.{i}" for i in range(c["num_hidden_layers"])):
+            shapes |= {f"{layer}.{name}.weight": (D,) for name in ("input_layernorm", "post_attention_layernorm")}
+            shapes |= {f"{layer}.self_attn.{name}.weight": (d,) for name in ("q_norm", "k_norm")}
+            shapes |= attention(f"{layer}.self_attn", c, D) | gated_mlp(f"{layer}.mlp", D, c["intermediate_size"])
+            if self.selector:
+                taps, groups = own["conv_kernel_size"], D // own["conv_group_size"]
+                for conv in (f"{layer}.attention_conv", f"{layer}.mlp_conv"):
+                    shapes[f"{conv}.base_kernel"] = (2, taps, D)
+                    shapes[f"{conv}.kernel_projection.weight"] = (2 * taps * groups, D)
         if self.selector:
-            shapes |= selector_tensors(c, own)
+            r = own["selector_rank"]
+            shapes |= {f"candidate_selector.{name}_codebook": (V, r) for name in ("predecessor", "successor")}
+            shapes["candidate_selector.hidden_projection.weight"] = (r, D)
         if self.markov:
-            shapes |= {f"markov_head.markov_w{i}.weight": (c["vocab_size"], c["markov_rank"]) for i in (1, 2)}
+            shapes |= {f"markov_head.markov_w{i}.weight": (V, c["markov_rank"]) for i in (1, 2)}
             if c.get("enable_confidence_head"):
-                width = c["hidden_size"] + c["markov_rank"]
-                shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+                shapes |= {"confidence_head.proj.weight": (1, D + c["markov_rank"]), "confidence_head.proj.bias": (1,)}
         return shapes
 
     def check(self, folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-        """Check a folder against one reader."""
         config, target = folder.config, folder.target
         name = str(target.get("architecture"))
         lacks = None if name in TARGETS[reader] else f"hands no residual streams of a {name} to a head of this kind"
         if lacks is None and reader == VLLM and SCALED.match(name) and not self.selector:
             lacks = UNSCALED
-        faults = fields(config, {"architectures": [self.architecture]} | QWEN3_FIELDS)
-        faults += sizes(config, SIZES)
-        own = config.get("dflash_config") if self.nested else config
+        own = config.get("dflash_config", {}) if self.nested else config
         where = "dflash_config." if self.nested else ""
-        if not isinstance(own, Mapping):
-            return lacks, [*faults, f"config.json: dflash_config: expected an object, found {own!r}"]
-        faults += sizes(own, self.sizes, where)
-        if faults:
-            return lacks, faults
-        if self.selector and reader == VLLM and not is_scaled(own, name, config["hidden_size"]):
-            faults.append(
-                f"config.json: dflash_config.{EMBEDDING_SCALE}: expected "
-                f"{embedding_scale(name, config['hidden_size']):.6g}, the factor of the target's embeddings, found "
-                f"{own.get(EMBEDDING_SCALE)!r}"
-            )
+        faults = fields(config, {"architectures": [self.architecture]} | QWEN3_FIELDS)
         faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
         faults += fields(config, {"num_target_layers": target["num_layers"]})
-        types: Any = config.get("layer_types")
-        known = isinstance(types, list) and all(kind in LAYER_TYPES for kind in types)
-        if not known or len(types) != config["num_hidden_layers"]:
-            faults.append(f"config.json: layer_types: expected {FULL} or {SLIDING} for each layer, found {types!r}")
-            return lacks, faults
-        if SLIDING in types:
-            faults += fields(config, {"use_sliding_window": True}) + sizes(config, ["sliding_window"])
-            if reader == SGLANG and own.get("causal") is False is not config.get("is_causal"):
-                faults.append(
-                    "config.json: is_causal: expected false, as dflash_config.causal: sliding layers would be causal"
-                )
-        if self.markov:
-            faults += fields(config, {"markov_head_type": "vanilla"})
-            if config.get("sample_from_anchor", True) is not True:
-                faults.append("config.json: sample_from_anchor: expected true: the root's row would not be read")
-            if bool(config.get("enable_confidence_head")) != bool(config.get("confidence_head_with_markov")):
-                faults.append(
-                    "config.json: confidence_head_with_markov: the confidence head reads the Markov head's state"
-                )
-        causal = own.get("causal")
-        read = config.get("is_causal", None if reader == SGLANG else causal)  # vLLM falls back to the other field
-        if bool(read) is not bool(causal):
-            faults.append(f"config.json: is_causal: expected {bool(causal)}, found {read!r}: another head would run")
-        mask, ids = own.get("mask_token_id"), own.get("target_layer_ids")
-        if type(mask) is not int or not 0 <= mask < config["vocab_size"]:
-            faults.append(f"config.json: {where}mask_token_id: expected an id of the embedding, found {mask!r}")
-        if not isinstance(ids, list) or not all(type(k) is int for k in ids) or sorted(set(ids)) != ids or not ids:
+        faults += sizes(config, SIZES) + sizes(own, self.sizes, where)
+        ids = own.get("target_layer_ids")
+        if not are_layers(ids):
             faults.append(f"config.json: {where}target_layer_ids: expected ascending numbers of layers, found {ids!r}")
+        if faults:
             return lacks, faults
         last = target["num_layers"] - 1
         if ids[0] < 0 or ids[-1] >= last:
@@ -318,7 +264,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     qwen, block = decoder_settings(source, raw if layer is None else layer, "qwen3", target)
     width = own.get("target_hidden_size") or qwen.hidden_size
     check_same(source, target, width=width, vocabulary=qwen.vocab_size, number_of_layers=own.get("num_target_layers"))
-    spark, selects = kind == DSPARK_KIND, kind == DFLASH2_KIND
+    spark, selects = kind == "dspark", kind == "dflash2"
     known = OWN_FIELDS | {*SELECTOR_FIELDS, *NEUTRAL, EMBEDDING_SCALE} if selects else OWN_FIELDS
     scaled = selects and is_scaled(own, type(target.model).__name__, qwen.hidden_size)
     causal = own.get("causal") if own.get("is_causal") is None else own["is_causal"]
@@ -418,7 +364,7 @@ def captured(source: Source, own: Mapping[str, Any], target: FrozenTarget, num_l
     elif own.get(name) is None:
         return spread_layer_ids(target.num_layers, num_layers)
     ids = own.get(name)
-    if not isinstance(ids, list) or not all(type(k) is int for k in ids) or sorted(set(ids)) != ids or not ids:
+    if not are_layers(ids):
         raise UserError(f"{source.path}: config.json: {name}: expected ascending numbers of layers, found {shown(ids)}")
     entered = tuple(k + offset for k in ids)
     check_streams(source, entered, target)
@@ -471,19 +417,19 @@ def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarge
 
 
 DFLASH = Format(
-    read=partial(read_block, DFLASH_KIND),
+    read=partial(read_block, "dflash"),
     engine_config=dflash_engine_config,
     readers={VLLM: vllm("dflash"), SGLANG: sglang("DFLASH", block=True)},
     check=BlockForm("DFlashDraftModel", nested=True).check,
 )
 DFLASH2 = Format(
-    read=partial(read_block, DFLASH2_KIND),
+    read=partial(read_block, "dflash2"),
     engine_config=dflash2_engine_config,
     readers={VLLM: vllm("dflash"), SGLANG: sglang("DFLASH", block=True)},
     check=BlockForm("DFlash2DraftModel", nested=True, sizes=("block_size", *SELECTOR_FIELDS), selector=True).check,
 )
 DSPARK = Format(
-    read=partial(read_block, DSPARK_KIND),
+    read=partial(read_block, "dspark"),
     engine_config=dspark_engine_config,
     readers={VLLM: vllm("dspark"), SGLANG: sglang("DSPARK", block=True)},
     check=BlockForm("Qwen3DSparkModel", nested=False, sizes=("markov_rank", "num_anchors"), markov=True).check,

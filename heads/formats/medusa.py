@@ -58,7 +58,6 @@ def medusa_tensors(c: Mapping[str, Any]) -> Shapes:
 
 
 def check_medusa(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-    """Check Medusa heads."""
     config, name = folder.config, str(folder.target.get("architecture"))
     lacks = f"runs no {name}" if reader == MEDUSA and name not in MEDUSA_TARGETS else None
     faults = fields(config, MEDUSA_FIELDS) + sizes(config, MEDUSA_SIZES)
