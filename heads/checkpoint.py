@@ -7,10 +7,8 @@ engines ignore.
 A save is complete or absent: the new folder is written beside the old one, and the two are swapped.
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,13 +21,12 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from heads.errors import UserError, first_line, shown
-from heads.files import is_full_disk, whole_folder
+from heads.files import file_hash, is_full_disk, whole_folder
 from heads.formats.engine import Verdict, check_folder
 from heads.formats.source import DAMAGE
 from heads.registry import HEADS, UNTRAINED, kind_of
-from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
-from heads.target.frozen import FrozenTarget
 from heads.target.hub import repo_and_revision, with_names
+from heads.target.model import FrozenTarget
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -54,13 +51,17 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_layers": target.num_layers,
-        "adapter": target.adapter,
         "template": dict(target.template),
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": getattr(config, "eos_token_id", None),
         "pad_token_id": getattr(config, "pad_token_id", None),
         "config": {key: value for key, value in whole.items() if key != "_name_or_path"},
         "trust_remote_code": target.trust_remote_code,
+        **{
+            name: value
+            for name, value in (("adapter", target.merged_adapter), ("gguf_file", target.gguf_file))
+            if value
+        },
     }
 
 
@@ -70,13 +71,12 @@ def save_head(
     *,
     target: dict[str, Any],
     provenance: dict[str, Any] | None = None,
-    write_adapter: Callable[[Path], dict[str, Any]] | None = None,
 ) -> None:
     """Write a head into `folder`, replacing what is there. `target` is the `target_record` of its target.
 
     Heads are shared with others, so the provenance is saved without the command and with names instead of paths. The
     target's path is kept, because the head finds its target with it. If `folder` is a symbolic link, the head is
-    written to its destination. `write_adapter` writes the target's adapter into a folder and returns its record.
+    written to its destination.
     """
     folder, kind = Path(os.path.realpath(folder)), kind_of(head)
     form = HEADS[kind].format
@@ -95,8 +95,6 @@ def save_head(
             save_file(weights, file, metadata={"format": "pt"})
             file.chmod(0o644)  # safetensors makes it readable only by its owner
             ours["sha256"] = file_hash(file)
-            if write_adapter is not None:
-                ours["target"]["adapter"] = write_adapter(fresh / ADAPTER)
             config = {**form.engine_config(head.config, target, dtype), "draftsmith": ours}
             (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
             if form.write_beside is not None:
@@ -107,12 +105,6 @@ def save_head(
         raise UserError(
             f"{folder}: no space left on the device for the head; free some and run the same command again"
         ) from error
-
-
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _weights_file(folder: Path) -> Path | None:
@@ -207,11 +199,7 @@ def find_head(path: str | Path) -> Path:
         )
     try:
         folder = Path(str(cached_file(repo, CONFIG, revision=revision))).parent
-        record = read_config(folder)
-        cached_file(repo, HEADS[record["kind"]].format.weights_file, revision=revision)
-        if record["target"].get("adapter"):
-            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-                cached_file(repo, f"{ADAPTER}/{name}", revision=revision)
+        cached_file(repo, HEADS[read_config(folder)["kind"]].format.weights_file, revision=revision)
     except UserError:
         raise
     except (OSError, ValueError) as error:
@@ -253,30 +241,13 @@ def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET",
     return check_folder(folder, form, record["kind"], record["target"], name=name, base=base, steps=steps)
 
 
-def adapt_target(path: str | Path, target: FrozenTarget) -> None:
-    """Merge the adapter in a head's folder, if there is one, into a target. Raises UserError if they do not belong
-    together."""
-    folder = find_head(path)
-    trained_for = read_config(folder)["target"]
-    if facts := trained_for.get("adapter"):
-        _check_base(path, trained_for, target)
-        merge_adapter(target, folder / ADAPTER, facts)
-
-
 def check_fits(path: str | Path, target: FrozenTarget) -> None:
-    """Raise UserError for a head that was trained for another target: with another width, vocabulary or depth, other
-    weights or another adapter.
+    """Raise UserError for a head that was trained for another target: with another width, vocabulary or depth, or
+    other weights.
 
     All quantised forms of a target count as that target. The user chooses on which of them a head runs.
     """
     trained_for = read_config(find_head(path))["target"]
-    _check_base(path, trained_for, target)
-    if trained_for.get("adapter") != target.adapter:
-        which = "the target with the adapter in its folder" if trained_for.get("adapter") else "the target as it is"
-        raise UserError(f"{path}: trained for {which}, which this one is not; measure it on its own target")
-
-
-def _check_base(path: str | Path, trained_for: dict[str, Any], target: FrozenTarget) -> None:
     known = trained_for["name"]  # None in a published head whose target is a folder
     where = "a target" if known is None else f"target {known}"
     # All quantised forms have one fingerprint, apart from a mark after a dash.

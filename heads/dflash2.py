@@ -26,28 +26,13 @@ from torch.nn.functional import pad
 
 from heads.base import RoundReads
 from heads.block.loss import Candidates
-from heads.dflash import DFlash, DFlashConfig, DFlashSettings
+from heads.dflash import DFlash, DFlashConfig
 from heads.errors import UserError, expect
 from heads.growth import SlotState
 from heads.initial.start import TargetProbe
 from heads.layers import MOST, Attend, Attention, CosSin, DecoderLayer
+from heads.settings import DFlash2Settings
 from heads.tree import TreeShape, check_width
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlash2Settings(DFlashSettings):
-    """Settings of the head in a recipe."""
-
-    conv_kernel_size: int = 2
-    """Number of rows that a convolution reads: a row's own and those before it in its block."""
-    conv_group_size: int = 16
-    """Number of channels that share a coefficient computed from the state; a divisor of the target's width."""
-    selector_rank: int = 256
-    """Rank of the matrix from the previous token to the addition to the candidates' logits."""
-    selector_top_k: int = 16
-    """Number of candidates of each row, and maximum number of children of a tree node."""
-    selector_weight: float = 1.0
-    """Factor of the cross-entropy among the candidates in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +145,6 @@ class DFlash2(DFlash):
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
-        """Start as DFlash, with convolutions that change nothing."""
         super().initialise(probe)
         for module in self.modules():
             if isinstance(module, BlockConvolution):

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -22,13 +23,17 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def temporary_of(final: Path) -> Path:
-    """Return the folder in which `final` is written until it is complete."""
     return final.with_name(f".{final.name}.tmp")
 
 
 def begin_folder(final: Path) -> None:
-    """Create the temporary folder of `final`, empty."""
     shutil.rmtree(temporary_of(final), ignore_errors=True)
     temporary_of(final).mkdir(parents=True)
 
@@ -73,7 +78,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, completely or not at all."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 

@@ -201,7 +201,6 @@ def _new_nodes(root: Tensor, depths: Tensor, dtype: torch.dtype = torch.float32)
 
 
 def _first_node(K: int, level: int) -> int:
-    """Return the index of a level's first draw."""
     return 1 if level == 1 else 1 + K + (level - 2) * K * K
 
 

@@ -18,9 +18,9 @@ Modules in a target's checkpoint, and saved ones, have their tensors under the n
               GLM-4.5 and GLM-4.7-Flash use these, too
     qwen      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, block in mtp.layers.0; one module
 
-A native block is a decoder layer of the target's own class (`heads.target.block`). Its experts are in one tensor or in
-one each, as in the checkpoint. The model classes of transformers drop these tensors when they load, so they are read
-from the target's files.
+A native block is a decoder layer of the target's own class (`heads.target.family_layers`). Its experts are in one
+tensor or in one each, as in the checkpoint. The model classes of transformers drop these tensors when they load, so
+they are read from the target's files.
 
 Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth, J modules.
 """
@@ -41,20 +41,19 @@ from heads.layers import (
     Attend,
     Attention,
     BlockConfig,
-    BlockSettings,
     CosSin,
     DecoderLayer,
     RMSNorm,
-    StartSettings,
     check_tensors,
     is_float,
 )
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent
-from heads.target.block import BlockMaker, block_record
-from heads.target.frozen import FrozenTarget
+from heads.settings import BlockSettings, MtpSettings
+from heads.target.family_layers import BlockMaker, block_record
 from heads.target.head_shape import block_settings, check_one_width
 from heads.target.hub import read_tensors, tensor_files
+from heads.target.model import FrozenTarget
 from heads.target.rotary import rotary_of, rotation_by
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
@@ -105,34 +104,11 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpSettings(StartSettings, BlockSettings):
-    """Settings of the head in a recipe. `initial_weights` has no effect on native modules."""
-
-    draft_vocab_size: int | None = None
-    """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. Null: the
-    target's whole vocabulary, which is all that engines support."""
-    native: bool = False
-    """Start from the modules in the target's checkpoint. They determine the head's shape."""
-    layout: str | None = None
-    """Model family that determines the tensor names and the order of the projection's inputs: `mimo`, `deepseek` or
-    `qwen`. Null: `mimo`, or the family of the native modules."""
-    num_modules: int | None = None
-    """Number of modules. The last one is applied at all remaining steps. Null: 1, or the number of native modules."""
-    depth: int | None = None
-    """Number of steps to train. Null: 3, or the number of native modules if that is larger."""
-    depth_decay: float = 0.6
-    """Weight of step k in the loss is depth_decay^(k - 1), as a fraction of the sum of all weights."""
-    loss: str = "kl"
-    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
-    `negative_log_acceptance`, `jsd` or `kl_tv`."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class MtpConfig(BlockConfig, MtpSettings):
     """Everything that the head's function and its training loss depend on."""
 
     decoder: dict[str, Any] | None = None
-    """Native modules: the record that their blocks are made from (`heads.target.block.block_record`)."""
+    """Native modules: the record that their blocks are made from (`heads.target.family_layers.block_record`)."""
     draft_vocab_size: int = field()
     layout: str = "mimo"
     num_modules: int = 1
@@ -163,7 +139,6 @@ class MtpModule(nn.Module):
         self.final_layernorm = norm()
 
     def project(self, embedding: Tensor, state: Tensor) -> Tensor:
-        """Return the block's input (B, T, D)."""
         halves = [self.token_layernorm(embedding), self.hidden_layernorm(state)]
         return self.input_proj(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))  # type: ignore[no-any-return]
 

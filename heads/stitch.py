@@ -23,8 +23,8 @@ from heads.formats.engine import named_class, tensors
 from heads.formats.mtp import MTP, MtpLoader, module_shapes
 from heads.mtp import LAYOUTS, SHARED, Mtp, find_modules, module_names
 from heads.published import open_any
-from heads.target.frozen import load_target
 from heads.target.hub import INDEX, is_here, read_tensors, tensor_files
+from heads.target.load import load_target
 
 ADDED = "model-mtp.safetensors"
 """Additional file for modules that the checkpoint did not have."""

@@ -30,7 +30,7 @@ from heads.formats.eagle3 import EAGLE3
 from heads.formats.engine import ENGINES, SGLANG, VLLM
 from heads.formats.medusa import OLD_VLLM
 from heads.registry import HEADS, build_head
-from heads.target.frozen import load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
 from tests.chats import encode_chat
 from train.entry import LAUNCH, attempt
 from train.planning.command import parse_arguments as plan_arguments
@@ -48,7 +48,6 @@ RECORDS = ROOT / "eval/results"
 ELSEWHERE = {
     **dict.fromkeys(("pip", "pytest", "ruff", "mypy"), ".ci/run"),
     "scripts/make_target.py": "tests/scripts/test_make_target.py",
-    "scripts/recipe_keys.py": "tests/train/test_recipe_keys.py",
 }
 """Program -> the file that runs it."""
 TRAIN = (

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from heads.labels import supervised
-from heads.target.packed import TILE, compiled_flex_attention, document_starts
+from heads.target.masks import TILE, compiled_flex_attention, document_starts
 
 PIECE = 256
 """Number of rows in a piece."""

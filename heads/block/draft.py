@@ -18,6 +18,7 @@ cache slots, E of them read, H heads, d head dimension.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Self, cast
 
@@ -27,13 +28,17 @@ from torch import Tensor, nn
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers, from_plain, given
 from heads.block.attention import Blocks, Reach, Sight, all_blocks, block_attention, draw_blocks
 from heads.block.loss import BlockTask, block_loss
-from heads.block.settings import D_PACE, DraftBlockConfig, DraftBlockSettings
-from heads.errors import UserError
+from heads.errors import UserError, expect, expect_one_of
 from heads.growth import SlotState, grow, take_newest
 from heads.initial.start import AttentionProbe, TargetProbe, begin, copy_by_root
 from heads.layers import (
+    FULL,
+    LAYER_TYPES,
+    MOST,
+    SLIDING,
     Attend,
     Attention,
+    BlockConfig,
     CosSin,
     DecoderLayer,
     NormedAttention,
@@ -41,15 +46,70 @@ from heads.layers import (
     check_tensors,
     masked_attention,
 )
-from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
-from heads.target.frozen import FrozenTarget
-from heads.target.head_shape import block_settings, check_one_width
-from heads.target.mask_token import mask_token
+from heads.settings import D_PACE, EXPONENTIAL, DraftBlockSettings
+from heads.target.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
+from heads.target.model import FrozenTarget
 from heads.target.product import Product, ProductModule, with_products
 from heads.target.rotary import rotary_of
 from heads.target.slots import Observed, round_up
-from heads.tree import Proposal, TreeShape, check_width
+from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import read_vocab, vocab_tables
+
+MOST_LAYERS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftBlockConfig(BlockConfig, DraftBlockSettings):
+    """Everything that the function of such a head depends on."""
+
+    aux_layer_ids: tuple[int, ...] = field()
+    mask_token_id: int = field()
+    draft_vocab_size: int | None = None
+    """Published heads: number of tokens that can be drafted; their logits use their rows of the target's output head.
+    Null: all."""
+    sliding_causal: bool = True
+    """Published heads: False if a row of a sliding layer sees all rows of its block."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        return (FULL if self.sliding_window is None else SLIDING,) * (self.num_layers - 1) + (FULL,)
+
+    def reaches(self, causal: bool) -> list[Reach]:
+        """Return the bounds of what the rows of each layer see. `causal`: no row sees later rows."""
+        slides = Reach(causal or bool(self.sliding_causal), self.sliding_window)
+        return [slides if kind == SLIDING else Reach(causal) for kind in self.kinds]
+
+    @property
+    def columns(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
+
+    def check(self, fewest_rows: int) -> None:
+        """Raise UserError for an invalid config."""
+        self.check_block()
+        self.check_start()
+        rows, most, types, window = self.block_size, self.max_position_embeddings, self.layer_types, self.sliding_window
+        expect(fewest_rows <= rows <= MOST_NODES, "head.block_size", f"{fewest_rows} to {MOST_NODES}", rows)
+        expect(rows <= most, "head.block_size", f"no more than the target's context of {most}", rows)
+        expect(1 <= self.num_layers <= MOST_LAYERS, "head.num_layers", f"1 to {MOST_LAYERS}", self.num_layers)
+        fits = types is None or (len(types) == self.num_layers and set(types) <= {*LAYER_TYPES})
+        what = f"{' or '.join(LAYER_TYPES)} for each of {self.num_layers} layers"
+        expect(fits, "head.layer_types", what, types)
+        fits = window is None or (isinstance(window, int) and rows <= window < MOST)
+        what = f"a whole number from head.block_size ({rows}) to below 2^53"
+        expect(fits, "head.sliding_window", what, window)
+        if (window is not None) is not (SLIDING in self.kinds):
+            has = "a window, and no layer slides" if window else "layers that slide, and no window"
+            raise UserError(f"head.sliding_window, head.layer_types: expected both or none, got {has}")
+        expect(self.num_anchors >= 1, "head.num_anchors", "1 or more", self.num_anchors)
+        expect(0 < self.gamma < math.inf, "head.gamma", "a number above 0", self.gamma)
+        expect_one_of((EXPONENTIAL, D_PACE), "head.weights", self.weights)
+        is_id = type(self.mask_token_id) is int and 0 <= self.mask_token_id < self.vocab_size
+        what = f"an id below the target's {self.vocab_size} tokens"
+        expect(is_id, "head.mask_token_id", what, self.mask_token_id)
+        are_ids = all(isinstance(aux, int) for aux in self.aux_layer_ids)
+        expect(are_ids, "head.aux_layer_ids", "numbers of layers", self.aux_layer_ids)
 
 
 class DraftBlockHead(nn.Module, DraftHead):
@@ -85,7 +145,6 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.register_buffer("kept", kept, persistent=False)
 
     def make_layer(self, attention: Attention) -> DecoderLayer:
-        """Return one layer of the head."""
         return DecoderLayer(self.config, attention)
 
     @classmethod

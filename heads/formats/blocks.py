@@ -40,8 +40,8 @@ from heads.formats.engine import (
 )
 from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.layers import FULL, LAYER_TYPES, SLIDING
-from heads.target.aux_layers import spread_layer_ids
-from heads.target.frozen import FrozenTarget
+from heads.target.head_shape import spread_layer_ids
+from heads.target.model import FrozenTarget
 
 HOOKS_OF_SGLANG = """
 Beam DeepseekV2 DeepseekV3 Gemma4 Glm4MoeLite GptOss InternLM3 Laguna Lfm2 Lfm2Moe Llama Mellum MiMoV2 MiMoV2Flash
@@ -227,7 +227,7 @@ class BlockForm:
         faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
         faults += fields(config, {"num_target_layers": target["num_layers"]})
         faults += sizes(config, SIZES) + sizes(own, self.sizes, where)
-        ids = own.get("target_layer_ids")
+        ids: Any = own.get("target_layer_ids")
         if not are_layers(ids):
             faults.append(f"config.json: {where}target_layer_ids: expected ascending numbers of layers, found {ids!r}")
         if faults:

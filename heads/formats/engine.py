@@ -20,7 +20,7 @@ from torch import Tensor
 
 from heads.errors import UserError, first_line
 from heads.formats.source import DAMAGE, Source
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 ENGINES = (VLLM, SGLANG)

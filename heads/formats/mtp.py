@@ -25,9 +25,9 @@ from heads.formats.engine import (
 )
 from heads.formats.source import Source, check_same
 from heads.mtp import LAYOUTS, PARTS, Layout, count_modules, read_native, to_field
-from heads.target.block import BlockMaker, block_record
 from heads.target.families import register_mimo
-from heads.target.frozen import FrozenTarget
+from heads.target.family_layers import BlockMaker, block_record
+from heads.target.model import FrozenTarget
 
 
 def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from transformers.utils.hub import cached_file
 
 from heads.errors import UserError, first_line
 from heads.target.families import FIXED_ROTATIONS
-from heads.target.frozen import FrozenTarget
 from heads.target.hub import is_hub_id, read_tensors, repo_and_revision, tensor_files
+from heads.target.model import FrozenTarget
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")

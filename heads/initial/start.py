@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad, rms_norm
 
-from heads.layers import COPYING, RANDOM, Attention, NormedAttention
+from heads.layers import Attention, NormedAttention
+from heads.settings import COPYING, RANDOM
 from heads.target.families import final_norm_scale
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 PROBED_AT_ONCE = 32
 """Number of rows of the probed text in one pass of the target."""

@@ -96,7 +96,6 @@ class Recurrent(nn.Module, DraftHead):
         return recycled
 
     def lm_head_weight(self, shared: SharedLayers) -> Tensor:
-        """Return the weights (Vd, D) of the output head."""
         raise NotImplementedError
 
     def logits(self, normed: Tensor, lm_head_weight: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from heads.base import Drafter, Observation, Pick, RoundReads, SharedLayers
 from heads.draft_model import Draft, DraftConfig, DraftState
 from heads.errors import UserError, expect
-from heads.target.frozen import FrozenTarget
-from heads.target.smaller_model import cut_layers
+from heads.target.model import FrozenTarget
+from heads.target.smaller import cut_layers
 from heads.tree import Proposal, TreeShape, is_chain
 
 NOTHING = -1

@@ -18,8 +18,8 @@ from heads.mtp import SHARED
 from heads.published import read_published, start_from
 from heads.registry import build_head
 from heads.stitch import ADDED, ONLY, stitch
-from heads.target.frozen import load_target
 from heads.target.hub import INDEX, read_tensors, tensor_files
+from heads.target.load import load_target
 from scripts.stitch import main
 from tests.native_mtp import V, change_config, change_weights, make_multimodal, shard, write_native
 

@@ -12,11 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
-from heads.target.frozen import load_target
-from heads.target.shape import load_shape
+from heads.target.load import load_shape, load_target
 from tests.heads.published_heads import RAW, eagle3, write
 from tests.runs import Settings, WriteRecipe, the_error
-from train.adapter import Joint, add_adapters
+from train.adapter import add_adapters
 from train.entry import KINDS, attempt
 from train.features.batch import make_batch
 from train.features.cache import encode
@@ -204,7 +203,7 @@ class Watched(Shapes):
         return out
 
 
-ADAPTED = [("medusa", ["target.adapter={first_step: 1, rank: 4}"]), ("draft", ["head.lora={rank: 4}"])]
+ADAPTED = [("draft", ["head.lora={rank: 4}"])]
 
 
 @pytest.mark.parametrize(("kind", "overrides"), [*((kind, []) for kind in KINDS.values()), *ADAPTED])
@@ -219,9 +218,6 @@ def test_what_is_counted_is_what_a_step_allocates(
     head = make_head(recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     add_adapters(head)
     trained = Trained(head)
-    if recipe.target.adapter is not None:
-        trained = Joint(head, target, recipe.target.adapter, 0)
-        trained.begin_step(1)
     assert counted.trained == sum(p.numel() for p in trained.parameters() if p.requires_grad)
     rows = full_rows(2, 160)
     batch = make_batch(target, rows, head.aux_layer_ids, torch.float32)

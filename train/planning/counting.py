@@ -31,9 +31,9 @@ from heads.losses import CHUNK_BYTES, LEAST_ROWS
 from heads.target.families import layer_setting
 from heads.target.forward import takes_block_masks
 from heads.target.hub import is_hub_id, repo_and_revision
+from heads.target.load import ShapeTarget, load_shape
 from heads.target.quantization import LEAST_SHARE
-from heads.target.shape import ShapeTarget, load_shape
-from train.adapter import Joint, add_adapters, check_adapter
+from train.adapter import add_adapters
 from train.data.packing import Rows
 from train.features.batch import make_batch
 from train.head_settings import make_head
@@ -95,8 +95,7 @@ class HeadCount:
 
 def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
     """Count a recipe's target and head for a device of type `device` with `memory` bytes, and `passes` per step.
-    `bf16`: matrix products are in bfloat16, as under autocast. An adapter of the target, with its pass through the
-    target, is counted with the head."""
+    `bf16`: matrix products are in bfloat16, as under autocast."""
     settings, train, T = recipe.target, recipe.train, recipe.data.context_length
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.dtype == "auto" and device == "cpu":
@@ -109,10 +108,6 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
         about_target = count_target(target, train.batch_size, T, len(head.aux_layer_ids), settings.quantize)
         add_adapters(head)
         trained = Trained(head)
-        if settings.adapter is not None:
-            check_adapter(settings.adapter, target, head)
-            trained = Joint(head, target, settings.adapter, train.seed)
-            trained.begin_step(settings.adapter.first_step)
         optimizer = make_optimizer(trained.parts(), train)
         row = 4 * target.vocab_size  # of float32 logits
         parameters = [p for p in trained.parameters() if p.requires_grad]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from heads.errors import UserError
 from heads.recurrent.draft import total_memory
 from train.data.corpus import TYPES
 from train.fast_dtype import fastest_dtype, measured_tflops
@@ -215,8 +214,6 @@ class Plan:
         else:
             length = self.recipe.data.context_length
             found.append((f"data.context_length={length // 2}", whole - rows["activations"] // 2))
-        if self.recipe.target.adapter is not None:
-            return found  # an adapter rules out the other changes, which shard or quantise
         small = self.target.int8_bytes
         if small is not None and small < self.target.bytes and launch.features == "process":
             found.append(("target.quantize=int8", whole - self.target.bytes + small))
@@ -238,11 +235,6 @@ class Plan:
 def make_plan(recipe: Recipe, launch: Launch) -> Plan:
     """Return the plan of a recipe for a launch. UserError if the run would refuse it, too."""
     train = recipe.train
-    if recipe.target.adapter is not None and (launch.sharing, launch.features) != ("ddp", "process"):
-        raise UserError(
-            "target.adapter: is trained with the whole target in every process; plan it with --sharing ddp and "
-            f"--features process, got {launch.sharing} and {launch.features}"
-        )
     rows = rows_per_step(train, recipe.data.context_length, launch.processes)
     passes = rows // (train.batch_size * launch.processes)
     counted = count_run(recipe, launch.device, launch.memory_bytes, passes, bf16=launch.bf16(train.precision))

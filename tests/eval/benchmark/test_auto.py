@@ -26,7 +26,7 @@ from eval.runtime.accept import match
 from eval.runtime.distribution import RowSampling
 from heads.errors import UserError
 from heads.growth import grow
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.target.slots import ancestors
 from heads.tree import Proposal, parse_shape
 from heads.untrained.untrained import Lookup

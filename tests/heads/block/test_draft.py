@@ -19,8 +19,8 @@ from heads.dflash2 import DFlash2, DFlash2Config
 from heads.dspark import DSpark, DSparkConfig
 from heads.errors import UserError
 from heads.growth import SlotState
-from heads.target.aux_layers import spread_layer_ids
-from heads.target.packed import TILE
+from heads.target.head_shape import spread_layer_ids
+from heads.target.masks import TILE
 from heads.tree import Proposal, parse_shape
 from tests.closeness import assert_close
 from tests.heads.small_heads import BLOCK_SIZES, greedy, observe, random_batch, rope, seen, token_paths
@@ -381,22 +381,6 @@ def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any], 
             assert_close(drafted[b], plain, roundings=32, precision=torch.float32)
         else:
             assert_close(drafted[b], plain, roundings=1024)
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_chain_is_the_likeliest_token_of_each_row(kind: str) -> None:
-    head, batch = make_head(kind), make_batch([[20]])
-    proposal = head.propose(seen(head, batch, "chain:3", [9]), greedy)
-    states = plain_block(head, batch, 0, 9, 3 + head.first_row)[head.first_row :]
-    tokens = [int(batch.tokens[0, 9])]
-    for state in states:
-        logits = lm_head(batch) @ state
-        if isinstance(head, DSpark):
-            logits = logits + plain_markov(head, tokens[-1])
-        if isinstance(head, DFlash2):
-            logits = plain_choice(head, logits, state, tokens[-1])
-        tokens.append(int(logits.argmax()))
-    assert proposal.tokens[0].tolist() == tokens and proposal.parents.tolist() == [[0, 0, 1, 2]]
 
 
 def scores_are_of_paths(proposal: Proposal, logits: Callable[[int, list[int]], Tensor]) -> None:

@@ -14,7 +14,8 @@ from heads.block.attention import Blocks
 from heads.errors import UserError
 from heads.initial.start import PART, TargetProbe, bigrams
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 from tests.heads.small_heads import probe_of, random_batch
 
 ROOT = Path(__file__).parents[3]
