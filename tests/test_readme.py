@@ -33,7 +33,7 @@ from heads.registry import HEADS, build_head
 from heads.target.load import load_target, load_tokenizer
 from tests.chats import encode_chat
 from train.entry import LAUNCH, attempt
-from train.planning.command import parse_arguments as plan_arguments
+from train.planning.plan import parse_arguments as plan_arguments
 from train.recipe import load_recipe
 from train.target_recipe import load_target_recipe
 
@@ -65,7 +65,7 @@ TINY = {
     "eval/sweep.py": "--count 1",
     "scripts/audit.py": "--num-prompts 2 --max-new-tokens 8",
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
-    "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1 --long 9",
+    "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1",
 }
 """Program -> options that make it fast."""
 METHODS = {

@@ -50,7 +50,7 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
         if asks_usage(USAGE.format(name=name), arguments, keys=lambda: f"{PLANNING}\n\n{keys_of(Recipe, KINDS[name])}"):
             return 0
         if PLAN in arguments:
-            from train.planning.command import plan
+            from train.planning.plan import plan
 
             return plan(arguments, name, KINDS)
         load_recipe(arguments[0], arguments[1:])  # an error in the recipe comes before torch is imported
