@@ -9,7 +9,7 @@ from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.registry import build_head, build_untrained
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape, parse_shape
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ cache slots, E of them read, P tokens expanded in a round, d head dimension.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,19 +27,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from heads.base import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
-from heads.draft_state import SlotState, take_newest
 from heads.errors import UserError
-from heads.growth import grow
+from heads.growth import Forms, SlotState, grow, take_newest
 from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend, CosSin
 from heads.losses import draft_loss
 from heads.recurrent.attention import causal_attention
-from heads.target.decoder import KVCache
-from heads.target.families import additive
-from heads.target.product import Product, ProductModule, with_products
+from heads.target.masks import additive
 from heads.target.rotary import Rotary
-from heads.target.slots import Drafted, Observed, round_up
-from heads.target.tree_attention import for_groups, masked_attention
+from heads.target.slots import Drafted, Observed
 from heads.tree import Proposal, TreeShape, check_width, scratch_slots
 
 AHEAD = 2
@@ -58,16 +54,8 @@ def total_memory(device: torch.device) -> int:
 
 @dataclass
 class RecurrentState(SlotState):
-    """State of one batch. Slot p of a module's cache holds its key of token x_{p+1}; the last slot is for padding."""
+    """State of one batch. Slot p of a module's cache holds its key of token x_{p+1}."""
 
-    head: Any
-    """The head, with products in place of linear layers."""
-    lm_head: ProductModule  # (..., D) -> (..., Vd)
-    embed: Callable[[Tensor], Tensor]
-    cos_sin_table: CosSin  # (S, d) each
-    cache: KVCache  # a layer per module
-    form: tuple[int, int, int, int]
-    """Number of heads and width of the keys, then of the values."""
     recycled: list[Tensor]  # by module, (B, D): its output for the root
 
 
@@ -108,7 +96,6 @@ class Recurrent(nn.Module, DraftHead):
         return recycled
 
     def lm_head_weight(self, shared: SharedLayers) -> Tensor:
-        """Return the weights (Vd, D) of the output head."""
         raise NotImplementedError
 
     def logits(self, normed: Tensor, lm_head_weight: Tensor) -> Tensor:
@@ -214,43 +201,31 @@ class Recurrent(nn.Module, DraftHead):
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> RecurrentState:
         self.check_draft(shape, capacity)
         own, weight = self.shared_layers(shared), next(self.parameters())
-        slot = torch.arange(round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1), device=weight.device)
-        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
-        cos, sin = self.cos_sin(slot[None], weight.dtype)
-        form = self.form_of_keys((cos[:, :, :1], sin[:, :, :1]))
-        return RecurrentState(
-            shape=shape,
-            slot=slot,
-            root=ids[0],
-            length=ids[1],
-            head=with_products(self, without="lm_head"),
-            lm_head=ProductModule(Product(self.lm_head_weight(own).to(weight.dtype), draft=True)),
+        return RecurrentState.open(
+            self,
+            shape,
+            batch_size=batch_size,
+            slots=capacity + max(shape.depth, scratch_slots(shape)) + 1,
+            layers=self.num_modules,
+            forms=self.forms(),
+            lm_head_weight=self.lm_head_weight(own),
             embed=own.embed_tokens,
-            cos_sin_table=(cos[0, 0], sin[0, 0]),
-            cache=KVCache(
-                num_layers=self.num_modules,
-                batch_size=batch_size,
-                capacity=len(slot),
-                width=form[0] * form[1] + form[2] * form[3],
-                dtype=weight.dtype,
-                device=weight.device,
-            ),
-            form=form,
             recycled=[weight.new_zeros(batch_size, self.config.hidden_size) for _ in range(self.num_modules)],
         )
 
-    def form_of_keys(self, cos_sin: CosSin) -> tuple[int, int, int, int]:
-        """Return the number of heads and the width of the keys, then of the values, as a step passes them to
-        attention."""
-        form: list[int] = []
+    def forms(self) -> Forms:
+        """Return the forms of the keys and values that a step passes to attention."""
+        found: list[tuple[int, int]] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            form.extend((k.shape[1], k.shape[3], v.shape[1], v.shape[3]))
+            found.extend((x.shape[1], x.shape[3]) for x in (k, v))
             return q.new_zeros(*q.shape[:3], v.shape[3])
 
-        nothing = next(self.parameters()).new_zeros(1, 1, self.config.hidden_size)
-        self.step(0, nothing, nothing, cos_sin, attend)
-        return form[0], form[1], form[2], form[3]
+        weight = next(self.parameters())
+        nothing = weight.new_zeros(1, 1, self.config.hidden_size)
+        first = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+        self.step(0, nothing, nothing, self.cos_sin(first, weight.dtype), attend)
+        return found[0], found[1]
 
     def draft_step(
         self,
@@ -271,25 +246,8 @@ class Recurrent(nn.Module, DraftHead):
             visible = visible & (positions[..., None] - slot < self.sliding_window)
         mask = additive(visible, states.dtype)[:, 0]
         state.cache.aim(mapping.slots(len(state.slot) - 1), extent=extent)
-        key_heads, key_width, value_heads, value_width = state.form
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            made = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=2)
-            shown = state.cache.write(module, made.flatten(0, 1))
-            keys, values = shown.split([key_heads * key_width, value_heads * value_width], dim=2)
-            return masked_attention(
-                q.transpose(1, 2),
-                keys.unflatten(2, (key_heads, key_width)),
-                values.unflatten(2, (value_heads, value_width)),
-                for_groups(mask, q.shape[1] // key_heads),
-            ).transpose(1, 2)
-
-        place = positions.flatten()
-        cos_sin = tuple(
-            table.index_select(0, place).view(*positions.shape, -1)[:, None] for table in state.cos_sin_table
-        )
         embedding = self.masked(state.embed(tokens), positions)
-        made: Tensor = state.head.step(module, embedding, states, cos_sin, attend)
+        made: Tensor = state.head.step(module, embedding, states, state.cos_sin(positions), state.attend(module, mask))
         return made
 
     @torch.no_grad()

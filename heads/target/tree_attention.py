@@ -45,7 +45,8 @@ def masked_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, s
     grouped = q.unflatten(2, (Hkv, -1)).transpose(1, 2).reshape(B, Hkv, N * H // Hkv, d)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None], scale=scale)
-    return out.unflatten(2, (N, -1)).transpose(1, 2).reshape(B, N, H, -1)
+    made: Tensor = out.unflatten(2, (N, -1)).transpose(1, 2).reshape(B, N, H, -1)
+    return made
 
 
 def for_groups(mask: Tensor, group_size: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.base import Drafter, Observation, Pick, SharedLayers
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.tree import Proposal, TreeShape
 from tests.switches import as_on_a_gpu
 

@@ -10,7 +10,7 @@ import torch
 from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from tests.small_targets import open_engine
 
 TargetOf = Callable[[str], FrozenTarget]

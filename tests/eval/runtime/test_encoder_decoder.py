@@ -11,7 +11,7 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.tree import parse_shape
 from tests.small_targets import open_engine
 

@@ -12,7 +12,7 @@ from eval.runtime.memory import check_memory, row_bytes
 from eval.runtime.request import Reports
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape, parse_shape
 from tests.small_targets import open_engine
 

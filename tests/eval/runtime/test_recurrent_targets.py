@@ -13,7 +13,7 @@ from eval.runtime.engine import Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.tree import parse_shape
 from tests.closeness import assert_close
 from tests.small_targets import HYBRIDS, OTHER_HYBRIDS, make_hybrid, open_engine

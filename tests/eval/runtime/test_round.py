@@ -7,7 +7,7 @@ import torch
 
 from eval.runtime.engine import Request
 from eval.runtime.round import read_prompts
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from tests.small_targets import make_drafter, open_engine
 
 TargetOf = Callable[[str], FrozenTarget]

@@ -10,7 +10,8 @@ import torch
 from eval.runtime.engine import Request
 from eval.runtime.request import StopWatch
 from eval.runtime.sampling import Sampling
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 from tests.small_targets import open_engine
 
 

@@ -14,8 +14,8 @@ from eval.runtime.checks import check_family
 from eval.runtime.round import TargetStep
 from heads.errors import UserError, warn_once
 from heads.target.cached import CacheSpec
-from heads.target.frozen import FrozenTarget
 from heads.target.hf import HFDecoder
+from heads.target.model import FrozenTarget
 from heads.target.slots import ancestors
 from heads.tree import Proposal
 from tests.small_targets import open_engine

@@ -11,7 +11,7 @@ from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.registry import build_untrained
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from tests.eval.runtime.conftest import FAMILIES
 from tests.small_targets import HYBRIDS, make_hybrid, open_engine
 
