@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import rms_norm
 
 from heads.errors import UserError, expect
 from heads.settings import BlockSettings
@@ -18,7 +18,7 @@ MOST = 2**53
 """Upper limit of a setting. Larger whole numbers are not exact as floating-point numbers."""
 
 CosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of rotary positions, (B, 1, T, d) each."""
+"""Cosines of rotary positions, and sines with the first half negated, (B, 1, T, d) each."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Only this differs between training and
 drafting."""
@@ -149,39 +149,19 @@ class DecoderLayer(nn.Module):
 
 
 def rotation(positions: Tensor, dtype: torch.dtype, *, head_dim: int, theta: float) -> CosSin:
-    """Return cosines and sines (B, 1, T, d) of rotary positions (B, T) (arXiv 2104.09864), with angles in float32 or
-    wider."""
+    """Return cosines, and sines with the first half negated, (B, 1, T, d) each, of rotary positions (B, T) (arXiv
+    2104.09864), with angles in float32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     inverse = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim)
     angles = positions[:, None, :, None] * inverse  # (B, 1, T, d / 2)
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
-    """Rotate the two halves of each head, as Llama-family checkpoints do: x (B, H, T, d)."""
+    """Rotate the two halves of each head (B, H, T, d), as Llama-family checkpoints do."""
     cos, sin = cos_sin
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Return the attention (B, H, T, d) of q (B, H, T, d) over k and v (B, Hkv, E, d), with visible (B, T, E) bool.
-
-    On a GPU the query heads of a key head become further queries of it. There is no kernel for a mask with grouped
-    heads, so keys and values would be copied for every query head.
-    """
-    if not q.is_cuda or q.shape[1] == k.shape[1]:
-        return scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
-    return attention_of_groups(q, k, v, visible)
-
-
-def attention_of_groups(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Compute `masked_attention` for any number of heads, as attention of each key head over all its queries."""
-    (B, H, T, _), Hkv = q.shape, k.shape[1]
-    grouped = q.reshape(B, Hkv, H // Hkv * T, -1)
-    seen = visible[:, None].repeat(1, 1, H // Hkv, 1)  # (B, 1, G * T, E)
-    return scaled_dot_product_attention(grouped, k, v, attn_mask=seen).reshape(B, H, T, -1)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

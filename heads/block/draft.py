@@ -44,14 +44,13 @@ from heads.layers import (
     NormedAttention,
     RMSNorm,
     check_tensors,
-    masked_attention,
 )
 from heads.settings import D_PACE, EXPONENTIAL, DraftBlockSettings
 from heads.target.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
+from heads.target.masks import additive
 from heads.target.model import FrozenTarget
-from heads.target.product import Product, ProductModule, with_products
 from heads.target.rotary import rotary_of
-from heads.target.slots import Observed, round_up
+from heads.target.slots import Observed
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import read_vocab, vocab_tables
 
@@ -305,38 +304,29 @@ class DraftBlockHead(nn.Module, DraftHead):
     @torch.no_grad()
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> SlotState:
         self.check_draft(shape, capacity)
-        config, weight = self.config, self.norm.weight
+        config = self.config
         assert shared.lm_head_weight is not None
         lm_head_weight = shared.lm_head_weight if self.kept is None else shared.lm_head_weight[self.kept]
-        slot = torch.arange(round_up(capacity + config.block_size + 1), device=weight.device)
-        cos, sin = self.cos_sin(slot[None], weight.dtype)
-        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
-        form = batch_size, config.num_key_value_heads, len(slot), config.head_dim
-        keys, values = ([weight.new_zeros(form) for _ in self.layers] for _ in range(2))
-        return SlotState(
-            shape=shape,
-            slot=slot,
-            root=ids[0],
-            length=ids[1],
-            head=with_products(self),
-            lm_head=ProductModule(Product(lm_head_weight.to(weight.dtype), draft=True)),
+        form = config.num_key_value_heads, config.head_dim
+        return SlotState.open(
+            self,
+            shape,
+            batch_size=batch_size,
+            slots=capacity + config.block_size + 1,
+            layers=len(self.layers),
+            forms=(form, form),
+            lm_head_weight=lm_head_weight,
             embed=shared.embed_tokens,
-            cos_sin_table=(cos[0, 0], sin[0, 0]),
-            row=torch.arange(batch_size, device=weight.device)[:, None],
-            keys=keys,
-            values=values,
         )
 
     @torch.no_grad()
     def extend(self, state: SlotState, observation: Observation) -> None:
         count, tokens = observation.count, observation.tokens
         mapping = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
-        slots, cos_sin = mapping.slots(len(state.slot) - 1), state.cos_sin(mapping.positions)
-        context = state.head.fuse(observation.aux_hidden_states)  # (B, M, D)
-        for layer, keys, values in zip(state.head.layers, state.keys, state.values, strict=True):
-            k, v = layer.self_attn.keys(context, cos_sin)
-            keys[state.row, :, slots] = k.transpose(1, 2)
-            values[state.row, :, slots] = v.transpose(1, 2)
+        state.cache.aim(mapping.slots(len(state.slot) - 1), extent=len(state.slot))
+        context, cos_sin = state.head.fuse(observation.aux_hidden_states), state.cos_sin(mapping.positions)  # (B, M, D)
+        for i, layer in enumerate(state.head.layers):
+            state.write(i, *layer.self_attn.keys(context, cos_sin))
         take_newest(tokens, observation.start, count, state.root, state.length)
 
     def draft_states(self, state: SlotState) -> Tensor:
@@ -347,20 +337,16 @@ class DraftBlockHead(nn.Module, DraftHead):
         extent = state.extent(rows)
         own, slot = positions[..., None], state.slot[:extent]
 
-        def visible(reach: Reach) -> Tensor:
+        state.cache.aim(positions, extent=extent)
+
+        def mask(reach: Reach) -> Tensor:
             last = own if reach.causal else own[:, -1:].expand_as(own)
-            return slot <= last if reach.window is None else (slot <= last) & (slot > own - reach.window)
+            visible = slot <= last if reach.window is None else (slot <= last) & (slot > own - reach.window)
+            return additive(visible, self.norm.weight.dtype)[:, 0]
 
-        shown = {reach: visible(reach) for reach in set(self.reaches)}  # (B, R, E) each
+        masks = {reach: mask(reach) for reach in set(self.reaches)}  # (B, R, E) each
         x = self.behind(state.embed(state.root), rows, state.embed).to(self.norm.weight.dtype)
-
-        def attend(keys: Tensor, values: Tensor, seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys[state.row, :, positions] = k.transpose(1, 2)
-            values[state.row, :, positions] = v.transpose(1, 2)
-            return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], seen)
-
-        seen = [shown[reach] for reach in self.reaches]
-        attends = [partial(attend, *given) for given in zip(state.keys, state.values, seen, strict=True)]
+        attends = [state.attend(i, masks[reach]) for i, reach in enumerate(self.reaches)]
         out: Tensor = state.head.run(x, state.cos_sin(positions), attends, rows)
         return out[:, self.first_row :]
 
