@@ -322,7 +322,7 @@ def test_a_link_to_nowhere_is_named(here: Path, refused: Any) -> None:
     ("head", "fault"),
     [
         ("lokup:3", "did you mean lookup:3?"),
-        ("early", "this run has no head yet, after step 1; the first is saved when tau is measured"),
+        ("early", "this run has no head yet; the first is saved when tau is measured"),
         ("prompts.jsonl", "no head there; expected a folder with"),
     ],
 )
