@@ -1,17 +1,15 @@
 """The first session on a card: are the kernels right, are the texts exact, how fast is a round? One JSON file.
 
-    python scripts/gpu_check.py facts      # every kernel in bfloat16 against float64, three times
-    python scripts/gpu_check.py texts      # drafted texts against plain ones, at the widths of an 8B model
-    python scripts/gpu_check.py speed      # plain steps and rounds against the bandwidth, and transformers beside them
+    python scripts/gpu_check.py facts   # every kernel in bfloat16 against float64, three times
+    python scripts/gpu_check.py texts   # drafted texts against plain ones at 8B widths, native and Hugging Face's model
+    python scripts/gpu_check.py speed   # steps and rounds of an 8B model against the bandwidth, transformers beside
     TRITON_INTERPRET=1 python scripts/gpu_check.py facts --small      # on a CPU, in Triton's interpreter, in float32
 
-Each command ends within eight minutes on a card of 80 GB and adds its part to the file. Weights are random: dense, as a
-model's are, so that they cost the power and the time that a model's do. A command exits with status 1 if a fact does
-not hold: a kernel that is off or does not repeat itself, a text that differs by more than a near-tie, or an engine that
-left its kernels or its CUDA graphs out.
+Each command ends within eight minutes on a card of 80 GB and adds its part to the file. Weights are random and dense,
+as a model's are. A command exits with status 1 if a fact does not hold: a kernel that is off or does not repeat itself,
+a text that differs by more than a near-tie, or an engine that left its kernels or its CUDA graphs out.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -25,7 +23,6 @@ from eval.command import Parser, exit_status
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from eval.runtime.engine import Engine
     from heads.target.model import FrozenTarget
@@ -41,26 +38,23 @@ class Sizes:
     head_dim: int = 128
     intermediate_size: int = 14_336
     vocab_size: int = 128_256
-    layers: int = 32
-    """Layers of the model of `speed`; that of `texts` has four."""
-    slots: int = 5120
-    """Slots of the cache that `facts` reads: they cross the kernel's splits, and the chunks of splits."""
+    layers: int = 32  # of the model of `speed`; that of `texts` has four
+    slots: int = 5120  # of the cache that `facts` reads: they cross the kernel's splits, and the chunks of splits
     nodes: tuple[int, ...] = (1, 6, 32, 64)
     trees: tuple[str, ...] = ("chain:5", "tree:6x8x32")
     texts: int = 8
     tokens: int = 128
-    buffer: int = 1 << 31
-    """Elements of the tensor that measures the bandwidth."""
+    buffer: int = 1 << 31  # elements of the tensor that measures the bandwidth
 
 
 SMALL = Sizes(64, 4, 2, 16, 96, 300, 4, 1100, (6,), ("chain:2", "tree:2x2x4"), 1, 8, 1 << 22)
 WINDOW = 48
-PROMPT = 128
+PROMPT = 64
 
 
 def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
-    """Compare the kernels with the same operations in float64."""
     import torch
+    from torch.nn.functional import scaled_dot_product_attention
 
     from heads.target.choose import choose_in_tiles, logits_in_tiles
     from heads.target.noise import gumbel
@@ -72,10 +66,10 @@ def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
     S, D, V = sizes.slots, sizes.hidden_size, sizes.vocab_size
     limit = 1e-2 if dtype == torch.bfloat16 else 1e-4
 
-    def rand(*size: int) -> "Tensor":
+    def rand(*size: int) -> Any:
         return torch.randn(*size, device=device).to(dtype)
 
-    def note(name: str, made: list["Tensor"], error: float, limit: float) -> None:
+    def note(name: str, made: list[Any], error: float, limit: float) -> None:
         steady = all(torch.equal(one, made[0]) for one in made)
         found[name] = {"error": error, "repeats_itself": steady, "ok": steady and error < limit}  # NaN is not ok
 
@@ -84,48 +78,43 @@ def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
         above = ancestors(parents, N)
         q, (keys, values) = rand(1, N, H, d), rand(2, 1, S, Hkv, d)
         for length in sorted({0, 61, 1022, S - N}):
-            at, slot = torch.tensor([length], device=device), torch.arange(S, device=device)
-            tree = Verified(at, parents, above.sum(-1) - 1, above, slot)
+            at = torch.tensor([length], device=device)
+            tree = Verified(at, parents, above.sum(-1) - 1, above, torch.arange(S, device=device))
             for window in (None, WINDOW):
                 visible = tree.visible(0, S)
                 assert visible is not None
                 if window is not None:
                     visible &= tree.positions[..., None] - tree.key_positions(S)[:, None] < window
-                grouped = q.double().unflatten(2, (Hkv, -1))  # (1, N, Hkv, G, d)
-                scores = torch.einsum("bnkgd,bskd->bkgns", grouped, keys.double()) * d**-0.5
-                weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
-                true = torch.einsum("bkgns,bskd->bnkgd", weights, values.double()).flatten(2, 3)
+                wide = (x.double().transpose(1, 2) for x in (q, keys, values))  # (1, heads, N or S, d)
+                true = scaled_dot_product_attention(*wide, attn_mask=visible[:, None], enable_gqa=True).transpose(1, 2)
                 made = [tree_attention(q, keys, values, tree.sight(), window=window) for _ in range(3)]
                 error = float((made[0].double() - true).norm() / true.norm())
                 note(f"tree_attention, {N} nodes after {length} tokens, window {window}", made, error, limit)
     weight = rand(V, D) * D**-0.5
     for N in sizes.nodes:
-        hidden, ids = rand(N, D), torch.arange(N, device=device)
+        hidden, ids, warmth = rand(N, D), torch.arange(N, device=device), torch.full((N,), 0.8, device=device)
         true = hidden.double() @ weight.double().T
         logits = [logits_in_tiles(hidden, weight) for _ in range(3)]
         note(f"logits, {N} rows", logits, float((logits[0].double() - true).norm() / true.norm()), 1e-4)
         for noisy in (False, True):
             noise = gumbel(7 * ids, ids[:, None], torch.arange(V, device=device))[:, 0]
             score = true / 0.8 + noise if noisy else true
-            warmth = torch.full((N,), 0.8, device=device)
             made = [choose_in_tiles(hidden, weight, warmth, 7 * ids, ids, noisy=noisy) for _ in range(3)]
             short = score.amax(1) - score.gather(1, made[0][:, None])[:, 0]  # 0 where the choice is the best
             note(f"choose, {N} rows, {'sampled' if noisy else 'greedy'}", made, float(short.max()), 1e-3)
     return found
 
 
-def random_target(family: str, layers: int, sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> Any:
-    import torch
+def random_target(family: str, layers: int, sizes: Sizes, device: Any, dtype: Any, **more: Any) -> "FrozenTarget":
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from heads.target.model import FrozenTarget
 
     shape: dict[str, Any] = {name: value for name, value in vars(sizes).items() if "size" in name or "head" in name}
     shape |= {"num_hidden_layers": layers, "max_position_embeddings": 4096, "tie_word_embeddings": False}
-    config = AutoConfig.for_model(family, **shape, eos_token_id=0, pad_token_id=0)
-    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **shape, **more, eos_token_id=0, pad_token_id=0)
     with device:
-        return FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=dtype), f"random {family}")
+        return FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=dtype), family)
 
 
 def forms(engine: "Engine") -> dict[str, bool]:
@@ -136,7 +125,6 @@ def forms(engine: "Engine") -> dict[str, bool]:
 
 
 def texts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
-    """Compare drafted texts with plain ones, on the native decoder and on a Hugging Face model with windows."""
     from eval.runtime.engine import Engine, EngineOptions, Request
     from eval.runtime.identity import Judge
     from eval.runtime.sampling import Sampling
@@ -144,8 +132,9 @@ def texts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
     from heads.tree import parse_shape
 
     found: dict[str, Any] = {}
-    for family in ("llama", "gemma3_text"):
-        target = random_target(family, 4, sizes, device, dtype)
+    windows = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    for family, more in (("llama", {}), ("gemma3_text", windows)):
+        target = random_target(family, 4, sizes, device, dtype, **more)
         draft: Any = build_untrained("early_exit:3", target)
         plain = Engine(target, None, EngineOptions(max_length=512))
         for tree in sizes.trees:
@@ -153,30 +142,26 @@ def texts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
             judge = Judge(engine, plain)
             for temperature in (0.0, 1.0):
                 requests = [
-                    Request(prompt(sizes, i, 24), sizes.tokens, Sampling(temperature, seed=i), ignore_eos=True)
+                    Request(prompt(sizes, i), sizes.tokens, Sampling(temperature, seed=i), ignore_eos=True)
                     for i in range(sizes.texts)
                 ]
-                expected = [output.tokens for output in plain.generate(requests)]
-                drafted = engine.generate(requests)
-                different = [i for i, output in enumerate(drafted) if output.tokens != expected[i]]
-                ties = sum(judge.compare(requests[i], expected[i], drafted[i].tokens).is_near_tie for i in different)
-                found[f"{family}, {tree}, T = {temperature:g}"] = {
-                    "texts": len(requests),
-                    "identical": len(requests) - len(different),
-                    "near_ties": ties,
-                    "tau": sum(len(output.tokens) - 1 for output in drafted) / sum(output.rounds for output in drafted),
+                pairs = list(zip(requests, plain.generate(requests), engine.generate(requests), strict=True))
+                found[f"{family}, {tree}, T = {temperature:g}"] = fact = {
+                    "texts": len(pairs),
+                    "identical": sum(own.tokens == drafted.tokens for _, own, drafted in pairs),
+                    "near_ties": sum(judge.compare(r, a.tokens, b.tokens).is_near_tie for r, a, b in pairs),
+                    "tau": sum(len(b.tokens) - 1 for *_, b in pairs) / sum(b.rounds for *_, b in pairs),
                     **forms(engine),
-                    "ok": forms(engine)["ok"] and ties == len(different),
                 }
+                fact["ok"] &= fact["identical"] + fact["near_ties"] == fact["texts"]
     return found
 
 
-def prompt(sizes: Sizes, number: int, length: int) -> list[int]:
-    return [3 + (37 * number + 11 * j) % (sizes.vocab_size - 3) for j in range(length)]
+def prompt(sizes: Sizes, number: int = 0) -> list[int]:
+    return [3 + (37 * number + 11 * j) % (sizes.vocab_size - 3) for j in range(PROMPT)]
 
 
 def speed(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
-    """Time plain steps and rounds of an 8B model, and transformers' `generate` with and without torch.compile."""
     import torch
 
     from eval.runtime.engine import Engine, EngineOptions, Request
@@ -184,13 +169,14 @@ def speed(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
     from heads.target.quantization import weight_bytes
     from heads.tree import ROOT_ONLY, parse_shape
 
-    target: FrozenTarget = random_target("llama", sizes.layers, sizes, device, dtype)
+    target = random_target("llama", sizes.layers, sizes, device, dtype)
     buffer = torch.randn(sizes.buffer, device=device, dtype=dtype)
     bandwidth = buffer.nbytes / min(seconds(buffer.sum, device) for _ in range(10))
-    found: dict[str, Any] = {"read_bandwidth": bandwidth, "weight_bytes": weight_bytes(target.model)}
+    bytes_read = weight_bytes(target.model) - sizes.vocab_size * sizes.hidden_size * dtype.itemsize  # no embeddings
+    found: dict[str, Any] = {"read_bandwidth": bandwidth, "bytes_of_a_step": bytes_read}
     head: Any = build_head("eagle3", {"aux_layer_ids": [1, 2, 3]}, target, torch.ones(sizes.vocab_size).long())
     head = head.to(device=device, dtype=dtype).eval()
-    plain, request = 0.0, Request(prompt(sizes, 0, PROMPT), sizes.tokens, ignore_eos=True)
+    plain, request = 0.0, Request(prompt(sizes), sizes.tokens, ignore_eos=True)
     for name in ("plain", *sizes.trees):
         shape = ROOT_ONLY if name == "plain" else parse_shape(name)
         options = EngineOptions(shape=shape, max_length=PROMPT + sizes.tokens + shape.nodes)
@@ -201,7 +187,7 @@ def speed(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
         tau, plain = (len(output.tokens) - 1) / output.rounds, plain or best
         found[name] = {"ms": 1e3 * best, "over_plain": best / plain, "tau": tau, "tokens_per_second": tau / best}
         found[name] |= forms(engine)
-    found["plain"]["share_of_bandwidth"] = found["weight_bytes"] / bandwidth / plain
+    found["plain"]["share_of_bandwidth"] = bytes_read / bandwidth / plain
     generate, ids = target.model.generate, torch.tensor([request.prompt], device=device)
     for name, cache in (("generate", "dynamic"), ("generate with torch.compile", "static")):
 
@@ -232,25 +218,19 @@ def seconds(work: Callable[[], Any], device: "torch.device") -> float:
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {"facts": facts, "texts": texts, "speed": speed}
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("Facts, exact texts and speed on a card that no engine has run on yet.")
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--small", action="store_true", help="tiny sizes, for Triton's interpreter on a CPU")
     parser.add_argument("--out", type=Path, default=Path("gpu-check.json"), help="file that the part is added to")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+    options = parser.parse_args(arguments)
     import torch
 
     from eval.benchmark.environment import machine
     from heads.target import kernels
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        kernels.ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
+    kernels.ON_CPU = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     started = time.perf_counter()
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter multiplies no bfloat16
