@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heads.target.cache import HFCache
 from heads.target.cached import CachedDecoder, CacheSpec
-from heads.target.encoder_decoder import cache_layers
+from heads.target.encoder_decoder import EncoderDecoder
 from heads.target.families import longest_text
 from heads.target.forward import decode_tree, takes_block_masks
 from heads.target.kernels import runs_kernels
@@ -24,7 +24,7 @@ class HFDecoder(CachedDecoder):
 
     def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
         super().__init__(model, spec)
-        layers = cache_layers(model.base, model.config)
+        layers = model.num_layers * (2 if isinstance(model.base, EncoderDecoder) else 1)  # and those of the input
         self.cache = HFCache(
             num_layers=layers,
             num_stored=model.attention_layers if model.is_recurrent else layers,
