@@ -43,13 +43,13 @@ class Sizes:
     nodes: tuple[int, ...] = (1, 6, 32, 64)
     trees: tuple[str, ...] = ("chain:5", "tree:6x8x32")
     texts: int = 8
+    prompt: int = 64
     tokens: int = 128
     buffer: int = 1 << 31  # elements of the tensor that measures the bandwidth
 
 
-SMALL = Sizes(64, 4, 2, 16, 96, 300, 4, 1100, (6,), ("chain:2", "tree:2x2x4"), 1, 8, 1 << 22)
+SMALL = Sizes(64, 4, 2, 16, 96, 300, 4, 1100, (6,), ("chain:2", "tree:2x2x4"), 1, 8, 8, 1 << 22)
 WINDOW = 48
-PROMPT = 64
 
 
 def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
@@ -132,13 +132,14 @@ def texts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
     from heads.tree import parse_shape
 
     found: dict[str, Any] = {}
+    room = sizes.prompt + sizes.tokens + max(parse_shape(tree).nodes for tree in sizes.trees)
     windows = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
     for family, more in (("llama", {}), ("gemma3_text", windows)):
         target = random_target(family, 4, sizes, device, dtype, **more)
         draft: Any = build_untrained("early_exit:3", target)
-        plain = Engine(target, None, EngineOptions(max_length=512))
+        plain = Engine(target, None, EngineOptions(max_length=room))
         for tree in sizes.trees:
-            engine = Engine(target, draft, EngineOptions(shape=parse_shape(tree), max_length=512))
+            engine = Engine(target, draft, EngineOptions(shape=parse_shape(tree), max_length=room))
             judge = Judge(engine, plain)
             for temperature in (0.0, 1.0):
                 requests = [
@@ -158,7 +159,7 @@ def texts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
 
 
 def prompt(sizes: Sizes, number: int = 0) -> list[int]:
-    return [3 + (37 * number + 11 * j) % (sizes.vocab_size - 3) for j in range(PROMPT)]
+    return [3 + (37 * number + 11 * j) % (sizes.vocab_size - 3) for j in range(sizes.prompt)]
 
 
 def speed(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
@@ -179,7 +180,7 @@ def speed(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
     plain, request = 0.0, Request(prompt(sizes), sizes.tokens, ignore_eos=True)
     for name in ("plain", *sizes.trees):
         shape = ROOT_ONLY if name == "plain" else parse_shape(name)
-        options = EngineOptions(shape=shape, max_length=PROMPT + sizes.tokens + shape.nodes)
+        options = EngineOptions(shape=shape, max_length=sizes.prompt + sizes.tokens + shape.nodes)
         engine, best = Engine(target, None if name == "plain" else head, options), float("inf")
         for _ in range(3):
             (output,) = engine.generate([request])
