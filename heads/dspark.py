@@ -21,32 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import RoundReads
-from heads.block.draft import DraftBlockHead, DraftBlockState
-from heads.block.settings import DraftBlockConfig, DraftBlockSettings
+from heads.block.draft import DraftBlockConfig, DraftBlockHead
 from heads.errors import UserError, expect
-from heads.initial.bigrams import bigrams
-from heads.initial.weights import TargetProbe
+from heads.growth import SlotState
+from heads.initial.start import TargetProbe, bigrams
 from heads.labels import LABELS
-
-
-@dataclass(frozen=True, kw_only=True)
-class DSparkSettings(DraftBlockSettings):
-    """Settings of the head in a recipe."""
-
-    block_size: int = 7
-    """Number of rows of a block, the root's included, and of tokens that are drafted. Tau is best when as many are
-    drafted as in training."""
-    markov_rank: int = 256
-    """Rank of the matrix from the previous token to the logits of the next."""
-    ce_weight: float = 0.1
-    """Factor of the labels' cross-entropy in the loss."""
-    kl_weight: float = 0.0
-    """Factor of the KL divergence between the distributions of target and draft in the loss. On the target's own
-    answers its gradient equals that of the cross-entropy on average, without the noise of single tokens."""
-    l1_weight: float = 0.9
-    """Factor of the L1 distance between the distributions of target and draft in the loss."""
-    confidence_weight: float = 1.0
-    """Factor of the confidence's cross-entropy in the loss. With 0 the head has no confidence head."""
+from heads.settings import DSparkSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +100,7 @@ class DSpark(DraftBlockHead):
         latent = self.markov_head.markov_w1(previous)
         return logits + self.markov_head.markov_w2(latent.to(logits.dtype))  # type: ignore[no-any-return]
 
-    def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
+    def bytes_per_round(self, state: SlotState) -> RoundReads:
         """Return the reads of the base class, corrected for the Markov head: a few rows of W1, and the rest once per
         level."""
         reads, markov = super().bytes_per_round(state), self.markov_head

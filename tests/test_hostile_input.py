@@ -16,38 +16,8 @@ from eval.runtime.sampling import Sampling
 from heads.checkpoint import find_head
 from heads.errors import UserError
 from heads.files import check_file, is_full_disk
-from heads.untrained.lookup import Lookup
+from heads.untrained.untrained import Lookup
 from tests.faults import small_files
-from train.recipe import load_recipe
-
-
-def laughs(levels: int) -> str:
-    """Return YAML whose expanded size doubles with every level."""
-    return "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, levels))
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        (laughs(100), ":2: aliases (*a0) are not supported"),
-        ("[" * 3000, "nested too deeply"),
-        ("a: 2020-13-41\n", ":1: a value that cannot be read (month must be in 1..12)"),
-        (f"a: {'9' * 5000}\n", ":1: a value that cannot be read"),
-        ("a: !!int x\n", ":1: a value that cannot be read"),
-        ("a: !!timestamp x\n", ":1: a value that cannot be read"),
-    ],
-)
-def test_yaml_that_no_one_means(text: str, fault: str, tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(text)
-    with pytest.raises(UserError) as caught:
-        load_recipe(tmp_path / "r.yaml")
-    assert fault in str(caught.value) and len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize("path", ["", "x" * 300, "a\0b", "/"])
-def test_a_recipe_at_no_path(path: str) -> None:
-    with pytest.raises(UserError, match="expected a recipe in YAML"):
-        load_recipe(path)
 
 
 def test_half_a_character(tmp_path: Path) -> None:

@@ -24,16 +24,16 @@ from eval.benchmark.records import read_messages, read_records
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import KEYS
 from heads.checkpoint import save_head, target_record
-from heads.formats.base import ENGINES, SGLANG, VLLM
-from heads.formats.dflash import TARGETS as BLOCK_TARGETS
-from heads.formats.dflash_reading import SCALED
+from heads.formats.blocks import SCALED
+from heads.formats.blocks import TARGETS as BLOCK_TARGETS
 from heads.formats.eagle3 import EAGLE3
+from heads.formats.engine import ENGINES, SGLANG, VLLM
 from heads.formats.medusa import OLD_VLLM
 from heads.registry import HEADS, build_head
 from heads.target.load import load_target, load_tokenizer
 from tests.chats import encode_chat
 from train.entry import LAUNCH, attempt
-from train.planning.command import parse_arguments as plan_arguments
+from train.planning.plan import parse_arguments as plan_arguments
 from train.recipe import load_recipe
 from train.target_recipe import load_target_recipe
 
@@ -49,7 +49,6 @@ ELSEWHERE = {
     **dict.fromkeys(("pip", "pytest", "ruff", "mypy"), ".ci/run"),
     "scripts/gpu_check.py": "tests/scripts/test_gpu_check.py",
     "scripts/make_target.py": "tests/scripts/test_make_target.py",
-    "scripts/recipe_keys.py": "tests/train/test_recipe_keys.py",
 }
 """Program -> the file that runs it."""
 TRAIN = (
@@ -68,7 +67,7 @@ TINY = {
     "scripts/audit.py": "--num-prompts 2 --max-new-tokens 8",
     "scripts/bench_backends.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1 --tree chain:2",
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
-    "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1 --long 9",
+    "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1",
 }
 """Program -> options that make it fast."""
 METHODS = {

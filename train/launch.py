@@ -199,8 +199,7 @@ def load_recipe_target(
             place(target, device, dtype)
             turn.close()  # the check that follows may need all processes
 
-        how = settings.model_dump(exclude={"adapter"})
-        return load_pair(device=accelerator.device, place=None if place is None else put, **how)
+        return load_pair(device=accelerator.device, place=None if place is None else put, **settings.model_dump())
 
 
 @contextmanager

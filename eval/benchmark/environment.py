@@ -46,7 +46,6 @@ def target_facts(target: FrozenTarget) -> dict[str, Any]:
         "layers": target.num_layers,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
-        "adapter": target.adapter,
         "template": dict(target.template),
     }
 

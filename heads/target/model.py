@@ -171,8 +171,6 @@ class FrozenTarget(LanguageModel):
         """Folder or Hub id of the peft adapter that was merged into the weights."""
         self.gguf_file: str | None = None
         """Name of the GGUF file that holds weights and tokenizer, if they are in one."""
-        self.adapter: dict[str, Any] | None = None
-        """Record of the adapter merged into the weights, if any. The fingerprint is that of the weights without it."""
         self.template: Mapping[str, Any] = {}
         """Arguments of its chat template, such as `enable_thinking`."""
         if quantize:

@@ -12,8 +12,9 @@ import torch
 from eval.benchmark.loading import fitting_head
 from eval.reporting.publication import collect
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.checkpoint import CONFIG, file_hash, save_head, target_record
+from heads.checkpoint import CONFIG, save_head, target_record
 from heads.errors import UserError
+from heads.files import file_hash
 from heads.registry import build_head
 from heads.target.model import FrozenTarget
 from heads.tree import parse_shape

@@ -411,18 +411,6 @@ def test_results_that_do_not_vouch_for_the_head_stop_it(
     assert said in refused(run, REPO, "--unmeasured")
 
 
-def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub) -> None:
-    adapter = run / "head/adapter"
-    adapter.mkdir()
-    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
-    (adapter / "adapter_config.json").write_text('{"r": 4, "base_model_name_or_path": "/home/ann/target"}')
-    change_target(run, adapter={"sha256": "0"})
-    assert call(run, REPO) == 0
-    held = hub.repos[REPO]
-    assert held["adapter/adapter_model.safetensors"] == b"weights"
-    assert json.loads(held["adapter/adapter_config.json"]) == {"r": 4, "base_model_name_or_path": None}
-
-
 @pytest.mark.parametrize(
     "repo_id", ["a-head", "ann/a/head", "ann/", "../head", "ann/a head", "https://hub/ann", "a--b/c"]
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eval.command import exit_status
-from heads.checkpoint import file_hash
+from heads.files import file_hash
 from tests.faults import signal_at
 from tests.mutations import damage_bytes, mutate
 from tests.runs import Settings, WriteRecipe, train

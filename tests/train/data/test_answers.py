@@ -22,7 +22,8 @@ from tests.chats import reader_of
 from train.data.answer_store import AnswerStore
 from train.data.answers import Answering
 from train.data.corpus import open_entry
-from train.data.loading import Data, describe_cut, read_answering
+from train.data.loading import describe_cut, read_answering
+from train.data.settings import Data
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -101,7 +102,7 @@ def test_answers_are_the_targets_to_every_turn(temperature: float, make: Make, t
     corpus = answering.corpus()
     made = exchanges(answering)
     engine = Engine(target, None, EngineOptions(max_length=80))
-    requests = [answering.settings.sampled(prompt) for prompt, _ in made]
+    requests = [answering.request(prompt) for prompt, _ in made]
     assert [output.tokens for output in engine.generate(requests)] == [answer for _, answer in made]
     assert len({request.sampling.seed for request in requests}) == len({tuple(r.prompt) for r in requests})
     answered = [len(dialogue.exchanges) for dialogue in answering.answered()]
