@@ -47,6 +47,7 @@ PAGES += [ROOT / ".github/CONTRIBUTING.md"]
 RECORDS = ROOT / "eval/results"
 ELSEWHERE = {
     **dict.fromkeys(("pip", "pytest", "ruff", "mypy"), ".ci/run"),
+    "scripts/gpu_check.py": "tests/scripts/test_gpu_check.py",
     "scripts/make_target.py": "tests/scripts/test_make_target.py",
 }
 """Program -> the file that runs it."""
@@ -64,6 +65,7 @@ TINY = {
     "eval/compare.py": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
     "eval/sweep.py": "--count 1",
     "scripts/audit.py": "--num-prompts 2 --max-new-tokens 8",
+    "scripts/bench_backends.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1 --tree chain:2",
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
     "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1",
 }
