@@ -24,7 +24,7 @@ from tests.faults import small_files
 from tests.native_mtp import change_weights
 from tests.processes import ROOT, finish, launcher, start
 from tests.runs import forget_accelerator
-from train.data.corpus import unwritable
+from train.data.cache import unwritable
 from train.entry import attempt
 
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
@@ -113,7 +113,7 @@ def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> N
         (["trian.max_steps=3"], "unknown key; did you mean 'train'?"),
         (["head.aux_layer_ids=[1, 99]"], "head.aux_layer_ids: 99 is not a residual stream"),
         (["data.context_length=4096"], "expected at most 512, the context of"),
-        (["head.kind=[1]"], "head.kind: unknown kind [1]"),
+        (["head.kind=[1]"], "head.kind: got [1]"),
         (["data.sources=[{}]"], "data.sources.0.kind: is missing; one of python, text, chat"),
         (["head.depth=48"], "head.depth: expected less than data.context_length (48)"),
         (["eval.report.temperatures=[1e-30]"], "eval.report.temperatures.0: temperature: expected 0 (greedy) or"),

@@ -39,6 +39,7 @@ class Interval:
     sums: dict[str, Tensor] = field(default_factory=dict)  # LOSS, and each other metric -> (K,), this process's
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
+    """Moved by the time that was not spent on steps."""
     unchecked: list[Tensor] = field(default_factory=list)
     """() for each step since the last check, in this process: finite if the step's loss and gradients are."""
 
@@ -70,21 +71,13 @@ class Interval:
             )
         self.unchecked.clear()
 
-    def leave_out(self, seconds: float) -> None:
-        """Exclude time that was not spent on steps."""
-        self.started += seconds
-
     def cut(self, accelerator: Accelerator) -> Sums | None:
         """Return the sums from which a resumed run goes on, or None between two intervals. Called by every process."""
         if self.counts is None:
             return None
         names, sums = self._sums(accelerator)
-        return Sums(
-            seconds=time.perf_counter() - self.started,
-            tokens=self.tokens,
-            counts=self.counts.tolist(),
-            sums=dict(zip(names, sums.tolist(), strict=True)),
-        )
+        by_name = dict(zip(names, sums.tolist(), strict=True))
+        return Sums(time.perf_counter() - self.started, self.tokens, self.counts.tolist(), by_name)
 
     @classmethod
     def resumed(cls, before: Sums | None, accelerator: Accelerator) -> Self:
@@ -92,12 +85,10 @@ class Interval:
         sums of `before`; the other processes begin with zeros."""
         if before is None:
             return cls()
-        share = 1.0 if accelerator.is_main_process else 0.0
-        device = accelerator.device
+        share, device = float(accelerator.is_main_process), accelerator.device
         sums = {name: share * torch.tensor(value, device=device) for name, value in before.sums.items()}
         counts = torch.tensor(before.counts, dtype=torch.float64, device=device)
-        started = time.perf_counter() - before.seconds
-        return cls(counts, sums, before.tokens, started)
+        return cls(counts, sums, before.tokens, time.perf_counter() - before.seconds)
 
     def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
         """Return `loss`, and by depth `loss_by_depth`, `accuracy` and the head's other metrics. A depth without rows

@@ -7,6 +7,7 @@ that the loop need not.
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -26,7 +27,6 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     broadcast_object_list,
-    gather_object,
     is_tensorboard_available,
 )
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported without being declared
@@ -36,7 +36,6 @@ from eval.benchmark.loading import load_pair
 from heads.errors import UserError
 from heads.target.load import Place
 from heads.target.model import FrozenTarget
-from train.data.corpus import held_file
 from train.fast_dtype import fastest_dtype
 from train.interrupts import Interrupted
 from train.recipe import Target, Tracking, Train
@@ -62,34 +61,39 @@ def make_accelerator(
     _check_environment(settings, wanted)
     # Accelerate's launcher always sets this variable under DeepSpeed, and it would override the argument below.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+    group = InitProcessGroupKwargs(timeout=TIMEOUT)
     arguments: dict[str, Any] = {
         "mixed_precision": _mixed_precision(settings, torch.device("cuda" if on_gpu else "cpu"), begun_in),
         "gradient_accumulation_steps": settings.grad_accum,
         "step_scheduler_with_optimizer": False,
+        "kwargs_handlers": [group],
     }
     if tracking is not None and folder is not None:
-        arguments["log_with"] = _trackers(tracking) or None  # Accelerate warns about an empty list
+        if tracking.tensorboard and not is_tensorboard_available():  # Accelerate would skip it
+            raise UserError("tracking.tensorboard: not installed; pip install tensorboard, or leave it out")
+        wanted_trackers = {"wandb": tracking.wandb != "off", "tensorboard": tracking.tensorboard}
+        arguments["log_with"] = [name for name, on in wanted_trackers.items() if on] or None  # it warns about []
         arguments["project_config"] = ProjectConfiguration(logging_dir=str(folder / "tensorboard"))
-    group = InitProcessGroupKwargs(timeout=TIMEOUT)
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed would look for a GPU
-    with _unsharded():
-        if on_gpu:
-            accelerator = Accelerator(kwargs_handlers=[group], **arguments)
-        elif wanted == "deepspeed":
-            accelerator = _deepspeed_on_cpu(arguments)
+        if wanted == "deepspeed":
+            import deepspeed
+
+            # DeepSpeed would compile this C++ extension at the first collective, which fails without ninja.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate silently drops DeepSpeed
+            group.backend = "gloo"
         else:
-            accelerator = Accelerator(cpu=True, kwargs_handlers=[group], **arguments)
-            _use_cores()
+            arguments["cpu"] = True
+    with _unsharded():
+        accelerator = Accelerator(**arguments)
+    if not on_gpu and wanted != "deepspeed":
+        _use_cores()
     made = "deepspeed" if accelerator.distributed_type == DistributedType.DEEPSPEED else "ddp"
     if accelerator.num_processes != world or (made == "deepspeed") != (wanted == "deepspeed"):
         raise UserError(
             f"the launch asked for {world} processes of {wanted}, Accelerate made {accelerator.num_processes} of "
             f"{made}; check the flags of accelerate launch against `accelerate env`"
-        )
-    if world > 1 and len(set(gather_object([accelerator.mixed_precision]))) > 1:
-        raise UserError(
-            "train.precision: auto is bf16 on some of the machines and fp32 on others; set train.precision=fp32 or bf16"
         )
     if accelerator.state.deepspeed_plugin is not None:
         _check_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config)
@@ -107,17 +111,6 @@ def _unsharded() -> Iterator[None]:
     finally:
         if used is not None:
             os.environ["ACCELERATE_USE_FSDP"] = used
-
-
-def _trackers(tracking: Tracking) -> list[str]:
-    """Return the names of the requested trackers. UserError for one that is not installed, which Accelerate would
-    skip."""
-    if tracking.tensorboard and not is_tensorboard_available():
-        raise UserError(
-            "tracking.tensorboard: the package tensorboard is not installed; pip install tensorboard, or leave it out"
-        )
-    wanted = {"wandb": tracking.wandb != "off", "tensorboard": tracking.tensorboard}
-    return [name for name, on in wanted.items() if on]
 
 
 def wanted_mode() -> str:
@@ -144,33 +137,28 @@ def _mixed_precision(settings: Train, device: torch.device, begun_in: str | None
 
 
 def _check_environment(settings: Train, wanted: str) -> None:
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    allowed = {"auto": ("no", "bf16"), "fp32": ("no",), "bf16": ("no", "bf16")}
-    if launched not in allowed[settings.precision]:
-        raise UserError(
-            f"launched with --mixed_precision {launched}, the recipe says train.precision {settings.precision}; "
-            "leave the flag out"
-        )
-    given = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if given not in ("1", "auto", str(settings.grad_accum)):
-        raise UserError(
-            f"launched with --gradient_accumulation_steps {given}, which is for the recipe to say, by "
-            "train.tokens_per_step or train.grad_accum; leave the flag out"
-        )
-    if wanted == "fsdp":
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            raise UserError("FSDP is supported in its second version; launch with --fsdp_version 2")
-        if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-            raise UserError("FSDP keeps a head on the GPU; launch with --fsdp_offload_params false")
-
-
-def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
-    import deepspeed
-
-    # DeepSpeed would compile this C++ extension at the first collective, which fails without ninja.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate silently drops DeepSpeed
-    return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)], **arguments)
+    """Raise UserError for flags of the launch that the recipe contradicts, or that would be ignored."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    sharded = wanted == "fsdp"
+    for is_wrong, fault in (
+        (
+            precision not in (("no",) if settings.precision == "fp32" else ("no", "bf16")),
+            f"--mixed_precision {precision}: the recipe says train.precision {settings.precision}; leave the flag out",
+        ),
+        (
+            accumulation not in ("1", "auto", str(settings.grad_accum)),
+            f"--gradient_accumulation_steps {accumulation}: leave the flag out, and set train.tokens_per_step or "
+            "train.grad_accum",
+        ),
+        (sharded and os.environ.get("FSDP_VERSION", "1") != "2", "--fsdp_version 1: expected 2"),
+        (
+            sharded and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true",
+            "--fsdp_offload_params true: FSDP keeps a head on the GPU; expected false",
+        ),
+    ):
+        if is_wrong:
+            raise UserError(f"accelerate launch {fault}")
 
 
 def _check_deepspeed(config: dict[str, Any]) -> None:
@@ -192,7 +180,8 @@ def load_recipe_target(
     this process's device."""
     with _unpartitioned(accelerator), ExitStack() as turn:
         # Only one process of this user on this machine loads at a time, so that only one holds weights being converted.
-        turn.enter_context(held_file(Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading"))
+        loading = Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading"
+        fcntl.flock(turn.enter_context(loading.open("a")), fcntl.LOCK_EX)
 
         def put(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> None:
             assert place is not None

@@ -30,8 +30,7 @@ from heads.target.masks import TILE
 from heads.target.model import FrozenTarget
 from heads.tree import is_chain, parse_shape
 from train.data.packing import Mixture, text_rows
-from train.features.base import FeatureSource
-from train.features.batch import make_batch
+from train.features.source import FeatureSource, make_batch
 from train.launch import on_main
 from train.recipe import Eval
 
@@ -125,13 +124,7 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
     report, do not fit into the context together with a tree of `nodes`."""
     report = settings.report
     room = context_length - max(settings.max_new_tokens, report.max_new_tokens or 0) - nodes
-    if room < 1:
-        raise UserError(
-            f"eval.max_new_tokens: the new tokens and a tree of {nodes} nodes leave no room for a prompt in the "
-            f"target's {context_length} positions; lower it, or eval.report.max_new_tokens"
-        )
-    limit = min(settings.max_prompt_tokens, room) if settings.skip_long else settings.max_prompt_tokens
-
+    limit = min(settings.max_prompt_tokens, max(room, 1)) if settings.skip_long else settings.max_prompt_tokens
     load = partial(
         load_prompts,
         settings.prompts,
@@ -150,8 +143,8 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
     if longest > room:
         raise UserError(
             f"eval.max_new_tokens: prompts of up to {longest} tokens, the new ones and a tree of {nodes} nodes need "
-            f"{longest - room + context_length} positions, the target has {context_length}; lower it, or leave long "
-            "prompts out with eval.skip_long=true"
+            f"{longest - room + context_length} positions, the target has {context_length}; lower it (or "
+            "eval.report.max_new_tokens), or leave long prompts out with eval.skip_long=true"
         )
     return [
         Request(prompt.ids, settings.max_new_tokens, replace(sampling, seed=settings.seed + n))

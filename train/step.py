@@ -15,13 +15,11 @@ from heads.errors import UserError
 from train.adapter import merged_weights
 from train.averages import Interval
 from train.data.packing import Mixture, Rows
-from train.features.base import FeatureSource
-from train.features.batch import make_batch
+from train.features.source import FeatureSource, make_batch
 from train.interrupts import Interrupted
 from train.optim import set_lr
-from train.parallel import make_form
+from train.parallel import Trained, make_form
 from train.recipe import Train
-from train.trained import Trained
 
 SEED_STRIDE = 1_000_003
 
@@ -73,7 +71,7 @@ class Stepper:
                 f"{settings.batch_size} cannot share; launch a number of processes that divides "
                 f"{rows // settings.batch_size}"
             )
-        self.weights = torch.tensor(trained.depth_weights, device=accelerator.device)
+        self.weights = torch.tensor(trained.drafts.depth_weights, device=accelerator.device)
         self.form = make_form(trained, settings, accelerator, self.passes)
         self.dtype = next(trained.parameters()).dtype
         self.norm = torch.zeros(())
@@ -87,7 +85,6 @@ class Stepper:
         """
         settings, accelerator, form = self.settings, self.accelerator, self.form
         distributed = accelerator.num_processes > 1
-        self.trained.begin_step(number)
         for coming in range(max(self.expected, number), min(number + self.features.steps_ahead, settings.steps)):
             for place in self._places(coming):
                 self.features.expect(self.mixture.rows(place))
@@ -100,11 +97,11 @@ class Stepper:
         if stop:
             raise Interrupted
         set_lr(form.optimizer, number, settings)
-        scale = self.trained.loss_scale(counts).float()
+        scale = self.trained.drafts.loss_scale(counts).float()
         weight: Tensor | None = None
         for micro, (place, rows, count) in enumerate(zip(places, micros, own, strict=True)):
             self._seed(place)
-            with accelerator.autocast(), self.trained.original_target():
+            with accelerator.autocast():
                 batch = make_batch(self.target, rows, self.trained.drafts.aux_layer_ids, self.dtype)
             with form.one_pass(micro == self.passes - 1):
                 with accelerator.autocast():
@@ -134,11 +131,11 @@ class Stepper:
         """Return (K,) the number of supervised rows of a pass. They may be drawn at random, so the random state is set
         to the one that the loss will use."""
         self._seed(place)
-        return self.trained.counts(rows.loss_mask, rows.documents).double()
+        return self.trained.drafts.counts(rows.loss_mask, rows.documents).double()
 
     def head_weights(self) -> dict[str, Tensor]:
         """Return the head's weights with adapters merged. If they are sharded, only the main process gets them."""
-        return merged_weights(self.trained.head, self.form.head_weights())
+        return merged_weights(self.trained.head, self.form.weights())
 
     def _total(self, counts: Tensor, tokens: int, stop: bool) -> tuple[Tensor, int, bool]:
         """Return the sums over all processes, and True if any of them is to stop."""

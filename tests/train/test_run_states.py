@@ -42,7 +42,7 @@ def harm(run: Path, rng: random.Random) -> None:
         file.write_bytes(other if rng.random() < 0.25 else damage_bytes(file.read_bytes(), rng))
     if file.parent == checkpoint and file.name != "manifest.json" and rng.random() < 0.8:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest[file.name] = {"bytes": file.stat().st_size, "sha256": file_hash(file)}
+        manifest[file.name] = file_hash(file)
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     if rng.random() < 0.1:
         checkpoint.rename(checkpoint.with_name(rng.choice(["step-4", "step-9", "step-²", "step-0", "step-x"])))

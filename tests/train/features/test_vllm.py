@@ -17,9 +17,8 @@ from tests.faults import little_memory
 from tests.hidden_states_server import StubServer
 from tests.packed_rows import packed_rows
 from tests.runs import Settings, WriteRecipe, lines, train, weights
-from train.features.served import ServedFeatures
-from train.features.server import HiddenStatesServer
 from train.features.settings import VllmFeatures
+from train.features.vllm import HiddenStatesServer, ServedFeatures
 from train.launch import make_accelerator
 from train.recipe import Train
 
@@ -130,29 +129,11 @@ def test_a_server_that_was_away_is_asked_again(server: StubServer) -> None:
     client.close()
 
 
-def test_a_path_that_no_trial_will_find_ends_the_run_at_once(server: StubServer) -> None:
-    for url, completions, path in (("/nowhere", "/v1/completions", "models"), ("", "/generate", "completions")):
-        server.completions = completions
-        client = HiddenStatesServer(server.url + url, server.ids, 2)  # as patient as ever
-        with pytest.raises(UserError, match=f"{server.url}{url}: status 404 of /v1/{path}; give the server's own"):
-            client.take(torch.arange(6, 20))
-        client.close()
-
-
-def test_a_path_that_was_there_is_asked_for_again(server: StubServer) -> None:
-    client = HiddenStatesServer(server.url, server.ids, 2, patience=0.1)
-    assert client.take(torch.arange(6, 20)).shape == (14, 4, 32)
-    server.completions = "/elsewhere"
-    with pytest.raises(UserError, match=r"no answer in 0 s of trials \(status 404"):
-        client.take(torch.arange(6, 20))
-    client.close()
-
-
 def test_faults_of_a_server_are_named(server: StubServer, tmp_path: Path) -> None:
     tokens = torch.arange(6, 20)
 
     def states(url: str, ids: list[int], tokens: torch.Tensor = tokens) -> None:
-        client = HiddenStatesServer(url, ids, 2, patience=0.1)
+        client = HiddenStatesServer(url, ids, 2, retries=1)
         try:
             client.take(tokens)
         finally:
@@ -164,9 +145,13 @@ def test_faults_of_a_server_are_named(server: StubServer, tmp_path: Path) -> Non
         states(server.url, server.ids, tokens.repeat(40))
     with pytest.raises(ValueError, match="expected an address such as"):
         VllmFeatures(kind="vllm", url="nowhere")
-    with pytest.raises(UserError, match=r"no answer in 0 s .*; mend the server, and the same command goes on"):
+    with pytest.raises(UserError, match=r"no answer in 1 trials .* and the same command goes on"):
         states("http://127.0.0.1:9", server.ids)
+    with pytest.raises(UserError, match=f"{server.url}/no: status 404 of /v1/models; give the server's own address"):
+        states(f"{server.url}/no", server.ids)
+    server.lost = 9
+    with pytest.raises(UserError, match=r"its file cannot be read \(.*No such file"):
+        states(server.url, server.ids)
     server.folder = tmp_path / "elsewhere"
-    server.lost = 1
     with pytest.raises(UserError, match=r"cannot read .*elsewhere.*; share its folder"):
         states(server.url, server.ids)
