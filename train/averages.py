@@ -27,7 +27,6 @@ class Sums:
     """The loss and the head's other metrics by depth, summed over all processes."""
 
     def fits(self, depths: int) -> bool:
-        """Return True if the sums belong to a head of `depths` depths."""
         return LOSS in self.sums and all(len(row) == depths for row in (self.counts, *self.sums.values()))
 
 

@@ -136,7 +136,7 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
             copy_bytes=copy_bytes,
             gradients=gradients,
             optimizer=state,
-            checkpoint=sum(_size(tensor) for tensor in trained.stored.state_dict().values()) + state,
+            checkpoint=sum(_size(tensor) for tensor in head.state_dict().values()) + state,
             features=features,
             activations=activations,
             flops=flops / (train.batch_size * T),
