@@ -19,7 +19,6 @@ from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
 from train.adapter import add_adapters
-from train.averages import Interval
 from train.checkpointing import (
     RunState,
     check_continues,
@@ -42,7 +41,7 @@ from train.opening import Run, open_reader
 from train.optim import lr_factor
 from train.parallel import Trained
 from train.recipe import MOST_EPOCHS, Recipe, Train, plain_settings, with_steps
-from train.step import Stepper, rows_per_step
+from train.step import Interval, Stepper, rows_per_step
 
 
 class Outcome(NamedTuple):
