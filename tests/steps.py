@@ -18,7 +18,6 @@ from torch import nn
 
 from heads.registry import build_head
 from tests.small_targets import CPU, make_target
-from train.averages import Interval
 from train.checkpointing import RunState, load_checkpoint, save_checkpoint
 from train.data.cache import Document, corpus_of
 from train.data.packing import Mixture, Pool
@@ -26,7 +25,7 @@ from train.features.source import FeatureSource
 from train.launch import leave, make_accelerator
 from train.parallel import Trained
 from train.recipe import Train
-from train.step import Stepper
+from train.step import Interval, Stepper
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_attention_heads=4)
 T = 24
