@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from heads.target.frozen import FrozenTarget
+    from heads.target.model import FrozenTarget
 
 Made = TypeVar("Made")
 

@@ -9,7 +9,6 @@ empty, so the old folder is first moved into a hidden folder next to it. A reade
 killed there, reads the head from the hidden folder. Readers write nothing; the next save cleans up.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -28,12 +27,11 @@ from torch.overrides import TorchFunctionMode
 from transformers.utils.hub import cached_file
 
 from heads.errors import UserError, first_line
-from heads.files import is_full_disk, sync
+from heads.files import file_hash, is_full_disk, sync
 from heads.formats.contract import Verdict, check_folder
 from heads.registry import HEADS, UNTRAINED, kind_of
-from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
-from heads.target.frozen import FrozenTarget
 from heads.target.hub import repo_and_revision, with_names
+from heads.target.model import FrozenTarget
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -51,10 +49,11 @@ TARGET_TYPES: dict[str, tuple[type, ...]] = {
     "vocab_size": (int,),
     "num_layers": (int,),
     "quantize": (str, type(None)),
-    "adapter": (dict, type(None)),
     "template": (dict, type(None)),
+    "adapter": (str, type(None)),
+    "gguf_file": (str, type(None)),
 }
-"""Types of the target's fields in a head's record. The last three fields may be absent."""
+"""Types of the target's fields in a head's record. Fields that may be null may be absent, except the name."""
 
 Found = TypeVar("Found")
 
@@ -72,13 +71,17 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_layers": target.num_layers,
-        "adapter": target.adapter,
         "template": dict(target.template),
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": getattr(config, "eos_token_id", None),
         "pad_token_id": getattr(config, "pad_token_id", None),
         "config": {key: value for key, value in whole.items() if key != "_name_or_path"},
         "trust_remote_code": target.trust_remote_code,
+        **{
+            name: value
+            for name, value in (("adapter", target.merged_adapter), ("gguf_file", target.gguf_file))
+            if value
+        },
     }
 
 
@@ -88,13 +91,12 @@ def save_head(
     *,
     target: dict[str, Any],
     provenance: dict[str, Any] | None = None,
-    write_adapter: Callable[[Path], dict[str, Any]] | None = None,
 ) -> None:
     """Write a head into `folder`, replacing what is there. `target` is the `target_record` of its target.
 
     Heads are shared with others, so the provenance is saved without the command and with names instead of paths. The
     target's path is kept, because the head finds its target with it. If `folder` is a symbolic link, the head is
-    written to its destination. `write_adapter` writes the target's adapter into a folder and returns its record.
+    written to its destination.
     """
     folder = Path(os.path.realpath(folder))
     old = _replaced(folder)
@@ -117,8 +119,6 @@ def save_head(
         save_file(weights, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors makes it readable only by its owner
         ours["sha256"] = file_hash(file)
-        if write_adapter is not None:
-            ours["target"]["adapter"] = write_adapter(fresh / ADAPTER)
         config = {**form.engine_config(head.config, target, dtype), "draftsmith": ours}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if form.write_beside is not None:
@@ -137,12 +137,6 @@ def save_head(
         ) from error
     finally:
         _put_back(folder)
-
-
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _replaced(folder: Path) -> Path:
@@ -297,10 +291,6 @@ def find_head(path: str | Path) -> Path:
         )
     folder = _from_hub(path, repo, revision, CONFIG).parent
     _from_hub(path, repo, revision, HEADS[read_config(folder)["kind"]].format.weights_file)
-    if read_config(folder)["target"].get("adapter"):
-        with suppress(OSError, ValueError):  # reported when they are read
-            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-                cached_file(repo, f"{ADAPTER}/{name}", revision=revision)
     return folder
 
 
@@ -346,7 +336,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for section in ("config", "target", "provenance"):
         if not isinstance(record.get(section), dict):
             raise UserError(f"{file}: draftsmith.{section} is no JSON object; fetch or train it again")
-    if absent := TARGET_TYPES.keys() - {"quantize", "adapter", "template"} - record["target"].keys():
+    if absent := TARGET_TYPES.keys() - {"quantize", "template", "adapter", "gguf_file"} - record["target"].keys():
         raise UserError(f"{file}: draftsmith.target lacks {min(absent)}; fetch or train it again")
     for name, types in TARGET_TYPES.items():
         value = record["target"].get(name)
@@ -372,30 +362,13 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return bool(holders)
 
 
-def adapt_target(path: str | Path, target: FrozenTarget) -> None:
-    """Merge the adapter in a head's folder, if there is one, into a target. Raises UserError if they do not belong
-    together."""
-    folder = find_head(path)
-    trained_for = read_config(folder)["target"]
-    if facts := trained_for.get("adapter"):
-        _check_base(path, trained_for, target)
-        merge_adapter(target, _read(folder, lambda place: place) / ADAPTER, facts)
-
-
 def check_fits(path: str | Path, target: FrozenTarget) -> None:
-    """Raise UserError for a head that was trained for another target: with another width, vocabulary or depth, other
-    weights or another adapter.
+    """Raise UserError for a head that was trained for another target: with another width, vocabulary or depth, or
+    other weights.
 
     All quantised forms of a target count as that target. The user chooses on which of them a head runs.
     """
     trained_for = read_config(find_head(path))["target"]
-    _check_base(path, trained_for, target)
-    if trained_for.get("adapter") != target.adapter:
-        which = "the target with the adapter in its folder" if trained_for.get("adapter") else "the target as it is"
-        raise UserError(f"{path}: trained for {which}, which this one is not; measure it on its own target")
-
-
-def _check_base(path: str | Path, trained_for: dict[str, Any], target: FrozenTarget) -> None:
     known = trained_for["name"]  # None in a published head whose target is a folder
     where = "a target" if known is None else f"target {known}"
     for name, ours, theirs in (

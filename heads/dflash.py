@@ -13,21 +13,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from heads.block.draft import DraftBlockHead
-from heads.block.settings import DraftBlockConfig, DraftBlockSettings
+from heads.block.settings import DraftBlockConfig
 from heads.errors import expect_one_of
 from heads.labels import LABELS
 from heads.losses import LOSSES
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlashSettings(DraftBlockSettings):
-    """Settings of the head in a recipe."""
-
-    loss: str = "kl"
-    """`labels`: cross-entropy on the text. Or a divergence between the distributions of target and draft: `kl`,
-    `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
-    causal: bool = False
-    """A row does not see later rows of its block (JetSpec)."""
+from heads.settings import DFlashSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,15 @@ tokens.
     q_k  = softmax S_k
 
 One pass computes the candidates of all rows; the previous token then decides among them. The convolutions
-(`heads.block.convolution`) pass on from row to row what attention would have to find. A new head drafts like DFlash: B
+(`heads.dflash2`) pass on from row to row what attention would have to find. A new head drafts like DFlash: B
 is 0 and its convolutions change nothing.
 
 Loss of a row: DFlash's at U, plus selector_weight * sum over C of -p log q, where a is the true token before, and p the
 label's or the target's distribution, as `loss` says. On average over labels it equals the references' cross-entropy,
 which leaves out rows whose label is not a candidate.
 
-Letters: V vocabulary, D hidden, M blocks, K depth, r rank.
+Letters: V vocabulary, D hidden, K depth, r rank, B batch, N blocks, R rows of a block, t taps, G groups of channels, c
+channels of a group.
 """
 
 from dataclasses import dataclass, replace
@@ -21,32 +22,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from heads.base import RoundReads
-from heads.block.convolution import BlockConvolution, ConvolvedLayer
 from heads.block.draft import DraftBlockState
 from heads.block.loss import Candidates
-from heads.dflash import DFlash, DFlashConfig, DFlashSettings
+from heads.dflash import DFlash, DFlashConfig
 from heads.errors import UserError, expect
-from heads.initial.weights import TargetProbe
-from heads.layers import MOST, Attention, DecoderLayer
+from heads.initial.start import TargetProbe
+from heads.layers import MOST, Attend, Attention, CosSin, DecoderLayer
+from heads.settings import DFlash2Settings
 from heads.tree import TreeShape, check_width
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlash2Settings(DFlashSettings):
-    """Settings of the head in a recipe."""
-
-    conv_kernel_size: int = 2
-    """Number of rows that a convolution reads: a row's own and those before it in its block."""
-    conv_group_size: int = 16
-    """Number of channels that share a coefficient computed from the state; a divisor of the target's width."""
-    selector_rank: int = 256
-    """Rank of the matrix from the previous token to the addition to the candidates' logits."""
-    selector_top_k: int = 16
-    """Number of candidates of each row, and maximum number of children of a tree node."""
-    selector_weight: float = 1.0
-    """Factor of the cross-entropy among the candidates in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +53,65 @@ class DFlash2Config(DFlashConfig, DFlash2Settings):
         expect(self.selector_weight >= 0, "head.selector_weight", "0 or more", self.selector_weight)
         if self.draft_vocab_size is not None:
             raise UserError("head.draft_vocab_size: a DFlash2 head drafts all tokens of its target")
+
+
+class BlockConvolution(nn.Module):
+    """Two convolutions, before and after one sublayer."""
+
+    def __init__(self, width: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.taps, self.groups = taps, width // group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * self.groups, bias=False)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Make both convolutions change nothing."""
+        self.base_kernel.zero_()
+        self.base_kernel[:, 0] = 1.0
+        self.kernel_projection.weight.zero_()
+
+    def kernels(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is added to the base of each of the two convolutions (B, R, t, G), from normed rows u
+        (B, R, D)."""
+        first, second = self.kernel_projection(u).unflatten(-1, (2, self.taps, self.groups)).unbind(-3)
+        return first, second
+
+    def convolve(self, x: Tensor, kernel: Tensor, side: int, rows: int) -> Tensor:
+        """Convolve blocks of `rows` rows, x (B, N * R, D), with the base plus `kernel` (B, N * R, t, G). `side`: 0
+        before the sublayer, 1 after it."""
+        blocks = x.unflatten(1, (-1, rows)).unflatten(-1, (self.groups, -1))  # (B, N, R, G, c)
+        base = self.base_kernel[side].to(x.dtype).unflatten(-1, (self.groups, -1))  # (t, G, c)
+        taps = base + kernel.unflatten(1, (-1, rows))[..., None]  # (B, N, R, t, G, c)
+        out = taps[..., 0, :, :] * blocks
+        for i in range(1, min(self.taps, rows)):
+            out = out + taps[..., i, :, :] * pad(blocks[:, :, :-i], (0, 0, 0, 0, i, 0))
+        return out.flatten(-2).flatten(1, 2)  # type: ignore[no-any-return]
+
+
+class ConvolvedLayer(DecoderLayer):
+    """Decoder layer with convolutions around its sublayers."""
+
+    def __init__(self, config: Any, attention: Attention) -> None:
+        super().__init__(config, attention)
+        self.attention_conv, self.mlp_conv = (
+            BlockConvolution(config.hidden_size, config.conv_kernel_size, config.conv_group_size) for _ in range(2)
+        )
+
+    @property
+    def convolutions(self) -> tuple[BlockConvolution, BlockConvolution]:  # type: ignore[override]
+        return self.attention_conv, self.mlp_conv
+
+    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: int | None = None) -> Tensor:
+        """Apply the layer to blocks of `rows` rows, x (B, N * R, D). By default x is one block."""
+        rows = rows or x.shape[1]
+        u, conv = self.input_layernorm(x), self.attention_conv
+        enter, leave = conv.kernels(u)
+        x = x + conv.convolve(self.self_attn(conv.convolve(u, enter, 0, rows), cos_sin, attend), leave, 1, rows)
+        u, conv = self.post_attention_layernorm(x), self.mlp_conv
+        enter, leave = conv.kernels(u)
+        return x + conv.convolve(self.mlp(conv.convolve(u, enter, 0, rows)), leave, 1, rows)
 
 
 class CandidateSelector(nn.Module):

@@ -34,22 +34,22 @@ from heads.base import (
     from_plain,
     given,
 )
-from heads.draft_state import take_newest
-from heads.errors import UserError, expect, expect_one_of
+from heads.errors import UserError
 from heads.formats.base import check_tensors
-from heads.growth import grow
+from heads.growth import grow, take_newest
 from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
 from heads.losses import LOSSES, Divergence, draft_loss, jsd
+from heads.settings import DraftSettings
 from heads.target.cached import CachedDecoder, CacheSpec
 from heads.target.decoder import NativeDecoder, why_not_native
 from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
 from heads.target.forward import decode_packed
-from heads.target.frozen import FrozenTarget, LanguageModel
 from heads.target.hf import HFDecoder, positions_of
-from heads.target.recurrent_layers import find_mixers
+from heads.target.mixers import find_mixers
+from heads.target.model import FrozenTarget, LanguageModel
 from heads.target.slots import Drafted, Observed, SlotMapping, round_up
-from heads.target.smaller_model import (
+from heads.target.smaller import (
     empty_model,
     fit_vocabulary,
     fresh_model,
@@ -59,53 +59,6 @@ from heads.target.smaller_model import (
     own_weights,
 )
 from heads.tree import Proposal, TreeShape, check_width, level_widths, scratch_slots
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSettings:
-    """Low-rank adapters, trained in place of whole matrices (LoRA, arXiv 2106.09685). Saved heads contain them
-    merged."""
-
-    rank: int = 16
-    """Rank of the low-rank matrices."""
-    alpha: float = 32.0
-    """Scale of the update, which is alpha / rank times the product of the two matrices."""
-    modules: tuple[str, ...] | None = None
-    """Layers that get an adapter, by the last part of their names, such as `q_proj`. Null: every linear layer but the
-    output head."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or not self.alpha > 0 or self.modules == ():
-            raise UserError(
-                f"head.lora: expected a rank of at least 1, alpha above 0 and some modules, got rank {self.rank}, "
-                f"alpha {self.alpha}, modules {None if self.modules is None else list(self.modules)}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftSettings:
-    """Settings of the head in a recipe. Exactly one of `path`, `layers` and `fresh` is given."""
-
-    path: str | None = None
-    """Smaller model with the target's tokenizer: a folder or a Hub id."""
-    layers: tuple[int, ...] | None = None
-    """Layers of the target to keep, ascending. The draft is a copy of the target with only these layers."""
-    fresh: dict[str, Any] | None = None
-    """Settings of a randomly initialised model of the target's family, such as hidden_size. Settings left out are the
-    target's."""
-    loss: str = "kl"
-    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
-    `negative_log_acceptance`, `jsd` or `kl_tv`. Or `labels`: cross-entropy on the text."""
-    beta: float | None = None
-    """`jsd` only: weight of the target's distribution in the mixture. Null: 0.5."""
-    lora: LoraSettings | None = None
-    """LoRA adapters to train. Null: all weights are trained."""
-
-    def __post_init__(self) -> None:
-        expect_one_of([*LOSSES, LABELS], "head.loss", self.loss)
-        if self.beta is not None and self.loss != "jsd":
-            raise UserError(f"head.beta: has no effect with loss {self.loss}; leave it out, or set head.loss=jsd")
-        expect(self.beta is None or 0 < self.beta < 1, "head.beta", "a number between 0 and 1", self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,31 +22,11 @@ from torch import Tensor, nn
 
 from heads.base import RoundReads
 from heads.block.draft import DraftBlockHead, DraftBlockState
-from heads.block.settings import DraftBlockConfig, DraftBlockSettings
+from heads.block.settings import DraftBlockConfig
 from heads.errors import UserError, expect
-from heads.initial.bigrams import bigrams
-from heads.initial.weights import TargetProbe
+from heads.initial.start import TargetProbe, bigrams
 from heads.labels import LABELS
-
-
-@dataclass(frozen=True, kw_only=True)
-class DSparkSettings(DraftBlockSettings):
-    """Settings of the head in a recipe."""
-
-    block_size: int = 7
-    """Number of rows of a block, the root's included, and of tokens that are drafted. Tau is best when as many are
-    drafted as in training."""
-    markov_rank: int = 256
-    """Rank of the matrix from the previous token to the logits of the next."""
-    ce_weight: float = 0.1
-    """Factor of the labels' cross-entropy in the loss."""
-    kl_weight: float = 0.0
-    """Factor of the KL divergence between the distributions of target and draft in the loss. On the target's own
-    answers its gradient equals that of the cross-entropy on average, without the noise of single tokens."""
-    l1_weight: float = 0.9
-    """Factor of the L1 distance between the distributions of target and draft in the loss."""
-    confidence_weight: float = 1.0
-    """Factor of the confidence's cross-entropy in the loss. With 0 the head has no confidence head."""
+from heads.settings import DSparkSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,44 +21,15 @@ from torch import Tensor, nn
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, expect
 from heads.formats.base import check_tensors
-from heads.initial.copying import AttentionProbe, directions
-from heads.initial.weights import TargetProbe, begin
-from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, BlockSettings, CosSin, RMSNorm, StartSettings
+from heads.initial.start import AttentionProbe, TargetProbe, begin, directions
+from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, CosSin, RMSNorm
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent
-from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
-from heads.target.frozen import FrozenTarget
-from heads.target.head_shape import block_settings, check_one_width
-from heads.target.rotary import RotarySettings, rotary_of
+from heads.settings import Eagle3Settings
+from heads.target.head_shape import block_settings, check_aux_layer_ids, check_one_width, default_aux_layer_ids
+from heads.target.model import FrozenTarget
+from heads.target.rotary import rotary_of
 from heads.vocab import build_vocab, read_vocab, vocab_tables
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
-    """Settings of the head in a recipe."""
-
-    aux_layer_ids: tuple[int, ...] | None = None
-    """Layers whose auxiliary hidden states the head reads, ascending, numbered by the layer that a state enters; 0 is
-    the embeddings. Null: layers 2, n/2 and n - 3 of a target with n layers."""
-    draft_vocab_size: int | None = None
-    """Tokens the head can draft: the most frequent in the training data. Null: 32,000, or the target's whole vocabulary
-    if it is smaller."""
-    depth: int = 7
-    """Number of steps of the training-time test."""
-    depth_decay: float = 0.8
-    """Weight of step k in the loss is depth_decay^k, k from 0."""
-    loss: str = "kl"
-    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
-    `negative_log_acceptance`, `jsd` or `kl_tv`."""
-    fc_norm: bool = False
-    """EAGLE-3.1: normalise each auxiliary hidden state with its own RMSNorm before they are fused."""
-    norm_output: bool = False
-    """EAGLE-3.1: recycle the state after the final norm instead of before it. The EAGLE repository supports neither
-    `fc_norm` nor `norm_output`."""
-    sliding_window: int | None = None
-    """Number of positions that attention sees, the token's own included, so that the draft's time and memory do not
-    grow with the text. Null: all. vLLM reads it from the config; SGLang takes it as an option of its command;
-    the EAGLE repository would attend to all positions."""
 
 
 @dataclass(frozen=True, kw_only=True)

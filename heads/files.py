@@ -1,6 +1,7 @@
 """Files and folders that are complete or absent, even after a power cut."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -19,6 +20,12 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def temporary_of(final: Path) -> Path:

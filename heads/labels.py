@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad as padded
 
 from heads.base import Batch
-
-LABELS = "labels"
-"""Loss that is the cross-entropy of the tokens in the data, without the target's distribution."""
+from heads.settings import LABELS as LABELS
 
 
 def certain_of_labels(vocab_size: int) -> Callable[[Tensor], Tensor]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from heads.errors import UserError, expect, expect_one_of
+from heads.errors import UserError, expect
+from heads.settings import BlockSettings
 
 MOST = 2**53
 """Upper limit of a setting. Larger whole numbers are not exact as floating-point numbers."""
@@ -24,41 +25,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 drafting."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockSettings:
-    """Settings of a head's decoder block."""
-
-    intermediate_size: int | None = None
-    """Width of the MLP. Null: the target's."""
-    num_attention_heads: int | None = None
-    """Number of attention heads. Null: the target's."""
-    num_key_value_heads: int | None = None
-    """Number of key and value heads, each shared by a group of attention heads. Null: the target's."""
-    head_dim: int | None = None
-    """Width of one attention head. Null: the target's."""
-    rms_norm_eps: float | None = None
-    """Epsilon of the norms. Null: the target's."""
-    rope_theta: float | None = None
-    """Base of the rotary frequencies. Null: the target's."""
-
-
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of a layer's attention, as named in transformers."""
-COPYING, TARGET, RANDOM = INITIAL_WEIGHTS = ("copying", "target", "random")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartSettings:
-    """Setting of heads whose first weights can be computed from the target's features."""
-
-    initial_weights: str = COPYING
-    """Weights before training. `target`: the head passes on the target's highest auxiliary hidden state and decodes it
-    as the target would. `copying`: in addition, its first attention finds the token that followed earlier occurrences
-    of the newest one. `random`: PyTorch's, as in other trainers."""
-
-    def check_start(self) -> None:
-        """Raise UserError for an unknown name."""
-        expect_one_of(INITIAL_WEIGHTS, "head.initial_weights", self.initial_weights)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,14 +33,14 @@ from heads.base import (
     from_plain,
     given,
 )
-from heads.draft_state import take_newest
 from heads.errors import UserError, expect
 from heads.formats.base import check_tensors
-from heads.growth import grow
+from heads.growth import grow, take_newest
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
-from heads.target.frozen import FrozenTarget
+from heads.settings import MedusaSettings
 from heads.target.head_shape import check_one_width
+from heads.target.model import FrozenTarget
 from heads.target.product import with_products
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import build_vocab, check_kept, check_table
@@ -74,26 +74,6 @@ def grow_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, 
 MOST_LAYERS = 64
 AHEAD = 2
 """Depth 0, head 1 in the paper, predicts the token at t + AHEAD."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MedusaSettings:
-    """Settings of the head in a recipe."""
-
-    draft_vocab_size: int | None = None
-    """Tokens the head can draft: the most frequent in the training data. Null: the target's whole vocabulary, as in
-    the paper."""
-    depth: int = 5
-    """Number of Medusa heads. The k-th head drafts the k-th draft token."""
-    num_layers: int = 1
-    """Number of residual blocks in each head."""
-    depth_decay: float = 0.8
-    """Weight of head k in the loss is depth_decay^k, k from 0."""
-    loss: str = LABELS
-    """`labels`: cross-entropy on the text, as in the paper. Or a divergence between the distributions of target and
-    draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
-    tree_nodes: int = 64
-    """Number of nodes of the static tree, root included. The tree is grown from measured accuracies; 0 grows none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,14 +27,14 @@ from heads.errors import UserError, expect, expect_one_of, first_line
 from heads.formats.base import FLOATS, check_tensors
 from heads.formats.mtp import LAYOUTS, Layout, from_field, native_config, read_native, shared_layers, to_field
 from heads.formats.source import Source, tensor_files
-from heads.initial.copying import AttentionProbe, directions
-from heads.initial.weights import TargetProbe, begin
-from heads.layers import Attend, Attention, BlockConfig, BlockSettings, CosSin, DecoderLayer, RMSNorm, StartSettings
+from heads.initial.start import AttentionProbe, TargetProbe, begin, directions
+from heads.layers import Attend, Attention, BlockConfig, CosSin, DecoderLayer, RMSNorm
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent
-from heads.target.block import BlockMaker
-from heads.target.frozen import FrozenTarget
+from heads.settings import BlockSettings, MtpSettings
+from heads.target.family_layers import BlockMaker
 from heads.target.head_shape import block_settings, check_one_width
+from heads.target.model import FrozenTarget
 from heads.target.rotary import rotary_of, rotation_by
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
@@ -45,34 +45,11 @@ TOKEN_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpSettings(StartSettings, BlockSettings):
-    """Settings of the head in a recipe. `initial_weights` has no effect on native modules."""
-
-    draft_vocab_size: int | None = None
-    """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. Null: the
-    target's whole vocabulary, which is all that engines support."""
-    native: bool = False
-    """Start from the modules in the target's checkpoint. They determine the head's shape."""
-    layout: str | None = None
-    """Model family that determines the tensor names and the order of the projection's inputs: `mimo`, `deepseek` or
-    `qwen`. Null: `mimo`, or the family of the native modules."""
-    num_modules: int | None = None
-    """Number of modules. The last one is applied at all remaining steps. Null: 1, or the number of native modules."""
-    depth: int | None = None
-    """Number of steps to train. Null: 3, or the number of native modules if that is larger."""
-    depth_decay: float = 0.6
-    """Weight of step k in the loss is depth_decay^(k - 1), as a fraction of the sum of all weights."""
-    loss: str = "kl"
-    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
-    `negative_log_acceptance`, `jsd` or `kl_tv`."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class MtpConfig(BlockConfig, MtpSettings):
     """Everything that the head's function and its training loss depend on."""
 
     decoder: dict[str, Any] | None = None
-    """Native modules: the record that their blocks are made from (`heads.target.block.block_record`)."""
+    """Native modules: the record that their blocks are made from (`heads.target.family_layers.block_record`)."""
     draft_vocab_size: int = field()
     layout: str = "mimo"
     num_modules: int = 1

@@ -11,11 +11,13 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from heads.base import Origin
-from heads.checkpoint import check_fits, file_hash, find_head, load_head, restore_head
+from heads.checkpoint import check_fits, find_head, load_head, restore_head
 from heads.errors import UserError, first_line
+from heads.files import file_hash
 from heads.formats.source import foreign_config, open_source
 from heads.registry import HEADS, kind_of
-from heads.target.frozen import FrozenTarget
+from heads.settings import SETTINGS
+from heads.target.model import FrozenTarget
 
 
 def is_published(path: str) -> bool:
@@ -72,7 +74,7 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     for name, value in settings.items():
         if value is not None and name not in method.training and config.get(name) != value:
             raise UserError(f"head.{name}: the head in {path} has {config.get(name)}, got {value}; leave it out")
-    defaults = {field.name: field.default for field in fields(method.Settings) if field.default is not None}
+    defaults = {field.name: field.default for field in fields(SETTINGS[kind]) if field.default is not None}
     chosen = {**defaults, **{name: value for name, value in settings.items() if value is not None}}
     config |= {name: value for name, value in chosen.items() if name in method.training}
     return method.head.from_checkpoint(config, found.to_checkpoint())

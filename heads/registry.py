@@ -6,19 +6,19 @@ from typing import Any
 from torch import Tensor
 
 from heads.base import from_plain
-from heads.dflash import DFlash, DFlashSettings
-from heads.dflash2 import DFlash2, DFlash2Settings
-from heads.draft_model import Draft, DraftSettings
-from heads.dspark import DSpark, DSparkSettings
-from heads.eagle3 import Eagle3, Eagle3Settings
+from heads.dflash import DFlash
+from heads.dflash2 import DFlash2
+from heads.draft_model import Draft
+from heads.dspark import DSpark
+from heads.eagle3 import Eagle3
 from heads.errors import UserError
 from heads.formats import dflash, draft_model, eagle3, medusa, mtp
 from heads.formats.base import Format
-from heads.medusa import Medusa, MedusaSettings
-from heads.mtp import Mtp, MtpSettings
-from heads.target.frozen import FrozenTarget
-from heads.untrained.early_exit import EarlyExit
-from heads.untrained.lookup import Lookup
+from heads.medusa import Medusa
+from heads.mtp import Mtp
+from heads.settings import SETTINGS
+from heads.target.model import FrozenTarget
+from heads.untrained.untrained import EarlyExit, Lookup
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,6 @@ class Method:
 
     head: type[Any]
     """Class that implements `heads.base.DraftHead`."""
-    Settings: type[Any]
-    """Settings of the head in a recipe, a frozen dataclass with defaults. None is replaced with the target's value."""
     format: Format
     """Format of the folder in which the head is saved."""
     training: frozenset[str] = frozenset({"depth", "depth_decay", "loss"})
@@ -39,13 +37,13 @@ ANCHORED = frozenset({"num_anchors", "gamma", "weights"})
 """Settings that affect only the training of heads that draft a block."""
 
 HEADS = {
-    "eagle3": Method(Eagle3, Eagle3Settings, eagle3.FORMAT),
-    "medusa": Method(Medusa, MedusaSettings, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
-    "mtp": Method(Mtp, MtpSettings, mtp.FORMAT),
-    "dflash": Method(DFlash, DFlashSettings, dflash.DFLASH, ANCHORED | {"loss"}),
-    "dflash2": Method(DFlash2, DFlash2Settings, dflash.DFLASH2, ANCHORED | {"loss", "selector_weight"}),
-    "dspark": Method(DSpark, DSparkSettings, dflash.DSPARK, ANCHORED | {"ce_weight", "kl_weight", "l1_weight"}),
-    "draft": Method(Draft, DraftSettings, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
+    "eagle3": Method(Eagle3, eagle3.FORMAT),
+    "medusa": Method(Medusa, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
+    "mtp": Method(Mtp, mtp.FORMAT),
+    "dflash": Method(DFlash, dflash.DFLASH, ANCHORED | {"loss"}),
+    "dflash2": Method(DFlash2, dflash.DFLASH2, ANCHORED | {"loss", "selector_weight"}),
+    "dspark": Method(DSpark, dflash.DSPARK, ANCHORED | {"ce_weight", "kl_weight", "l1_weight"}),
+    "draft": Method(Draft, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
 }
 """Methods by kind, the name in recipes and in saved heads. A published head is read as the first kind that recognises
 it. Draft models come last, because the folders of other heads look like models, too."""
@@ -66,11 +64,10 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
     token_counts (V,) int64: how often each target id is a label in the training data. The draft vocabulary is chosen
     from it.
     """
-    method = HEADS[kind]
     chosen = {name: value for name, value in settings.items() if value is not None}
-    if others := chosen.keys() - {field.name for field in fields(method.Settings)}:
+    if others := chosen.keys() - {field.name for field in fields(SETTINGS[kind])}:
         raise UserError(f"head.{min(others)}: decided by the target, or no setting at all; take it out of the recipe")
-    return method.head.for_target(from_plain(method.Settings, chosen), target, token_counts)
+    return HEADS[kind].head.for_target(from_plain(SETTINGS[kind], chosen), target, token_counts)
 
 
 def untrained_kind(text: str) -> str | None:

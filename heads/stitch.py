@@ -25,8 +25,8 @@ from heads.formats.mtp import LAYOUTS, MTP, SHARED, MtpLoader, find_modules, mod
 from heads.formats.source import DAMAGE, INDEX, tensor_files
 from heads.mtp import Mtp
 from heads.published import open_any
-from heads.target.frozen import load_target
 from heads.target.hub import is_here
+from heads.target.load import load_target
 
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes that modules are stored in, by their names in safetensors files."""

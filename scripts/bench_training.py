@@ -7,8 +7,7 @@ All variants run the same head on the same random features: forward, backward an
 of them. The plain step follows the formula: it computes the target's logits for every token and its distribution over
 the draft vocabulary, and keeps the draft's logits of every step for the backward pass. Each variant runs in its own
 process, several times, in turn with the other variants. The median step counts. Memory is the peak above what is
-allocated before the step (weights, features, optimizer state). The losses must agree. At the end, tensors without data
-count what the steps of the training-time test keep for the backward pass at the shape of an 8B target.
+allocated before the step (weights, features, optimizer state). The losses must agree.
 """
 
 import argparse
@@ -34,7 +33,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--draft-vocab", type=count, default=8192)
     add("--repeats", type=count, default=3, help="processes of each variant, in turn")
     add("--updates", type=count, default=5, help="steps timed in each process, after one that is not")
-    add("--long", type=count, default=32_768, help="T of the count at the shape of an 8B target")
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--out", type=Path, help="a JSON file for the record")
     add("--variant", choices=VARIANTS, help=argparse.SUPPRESS)

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 from eval.command import asks_usage
 from train.entry import LAUNCH, run_script
-from train.usage import target_recipe_keys
+from train.target_recipe import TargetRecipe
+from train.usage import keys_of
 
 USAGE = f"usage: {LAUNCH} scripts/make_target.py RECIPE.yaml [key.sub=value ...]"
 
 
 def main(arguments: Sequence[str]) -> int:
-    if asks_usage(USAGE, arguments, keys=target_recipe_keys):
+    if asks_usage(USAGE, arguments, keys=lambda: keys_of(TargetRecipe)):
         return 0
     from train.target_making import make_target
 

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from eval.command import asks_usage
 from train.entry import run_script
-from train.usage import recipe_keys
+from train.recipe import Recipe
+from train.usage import keys_of
 
 USAGE = "usage: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...]"
 
 
 def main(arguments: Sequence[str]) -> int:
-    if asks_usage(USAGE, arguments, keys=recipe_keys):
+    if asks_usage(USAGE, arguments, keys=lambda: keys_of(Recipe)):
         return 0
     from train.data.regenerating import regenerate
 

@@ -16,7 +16,7 @@ import torch
 from eval.benchmark.loading import load_pair
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 Answer = Callable[[Request], list[int]]
 Reply = tuple[int, bytes]

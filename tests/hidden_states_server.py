@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from tests.answering import QuietHandler, QuietServer
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import shape_for
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from train.entry import attempt
 from train.loop import Outcome, fit
 from train.opening import open_run

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGener
 
 from eval.runtime.engine import Engine, EngineOptions, Output
 from heads.registry import build_head, build_untrained
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape, parse_shape
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself and the ones before it
 LEAN = {"torch", "transformers", "safetensors", "numpy", "triton"}  # what heads/ and eval/runtime/ may import
-OPTIONAL = {"heads/target/quantization.py": {"torchao"}}
+OPTIONAL = {"heads/target/quantization.py": {"torchao"}, "heads/target/load.py": {"peft"}}
 DEPENDENCIES = LEAN | {
     *("accelerate", "aiohttp", "datasets", "deepspeed", "huggingface_hub", "hypothesis", "jinja2", "matplotlib"),
     *(

@@ -22,13 +22,12 @@ from eval.benchmark.records import apply_template, read_records
 from eval.benchmark.results import read_results
 from eval.command import exit_status
 from eval.reporting.report import report_command
-from heads.checkpoint import file_hash, find_head, load_head, read_config, save_head
+from heads.checkpoint import find_head, load_head, read_config, save_head
 from heads.errors import UserError
-from heads.files import check_file, is_full_disk
+from heads.files import check_file, file_hash, is_full_disk
 from tests.faults import small_files
 from tests.runs import forget_accelerator
 from train.entry import attempt
-from train.recipe import load_recipe
 
 WEIGHTS = "model.safetensors"
 BAD = "data.sources.0.path=bad.jsonl"
@@ -306,17 +305,11 @@ def test_no_memory_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> N
 def test_what_no_one_means_is_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
 
-    def recipe_of(text: str) -> Callable[[], object]:
-        (tmp_path / f"{len(text)}.yaml").write_text(text)
-        return lambda: load_recipe(tmp_path / f"{len(text)}.yaml")
-
     def chat(template: str) -> object:
         tokenizer.chat_template = template
         return apply_template([{"role": "user", "content": "hi"}], tokenizer, "place")
 
     actions: list[Callable[[], object]] = [
-        *map(recipe_of, ("[" * 3000, "a: 2020-13-41\n", f"a: {'9' * 5000}\n", "a: !!int x\n", "a: &a [*a]\n")),
-        *(lambda path=path: load_recipe(path) for path in ("", "x" * 300, "a\0b", "/")),  # type: ignore[misc]
         *(lambda read=read: read("x" * 300 + ".jsonl") for read in (read_records, suite_records, find_head)),  # type: ignore[misc]
         *(lambda text=text: chat(text) for text in ("{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")),  # type: ignore[misc]
         lambda: held_out_prompts(tokenizer, 10**8, 64, 0),

@@ -30,12 +30,12 @@ from heads.formats.dflash_reading import SCALED
 from heads.formats.eagle3 import EAGLE3
 from heads.formats.medusa import OLD_VLLM
 from heads.registry import HEADS, build_head
-from heads.target.frozen import load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
 from tests.chats import encode_chat
 from tests.runs import forget_accelerator
 from tests.switches import forget_library
 from train.entry import LAUNCH, attempt
-from train.planning.command import parse_arguments as plan_arguments
+from train.planning.plan import parse_arguments as plan_arguments
 from train.recipe import load_recipe
 from train.target_recipe import load_target_recipe
 
@@ -50,7 +50,6 @@ RECORDS = ROOT / "eval/results"
 ELSEWHERE = {
     **dict.fromkeys(("pip", "pytest", "ruff", "mypy"), ".ci/run"),
     "scripts/make_target.py": "tests/scripts/test_make_target.py",
-    "scripts/recipe_keys.py": "tests/train/test_recipe_keys.py",
 }
 """Program -> the file that runs it."""
 TRAIN = (
@@ -71,7 +70,7 @@ TINY = {
     "eval/chat.py": "--max-new-tokens 4",
     "scripts/audit.py": "--num-prompts 2 --max-prompt-tokens 32 --max-new-tokens 4",
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 4 --repeats 1",
-    "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1 --long 9",
+    "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1",
 }
 """Program -> options that make it fast."""
 METHODS = {
@@ -198,7 +197,14 @@ def start(program: str, arguments: list[str]) -> int:
     return exit_status(lambda: module.main(arguments))
 
 
-@pytest.mark.parametrize("command", RUN, ids=lambda command: f"{command.page}: {command.text}")
+def marked(command: Command) -> Any:
+    """Return a command as a slow test if it starts processes, or makes a record and no run that another page names."""
+    record = not command.program.startswith("train/") or "output_dir=" in command.text
+    slow = command.program == "eval/sweep.py" or (command.page == "eval/results/README.md" and record)
+    return pytest.param(command, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("command", map(marked, RUN), ids=lambda command: f"{command.page}: {command.text}")
 def test_a_command_runs(
     command: Command, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +212,7 @@ def test_a_command_runs(
     monkeypatch.chdir(checkout)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys, "argv", [command.program])
     for name, value in (
         word.split("=", 1) for word in command.words[: command.words.index(command.program)] if "=" in word
     ):

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from heads.checkpoint import file_hash
 from heads.errors import UserError, first_line
-from heads.files import begin_folder, is_full_disk, temporary_of, whole_folder, write_json
+from heads.files import begin_folder, file_hash, is_full_disk, temporary_of, whole_folder, write_json
 from train.averages import Sums
 from train.launch import on_main
 from train.parallel import Replicas

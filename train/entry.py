@@ -3,11 +3,10 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from eval.command import asks_usage, exit_status, print_line
-from train.strict_yaml import read_settings
-from train.usage import recipe_keys
+from train.recipe import Recipe, load_recipe
+from train.usage import keys_of
 
 LAUNCH = "accelerate launch -q --config_file recipes/accelerate/local.yaml"
 PLAN = "--plan"
@@ -15,7 +14,7 @@ USAGE = (
     f"usage: {LAUNCH} train/{{name}}.py RECIPE.yaml [key.sub=value ...] [{PLAN}], or with one process: "
     "python train/{name}.py RECIPE.yaml ..."
 )
-PLANNING = f"""{PLAN} prints the memory, disk, operations and hours of a run, computed from the configs. Options:
+PLANNING = f"""{PLAN} prints the memory, operations and hours of a run, computed from the configs. Options:
   --processes N             number of processes, one for each device
   --sharing MODE            how processes share the head's training state: ddp, fsdp, zero2 or zero3
   --features PLACE          where the target runs: process (whole in each process), sharded, vllm or cache
@@ -48,13 +47,13 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
     """Run one entry, and return its exit status."""
 
     def run() -> int:
-        if asks_usage(USAGE.format(name=name), arguments, keys=lambda: f"{PLANNING}\n\n{recipe_keys(KINDS[name])}"):
+        if asks_usage(USAGE.format(name=name), arguments, keys=lambda: f"{PLANNING}\n\n{keys_of(Recipe, KINDS[name])}"):
             return 0
         if PLAN in arguments:
-            from train.planning.command import plan
+            from train.planning.plan import plan
 
             return plan(arguments, name, KINDS)
-        read_settings(Path(arguments[0]), arguments[1:])  # an error in a file or an override should be immediate
+        load_recipe(arguments[0], arguments[1:])  # an error in the recipe comes before torch is imported
         from train.run import train_head
 
         return train_head(arguments, name, KINDS)

@@ -1,20 +1,23 @@
-"""A recipe's `head`: one section of settings for each kind of head, generated from that kind's own Settings."""
+"""A recipe's `head`: one section of settings for each kind of head, generated from that kind's own settings."""
 
 import ast
 import inspect
 import textwrap
+from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
-from pydantic_core import to_jsonable_python
-from torch import Tensor
+from pydantic_core import to_json
 
-from heads.published import start_from
-from heads.registry import HEADS, build_head
-from heads.target.frozen import FrozenTarget
+from heads.settings import SETTINGS
 from train.strict_yaml import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from heads.target.model import FrozenTarget
 
 INIT_FROM: Any = (
     str | None,
@@ -27,30 +30,29 @@ INIT_FROM: Any = (
 )
 
 
-def _section(settings: type[Any], **own: Any) -> type[BaseModel]:
-    """Return a section with the fields, defaults and docstrings of a dataclass. Most values are checked later, once the
-    target is known."""
-    hints, meanings = get_type_hints(settings), _field_docstrings(settings)
+def section(settings: type[Any], about: str | None = None, names: Collection[str] = (), **own: Any) -> type[BaseModel]:
+    """Return a section with the fields, defaults and docstrings of a dataclass, or with those of its fields that are
+    named. Most values of heads are checked later, once the target is known."""
+    hints, meanings = get_type_hints(settings, include_extras=True), _field_docstrings(settings)
     named = {
-        field.name: (_from_yaml(hints[field.name]), Field(default=field.default, description=meanings.get(field.name)))
+        field.name: (_typed(hints[field.name]), Field(default=field.default, description=meanings.get(field.name)))
         for field in fields(settings)
+        if not names or field.name in names
     }
-    made: type[BaseModel] = create_model(settings.__name__, __base__=Settings, __doc__=settings.__doc__, **own, **named)  # type: ignore[call-overload]
+    made: type[BaseModel] = create_model(
+        settings.__name__, __base__=Settings, __doc__=about or settings.__doc__, **own, **named
+    )  # type: ignore[call-overload]
     return made
 
 
-def _from_yaml(hint: Any) -> Any:
-    """Return a type hint with lists in place of tuples: YAML has no tuples, and strict checking would refuse lists.
-    Integers are limited to 32 bits."""
+def _typed(hint: Any) -> Any:
+    """Return a type hint with sections in place of dataclasses, and integers limited to 32 bits."""
     if hint is int:
         return Annotated[int, Field(gt=-(2**31), lt=2**31)]
     if is_dataclass(hint) and isinstance(hint, type):
-        return _section(hint)
-    arguments = tuple(_from_yaml(argument) for argument in get_args(hint) if argument is not Ellipsis)
-    if get_origin(hint) is tuple:
-        return list[arguments[0]]  # type: ignore[valid-type]
+        return section(hint)
     if get_origin(hint) in (Union, UnionType):
-        return Union[arguments]  # noqa: UP007 - built from a tuple
+        return Union[tuple(_typed(option) for option in get_args(hint))]  # noqa: UP007 - built from a tuple
     return hint
 
 
@@ -70,24 +72,30 @@ def _field_docstrings(settings: type[Any]) -> dict[str, str]:
 OURS = {"kind", "init_from"}
 """Settings that every section has, whatever its method."""
 SECTIONS = {
-    kind: _section(head.Settings, kind=(Literal[kind], Field(description="The method.")), init_from=INIT_FROM)
-    for kind, head in HEADS.items()
+    kind: section(
+        settings,
+        f"The settings of a head of kind `{kind}`.",
+        kind=(Literal[kind], Field(description="The method.")),
+        init_from=INIT_FROM,
+    )
+    for kind, settings in SETTINGS.items()
 }
-for _kind, _made in SECTIONS.items():
-    _made.__doc__ = f"The settings of a head of kind `{_kind}`."
 AnyHead: Any = Annotated[Union[tuple(SECTIONS.values())], Field(discriminator="kind")]  # noqa: UP007 - from a tuple
 
 
-def make_head(section: Any, target: FrozenTarget, token_counts: Tensor) -> Any:
+def make_head(section: Any, target: "FrozenTarget", token_counts: "Tensor") -> Any:
     """Return a new head built from a recipe's section, or one with the weights of the head that `init_from` names."""
+    from heads.published import start_from  # imports torch, which the schema does not need
+    from heads.registry import build_head
+
     if section.init_from is None:
-        return build_head(section.kind, section.model_dump(exclude=OURS), target, token_counts)
-    given = section.model_dump(exclude=OURS, exclude_unset=True)
+        return build_head(section.kind, section.model_dump(mode="json", exclude=OURS), target, token_counts)
+    given = section.model_dump(mode="json", exclude=OURS, exclude_unset=True)
     return start_from(section.init_from, section.kind, given, target)
 
 
 def resolved_head(head: Any, config: Any) -> BaseModel:
     """Return the section with all its settings filled in from a head's `config`."""
     values = {name: getattr(config, name) for name in type(head).model_fields if name not in OURS}
-    resolved: BaseModel = type(head).model_validate(head.model_dump(include=OURS) | to_jsonable_python(values))
+    resolved: BaseModel = type(head).model_validate_json(to_json(head.model_dump(include=OURS) | values))
     return resolved

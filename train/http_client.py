@@ -8,16 +8,13 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from functools import cached_property
-from typing import Annotated, Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import aiohttp
-from pydantic import AfterValidator
 
 from heads.errors import UserError, first_line, logger, shown
-from train.strict_yaml import Name
+from train.strict_yaml import KEY_VARIABLE
 
-KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
 PATIENCE = 600.0
 """Seconds for which a request is retried if the server is unreachable or overloaded."""
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
@@ -27,19 +24,6 @@ QUIET = 60.0
 CONNECT_SECONDS = 10.0
 
 T = TypeVar("T")
-
-
-def _check_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("expected an address such as http://localhost:8000")
-    if "@" in parts.netloc or parts.query:
-        raise ValueError(f"expected an address without a key; put the key in the environment, as {KEY_VARIABLE}")
-    return url
-
-
-Url = Annotated[Name, AfterValidator(_check_url)]
-"""The address of a server, with or without the protocol's `/v1`."""
 
 
 class Fault(Exception):

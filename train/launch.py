@@ -34,7 +34,8 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.loading import load_pair
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget, Place
+from heads.target.load import Place
+from heads.target.model import FrozenTarget
 from train.data.corpus import held_file
 from train.fast_dtype import fastest_dtype
 from train.interrupts import Interrupted
@@ -198,8 +199,7 @@ def load_recipe_target(
             place(target, device, dtype)
             turn.close()  # the check that follows may need all processes
 
-        how = settings.model_dump(exclude={"adapter"})
-        return load_pair(device=accelerator.device, place=None if place is None else put, **how)
+        return load_pair(device=accelerator.device, place=None if place is None else put, **settings.model_dump())
 
 
 @contextmanager

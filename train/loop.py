@@ -18,7 +18,7 @@ from eval.command import print_line
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
-from train.adapter import Joint, add_adapters, check_adapter
+from train.adapter import add_adapters
 from train.averages import Interval
 from train.checkpointing import (
     RunState,
@@ -81,8 +81,6 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
         tracker.say(_finished(run, found[1]))
         return Outcome(with_steps(recipe, recipe.train.steps), features, asking)
     evaluation = Evaluation(recipe.eval, features, asking, unfilled)
-    if recipe.target.adapter is not None:
-        check_adapter(recipe.target.adapter, target, unfilled)
 
     # Data
     reader = open_reader(recipe.data, tokenizer, run)
@@ -117,11 +115,9 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
         head: nn.Module = make_head(section, target, counts).to(target.device, torch.float32)
     measured = copy.deepcopy(head).to(target.dtype).eval()
     add_adapters(cast(DraftHead, head))
-    adapter = recipe.target.adapter
-    trained = Trained(head) if adapter is None else Joint(head, target, adapter, seed)
 
     # Stepper
-    stepper = Stepper(recipe.train, trained, features, mixture, accelerator, rows)
+    stepper = Stepper(recipe.train, Trained(head), features, mixture, accelerator, rows)
 
     # Loop
     training = Training(recipe.train, run, stepper, measured, evaluation, samples, data)
@@ -341,13 +337,7 @@ class Training:
                 else {"estimated": "by the training step, on training text"}
             ),
         }
-        save_head(
-            self.measured,
-            self.folder.head,
-            target=target_record(self.target),
-            provenance=provenance,
-            write_adapter=self.stepper.trained.write_adapter,
-        )
+        save_head(self.measured, self.folder.head, target=target_record(self.target), provenance=provenance)
 
     def _checkpoint(self) -> None:
         if self.saved_step == self.state.step:

@@ -26,8 +26,8 @@ from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.base import HEAD_TREE, Batch, DraftHead, most_nodes, shape_for
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
-from heads.target.packed import TILE
+from heads.target.masks import TILE
+from heads.target.model import FrozenTarget
 from heads.tree import is_chain, parse_shape
 from train.data.packing import Mixture, text_rows
 from train.features.base import FeatureSource

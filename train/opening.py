@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.command import print_line
 from heads.errors import UserError
-from heads.target.frozen import load_tokenizer
+from heads.target.load import load_tokenizer
 from train.checkpointing import begun_in
-from train.data.loading import Data, has_date
+from train.data.loading import has_date
 from train.data.reader import Reader
+from train.data.settings import Data
 from train.data.sources import ChatSource
 from train.data.templates import ChatTemplate
 from train.interrupts import Interrupts
@@ -60,7 +61,8 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
     if not data.template or not chats:
         return recipe
     try:
-        rendering = ChatTemplate(load_tokenizer(target.path, trust_remote_code=target.trust_remote_code))
+        tokenizer = load_tokenizer(target.path, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
+        rendering = ChatTemplate(tokenizer)
     except UserError:
         return recipe  # a plan needs no tokenizer, and a run is refused when it loads its target
     if rendering.tokenizer.chat_template is None:

@@ -8,18 +8,17 @@ import yaml
 from pydantic import AfterValidator, Field
 
 from eval.benchmark.prompts import HELD_OUT_SUITE
+from eval.benchmark.settings import IN_A_RECIPE, BenchSettings
 from eval.command import AUTO
 from eval.runtime.sampling import check_rule
 from heads.base import HEAD_TREE
 from heads.errors import UserError
 from heads.tree import parse_shape
-from train.data.loading import Data
+from train.data.settings import Data
 from train.data.sources import RecordSource
 from train.features.settings import AnyFeatures, ProcessFeatures
-from train.head_settings import AnyHead
+from train.head_settings import AnyHead, section
 from train.strict_yaml import (
-    MOST,
-    OVERRIDE,
     Count,
     Fraction,
     Key,
@@ -50,30 +49,6 @@ SHORTEST = 5
 """A run is at least this many times as long as its warm-up."""
 
 
-class Adapter(Settings):
-    """A LoRA adapter of the target, trained together with Medusa's heads (Medusa-2, arXiv 2401.10774, section 2.2.2).
-
-    `train.lr` is the adapter's learning rate. The loss is KL(original target || adapted target) on every label, plus
-    `heads_weight` times the heads' loss. The heads then draft for the adapted target, whose text the output is.
-    """
-
-    first_step: Step
-    """First step that also trains the adapter, with its own warm-up. The steps before it train only the heads."""
-    rank: Count = 32
-    """Rank of the low-rank matrices."""
-    alpha: Positive = 16.0
-    """Scale of the update, which is alpha / rank times the product of the two matrices."""
-    dropout: Fraction = 0.05
-    """Dropout on the adapter's input."""
-    modules: Annotated[list[Name], Field(min_length=1)] | None = None
-    """Layers that get an adapter, by the last part of their names, such as `q_proj`. Null: every linear layer except
-    the output head."""
-    heads_weight: Positive = 0.2
-    """Weight of the heads' loss. The weight of the target's loss is 1."""
-    head_lr_multiple: Positive = 4.0
-    """The heads' learning rate, as a multiple of `train.lr`."""
-
-
 class Target(Settings):
     """The language model that the head drafts for. It stays frozen."""
 
@@ -85,8 +60,10 @@ class Target(Settings):
     """Run Python code from the target's folder, or from that of the draft model in `head.path`."""
     quantize: Literal["int8"] | None = None
     """`int8` stores the matrices of the decoder layers in a quarter of the memory of float32. Needs torchao."""
-    adapter: Adapter | None = None
-    """Medusa-2: a LoRA adapter of the target, trained together with the heads."""
+    adapter: Name | None = None
+    """A peft adapter of the target, a folder or a Hub id, which is merged into it. Null: none."""
+    gguf_file: Name | None = None
+    """Name of a GGUF file in `target.path`, whose weights are dequantised. Needs the extra gguf. Null: safetensors."""
 
 
 class Train(Settings):
@@ -153,15 +130,19 @@ class Report(Settings):
     """Maximum number of tokens of an answer. Null: `eval.max_new_tokens`."""
     batch_size: Count = 1
     """Prompts decoded together."""
-    trees: Annotated[list[str], Field(min_length=1)] | None = None
+    trees: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Chains and trees to measure. `auto` searches for the fastest. Null: `eval.tree`."""
-    temperatures: Annotated[list[Temperature], Field(min_length=1)] | None = None
+    temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] | None = None
     """Sampling temperatures to measure at. Null: `eval.temperature`."""
     repeats: Count = 2
     """Number of times that each prompt is decoded with each setting."""
 
 
-class Eval(Settings):
+Measured: Any = section(BenchSettings, names=IN_A_RECIPE)
+"""The settings of eval/bench.py that a recipe gives by the same names, with the same defaults."""
+
+
+class Eval(Measured):
     """Measurements of tau during training. The head with the best tau is kept."""
 
     prompts: Name
@@ -171,29 +152,22 @@ class Eval(Settings):
     """Number of prompts to measure on, evenly spread over the suite."""
     max_prompt_tokens: Count = 256
     """Maximum number of tokens of a prompt. A longer one is an error; modules of `python-heldout` are truncated."""
-    skip_long: bool = False
-    """Skip prompts that are too long, instead of stopping with an error."""
-    max_new_tokens: Count = 128
-    """Maximum number of tokens of an answer."""
     batch_size: Count = 8
     """Prompts decoded together."""
     tree: str = "chain:5"
     """Draft tokens per round: `chain:K` for a chain, `static:3.2.1` or `tree:DEPTHxTOPKxNODES` for a tree, `head` for
     the head's own tree."""
-    rule: Literal["match", "ratio", "block"] = "match"
-    """Acceptance rule when sampling (see eval/README.md). At temperature 0 all rules are the same."""
     temperature: Temperature = 0.0
     """Sampling temperature; 0 is greedy."""
-    top_k: Annotated[int, Field(ge=0, lt=MOST)] = 0
-    """Sample from this many most likely tokens; 0 keeps all."""
-    top_p: Share = 1.0
-    """Sample from the most likely tokens that together have this probability; 1 keeps all."""
-    min_p: Fraction = 0.0
-    """Leave out tokens whose probability is below this fraction of the largest one; 0 keeps all."""
-    seed: Seed = 0
-    """Seed for choosing held-out prompts and for sampling."""
     report: Report = Report()
     """The final measurement of the run."""
+
+    def final(self) -> BenchSettings:
+        """Return the settings of the final measurement. If prompts are drawn with a seed, they are other prompts than
+        those on which the best head was chosen."""
+        own = self.model_dump(include={"prompts", "num_prompts", "max_prompt_tokens", *IN_A_RECIPE})
+        own |= {"trees": (self.tree,), "temperatures": (self.temperature,), "seed": self.seed + 1}
+        return BenchSettings(**own | self.report.model_dump(exclude_none=True))
 
 
 class Tracking(Settings):
@@ -246,7 +220,7 @@ def _replace_length(source: Source) -> None:
     """Remove the file's `train.epochs` if the command line gives `train.max_steps`, and the other way round."""
     train, names = source.tree.get("train"), ("max_steps", "epochs")
     for name, other in (names, names[::-1]):
-        given, replaced = (source.places.get(("train", key), "").startswith(OVERRIDE) for key in (name, other))
+        given, replaced = (f"train.{key}" in source.overrides for key in (name, other))
         if isinstance(train, dict) and given and not replaced and train[name] is not None:
             train.pop(other, None)
 
@@ -316,8 +290,6 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     if train.max_steps is not None:
         yield from _beyond_the_end(recipe)
     kind = recipe.features.kind
-    if recipe.target.adapter and kind != "process":
-        yield ("features", "kind"), f"target.adapter is trained in every process, got {kind}; use process"
     if data.on_policy and kind in ("vllm", "cache"):
         yield ("features", "kind"), f"data.on_policy makes rows along the way, got {kind}; use process or sharded"
     weights = [source.weight is not None for source in data.sources]
@@ -339,8 +311,6 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
 def _beyond_the_end(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     """Yield the settings that come into effect only after the last step, each with its error."""
     steps, expected = recipe.train.steps, f"expected less than train.max_steps ({recipe.train.steps})"
-    if recipe.target.adapter and recipe.target.adapter.first_step >= steps:
-        yield ("target", "adapter", "first_step"), expected
     if recipe.data.on_policy and recipe.data.on_policy.every >= steps:
         yield ("data", "on_policy", "every"), expected
 

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 from eval.benchmark.results import read_results
-from eval.benchmark.settings import BenchSettings
 from eval.commands.bench_run import run_bench
 from eval.reporting.report import write_report
-from heads.checkpoint import adapt_target, check_loaders, load_head, weights_hash
+from heads.checkpoint import check_loaders, load_head, weights_hash
 from heads.errors import UserError
 from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
-from train.launch import is_lost_process, load_recipe_target, on_main, tell_first
+from train.launch import is_lost_process, on_main, tell_first
 from train.loop import Outcome, fit
 from train.opening import Run, open_run, read_recipe
 from train.recipe import Eval, Recipe, load_recipe, plain_settings
@@ -71,15 +70,11 @@ def finish(outcome: Outcome, run: Run) -> int:
                 f"python eval/bench.py {folder.path} where there is room for the target"
             )
             return 0
-        report = report_settings(recipe.eval)
+        report = recipe.eval.final()
         tracker.say(f"next: the final measurement of {', '.join(report.trees)}; it writes {folder.path}/report.html")
         with features.whole() as target:
-            adapted = target
-            if recipe.target.adapter is not None:  # with the best head's adapter, not the last step's
-                adapted, _ = load_recipe_target(recipe.target, run.accelerator)
-                adapt_target(folder.head, adapted)
-            head = load_head(folder.head, dtype=adapted.dtype, device=adapted.device)
-            results = run_bench(adapted, {str(folder.head): head}, tokenizer, report, out=folder.path)
+            head = load_head(folder.head, dtype=target.dtype, device=target.device)
+            results = run_bench(target, {str(folder.head): head}, tokenizer, report, out=folder.path)
         tracker.log_outcome(results)
         folder.write_recipe(plain_settings(recipe))
         return 1 if results["exact"]["divergences"] else 0
@@ -98,21 +93,4 @@ def is_measured(folder: RunFolder, settings: Eval) -> bool:
     except UserError:  # a damaged file counts as no results
         return False
     was = load_recipe(folder.recipe)
-    return bool(measured == weights_hash(folder.head)) and report_settings(was.eval) == report_settings(settings)
-
-
-def report_settings(settings: Eval) -> BenchSettings:
-    """Return the settings of the final measurement, from `eval` and `eval.report`."""
-    report = settings.report
-    alike = {"prompts", "max_prompt_tokens", "skip_long", "rule", "top_k", "top_p", "min_p"}
-    return BenchSettings(
-        **settings.model_dump(include=alike),
-        num_prompts=report.num_prompts or settings.num_prompts,
-        trees=tuple(report.trees or [settings.tree]),
-        temperatures=tuple(report.temperatures or [settings.temperature]),
-        max_new_tokens=report.max_new_tokens or settings.max_new_tokens,
-        batch_size=report.batch_size,
-        repeats=report.repeats,
-        # If prompts are drawn with a seed: other prompts than those on which the best head was chosen.
-        seed=settings.seed + 1,
-    )
+    return bool(measured == weights_hash(folder.head)) and was.eval.final() == settings.final()

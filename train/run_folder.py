@@ -14,7 +14,7 @@ from eval.benchmark.environment import device_facts, versions
 from eval.reporting.card import check_card
 from heads.errors import UserError, first_line, shown
 from heads.files import check_folder, write_json, write_text
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from train.recipe import dump_recipe
 from train.strict_yaml import read_settings
 

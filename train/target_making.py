@@ -19,7 +19,7 @@ from eval.benchmark.metrics import is_loop
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
 from heads.files import check_folder, whole_folder, write_text
-from heads.target.frozen import load_target
+from heads.target.load import load_target
 from train.checkpointing import list_checkpoints
 from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens
 from train.launch import make_accelerator, on_main

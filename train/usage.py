@@ -1,46 +1,83 @@
-"""The keys of recipes as --help prints them. They are read from recipes/README.md, since the schema imports torch."""
+"""The keys of a recipe as --help prints them: from pydantic's JSON schema of the settings."""
 
-import re
+import json
 import textwrap
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
-from heads.files import read_given
+from pydantic import BaseModel
 
-PAGE = Path(__file__).resolve().parents[1] / "recipes/README.md"
-RECIPE_PART, TARGET_PART = "keys of a training recipe", "keys of a target recipe"
-"""The generated parts of the page, named as in the comments around them."""
-HEADING = "| key | type | default | meaning |"
+NAMES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "mapping"}
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+OVERFLOW = 1e9
+"""Bounds of this size or larger only keep products from overflowing. They are not shown."""
 WIDTH = 100
 
 
-def recipe_keys(kind: str | None = None) -> str:
-    """Return the keys of a training recipe as text. `kind`: list only the head settings of that kind."""
-    return _as_text(RECIPE_PART, kind)
-
-
-def target_recipe_keys() -> str:
-    """Return the keys of a recipe of scripts/make_target.py as text."""
-    return _as_text(TARGET_PART, None)
-
-
-def find_part(page: str, name: str) -> re.Match[str]:
-    """Return the match of one generated part of the page, without the comments around it."""
-    found = re.search(f"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", page, flags=re.DOTALL)
-    assert found is not None, f"the part {name!r} is not on the page"
-    return found
-
-
-def _as_text(name: str, kind: str | None) -> str:
-    part = find_part(read_given(PAGE, "the keys of recipes"), name)
+def keys_of(recipe: type[BaseModel], kind: str | None = None) -> str:
+    """Return every key of a recipe with its type, default and meaning. `kind`: of the sections for heads, list only
+    that one."""
     lines = ["Keys of the recipe. Any of them may be given on the command line, as in train.max_steps=100."]
-    for section in re.split(r"^### ", part[0], flags=re.MULTILINE)[1:]:
-        title, _, about, _, *rows = section.replace("`", "").splitlines()
-        if kind is not None and title.startswith("head") and f"kind {kind}" not in title:
+    schema = recipe.model_json_schema()
+    for title, section, prefix in _sections(schema, schema["$defs"], "", "Top level"):
+        if kind is not None and title.startswith("head") and not title.endswith(f"kind {kind}"):
             continue
-        lines += ["", *textwrap.wrap(f"{title}: {about}", WIDTH)]
-        for row in rows:
-            if row.startswith("| ") and row != HEADING:
-                key, type_, default, meaning = row[2:-2].split(" | ")
-                lines.append(f"  {key} ({type_}; {default if default == 'required' else f'default {default}'})")
-                lines += textwrap.wrap(meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += ["", *_wrapped(f"{title}: {section['description']}", "")]
+        for name, field in sorted(section["properties"].items(), key=lambda item: item[0] != "kind"):
+            default = "required" if name in section.get("required", ()) else _shown(field["default"])
+            lines.append(f"  {prefix}{name} ({_type(field)}; {default})")
+            references = [schema["$defs"][part] for part in _references(field)]
+            meaning = field.get("description") or references[0]["description"]  # absent if it is the section's own
+            lines += _wrapped(meaning, " " * 6)
     return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    words = " ".join(text.replace("`", "").split())
+    return textwrap.wrap(words, WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def _sections(
+    schema: dict[str, Any], known: dict[str, Any], prefix: str, title: str
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield a section and those inside it, each with its title before it and the beginning of its keys after it."""
+    yield title, schema, prefix
+    for name, field in schema["properties"].items():
+        for part in _references(field):
+            kind = known[part]["properties"].get("kind")
+            whose = f", {title.partition(', ')[2]}".rstrip(", ") if kind is None else f", kind {kind['const']}"
+            start = f"{prefix}{name}.0." if field.get("type") == "array" else f"{prefix}{name}."
+            yield from _sections(known[part], known, start, f"{prefix}{name}{whose}")
+
+
+def _references(node: Any) -> Iterator[str]:
+    """Yield the names of the sections that a field may hold."""
+    if isinstance(node, dict):
+        if "$ref" in node:
+            yield node["$ref"].rpartition("/")[2]
+        for option in (*node.get("anyOf", ()), *node.get("oneOf", ()), node.get("items")):
+            yield from _references(option)
+
+
+def _type(node: dict[str, Any], plural: str = "") -> str:
+    """Return a type in words, such as `integer >= 1` or `list of texts or null`."""
+    if options := node.get("anyOf") or node.get("oneOf"):
+        return " or ".join(dict.fromkeys(_type(option, plural) for option in options))
+    if "$ref" in node:
+        return "section" + plural
+    if choices := node.get("enum") or ([node["const"]] if "const" in node else []):
+        return " or ".join(map(str, choices))
+    if node["type"] == "array":
+        count = f"{node['minItems']} " if node.get("minItems") == node.get("maxItems", 0) else ""
+        return f"list of {count}{_type(node['items'], 's')}"
+    if node["type"] == "null":
+        return "null"
+    bounds = [f"{sign} {node[name]:g}" for name, sign in BOUNDS.items() if abs(node.get(name, OVERFLOW)) < OVERFLOW]
+    return f"{NAMES[node['type']]}{plural} {', '.join(bounds)}".strip()
+
+
+def _shown(value: Any) -> str:
+    """Return a default as YAML."""
+    if isinstance(value, dict) and value:
+        return "default see below"
+    return f"default {value if isinstance(value, str) else json.dumps(value)}"

@@ -35,7 +35,7 @@ from eval.runtime.sampling import check_rule
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.growth import DEPTH_PENALTY
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.tree import Proposal, TreeShape, parse_shape
 
 LONGEST_CHAIN, DEEPEST_TREE = 10, 8

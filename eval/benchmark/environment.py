@@ -21,8 +21,8 @@ from heads.base import Drafter
 from heads.checkpoint import weights_hash
 from heads.registry import kind_of
 from heads.target.decoder import why_not_native
-from heads.target.frozen import FrozenTarget
 from heads.target.kernels import runs_kernels
+from heads.target.model import FrozenTarget
 from heads.target.product import load
 from heads.target.quantization import weight_bytes
 
@@ -46,7 +46,6 @@ def target_facts(target: FrozenTarget) -> dict[str, Any]:
         "layers": target.num_layers,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
-        "adapter": target.adapter,
         "template": dict(target.template),
     }
 

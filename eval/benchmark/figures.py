@@ -26,7 +26,7 @@ from eval.runtime.engine import PHASES, Output
 from eval.runtime.identity import Judge, first_difference
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling import Sampling
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.target.noise import gumbel
 
 NUM_SAMPLES = 4

@@ -17,13 +17,14 @@ from eval.benchmark.templates import arguments_read, with_arguments
 from eval.command import print_line
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import Drafter
-from heads.checkpoint import adapt_target, find_head, read_config
+from heads.checkpoint import find_head, read_config
 from heads.errors import UserError
 from heads.published import is_published, open_any
 from heads.registry import build_untrained, untrained_kind
 from heads.target.encoder_decoder import give_template
-from heads.target.frozen import FrozenTarget, Place, load_target, load_tokenizer
 from heads.target.hub import MODEL, is_here, repo_and_revision
+from heads.target.load import Place, load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 
 
 class Opened(NamedTuple):
@@ -41,7 +42,7 @@ def open_head(options: argparse.Namespace) -> Opened:
 
 
 def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load the target of a head, with its adapter merged. Options that are not given are those of its training. Raise
+    """Load the target of a head. Options that are not given are those of its training. Raise
     UserError if neither the command line nor the head names the target."""
     if untrained_kind(head) or is_published(head):
         if not options.target:
@@ -54,9 +55,7 @@ def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget
         raise UserError(f"{folder}: does not say which target it was trained for; give --target")
     if not options.target and not is_here(path) and not MODEL.fullmatch(repo_and_revision(path)[0]):
         raise UserError(f"{path}: no such folder; {folder} names it as its target: give another copy with --target")
-    target, tokenizer = open_target(path, options, quantize=record.get("quantize"), template=record.get("template"))
-    adapt_target(head, target)
-    return target, tokenizer
+    return open_target(path, options, record)
 
 
 def fitting_head(head: str, target: FrozenTarget) -> Drafter:
@@ -77,29 +76,30 @@ def fitting_head(head: str, target: FrozenTarget) -> Drafter:
 def open_target(
     path: str,
     options: argparse.Namespace,
-    *,
-    quantize: str | None = None,
-    template: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load a target with the options of the command line. `quantize`, `template`: the quantisation and the chat
-    template's arguments if the options do not set them. Raise UserError for a device that this machine does not have
-    and for an argument that the template does not read."""
+    """Load a target with the options of the command line. `record`: a head's record of its target, whose adapter and
+    GGUF file are opened, and whose quantisation and template arguments are taken if the options do not set them. Raise
+    UserError for a device that this machine does not have and for an argument that the template does not read."""
+    record = record or {}
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError):  # depends on the kind of device that is missing
         got = options.device
         raise UserError(f"--device: expected a device of this machine, such as cpu, got {got!r}; see --help") from None
-    scheme = options.quantize or quantize
+    scheme = options.quantize or record.get("quantize")
     target, tokenizer = load_pair(
         path,
         dtype=options.dtype,
         device=device,
         trust_remote_code=options.trust_remote_code,
         quantize=None if scheme == "none" else scheme,
+        adapter=record.get("adapter"),
+        gguf_file=record.get("gguf_file"),
     )
     print_line(setup_line(target))
-    target.template = (template or {}) if options.template is None else options.template
+    target.template = (record.get("template") or {}) if options.template is None else options.template
     if options.template:
         known = arguments_read(tokenizer.chat_template or "", tokenizer)
         for name in options.template:
@@ -117,20 +117,23 @@ def load_pair(
     device: torch.device,
     trust_remote_code: bool,
     quantize: str | None = None,
+    adapter: str | None = None,
+    gguf_file: str | None = None,
     place: Place | None = None,
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Return a target and the tokenizer of the same path. dtype `auto` is that of the checkpoint, but float32 on a CPU,
-    where narrower types are slower. `place`: as in `load_target`."""
+    where narrower types are slower. The other arguments are those of `load_target`."""
     wanted = getattr(torch, dtype) if dtype != "auto" else torch.float32 if device.type == "cpu" else None
     transformers_logging.disable_progress_bar()
     level = transformers_logging.get_verbosity()
     progress = Progress(f"loading {path}", announced=True)
     transformers_logging.set_verbosity_error()  # its report of missing weights is long; load_target's is one line
     try:
+        given: dict[str, Any] = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
         target = load_target(
-            path, dtype=wanted, device=device, trust_remote_code=trust_remote_code, quantize=quantize, place=place
+            path, dtype=wanted, device=device, quantize=quantize, adapter=adapter, place=place, **given
         )
-        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(path, **given)
         if tokenizer.vocab_size > target.vocab_size:  # added tokens may be outside: they do not count, and are not used
             raise UserError(
                 f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; put "

@@ -25,7 +25,7 @@ from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.target.slots import round_up
 from heads.tree import TreeShape
 

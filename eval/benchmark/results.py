@@ -107,7 +107,6 @@ FILE = FIGURES | {
     "target": {
         **dict.fromkeys(("name", "architecture", "fingerprint"), str),
         **dict.fromkeys(("weight_bytes", "parameters", "layers", "hidden_size", "vocab_size"), Whole),
-        "adapter": ({"parameters": Whole, "rank": Whole}, None),
     },
     "head": {
         "kind": str,

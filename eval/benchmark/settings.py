@@ -4,22 +4,34 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, LATER_TURN, Prompt, prompts_hash, split_prompts
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
-from eval.runtime.sampling import RULES, Sampling, check_rule
+from eval.runtime.sampling import RULES, Rule, Sampling, check_rule
 from heads.base import HEAD_TREE, Drafter
 from heads.errors import UserError
 from heads.tree import TreeShape
 
 if TYPE_CHECKING:
-    from heads.target.frozen import FrozenTarget
+    from heads.target.model import FrozenTarget
+
+
+MOST = 2**31
+"""Bound of counts, steps and seeds: the product of two smaller numbers does not overflow."""
+Count = Annotated[int, Field(ge=1, lt=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=MOST)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """Settings of a measurement. All of them are recorded in results.json."""
+    """Settings of a measurement. All of them are recorded in results.json. A recipe's `eval` has those of
+    `IN_A_RECIPE` too."""
 
     prompts: str = HELD_OUT_SUITE
     """Suites or files, separated by commas."""
@@ -28,19 +40,25 @@ class BenchSettings:
     max_prompt_tokens: int | None = None
     """Maximum number of tokens of a prompt; None: as many as fit in the target's context."""
     skip_long: bool = False
+    """Skip prompts that are too long, instead of stopping with an error."""
     trees: tuple[str, ...] = ("chain:5",)
     """Names of the draft trees; `auto` searches for the fastest."""
-    rule: str = "match"
-    """Acceptance rule, one of `eval.runtime.sampling.RULES`."""
+    rule: Rule = "match"
+    """Acceptance rule when sampling (see eval/README.md). At temperature 0 all rules are the same."""
     temperatures: tuple[float, ...] = (0.0,)
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_new_tokens: int = 128
+    top_k: Annotated[int, Field(ge=0, lt=MOST)] = 0
+    """Sample from this many most likely tokens; 0 keeps all."""
+    top_p: Share = 1.0
+    """Sample from the most likely tokens that together have this probability; 1 keeps all."""
+    min_p: Fraction = 0.0
+    """Leave out tokens whose probability is below this fraction of the largest one; 0 keeps all."""
+    max_new_tokens: Count = 128
+    """Maximum number of tokens of an answer."""
     batch_size: int = 1
     repeats: int = 2
     """Number of times that each variant decodes each prompt."""
-    seed: int = 0
+    seed: Seed = 0
+    """Seed for choosing held-out prompts and for sampling."""
 
     @property
     def is_auto(self) -> bool:
@@ -81,6 +99,9 @@ class BenchSettings:
     def sampling(self, temperature: float) -> Sampling:
         """Return the sampling settings at one of the temperatures."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)
+
+
+IN_A_RECIPE = ("skip_long", "rule", "top_k", "top_p", "min_p", "max_new_tokens", "seed")
 
 
 def add_measure_options(parser: Parser) -> None:

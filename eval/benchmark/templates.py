@@ -1,13 +1,17 @@
 """Arguments of a tokenizer's own chat template, such as `enable_thinking`."""
 
+from __future__ import annotations
+
 import copy
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta
-from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 """Tags that some templates have around the model's output, and that Jinja does not know. Labels do not use them,

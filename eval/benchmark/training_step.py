@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 
 from eval.benchmark.environment import machine
 from eval.benchmark.results import write_results
@@ -25,14 +23,6 @@ from heads.files import check_file
 NUM_AUX_LAYERS = 3
 STRETCH = 32
 """Length of the runs of consecutive labels, if half of the tokens are labels."""
-LLAMA_8B = {"hidden": 4096, "vocab": 128_256, "draft_vocab": 32_000, "steps": 7}
-"""Options with the sizes of Llama-3.1-8B."""
-LLAMA_8B_BLOCK = {
-    "intermediate_size": 14_336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
 
 
 def compare(options: argparse.Namespace, variants: Sequence[str], labels: Sequence[str]) -> int:
@@ -56,14 +46,9 @@ def compare(options: argparse.Namespace, variants: Sequence[str], labels: Sequen
             ms, size = 1e3 * record["seconds"], record["step_bytes"] / 2**20
             slower, larger = (record[key] / ours[key] for key in ("seconds", "step_bytes"))
             print(f"{part:8}{variant:12}{record['loss']:12.6f}{ms:10.1f}{slower:8.2f}{size:12.1f}{larger:8.2f}")
-    kept, recomputed = (saved_bytes(options.long, recompute=recompute) for recompute in (False, True))
-    print(
-        f"8B target, T = {options.long}, {LLAMA_8B['steps']} steps, bfloat16: {kept / 2**30:.1f} GiB saved for the "
-        f"backward pass, {recomputed / 2**30:.1f} recomputed"
-    )
     if options.out:
         settings = {name: value for name, value in vars(options).items() if name not in ("out", "variant", "labels")}
-        facts = {"settings": settings, "variants": records, "saved_bytes": {"kept": kept, "recomputed": recomputed}}
+        facts = {"settings": settings, "variants": records}
         write_results({**machine(torch.device(options.device)), **facts}, options.out)
     for part, by in records.items():
         loss = by["plain"]["loss"]
@@ -119,40 +104,13 @@ def measure(options: argparse.Namespace) -> int:
     return 0
 
 
-def saved_bytes(tokens: int, *, recompute: bool) -> int:
-    """Return the bytes that the steps of the training-time test save for the backward pass at the shape of an 8B
-    target, in bfloat16, computed on tensors without data. Weights and the target's features do not count."""
-    options = argparse.Namespace(tokens=tokens, **LLAMA_8B)
-    held: dict[int, int] = {}
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with FakeTensorMode():
-            head, batch = make_head(options, **LLAMA_8B_BLOCK), make_batch(options, torch.device("cpu"))
-            head.most_kept = 0 if recompute else sys.maxsize
-            given = [*head.parameters(), batch.tokens, batch.embeddings, batch.aux_hidden_states, batch.hidden]
-            storages = [tensor.untyped_storage() for tensor in given]
-
-            def keep(tensor: Tensor) -> Tensor:
-                storage = tensor.untyped_storage()
-                storages.append(storage)  # kept alive, so that no other storage gets its address
-                held[storage._cdata] = storage.nbytes()
-                return tensor
-
-            with saved_tensors_hooks(keep, lambda tensor: tensor):
-                torch.stack(head.unroll(batch, head.config.depth)).sum()
-            return sum(held.values()) - sum(held.get(storage._cdata, 0) for storage in storages[: len(given)])
-    finally:
-        torch.set_default_dtype(usual)
-
-
-def make_head(options: argparse.Namespace, **block: int) -> Eagle3:
+def make_head(options: argparse.Namespace) -> Eagle3:
     """Return a head of the given sizes. Its draft vocabulary is the lowest ids."""
     D = options.hidden
     heads = {"num_attention_heads": D // 64, "num_key_value_heads": max(1, D // 256), "head_dim": 64}
     config = Eagle3Config(
         hidden_size=D,
-        **{"intermediate_size": 3 * D, **heads, **block},
+        **{"intermediate_size": 3 * D, **heads},
         rms_norm_eps=1e-6,
         rope_theta=10_000.0,
         vocab_size=options.vocab,

@@ -32,7 +32,7 @@ from heads.errors import UserError
 from heads.files import check_folder
 from heads.published import is_published
 from heads.registry import untrained_kind
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.tree import TreeShape
 
 COMPARISONS = Path("runs/compare")

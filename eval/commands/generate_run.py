@@ -14,7 +14,7 @@ from eval.benchmark.results import write_results
 from eval.reporting.format import with_interval
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.files import check_file
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 WARM_UP_TOKENS = 16
 

@@ -66,12 +66,6 @@ def opening(results: Results) -> str:
         f"{size}: {gain} ({format.as_markdown(format.setting_text(results))}). The head drafts tokens that the target "
         f"verifies, so the text is the target's own, {sameness}."
     )
-    if format.is_adapted(results):
-        text += (
-            " The target is adapted: `adapter/` beside the head is a LoRA adapter (peft's form) that was trained with "
-            "it, the head is for the target with that adapter, and every figure and the audit are of the adapted "
-            f"target. Its text is not that of {quoted(name)} as it is."
-        )
     return text
 
 

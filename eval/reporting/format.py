@@ -107,9 +107,8 @@ def audit_line(results: Results) -> str:
             f"{greedy['identical']} of {greedy['prompts']} prompts{near_tie_text(exact)}"
         )
     pooled = f" ({exact['prompts'] // settings} prompts x {settings} settings)" if settings > 1 else ""
-    of = " of the adapted target" if is_adapted(results) else ""
     counted = f"{exact['identical']} of {exact['prompts']} prompts{pooled}{near_tie_text(exact)}"
-    return f"output identical to plain decoding{of}: {counted}"
+    return f"output identical to plain decoding: {counted}"
 
 
 def near_tie_text(exact: Results) -> str:
@@ -117,11 +116,6 @@ def near_tie_text(exact: Results) -> str:
     logits differ by no more than the rounding of a sum in a narrow dtype."""
     near = len(exact.get("near_ties", ()))
     return f", {near} of them but for near-ties" if near else ""
-
-
-def is_adapted(results: Results) -> bool:
-    """Return True if the target has an adapter that came with the head."""
-    return bool(results["target"].get("adapter"))
 
 
 def is_exact(results: Results) -> bool:
@@ -193,8 +187,7 @@ def heading(results: Results) -> str:
     """Return the heading of a report: the head, or the number of heads, and the target."""
     if "heads" in results:
         return f"{plural(len(results['heads']), 'head')} on {target_text(results['target'])}"
-    adapted = " with its adapter" if is_adapted(results) else ""
-    return f"{results['head']['kind']} on {target_text(results['target'])}{adapted}"
+    return f"{results['head']['kind']} on {target_text(results['target'])}"
 
 
 def sampling_text(temperature: float) -> str:

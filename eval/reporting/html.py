@@ -198,9 +198,6 @@ def target_facts(target: Results) -> Facts:
     if weights := target.get("weight_bytes"):
         facts.append(("weights", f"{weights / 1e6:,.1f} MB"))
     facts.append(("fingerprint", target["fingerprint"]))
-    if adapter := target.get("adapter"):
-        lora = f"LoRA of rank {adapter['rank']}, {format.count(adapter['parameters'])} parameters"
-        facts.append(("adapter", f"{lora}; the audit is of the adapted target"))
     return facts
 
 

@@ -23,7 +23,6 @@ from heads.errors import UserError, first_line
 from heads.formats.base import ENGINES
 from heads.formats.contract import Verdict, why_unfit
 from heads.registry import HEADS, untrained_kind
-from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.target.hub import is_hub_id, repo_and_revision, with_names
 
 PLOT = "plots/acceptance.png"
@@ -193,9 +192,9 @@ def head_verdicts(
     config = record["config"]
     depth = (results or {}).get("depth") or config.get("depth") or STEPS
     modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or several times
-    target = repo_and_revision(base)[0]
-    target += "-WITH-ADAPTER" if record["target"].get("adapter") else ""
-    return check_loaders(folder, name=repo_id, base=target, steps=max(depth // modules, 1) * modules)
+    return check_loaders(
+        folder, name=repo_id, base=repo_and_revision(base)[0], steps=max(depth // modules, 1) * modules
+    )
 
 
 def use(repo_id: str, base: str | None, target: str) -> str:
@@ -259,26 +258,17 @@ def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str,
     lines += [
         f"- {line}" for line in HEADS[record["kind"]].format.converters(repo_id, base or target, record["config"])
     ]
-    if record["target"].get("adapter"):
-        lines.append("- the target in these commands is the one with `adapter/` merged into it")
     lines += ["", "Names, shapes and fields were compared with what these versions' sources load; they were not run."]
     return "\n".join(lines)
 
 
 def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Contents:
-    """Return the files of a head, with the target's public name in its config. UserError if its adapter is missing."""
+    """Return the files of a head, with the target's public name in its config."""
     weights = HEADS[record["kind"]].format.weights_file
     files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
     for name in OTHERS:
         if (folder / name).is_file():
             files[name] = folder / name
-    if record["target"].get("adapter"):
-        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            if not (folder / ADAPTER / name).is_file():
-                raise UserError(f"{folder / ADAPTER / name}: missing; the head is for the target with this adapter")
-        config = read_object(folder / ADAPTER / ADAPTER_CONFIG)
-        files[f"{ADAPTER}/{ADAPTER_CONFIG}"] = as_json({**config, "base_model_name_or_path": base})
-        files[f"{ADAPTER}/{ADAPTER_WEIGHTS}"] = folder / ADAPTER / ADAPTER_WEIGHTS
     return files
 
 

@@ -16,10 +16,9 @@ from eval.runtime.round import TargetStep
 from heads.errors import UserError, first_line, warn_once
 from heads.target.cached import CacheSpec
 from heads.target.decoder import NativeDecoder, why_not_native
-from heads.target.finite import why_not_finite
-from heads.target.frozen import FrozenTarget
 from heads.target.hf import HFDecoder
-from heads.target.recurrent_layers import single_steps
+from heads.target.mixers import single_steps
+from heads.target.model import FrozenTarget, why_not_finite
 from heads.target.slots import Verified, ancestors, round_up
 from heads.tree import Proposal
 

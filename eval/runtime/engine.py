@@ -32,7 +32,7 @@ from eval.runtime.sampling import check_rule
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.target.cached import CacheSpec
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.target.slots import round_up
 from heads.tree import ROOT_ONLY, TreeShape
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from heads.errors import UserError
 from heads.target.families import layer_setting
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.target.slots import round_up
 
 RESERVE = 0.05

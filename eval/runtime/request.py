@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 SLACK = 16
 """Number of tokens searched in addition to the longest possible stop string, because some tokens have no text."""

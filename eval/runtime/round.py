@@ -28,7 +28,7 @@ from eval.runtime.request import Request
 from eval.runtime.rules import Rule
 from heads.base import Drafter, Observation
 from heads.target.cached import CachedDecoder
-from heads.target.frozen import Features, FrozenTarget
+from heads.target.model import Features, FrozenTarget
 from heads.target.slots import Observed, Verified, ancestors, round_up
 from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 

@@ -12,12 +12,14 @@ The command line reads these settings, so this file does not import torch.
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from heads.errors import UserError
 from heads.tree import TreeShape, is_chain
 
 COLDEST, HOTTEST = 1e-6, 1e6
-RULES = ("match", "ratio", "block")
+Rule = Literal["match", "ratio", "block"]
+RULES = get_args(Rule)
 
 
 @dataclass(frozen=True)

@@ -25,22 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers, from_plain, given
-from heads.block.anchors import Blocks, all_blocks, draw_blocks
-from heads.block.attention import Reach, Sight, block_attention
-from heads.block.initial import copy_by_root
+from heads.block.attention import Blocks, Reach, Sight, all_blocks, block_attention, draw_blocks
 from heads.block.loss import BlockTask, block_loss
-from heads.block.settings import D_PACE, DraftBlockConfig, DraftBlockSettings
-from heads.draft_state import SlotState, take_newest
+from heads.block.settings import DraftBlockConfig
 from heads.errors import UserError
 from heads.formats.base import check_tensors
-from heads.growth import grow
-from heads.initial.copying import AttentionProbe
-from heads.initial.weights import TargetProbe, begin
+from heads.growth import SlotState, grow, take_newest
+from heads.initial.start import AttentionProbe, TargetProbe, begin, copy_by_root
 from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm, masked_attention
-from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
-from heads.target.frozen import FrozenTarget
-from heads.target.head_shape import block_settings, check_one_width
-from heads.target.mask_token import mask_token
+from heads.settings import D_PACE, DraftBlockSettings
+from heads.target.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
+from heads.target.model import FrozenTarget
 from heads.target.product import Product, ProductModule, with_products
 from heads.target.rotary import rotary_of
 from heads.target.slots import Observed, round_up

@@ -1,52 +1,15 @@
-"""Settings shared by heads that draft a block."""
+"""Config shared by heads that draft a block."""
 
 import math
 from dataclasses import dataclass, field
 
 from heads.block.attention import Reach
 from heads.errors import UserError, expect, expect_one_of
-from heads.layers import COPYING, FULL, LAYER_TYPES, MOST, SLIDING, BlockConfig, BlockSettings, StartSettings
-from heads.target.rotary import RotarySettings
+from heads.layers import FULL, LAYER_TYPES, MOST, SLIDING, BlockConfig
+from heads.settings import D_PACE, EXPONENTIAL, DraftBlockSettings
 from heads.tree import MOST_NODES
 
-EXPONENTIAL, D_PACE = "exponential", "d_pace"
 MOST_LAYERS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftBlockSettings(RotarySettings, StartSettings, BlockSettings):
-    """Settings that all such heads have in a recipe."""
-
-    block_size: int = 8
-    """Number of rows of a block, the root's included. Tau is best when as many are drafted as in training."""
-    num_layers: int = 5
-    """Number of decoder layers."""
-    sliding_window: int | None = None
-    """Number of positions that a row of a sliding layer sees, its own included; it sees no later rows. Null: no layer
-    slides."""
-    layer_types: tuple[str, ...] | None = None
-    """Attention of each layer, `full_attention` or `sliding_attention`. Null: with a window, all layers except the last
-    slide; otherwise none."""
-    aux_layer_ids: tuple[int, ...] | None = None
-    """Layers whose auxiliary hidden states the head reads, ascending, numbered by the layer that a state enters. Null:
-    one for each layer of the head, spread from layer 2 to layer n - 2 of a target of n layers; n/2 + 1 for a head with
-    one layer."""
-    mask_token_id: int | None = None
-    """Token whose embedding represents tokens that are not drafted yet. The data must not contain it. Null: an id that
-    the target's tokenizer does not use."""
-    num_anchors: int = 512
-    """Maximum number of blocks in a row of training data. Their positions are drawn again in each step."""
-    gamma: float = 4.0
-    """The k-th draft token, from 0, has the weight exp(-k / gamma) in the loss. Use 4 for blocks of 7 or 8, 7 for
-    16."""
-    weights: str = EXPONENTIAL
-    """Weights of a block's rows: `exponential`, from gamma, or `d_pace`, from the probability that a draft gets that
-    far."""
-    initial_weights: str = COPYING
-    """Weights before training. `target`: the context is the target's highest auxiliary hidden state, and the final norm
-    has the target's scale. `copying`: the first draft token is the one that followed the root before, and the others
-    follow token frequencies; for a head with one layer the same as `target`. `random`: PyTorch's defaults, as in other
-    trainers."""
 
 
 @dataclass(frozen=True, kw_only=True)

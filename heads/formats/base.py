@@ -22,7 +22,7 @@ from heads.errors import UserError
 from heads.formats.source import Source
 
 if TYPE_CHECKING:
-    from heads.target.frozen import FrozenTarget
+    from heads.target.model import FrozenTarget
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 ENGINES = (VLLM, SGLANG)

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from heads.errors import UserError, first_line
 from heads.formats.source import Source
 from heads.target.families import FIXED_ROTATIONS
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 
 def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target: FrozenTarget) -> tuple[Any, Any]:

@@ -18,8 +18,8 @@ from heads.formats.decoder import check_streams, decoder_settings, is_same_table
 from heads.formats.eagle3 import sort_vocab
 from heads.formats.source import Source
 from heads.layers import FULL, LAYER_TYPES, SLIDING
-from heads.target.aux_layers import spread_layer_ids
-from heads.target.frozen import FrozenTarget
+from heads.target.head_shape import spread_layer_ids
+from heads.target.model import FrozenTarget
 
 SCALED = re.compile(r"Gemma\d")
 """Prefixes of the classes of targets that multiply embeddings when they look them up."""

@@ -5,8 +5,9 @@ from typing import Any
 
 from heads.formats.base import SGLANG, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
 from heads.formats.source import Source
-from heads.target.frozen import FrozenTarget, load_tokenizer
-from heads.target.smaller_model import fit_vocabulary, load_smaller, model_record, own_weights
+from heads.target.load import load_tokenizer
+from heads.target.model import FrozenTarget
+from heads.target.smaller import fit_vocabulary, load_smaller, model_record, own_weights
 
 
 def draft_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:

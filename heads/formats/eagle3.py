@@ -40,8 +40,8 @@ from heads.formats.base import (
 )
 from heads.formats.decoder import check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.formats.source import Source
-from heads.target.aux_layers import low_middle_high
-from heads.target.frozen import FrozenTarget
+from heads.target.head_shape import low_middle_high
+from heads.target.model import FrozenTarget
 
 EAGLE = "the EAGLE repository (cb7e084)"
 EMBEDDING = "embed_tokens.weight"

@@ -14,7 +14,7 @@ from typing import Any
 from heads.errors import UserError
 from heads.formats.base import Folder, Format, Reading, Shapes, check_same, fields, sizes, tensors, vllm
 from heads.formats.source import Source
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 OLD_VLLM = "vLLM 0.32.0"
 """Last version with Medusa. SGLang never supported it."""

@@ -38,10 +38,10 @@ from heads.formats.base import (
     vllm,
 )
 from heads.formats.source import Source
-from heads.target.block import BlockMaker, block_record
 from heads.target.families import register_mimo
-from heads.target.frozen import FrozenTarget
+from heads.target.family_layers import BlockMaker, block_record
 from heads.target.head_shape import block_settings
+from heads.target.model import FrozenTarget
 
 PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from heads.target.packed import compiled_flex_attention, packed_mask
+from heads.target.masks import compiled_flex_attention, packed_mask
 
 BLOCK = 128
 """Number of query rows in a block. A block reads only the keys that its last row can see."""

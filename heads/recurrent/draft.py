@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from heads.base import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
-from heads.draft_state import SlotState, take_newest
 from heads.errors import UserError
-from heads.growth import grow
+from heads.growth import SlotState, grow, take_newest
 from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend, CosSin, masked_attention
 from heads.losses import draft_loss

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from heads.target.choose import choose_in_tiles, logits_in_tiles
 from heads.target.families import OutputHead
-from heads.target.frozen import Features, LanguageModel
 from heads.target.kernels import runs_kernels
+from heads.target.model import Features, LanguageModel
 from heads.target.slots import SlotMapping
 
 

@@ -22,9 +22,10 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from transformers.activations import ACT2FN
 
 from heads.target.cached import CachedDecoder, CacheSpec
-from heads.target.families import FIXED_ROTATIONS, OutputHead, attention_masks
-from heads.target.frozen import Features, LanguageModel
+from heads.target.families import FIXED_ROTATIONS, OutputHead
 from heads.target.kernels import runs_kernels
+from heads.target.masks import attention_masks
+from heads.target.model import Features, LanguageModel
 from heads.target.product import Product
 from heads.target.slots import Sight, SlotMapping
 from heads.target.tree_attention import tree_attention
@@ -361,8 +362,6 @@ def why_not_native(model: LanguageModel) -> str | None:
     for path, module in model.layers.named_modules():
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return f"{path} is a {type(module).__name__}"
-        if type(module).__module__.startswith("peft."):  # it holds the weight of the layer that it adapts
-            return f"{path} has an adapter"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("transformers.")]
         if foreign or hasattr(module, "_hf_hook"):  # transformers' own hooks only observe

@@ -19,20 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import EncoderDecoderCache
 
 from heads.errors import UserError
 from heads.target.cache import HFCache, cache_name
-from heads.target.families import additive
+from heads.target.masks import additive
 
 FAMILIES = ("t5", "mt5")
 TEMPLATE = (
@@ -218,17 +210,6 @@ def count_layers(base: nn.Module, config: Any) -> int:
 def cache_layers(base: nn.Module, config: Any) -> int:
     """Return the number of layers in the cache: with an encoder, two for each decoder layer."""
     return count_layers(base, config) * (2 if isinstance(base, EncoderDecoder) else 1)
-
-
-def auto_class(config: Any) -> Any:
-    """Return the transformers class that loads a language model of this config. Some multimodal models have only a
-    class for text and images, and none for text alone."""
-    if config.is_encoder_decoder:
-        return AutoModelForSeq2SeqLM
-    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if reads_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase, start: int) -> None:

@@ -1,23 +1,17 @@
-"""Differences between Hugging Face families of causal LMs that matter to a draft head: masks, layers, the output head.
+"""Differences between Hugging Face families of causal LMs that matter to a draft head: layers, output head, lengths.
 
-Letters: B batch, N queries, S key slots, D hidden, V vocabulary.
+Letters: D hidden, V vocabulary.
 """
 
-import json
-import os
-import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from heads.errors import UserError, first_line
-from heads.target.hub import is_here
+from heads.errors import UserError
 
 
 class MiMoConfig(Qwen2Config):
@@ -46,14 +40,6 @@ RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
 READABLE_LAYERS = ATTENTION_LAYERS | RECURRENT_LAYERS | {"mlp", "moe"}
 """Kinds of layers by their names in a config. "hybrid" is both attention and recurrent. "mlp" and "moe" cache
 nothing."""
-OTHER_PARTS = re.compile(
-    r"(^|\.)(mtp|nextn|visual|vision|image|audio|speech|multi_modal|mm_|talker|token2wav|code2wav)\w*\."
-    r"|rotary_emb\.inv_freq$|\.position_ids$|\.(attn|attention)\.(bias|masked_bias)$"
-)
-MODULE = re.compile(r"(.*\blayers\.(\d+)\.)")
-PREDICTION = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
-"""Names that occur in multi-token prediction modules and in no decoder layer. Some families number such modules after
-their layers."""
 
 
 def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
@@ -92,23 +78,6 @@ def count_attention(config: Any, num_layers: int) -> int:
     return num_layers if kinds is None else sum(kind in ATTENTION_LAYERS for kind in kinds)
 
 
-def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
-    """Return the checkpoint's unused weights that matter: the model, with `num_layers` decoder layers, is wrong without
-    them.
-
-    `unexpected`: names that the model's class does not use and does not itself list as ignored. Multi-token prediction
-    modules of any family, parts for other modalities, and the masks and frequencies in old checkpoints do not matter.
-    """
-    names = sorted(unexpected)
-    modules = {match[0] for name in names if (match := MODULE.match(name)) and int(match[2]) >= num_layers}
-    prediction = {module for module in modules if any(f"{module}{part}" in names for part in PREDICTION)}
-    return [
-        name
-        for name in names
-        if not OTHER_PARTS.search(name) and not ((match := MODULE.match(name)) and match[0] in prediction)
-    ]
-
-
 def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
     """Return the decoder layers: the first module list of the right length. UserError if there is none."""
     for module in base.modules():
@@ -142,47 +111,6 @@ def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -
     sign[1::2] = -1
     scale: Tensor = sign * (norm(sign) - norm(-sign)) / 2
     return scale.float().cpu()
-
-
-def attention_masks(
-    config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
-) -> Tensor | dict[str, Any]:
-    """Return the mask in the form that the family's decoder passes to its layers unchanged. Arguments as in
-    `FrozenTarget.features`."""
-
-    def mask(window: int | None) -> Tensor:
-        if window is None:
-            return additive(visible, dtype)
-        return additive(visible & (positions[:, :, None] - key_positions[:, None, :] < window), dtype)
-
-    made: Tensor | dict[str, Any] = masks_by_kind(config, mask)
-    return made
-
-
-def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:
-    """Return the mask argument of a family's decoder. `mask` makes the mask of a sliding window, or of None.
-
-    Decoders take one mask for all layers, or a dict if they have several kinds of layers. `layer_types` lists the
-    layers with the window. Without it, all layers have it.
-    """
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or {"sliding_attention"})
-    if kinds == {"full_attention"} or (window is None and not kinds & RECURRENT_LAYERS):
-        return mask(None)
-    if kinds == {"sliding_attention"}:
-        return mask(window)
-    # Recurrent layers need no mask: padding comes after a text.
-    return {"full_attention": mask(None), "sliding_attention": mask(window), "linear_attention": None, "conv": None}
-
-
-def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a mask (B, N, S) bool to (B, 1, N, S) to be added to scores, which every attention kernel supports.
-
-    Eager attention would add a boolean mask as 0 and 1. Masked entries are the most negative finite number, since -inf
-    turns a row that sees nothing into NaN.
-    """
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
 class OutputHead:
@@ -251,18 +179,3 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)
     return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
-
-
-def check_generation_config(path: str) -> None:
-    """Raise UserError if the folder's generation_config.json is damaged. transformers would ignore it, including the
-    tokens that end a text."""
-    file = Path(path) / "generation_config.json"
-    if not is_here(path) or not os.path.lexists(file):
-        return
-    remedy = "replace it, or delete it so that config.json alone says which tokens end a text"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({first_line(error)}); {remedy}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: expected a JSON object, got {type(found).__name__}; {remedy}")

@@ -21,8 +21,8 @@ from transformers.integrations.flex_attention import flex_attention_forward
 
 from heads.target.cache import cache_name
 from heads.target.encoder_decoder import EncoderDecoder
-from heads.target.families import RECURRENT_LAYERS, attention_masks, masks_by_kind
-from heads.target.packed import TILE, packed_mask, packed_visible
+from heads.target.families import RECURRENT_LAYERS
+from heads.target.masks import TILE, attention_masks, masks_by_kind, packed_mask, packed_visible
 
 FLEX, TILES = "draftsmith_flex", "draftsmith_tiles"
 """Names of the attention functions in transformers' interface."""

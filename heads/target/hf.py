@@ -9,7 +9,7 @@ from heads.target.cache import HFCache
 from heads.target.cached import CachedDecoder, CacheSpec
 from heads.target.encoder_decoder import cache_layers
 from heads.target.families import longest_text
-from heads.target.frozen import Features, LanguageModel
+from heads.target.model import Features, LanguageModel
 from heads.target.slots import SlotMapping
 
 

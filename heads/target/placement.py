@@ -1,21 +1,54 @@
-"""Targets whose decoder layers are not held whole by one process.
+"""Where a target's weights lie: memory-mapped files, shards, or nowhere in this process.
 
-Either every process of a launch holds a shard of each layer and all processes run a forward pass together, or none
-holds any layer and features come from elsewhere (`FrozenTarget.remote`). Embeddings, final norm and output head, which
-heads and losses read, are whole in every process.
+Weights in their stored dtype are memory-mapped from their files, so that all processes of a machine share the pages.
+
+Decoder layers need not be whole in a process: either every process of a launch holds a shard of each layer and all
+processes run a forward pass together, or none holds any layer and features come from elsewhere (`FrozenTarget.remote`).
+Embeddings, final norm and output head, which heads and losses read, are whole in every process.
 """
 
+import ctypes
+import mmap
+import sys
+from bisect import bisect_right
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
-from heads.target.mapped_files import MappedFiles
+
+if TYPE_CHECKING:
+    from heads.target.model import FrozenTarget
+
+MAPS = Path("/proc/self/maps")
+DONT_NEED = 4  # MADV_DONTNEED, Linux's number on every machine
 
 
-def shard_layers(target: FrozenTarget, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+class MappedFiles:
+    """Files that this process has mapped so far. Empty where the system does not list them."""
+
+    def __init__(self) -> None:
+        lines = MAPS.read_text().splitlines() if sys.platform == "linux" and MAPS.is_file() else []
+        fields = [line.split(maxsplit=5) for line in lines]
+        files = [field for field in fields if len(field) == 6 and field[4] != "0"]  # field 4 is the file's inode
+        self.regions = sorted((int(low, 16), int(high, 16)) for low, high in (field[0].split("-") for field in files))
+
+    def forget(self, tensor: Tensor) -> None:
+        """Release the pages of a CPU tensor if it is in a mapped file. They are read again when needed."""
+        start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        place = bisect_right(self.regions, (start, sys.maxsize)) - 1
+        if tensor.device.type != "cpu" or place < 0 or start + size > self.regions[place][1]:
+            return
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), DONT_NEED)
+
+
+def shard_layers(target: "FrozenTarget", mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     """Keep this process's shard of each decoder layer on the mesh's device, with FSDP for forward passes only. A layer
     is gathered while it computes. `dtype`: a wider dtype for the weights, None to keep theirs. Every process must call
     this."""
@@ -36,7 +69,7 @@ def shard_layers(target: FrozenTarget, mesh: DeviceMesh, dtype: torch.dtype | No
     target.placement = "sharded"
 
 
-def drop_layers(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> None:
+def drop_layers(target: "FrozenTarget", device: torch.device, dtype: torch.dtype | None) -> None:
     """Move everything outside the decoder layers to `device`, and keep only the shapes of the layers. `dtype`: as in
     `shard_layers`."""
     _place_rest(target, device, dtype)
@@ -44,12 +77,12 @@ def drop_layers(target: FrozenTarget, device: torch.device, dtype: torch.dtype |
     target.placement = "absent"
 
 
-def _outside(target: FrozenTarget) -> list[nn.Parameter]:
+def _outside(target: "FrozenTarget") -> list[nn.Parameter]:
     inside = set(target.layers.parameters())
     return [parameter for parameter in target.model.parameters() if parameter not in inside]
 
 
-def _place_rest(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> None:
+def _place_rest(target: "FrozenTarget", device: torch.device, dtype: torch.dtype | None) -> None:
     inside = set(target.layers.modules())
     for module in target.model.modules():
         if module not in inside:

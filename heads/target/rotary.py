@@ -1,7 +1,6 @@
 """Rotary positions of heads: plain, or scaled as in transformers (YaRN, Llama 3, linear)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,15 +15,6 @@ from heads.target.families import FIXED_ROTATIONS
 
 Rotary = Callable[[Tensor, torch.dtype], CosSin]
 """Function that returns cosines and sines (B, 1, T, d) of rotary positions (B, T), in the given dtype."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RotarySettings:
-    """Setting of heads whose rotary positions may be scaled."""
-
-    rope_scaling: dict[str, Any] | None = None
-    """Scaling of rotary positions, as in transformers' `rope_parameters` but without the base: `{rope_type: yarn,
-    factor: 4.0, original_max_position_embeddings: 8192}`. Kinds: `yarn`, `llama3`, `linear`. Null: no scaling."""
 
 
 def rotary_of(config: Any) -> Rotary:

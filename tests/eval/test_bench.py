@@ -36,7 +36,7 @@ from eval.reporting.format import (
 from eval.reporting.html import render_page
 from eval.reporting.report import print_report, write_report
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 
 Bench = Callable[..., tuple[Results, str]]
 KEYS = {

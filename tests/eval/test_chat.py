@@ -23,7 +23,8 @@ from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget, load_tokenizer
+from heads.target.load import load_tokenizer
+from heads.target.model import FrozenTarget
 from heads.tree import parse_shape
 
 ROOT = Path(__file__).resolve().parents[2]

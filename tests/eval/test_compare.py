@@ -20,7 +20,8 @@ from eval.commands.bench_run import fitting_shapes, head_names
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.load import load_target
+from heads.target.model import FrozenTarget
 
 Bench = Callable[..., tuple[Results, str]]
 

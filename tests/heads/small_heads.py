@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.base import Batch, DraftHead, Observation, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
-from heads.initial.weights import TargetProbe
+from heads.initial.start import TargetProbe
 from heads.mtp import Mtp, MtpConfig
 from heads.recurrent.draft import Recurrent
 from heads.tree import Proposal, parse_shape

@@ -96,7 +96,7 @@ def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> Non
     config = SimpleNamespace(bos_token_id=0, eos_token_id=1)
     sizes = {"hidden_size": 16, "vocab_size": 40, "num_layers": 12}
     loaded: dict[str, Any] = {"config": config, "fingerprint": "abcd-int8", "quantize": "int8"}
-    loaded |= {"adapter": {"rank": 4}, "template": {"calm": True}, "trust_remote_code": False}
+    loaded |= {"template": {"calm": True}, "trust_remote_code": False}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     target: Any = SimpleNamespace(name="t", model=model, checkpoint_config=model.config, **loaded, **sizes)
     record = target_record(target)
@@ -107,7 +107,6 @@ def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> Non
         "architecture": "LlamaForCausalLM",
         "fingerprint": "abcd-int8",
         "quantize": "int8",
-        "adapter": {"rank": 4},
         "template": {"calm": True},
         "trust_remote_code": False,
         **sizes,
@@ -121,15 +120,16 @@ def entries(folder: Path) -> set[str]:
     return {path.name for path in folder.parent.iterdir()}
 
 
-def test_a_failed_save_leaves_the_old_head(folder: Path) -> None:
+def test_a_failed_save_leaves_the_old_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails once the weights are written."""
     before = contents(folder)
 
-    def fail(_: Path) -> dict[str, Any]:
+    def fail(_: Path) -> str:
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr("heads.checkpoint.file_hash", fail)
     with pytest.raises(UserError, match="head: no space left on the device for the head"):
-        save_head(make_head(fc_norm=True), folder, target=TARGET, write_adapter=fail)
+        save_head(make_head(fc_norm=True), folder, target=TARGET)
     assert contents(folder) == before and entries(folder) == {"head"}
 
 
@@ -320,7 +320,7 @@ def test_values_that_describe_no_head(change: dict[str, Any], folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("adapter", "one"), ("quantize", 8), ("fingerprint", None), ("name", 3), ("hidden_size", "16")]
+    ("name", "value"), [("quantize", 8), ("fingerprint", None), ("name", 3), ("hidden_size", "16")]
 )
 def test_damaged_records_of_the_target(name: str, value: object, folder: Path) -> None:
     set_config(folder, target={**TARGET, name: value})
@@ -341,7 +341,7 @@ def test_where_there_is_no_head(tmp_path: Path) -> None:
 
 def fake_target(**changes: Any) -> Any:
     facts = {"name": "this-target", "hidden_size": 16, "vocab_size": 40, "num_layers": 12, "fingerprint": "f00d"}
-    return SimpleNamespace(**{**facts, "adapter": None, "dtype": torch.float32, **changes})
+    return SimpleNamespace(**{**facts, "dtype": torch.float32, **changes})
 
 
 def test_a_head_fits_its_own_target_only(folder: Path) -> None:
@@ -351,7 +351,6 @@ def test_a_head_fits_its_own_target_only(folder: Path) -> None:
         ({"vocab_size": 48}, "vocabulary 40, but this-target has 48"),
         ({"num_layers": 8}, "number of layers 12, but this-target has 8"),
         ({"fingerprint": "beef"}, "fingerprint of the weights f00d, but this-target has beef"),
-        ({"adapter": {"rank": 4}}, "trained for the target as it is, which this one is not"),
     ):
         assert words in refused(check_fits, folder, fake_target(**change))
 

@@ -16,7 +16,8 @@ from heads.checkpoint import load_head, save_head, target_record
 from heads.draft_model import DraftState
 from heads.errors import UserError
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 from heads.tree import parse_shape
 from tests.closeness import assert_close
 from tests.heads.small_heads import greedy, loss_agrees, token_paths

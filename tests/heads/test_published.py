@@ -13,7 +13,8 @@ from heads.base import Batch
 from heads.checkpoint import load_head, save_head, target_record
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.load import load_target
+from heads.target.model import FrozenTarget
 from tests.heads.published_heads import LLAMA3, RAW, SPECULATORS, D, V, eagle3, layers_0, medusa, write
 from tests.heads.small_heads import greedy, seen
 from tests.native_mtp import change_config, write_native

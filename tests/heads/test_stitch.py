@@ -22,7 +22,7 @@ from heads.formats.source import INDEX, tensor_files
 from heads.published import read_published, start_from
 from heads.registry import build_head
 from heads.stitch import ADDED, ONLY, open_checkpoint, stitch, write_stitched
-from heads.target.frozen import load_target
+from heads.target.load import load_target
 from scripts.stitch import main
 from tests.native_mtp import V, change_config, change_weights, make_multimodal, shard, write_native
 

@@ -29,7 +29,7 @@ from eval.reporting import upload
 from eval.reporting.publication import base_of_copy, collect
 from heads.checkpoint import load_head, read_config, save_head, target_record
 from heads.registry import build_head
-from heads.target.frozen import load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
 from scripts import publish
 from tests.native_mtp import change_config, write_native
 
@@ -409,18 +409,6 @@ def test_results_that_do_not_vouch_for_the_head_stop_it(
     spoil(results)
     (run / "results.json").write_text(json.dumps(results))
     assert said in refused(run, REPO, "--unmeasured")
-
-
-def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub) -> None:
-    adapter = run / "head/adapter"
-    adapter.mkdir()
-    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
-    (adapter / "adapter_config.json").write_text('{"r": 4, "base_model_name_or_path": "/home/ann/target"}')
-    change_target(run, adapter={"sha256": "0"})
-    assert call(run, REPO) == 0
-    held = hub.repos[REPO]
-    assert held["adapter/adapter_model.safetensors"] == b"weights"
-    assert json.loads(held["adapter/adapter_config.json"]) == {"r": 4, "base_model_name_or_path": None}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 from tests.chats import reader_of
 from tests.closeness import assert_close
 from tests.faults import signal_at

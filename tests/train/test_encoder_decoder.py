@@ -15,7 +15,7 @@ from eval.runtime.sampling import Sampling
 from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.target.encoder_decoder import give_template
-from heads.target.frozen import load_tokenizer
+from heads.target.load import load_tokenizer
 from tests.chats import encode_chat
 from tests.runs import Settings, WriteRecipe, audit, lines, train
 

@@ -39,7 +39,7 @@ def test_a_whole_run_leaves_everything(
         assert (folder / name).is_file(), name
     assert "d2t" not in load_file(folder / "head/model.safetensors")  # the target's whole vocabulary needs no table
     assert json.loads((folder / "provenance.json").read_text())["target"]["path"] == small["target"]["path"]
-    assert load_recipe(folder / "recipe.yaml").head.aux_layer_ids == [2, 4, 5]
+    assert load_recipe(folder / "recipe.yaml").head.aux_layer_ids == (2, 4, 5)
     capsys.readouterr()
     assert attempt("eagle", [str(write_recipe(small))]) == 0
     said = capsys.readouterr().err

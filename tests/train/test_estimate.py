@@ -9,7 +9,8 @@ import torch
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.registry import HEADS, build_head
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.load import load_target
+from heads.target.model import FrozenTarget
 from heads.tree import parse_shape
 from train.data.packing import text_rows
 from train.features.batch import make_batch

@@ -14,8 +14,8 @@ from eval.benchmark.loading import open_target_of
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import check_fits, load_head
-from heads.target.encoder_decoder import auto_class
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.load import auto_class, load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 from heads.target.quantization import weight_bytes
 from heads.tree import Proposal
 from tests.runs import Settings, WriteRecipe, audit, lines, train

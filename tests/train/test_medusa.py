@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from eval.runtime.engine import Request, Sampling
 from heads.checkpoint import load_head
 from heads.errors import UserError
-from heads.target.frozen import load_target
+from heads.target.load import load_target
 from tests.runs import Settings, WriteRecipe, audit, measured_run, train_in
 
 

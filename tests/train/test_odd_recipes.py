@@ -13,12 +13,11 @@ from heads.errors import UserError
 from train.recipe import dump_recipe, load_recipe, plain_settings
 
 ANSWERS = "prompts: 4, prompt_tokens: 8, new_tokens: 8, batch_size: 2, seed: 0, temperature: 0.5, share: 0.5"
-ADAPTER = "first_step: 2, rank: 4, alpha: 1.0, dropout: 0.1, modules: [q_proj], heads_weight: 0.1"
 CHATS = "kind: chat, path: a/b, split: x, limit: 3, weight: 1.0, chat_template: x, max_skipped: 0.1"
 REPORT = "num_prompts: 3, max_new_tokens: 4, batch_size: 1, trees: [auto], temperatures: [0.0], repeats: 1"
 WHOLE: dict[str, Any] = yaml.safe_load(f"""
 output_dir: runs/x
-target: {{path: some/target, dtype: auto, trust_remote_code: false, quantize: int8, adapter: {{{ADAPTER}}}}}
+target: {{path: some/target, dtype: auto, trust_remote_code: false, quantize: int8, adapter: a/b}}
 head: {{kind: draft, layers: [1, 2], loss: jsd, beta: 0.5, lora: {{rank: 2, modules: [q_proj]}}}}
 data:
   sources: [{{{CHATS}}}, {{kind: python, limit: 3, weight: 2.0}}]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.data.answer_store import AnswerStore
 from train.data.dialogues import Dialogue
-from train.http_client import Fault, HTTPClient, Missing, Url
-from train.strict_yaml import Count, Name, Settings
+from train.http_client import Fault, HTTPClient, Missing
 
 if TYPE_CHECKING:
     from eval.runtime.request import Request
@@ -27,18 +26,6 @@ CHECKED_TOKENS = 16
 
 Check = Callable[[Sequence[int], Sequence[int]], str | None]
 """(prompt, greedy answer) -> what is wrong with the answer, or None."""
-
-
-class Server(Settings):
-    """A server with OpenAI's protocol that returns token ids: vLLM or SGLang. An API key is read from the environment
-    variable DRAFTSMITH_SERVER_KEY."""
-
-    url: Url
-    """Address of the server, such as `http://localhost:8000`."""
-    model: Name | None = None
-    """Name of the target on the server. Null: `target.path`."""
-    in_flight: Count = 64
-    """Number of concurrent prompts, over all processes."""
 
 
 def _body(path: str, model: str, request: "Request", eos_token_ids: Sequence[int]) -> dict[str, Any]:

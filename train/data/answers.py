@@ -4,23 +4,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from eval.benchmark.progress import Progress
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
-from train.data.answer_server import Client, Server, answer_by_server
+from heads.target.model import FrozenTarget
+from train.data.answer_server import Client, answer_by_server
 from train.data.answer_store import AnswerStore, prompt_key
 from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, open_entry
 from train.data.dialogues import Dialogue
 from train.data.reader import Reader
+from train.data.settings import Regenerate
 from train.http_client import HTTPClient
-from train.strict_yaml import Count, Seed, Settings, Share, Temperature
 
 Exchange = tuple[Sequence[int], Sequence[int]]
 """A prompt and its answer."""
@@ -29,53 +28,6 @@ MARGIN = 1.0
 """Largest accepted difference between the highest logit and the logit of a server's greedy token."""
 BATCHES = 8
 """Batches per call of the engine. Rows that end early continue with the next prompt."""
-
-
-class Answers(Settings):
-    """Prompts from the sources, and settings for answering them."""
-
-    prompts: Annotated[int, Field(ge=1, le=10**8)] | None = None
-    """Number of prompts to take from the sources. The sources must have that many. Null: all of them, one per
-    conversation or text."""
-    prompt_tokens: Count = 512
-    """Maximum number of tokens of a prompt. Prompts cut from text are shortened to it. Conversations whose first prompt
-    is longer are left out."""
-    new_tokens: Count = 256
-    """Maximum number of tokens of an answer."""
-    batch_size: Count = 8
-    """Prompts answered together in one batch."""
-    seed: Seed = 0
-    """Seed of the sampling."""
-    train_on_prompts: bool = False
-    """Also use the tokens of the prompts as labels."""
-    temperature: Temperature = 0.0
-    """Sampling temperature of the answers; 0 is greedy."""
-
-    def request(self, prompt: list[int], number: int) -> Request:
-        """Return the request for answer `number`. Each number has its own noise."""
-        return Request(prompt, self.new_tokens, Sampling(temperature=self.temperature, seed=self.seed + number))
-
-
-class Regenerate(Answers):
-    """Train on the target's own answers to prompts from the sources, since a draft head has to predict the target's
-    text.
-
-    The target generates every answer of a conversation, after its own earlier answers. A conversation ends before a
-    prompt of more than `prompt_tokens`. Answers are stored next to the tokenised data, for all heads of the target.
-    """
-
-    prompts: Annotated[int, Field(ge=1, le=10**8)] | None = None
-    """Number of conversations, or prompts cut from text, to take from the sources. The sources must have that many.
-    Null: all conversations, and one prompt per text."""
-    share: Share = 1.0
-    """Fraction of the training rows that are answers. The rest are rows of the unchanged sources."""
-    server: Server | None = None
-    """A server that generates the answers. Null: the runtime generates them in every process."""
-
-    def sampled(self, prompt: list[int]) -> Request:
-        """Return the request for the answer to a prompt. Its noise depends on the prompt."""
-        seed = (self.seed + int.from_bytes(prompt_key(prompt)[:4])) % 2**31  # the range that servers accept
-        return Request(prompt, self.new_tokens, Sampling(temperature=self.temperature, seed=seed))
 
 
 @dataclass(frozen=True)
@@ -111,6 +63,12 @@ class Answering:
     def _model(self) -> str:
         server = self.settings.server
         return (server.model if server is not None else None) or self.target.name
+
+    def request(self, prompt: list[int]) -> Request:
+        """Return the request for the answer to a prompt. Its noise depends on the prompt."""
+        settings = self.settings
+        seed = (settings.seed + int.from_bytes(prompt_key(prompt)[:4])) % 2**31  # the range that servers accept
+        return Request(prompt, settings.new_tokens, Sampling(temperature=settings.temperature, seed=seed))
 
     def corpus(self) -> Corpus:
         """Return the documents of all dialogues. Their labels are the answers. Called by every process."""
@@ -163,7 +121,7 @@ class Answering:
                 http = HTTPClient(server.url, self.reader.say)
                 client = Client(http, self._model, target.vocab_size, target.eos_token_ids, self._fault_of)
                 in_flight = max(1, server.in_flight // num_processes)
-                answer_by_server(own, store, self.settings.sampled, client, in_flight, finished)
+                answer_by_server(own, store, self.request, client, in_flight, finished)
         whose = " by the first process" if num_processes > 1 else ""
         self.reader.say(f"data.regenerate: {total} dialogues answered{whose}, {tokens:,} tokens")
 
@@ -219,7 +177,7 @@ class Answering:
                 for dialogue in asking[tuple(prompts[number])]:
                     take(dialogue)
 
-        engine.generate([self.settings.sampled(prompt) for prompt in prompts], on_tokens=keep)
+        engine.generate([self.request(prompt) for prompt in prompts], on_tokens=keep)
 
     def _fault_of(self, prompt: Sequence[int], answer: Sequence[int]) -> str | None:
         """Return what is wrong with a server's greedy answer: a token whose logit is far below the target's highest.

@@ -10,17 +10,21 @@ Offsets give correct labels only if a token begins at each boundary of a turn, s
 conversation is tokenised turn by turn.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Encoding
-from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.records import Message, RecordError
 from train.data.corpus import Document
 from train.data.templates import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields of a turn in which records store the reasoning before an answer."""

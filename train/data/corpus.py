@@ -18,9 +18,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from heads.checkpoint import file_hash
 from heads.errors import UserError
-from heads.files import is_full_disk, whole_folder, write_json
+from heads.files import file_hash, is_full_disk, whole_folder, write_json
 
 FORMAT = 1
 """Version of the format, part of every folder's name. Raise it when the content for the same source changes."""

@@ -1,13 +1,16 @@
 """Records as dialogues: prompts for the target, one after another, each after the target's own earlier answers."""
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from eval.benchmark.records import Message, RecordError
 from train.data.chats import token_ids
 from train.data.templates import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Prompts = Generator[list[int], list[int], str | None]
 """Yields prompts and is sent their answers. Returns why it ends before the end of the record, or None."""

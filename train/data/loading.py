@@ -2,41 +2,22 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from heads.base import DraftHead
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
 from heads.target.hf import positions_of
-from train.data.answers import Answering, Answers, Regenerate
+from heads.target.model import FrozenTarget
+from train.data.answers import Answering
 from train.data.corpus import Corpus, Tally, open_entry
 from train.data.dialogues import Dialogue
-from train.data.on_policy import OnPolicy, Samples
+from train.data.on_policy import Samples
 from train.data.packing import Mixture, Pool, shares
 from train.data.reader import Reader
+from train.data.settings import Answers, Data
 from train.data.sources import AnySource, ChatSource, describe_skipped
 from train.data.templates import ChatTemplate
-from train.strict_yaml import Settings
-
-
-class Data(Settings):
-    """Training data."""
-
-    sources: Annotated[list[AnySource], Field(min_length=1)]
-    """Sources of text, each of one of the kinds below."""
-    context_length: Annotated[int, Field(ge=8)] = 2048
-    """Tokens per training row. Documents are packed into rows; attention does not cross documents. A longer
-    conversation is cut after answers, and positions continue; a longer text is cut into separate texts. A target with
-    recurrent layers gets one document per row, padded."""
-    template: dict[str, bool | int | float | str] = Field(default={})
-    """Arguments of the chat template, such as `{enable_thinking: false}`."""
-    regenerate: Regenerate | None = None
-    """Train on the target's answers. Null: train on the unchanged sources."""
-    on_policy: OnPolicy | None = None
-    """Train on samples from the draft. Null: none."""
 
 
 def check_data(data: Data, target: FrozenTarget) -> None:

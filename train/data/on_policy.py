@@ -8,34 +8,18 @@ until the next renewal. They are stored in files, because a resumed run no longe
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
-
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.files import write_text
-from heads.target.frozen import FrozenTarget
-from train.data.answers import Answers, answer_documents
+from heads.target.model import FrozenTarget
+from train.data.answers import answer_documents
 from train.data.corpus import corpus_of
 from train.data.packing import PATTERN, Mixture, Pool
-from train.strict_yaml import Count, Share, Temperature
+from train.data.settings import OnPolicy
 
 SEED_STRIDE = 1_000_003
-
-
-class OnPolicy(Answers):
-    """Train a draft model on text that it generates (arXiv 2310.08461, section 4). Only for `head.kind: draft`."""
-
-    every: Count
-    """Steps between two renewals of the samples. The first samples are generated after this many steps."""
-    samples: Annotated[int, Field(ge=1, le=10**6)]
-    """Number of prompts answered at each renewal. The prompts are used in turn."""
-    temperature: Temperature = 1.0
-    """Sampling temperature of the draft's text; 0 is greedy."""
-    share: Share = 0.5
-    """Fraction of the training rows that are samples. The rest are the other data."""
 
 
 class Samples:
@@ -56,10 +40,12 @@ class Samples:
         """Return the requests to the draft at step `begin`: the next prompts in turn, each with its own noise."""
         settings, renewal = self.settings, begin // self.settings.every
         first = (renewal - 1) * settings.samples
-        return [
-            settings.request(self.prompts[n % len(self.prompts)], SEED_STRIDE * renewal + n)
-            for n in range(first, first + settings.samples)
-        ]
+
+        def sampling(n: int) -> Sampling:
+            return Sampling(temperature=settings.temperature, seed=settings.seed + SEED_STRIDE * renewal + n)
+
+        numbers = range(first, first + settings.samples)
+        return [Request(self.prompts[n % len(self.prompts)], settings.new_tokens, sampling(n)) for n in numbers]
 
     def write(self, begin: int, draft: DraftHead, target: FrozenTarget) -> int:
         """Let the draft answer, write its answers to a file, and return their number of tokens."""

@@ -10,7 +10,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from eval.command import asks_usage, exit_status
-from train.usage import recipe_keys
+from train.recipe import Recipe
+from train.usage import keys_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,7 @@ OPEN, CLOSE = "⟦", "⟧"
 
 
 def main() -> int:
-    if asks_usage(USAGE, sys.argv[1:], keys=recipe_keys):
+    if asks_usage(USAGE, sys.argv[1:], keys=lambda: keys_of(Recipe)):
         return 0
     return preview(sys.argv[1:])
 
@@ -33,7 +34,7 @@ def preview(arguments: Sequence[str]) -> int:
     """Print the data of a recipe with its overrides, and return the exit status 0."""
     from accelerate import Accelerator
 
-    from heads.target.frozen import load_tokenizer
+    from heads.target.load import load_tokenizer
     from train.data.loading import find_prompts, read_source
     from train.data.packing import Pool
     from train.data.reader import Reader
@@ -42,7 +43,8 @@ def preview(arguments: Sequence[str]) -> int:
 
     recipe = read_recipe(arguments)
     data = recipe.data
-    tokenizer = load_tokenizer(recipe.target.path, trust_remote_code=recipe.target.trust_remote_code)
+    target = recipe.target
+    tokenizer = load_tokenizer(target.path, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
     reader = Reader(ChatTemplate(tokenizer, arguments=data.template), Accelerator(cpu=True), print)
     for number, source in enumerate(data.sources):
         name = f"data.sources.{number}"

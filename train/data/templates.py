@@ -4,6 +4,8 @@ Templates expect the arguments of a tool call either as a mapping or as JSON tex
 template renders the calls of a conversation is used.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re
@@ -11,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from eval.benchmark.records import Message, RecordError, apply_template
 from eval.benchmark.templates import arguments_read
 from heads.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
 

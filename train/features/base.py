@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from eval.runtime.memory import free_bytes
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from train.data.packing import Mixture, Rows
 
 ROOM = 1.2

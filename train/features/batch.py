@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Batch, SharedLayers
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from train.data.packing import Rows
 
 

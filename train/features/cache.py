@@ -20,7 +20,7 @@ from torch import Tensor
 
 from heads.errors import UserError, first_line
 from heads.files import write_json
-from heads.target.frozen import Features, FrozenTarget
+from heads.target.model import Features, FrozenTarget
 from train.data.packing import Mixture
 from train.features.base import FeatureSource
 from train.features.settings import CacheFeatures

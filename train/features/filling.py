@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heads.errors import UserError
 from heads.files import check_folder, write_bytes, write_json
-from heads.initial.weights import probe_tokens, probed_rows
+from heads.initial.start import probe_tokens, probed_rows
 from train.data.loading import load_data
 from train.data.packing import Mixture, Rows, text_rows
 from train.features.base import FeatureSource

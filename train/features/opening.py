@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget, Place
+from heads.target.load import Place
+from heads.target.model import FrozenTarget
 from heads.target.placement import drop_layers, shard_layers
 from train.data.sources import Say
 from train.features.base import FeatureSource, has_room

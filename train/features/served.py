@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.errors import UserError
 from heads.target.families import final_norm
-from heads.target.frozen import Features, FrozenTarget
+from heads.target.model import Features, FrozenTarget
 from train.data.packing import Mixture, Rows
 from train.features.base import FeatureSource
 from train.features.server import HiddenStatesServer, documents_of

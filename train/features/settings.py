@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from train.http_client import Url
-from train.strict_yaml import Name, Settings
+from train.strict_yaml import Name, Settings, Url
 
 
 class ProcessFeatures(Settings):

@@ -1,9 +1,10 @@
-"""Counts for a plan: parameters, bytes and operations of the target and the head, from shapes alone.
+"""Counts for a plan: parameters, bytes and operations of the target and the head, by formulas from their shapes.
 
-Head: the loss of one micro-batch, its gradient and one optimizer step are run in `Shapes`. The rows are full, with one
-document each, and every token is a label, so the counts are upper bounds.
+The rows are full, with one document each, and every token is a label, so the counts are upper bounds. Letters: B batch,
+T tokens, N = B * T, D hidden, I intermediate, A = query heads * width, G = key heads * width, V vocabulary, Vd draft
+vocabulary, L auxiliary layers, K depth; w bytes of a number in a layer, 2 under autocast, else 4.
 
-Target: formulas for the forward pass of a micro-batch with N = B * T tokens and w bytes per number:
+A target's forward pass of a micro-batch, with w bytes of its own dtype:
 
     FLOP per token = 2 * active parameters of the layers + 2 * T * heads * (key width + value width) * attention layers
     bytes          = N w ((2 + L) D + widest)                       two residuals, L auxiliary hidden states
@@ -11,11 +12,12 @@ Target: formulas for the forward pass of a micro-batch with N = B * T tokens and
     widest         = the larger of 3 I, or k (3 I + 2 D) with k experts per token, and twice a layer's queries, keys
                      and values
 
-Letters: B batch, T tokens, D hidden, I intermediate, L auxiliary layers.
+A head's loss and gradient: a matrix of n numbers takes 2 n FLOP a row forward, and as many for each of the gradients of
+its input and, if it is trained, of itself. A layer keeps for its backward pass, of each row, the inputs of its norms,
+of its products and of SiLU, and the queries, keys, values and output of its attention: `KEPT`. The loss forms logits in
+chunks of C rows, of which several tensors exist at a time.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,27 +25,42 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from heads.base import KEPT_SHARE
 from heads.errors import UserError
 from heads.formats.source import without_pickle
 from heads.losses import CHUNK_BYTES, LEAST_ROWS
+from heads.recurrent.draft import Recurrent
+from heads.registry import kind_of
+from heads.settings import LABELS
 from heads.target.families import layer_setting
 from heads.target.forward import takes_block_masks
 from heads.target.hub import is_hub_id, repo_and_revision
+from heads.target.load import ShapeTarget, load_shape
 from heads.target.quantization import LEAST_SHARE
-from heads.target.shape import ShapeTarget, load_shape
-from train.adapter import Joint, add_adapters, check_adapter
-from train.data.packing import Rows
-from train.features.batch import make_batch
+from train.adapter import add_adapters
 from train.head_settings import make_head
 from train.optim import make_optimizer
-from train.planning.shapes import Shapes
 from train.recipe import Recipe
 from train.trained import Trained
 
+aten = torch.ops.aten
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 """Names that configs use for the number of experts."""
+KEPT = {
+    "eagle3": (6, 3, 2),
+    "mtp": (9, 3, 2),
+    "dflash": (4, 4, 3),
+    "dflash2": (4, 4, 3),
+    "dspark": (4, 4, 3),
+    "draft": (6, 4, 4),
+}
+"""By kind, the numbers that a layer keeps of each row, in multiples of D, A and G; and 4 of I."""
+ATTENTION_PRODUCTS = {"eagle3": 7, "mtp": 7, "draft": 7, "dflash": 8, "dflash2": 8, "dspark": 8}
+"""Products of queries and keys' size: 2 forward, 1 or 2 computed again, 4 or 5 backward."""
 
 
 @dataclass(frozen=True)
@@ -72,83 +89,153 @@ class HeadCount:
     """The counts of a head: parameters, and the cost of one micro-batch and one optimizer step."""
 
     trained: int
-    frozen: int
     bytes: int
     """Bytes in float32."""
     copy_bytes: int
     """Bytes in the target's dtype: the size of the measured copy and of the head's folder."""
     gradients: int
     optimizer: int
-    checkpoint: int
-    """Bytes of one checkpoint's tensors."""
     features: int
     """Bytes of the target's features of one micro-batch, as the loss reads them."""
     activations: int
     """Peak bytes in addition to weights and gradients, including features."""
     flops: float
     """Operations of one token: loss and gradient, including the target's logits."""
-    chunk: int
-    """Bytes of one chunk of the target's logits, part of the activations. A few such chunks exist at a time."""
-    aux_layers: int
     hidden_size: int
 
 
 def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
     """Count a recipe's target and head for a device of type `device` with `memory` bytes, and `passes` per step.
-    `bf16`: matrix products are in bfloat16, as under autocast. An adapter of the target, with its pass through the
-    target, is counted with the head."""
+    `bf16`: matrix products are in bfloat16, as under autocast."""
     settings, train, T = recipe.target, recipe.train, recipe.data.context_length
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.dtype == "auto" and device == "cpu":
         wanted = torch.float32
-    with Shapes() as shapes, _chunks_as_on(device):
-        target = load_shape(settings.path, dtype=wanted, trust_remote_code=settings.trust_remote_code)
+    with Shapes():
+        trusted, gguf_file = settings.trust_remote_code, settings.gguf_file
+        target = load_shape(settings.path, dtype=wanted, trust_remote_code=trusted, gguf_file=gguf_file)
         head: Any = make_head(_section(recipe), target, torch.zeros(target.vocab_size, dtype=torch.int64))
-        head.most_kept = round(KEPT_SHARE * memory)
         copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in head.to_checkpoint().values())
-        about_target = count_target(target, train.batch_size, T, len(head.aux_layer_ids), settings.quantize)
         add_adapters(head)
-        trained = Trained(head)
-        if settings.adapter is not None:
-            check_adapter(settings.adapter, target, head)
-            trained = Joint(head, target, settings.adapter, train.seed)
-            trained.begin_step(settings.adapter.first_step)
-        optimizer = make_optimizer(trained.parts(), train)
-        row = 4 * target.vocab_size  # of float32 logits
-        parameters = [p for p in trained.parameters() if p.requires_grad]
-        gradients = sum(p.numel() * p.element_size() for p in parameters)
-        if passes > 1:  # gradients of earlier micro-batches exist already
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
-        rows = full_rows(train.batch_size, T)
-        scale = torch.ones(len(trained.depth_weights))
-        before = shapes.restart()
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            batch = make_batch(target, rows, head.aux_layer_ids, torch.float32)
-            features = shapes.live - before
-            loss = trained(batch, scale, False)[0]
-        loss.backward()
-        activations, flops = shapes.peak - before, shapes.flops
-        if passes == 1:
-            activations = max(features, activations - gradients)
-        del batch, loss
-        optimizer.step()
-        state = sum(_size(value) for entry in optimizer.state_dict()["state"].values() for value in entry.values())
-        return about_target, HeadCount(
-            trained=sum(p.numel() for p in parameters),
-            frozen=sum(p.numel() for p in head.parameters() if not p.requires_grad),
-            bytes=sum(_size(p) for p in trained.parameters()),
-            copy_bytes=copy_bytes,
-            gradients=gradients,
-            optimizer=state,
-            checkpoint=sum(_size(tensor) for tensor in trained.stored.state_dict().values()) + state,
-            features=features,
-            activations=activations,
-            flops=flops / (train.batch_size * T),
-            chunk=min(rows.tokens.numel(), max(LEAST_ROWS, CHUNK_BYTES[device] // row)) * row,
-            aux_layers=len(head.aux_layer_ids),
-            hidden_size=target.hidden_size,
-        )
+        groups = make_optimizer(Trained(head).parts(), train).param_groups
+    L = len(head.aux_layer_ids)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    gradients = sum(map(_size, trained))
+    # Muon has one moment, AdamW two and a count of the steps.
+    optimizer = sum(_size(p) * (1 if "momentum" in group else 2) for group in groups for p in group["params"])
+    optimizer += sum(4 * len(group["params"]) for group in groups if "momentum" not in group)
+    features = 4 * train.batch_size * T * (2 + L) * target.hidden_size
+    kept, flops = head_work(
+        head, target, train.batch_size, T, bf16=bf16, most=round(KEPT_SHARE * memory), chunk=CHUNK_BYTES[device]
+    )
+    if passes == 1:  # gradients are not there yet when the activations are most
+        kept -= gradients
+    return count_target(target, train.batch_size, T, L, settings.quantize), HeadCount(
+        trained=sum(p.numel() for p in trained),
+        bytes=sum(map(_size, head.parameters())),
+        copy_bytes=copy_bytes,
+        gradients=gradients,
+        optimizer=optimizer,
+        features=features,
+        activations=features + max(0, kept),
+        flops=flops / (train.batch_size * T),
+        hidden_size=target.hidden_size,
+    )
+
+
+def head_work(
+    head: Any, target: ShapeTarget, B: int, T: int, *, bf16: bool, most: int, chunk: int
+) -> tuple[int, float]:
+    """Return the bytes that exist while the loss of a micro-batch is formed, without features and weights, and the
+    operations of loss and gradient. `most`: bytes above which a head that can recompute its steps does so; `chunk`:
+    bytes of a chunk of the target's logits."""
+    kind, config, N, D, V = kind_of(head), head.config, B * T, target.hidden_size, target.vocab_size
+    K, w, kept_ids = len(head.depth_weights), 2 if bf16 else 4, getattr(head, "kept", None)
+    Vd = V if kept_ids is None else len(kept_ids)
+    outputs = _outputs(head)
+    inner = [m.weight for m in head.modules() if isinstance(m, nn.Linear) and all(m is not end for end in outputs)]
+    products = sum(_flops(weight) for weight in inner)  # of one row that passes through every layer
+    R = rows = N  # of the loss at each depth, and of a layer
+    at_once = N  # rows of the loss of which chunks are made
+    backward = 0  # bytes of the widest gradients of a layer, beyond what a chunk of the loss needs
+    if kind == "medusa":
+        flops = N * products
+        kept = K * N * D * (4 + 2 * w * config.num_layers)
+    else:
+        wide, A, G, layers = _layer_sizes(head)
+        d, a, g = KEPT[kind]
+        row = w * (d * D + a * A + g * G + 4 * wide)
+        if isinstance(head, Recurrent):
+            start = sum(p.numel() for module in head.starting for p in module.parameters() if p.dim() == 2)
+            flops = N * (K * (products - 6 * start) / head.num_modules + 4 * start)
+            flops += K * N * 2 * ATTENTION_PRODUCTS[kind] * A * T / 2
+            kept = K * N * (row + (4 - w) * D)  # embeddings stay in float32
+            if K * N * w * (4 * wide + 10 * D) > most:  # only the states, keys and values of every step are kept
+                flops *= 4 / 3
+                kept, backward = K * N * w * 2 * (D + G), N * row
+        elif kind == "draft":
+            Vd = config.common_size
+            flops = N * (products + layers * 2 * ATTENTION_PRODUCTS[kind] * A * T)
+            kept = layers * N * row
+        else:
+            R = B * min(config.num_anchors, T)
+            rows, at_once = R * config.block_size, R * K
+            fuse, context = head.fc.weight, sum(_flops(m.weight) for m in _named(head, "k_proj", "v_proj"))
+            flops = rows * (products - _flops(fuse)) + N * (context + 4 * fuse.numel())
+            flops += layers * rows * 2 * ATTENTION_PRODUCTS[kind] * A * (T / 2 + config.block_size)
+            kept = layers * (rows * row + N * w * 3 * G) + N * w * (2 + len(head.aux_layer_ids)) * D
+            kept += sum(_size(p) for p in head.parameters() if len(p) == V)  # the loss forms their gradients
+        kept += 2 * K * R * D * w  # the states of the loss and their gradient
+        backward += 2 * w * wide * rows
+    trained = [end.weight for end in outputs if end.weight.requires_grad]
+    if bf16:  # autocast's copies of the weights
+        kept += 2 * sum(weight.numel() for weight in inner)
+    if kind != "medusa" and (4 if trained else target.dtype.itemsize) != w:  # the output head, in the states' dtype
+        kept += w * Vd * D
+    flops += K * R * (6 if trained else 4) * D * Vd
+    if getattr(config, "loss", None) != LABELS:  # the target's logits
+        flops += 2 * D * V * (R if isinstance(head, Recurrent) else K * R)
+    chunk_rows = min(at_once, max(LEAST_ROWS, chunk // (4 * V)))
+    widened = V * (4 + target.dtype.itemsize % 4) + 3 * 4 * Vd  # the target's logits, in float32 and in its own dtype
+    compared = (22 if at_once == R else 31) * Vd  # two distributions, a divergence or more, and the gradient
+    loss = chunk_rows * max(widened, compared)
+    if trained:
+        loss = max(loss, chunk_rows * 20 * Vd + _size(trained[0]))  # a chunk's gradient of the output head
+    return kept + sum(map(_size, trained)) + max(loss, backward), flops
+
+
+def _outputs(head: Any) -> list[nn.Linear]:
+    """Return the head's own output heads, whose products the loss forms."""
+    match kind_of(head):
+        case "medusa":
+            return [made[-1] for made in head.heads]
+        case "eagle3":
+            return [head.lm_head]
+        case "draft":
+            return [head.output.head]
+    return []
+
+
+def _layer_sizes(head: Any) -> tuple[int, int, int, int]:
+    """Return I, A, G and the number of layers of a head."""
+    config = head.text_config if kind_of(head) == "draft" else head.config
+    width, _, heads, key_heads = _attention_widths(config, config.hidden_size)
+    layers = layer_setting(config, "num_hidden_layers") or getattr(config, "num_layers", 1)
+    return (
+        layer_setting(config, "intermediate_size") or 4 * config.hidden_size,
+        heads * width,
+        key_heads * width,
+        layers,
+    )
+
+
+def _flops(weight: Tensor) -> int:
+    """Return the operations of a row's product with a matrix, and of its gradients."""
+    return (6 if weight.requires_grad else 4) * weight.numel()
+
+
+def _named(module: nn.Module, *ends: str) -> list[Any]:
+    return [part for name, part in module.named_modules() if name.endswith(ends)]
 
 
 def count_target(
@@ -238,22 +325,35 @@ def _here(path: str) -> str:
     return folder if pickle is None else f"{folder}/{pickle}"
 
 
-def full_rows(B: int, T: int) -> Rows:
-    """Return rows of one document each, in which every token is a label."""
-    tokens = torch.zeros(B, T, dtype=torch.int64)
-    positions = torch.arange(T).expand(B, T)
-    return Rows(tokens, torch.ones(B, T, dtype=torch.bool), positions, torch.zeros_like(tokens))
+class Shapes(TorchDispatchMode):
+    """A mode in which modules are built without memory: floating-point tensors have shapes and no values. Ids and
+    other integers are real, since they choose rows."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        without_values = any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in given)
+        if without_values and func is aten._local_scalar_dense.default:
+            return 1.0  # scales of initial weights, whose values do not matter here
+        if without_values and func is aten.equal.default:
+            return True  # only compares a head file's copy of the target's tables, which is usually equal
+        makes_numbers = not given and func._overloadpacket is not aten.arange and _is_float(kwargs)
+        if not without_values and not makes_numbers:
+            return func(*args, **kwargs)
+        with self.fake:
+            out = func(*args, **kwargs)
+        self.fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # modules in the memo could not be moved
+        return out
 
 
-@contextmanager
-def _chunks_as_on(device: str) -> Iterator[None]:
-    """Use the chunk size of another device in the losses, for tensors without values, which report a CPU."""
-    own = CHUNK_BYTES["cpu"]
-    CHUNK_BYTES["cpu"] = CHUNK_BYTES[device]
-    try:
-        yield
-    finally:
-        CHUNK_BYTES["cpu"] = own
+def _is_float(kwargs: dict[str, Any]) -> bool:
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    on_meta = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
+    return kwargs.get("generator") is None and dtype.is_floating_point and not on_meta
 
 
 def _size(tensor: Tensor, width: int | None = None) -> int:

@@ -1,35 +1,31 @@
-"""The plan of a training run: memory and disk in bytes, tokens, operations and hours."""
+"""The option `--plan` of the training entries: a run's memory, operations and hours, without its weights and data."""
 
+import argparse
 import math
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-import numpy as np
 import torch
 
-from heads.errors import UserError
+from eval.command import Parser, count
+from eval.reporting.format import count as short
+from eval.reporting.format import number, plural
 from heads.recurrent.draft import total_memory
-from train.data.corpus import TYPES
 from train.fast_dtype import fastest_dtype, measured_tflops
-from train.features.cache import stored_bytes
-from train.features.settings import CacheFeatures
+from train.launch import wanted_mode
 from train.planning.counting import HeadCount, TargetCount, count_run
 from train.recipe import Recipe
+from train.run import recipe_of
 from train.step import rows_per_step
 
-TOKEN_BYTES = sum(np.dtype(TYPES[part]).itemsize for part in ("tokens", "labels"))
-"""Bytes on disk of a tokenised token with its label."""
-ANSWER_BYTES = 9
-"""Bytes on disk of a token of an answer: in the store of answers, and in the documents with its label."""
-CACHE_DTYPE: str = CacheFeatures.model_fields["dtype"].default
-LIBRARIES = 2**30
-"""Host memory of a process that has imported torch, transformers and accelerate."""
+GIB = 2**30
+H100 = 0.4 * 989
+"""TFLOP/s of a GPU: 40% of an H100's dense peak in bfloat16, by its data sheet."""
 LARGE = 2048
 """Maximum rows and width of the product that is timed on a CPU."""
-PER_NODE = 8
-"""Maximum number of processes on one node, one per device."""
-
-
 SHARINGS = {
     "ddp": "buckets of gradients",
     "fsdp": "gathered weights",
@@ -38,7 +34,7 @@ SHARINGS = {
 }
 """Ways to share the head's training state between processes, each with the copy that every process of several holds
 in addition to its part."""
-STATE = ("head", "gradients", "optimizer")
+STATE = ("head, float32", "gradients, float32", "optimizer")
 """Rows of the plan that are sharded over the processes. With ddp, each process holds all of them."""
 FEATURES = ("process", "sharded", "vllm", "cache")
 """Places of the target: whole in each process, its layers sharded over the processes, on a server, or in a filled
@@ -62,9 +58,7 @@ class Launch:
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory of one device. On a CPU: all memory of this machine."""
-        if self.memory is not None:
-            return round(self.memory * 2**30)
-        return total_memory(torch.device(self.device))
+        return total_memory(torch.device(self.device)) if self.memory is None else round(self.memory * GIB)
 
     def bf16(self, precision: str) -> bool:
         """Return True if matrix products are in bfloat16."""
@@ -73,109 +67,55 @@ class Launch:
         return self.memory is not None or fastest_dtype(torch.device(self.device)) == torch.bfloat16
 
 
-@dataclass(frozen=True)
 class Plan:
     """The counts of a recipe, and the resources that follow from them for a launch."""
 
-    recipe: Recipe
-    launch: Launch
     target: TargetCount
     head: HeadCount
 
-    def target_bytes(self) -> int:
-        """Return the bytes of the target on one device."""
-        match self.launch.features:
-            case "process":
-                return self.target.bytes
-            case "sharded":
-                divided = -(-self.target.bytes // self.launch.processes)
-                return divided + (self.target.layer_bytes if self.launch.processes > 1 else 0)
-            case _:
-                return self.target.end_bytes
+    def __init__(self, recipe: Recipe, launch: Launch) -> None:
+        self.recipe, self.launch = recipe, launch
+        self.bf16 = launch.bf16(recipe.train.precision)
+        length = recipe.data.context_length
+        rows = rows_per_step(recipe.train, length, launch.processes)
+        self.step_tokens = rows * length
+        """Tokens of one optimizer step over all processes."""
+        passes = rows // (recipe.train.batch_size * launch.processes)
+        self.target, self.head = count_run(recipe, launch.device, launch.memory_bytes, passes, bf16=self.bf16)
 
+    @cached_property
     def device(self) -> dict[str, int]:
-        """Return the bytes on one device, by row of the plan."""
-        head, launch = self.head, self.launch
+        """The bytes on one device, by row of the plan."""
+        head, target, launch = self.head, self.target, self.launch
         parts = 1 if launch.sharing == "ddp" else launch.processes
-        rows = {"target": self.target_bytes()}
+        shared_layers = target.layer_bytes if launch.processes > 1 else 0
+        rows = {
+            "target": {
+                "process": target.bytes,
+                "sharded": -(-target.bytes // launch.processes) + shared_layers,
+            }.get(launch.features, target.end_bytes)
+        }
         for name, size in zip(STATE, (head.bytes, head.gradients, head.optimizer), strict=True):
             rows[name] = -(-size // parts)
         if launch.processes > 1:
-            narrow = launch.bf16(self.recipe.train.precision)
-            rows["extra"] = head.gradients if launch.sharing == "ddp" else head.bytes // (1 + narrow)
-        rows["measured copy"] = head.copy_bytes
-        rows["activations"] = max(head.activations, self.target_activations())
+            copies = head.gradients if launch.sharing == "ddp" else head.bytes // (1 + self.bf16)
+            rows[SHARINGS[launch.sharing]] = copies
+        rows["the head as it is measured"] = head.copy_bytes
+        computed = target.activations if launch.features in ("process", "sharded") else 0
+        rows["activations of a micro-batch"] = max(head.activations, computed)
         return rows
 
-    def target_activations(self) -> int:
-        """Return the target's bytes of activations for one micro-batch, 0 if it runs outside the processes."""
-        return self.target.activations if self.launch.features in ("process", "sharded") else 0
-
-    def device_bytes(self) -> int:
-        return sum(self.device().values())
-
-    def host(self) -> dict[str, int]:
-        """Return the peak bytes of host memory, of a process and of a node."""
-        loaded = self.target.bytes if self.launch.features == "process" else self.target_bytes()
-        written = 2 * self.head.checkpoint  # as tensors and as the bytes of a file
-        beside = self.device_bytes() if self.launch.device == "cpu" else 0
-        process = LIBRARIES + max(loaded + self.head.bytes, written, beside)
-        return {"process": process, "node": process * min(self.launch.processes, PER_NODE)}
-
-    def answer_tokens(self) -> int:
-        """Return the maximum number of tokens of the target's answers, which are generated before training. All answers
-        of a conversation except the last are in its longest prompt."""
-        made, data = self.recipe.data.regenerate, self.recipe.data
-        if made is None:
-            return 0
-        before = made.prompt_tokens if any(source.kind == "chat" for source in data.sources) else 0
-        return (self.prompts() or 0) * (before + made.new_tokens)
-
-    def prompts(self) -> int | None:
-        """Return the maximum number of prompts that the target answers, or None if the recipe does not determine it."""
-        made, limits = self.recipe.data.regenerate, [source.limit for source in self.recipe.data.sources]
-        if made is None or made.prompts is not None:
-            return None if made is None else made.prompts
-        return None if None in limits else sum(limit or 0 for limit in limits)
-
-    def data_tokens(self) -> int | None:
-        """Return the maximum number of tokens of the training data, or None if the recipe does not determine it."""
-        made, prompts = self.recipe.data.regenerate, self.prompts()
-        if made is None or made.share < 1 or prompts is None:
-            return None
-        return prompts * (made.prompt_tokens + made.new_tokens)
-
-    def disk(self) -> dict[str, int]:
-        """Return the bytes on disk, by row of the plan."""
-        keep, steps = self.recipe.train.keep_checkpoints, self.steps
-        if steps is not None:
-            keep = min(keep, -(-steps // self.recipe.train.checkpoint_every))
-        rows = {f"{keep} checkpoints, and one being written": (keep + 1) * self.head.checkpoint}
-        rows["the head's folder"] = self.head.copy_bytes
-        if self.answer_tokens():
-            rows["answers, at most"] = ANSWER_BYTES * self.answer_tokens()
-        if self.launch.features == "cache":
-            tokens = min((tokens for tokens in (self.data_tokens(), self.tokens) if tokens is not None), default=0)
-            features = self.recipe.features
-            dtype = features.dtype if isinstance(features, CacheFeatures) else CACHE_DTYPE
-            rows["cache of features, at most"] = stored_bytes(
-                tokens, self.head.aux_layers + 1, self.head.hidden_size, dtype
-            )
-        return rows
-
-    @property
+    @cached_property
     def steps(self) -> int | None:
         """Optimizer steps, at most, or None if only the data determine them."""
-        train, known = self.recipe.train, self.data_tokens()
+        train, data = self.recipe.train, self.recipe.data
+        made, limits = data.regenerate, [source.limit for source in data.sources]
         if train.epochs is None:
             return train.steps
-        return None if known is None else math.ceil(train.epochs * known / self.step_tokens)
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of one optimizer step over all processes."""
-        length = self.recipe.data.context_length
-        return rows_per_step(self.recipe.train, length, self.launch.processes) * length
+        if made is None or made.share < 1 or (made.prompts is None and None in limits):
+            return None
+        prompts = made.prompts or sum(limit or 0 for limit in limits)
+        return math.ceil(train.epochs * prompts * (made.prompt_tokens + made.new_tokens) / self.step_tokens)
 
     @property
     def tokens(self) -> int | None:
@@ -187,63 +127,138 @@ class Plan:
         return 0.0 if elsewhere else float(self.target.flops), self.head.flops
 
     def tflops(self) -> float:
-        """Return the TFLOP/s of one device: on a GPU 40% of the dense bfloat16 peak of an H100; on a CPU, which all
-        processes share, what a product of a micro-batch reaches here."""
-        launch, train = self.launch, self.recipe.train
-        if launch.device == "cuda":
-            return 0.4 * 989
-        dtype = torch.bfloat16 if launch.bf16(train.precision) else torch.float32
-        rows = train.batch_size * self.recipe.data.context_length
-        share = len(os.sched_getaffinity(0)) / (launch.processes * torch.get_num_threads())
+        """Return the TFLOP/s of one device: `H100` of a GPU; of a CPU, which all processes share, what a product of a
+        micro-batch reaches here."""
+        if self.launch.device == "cuda":
+            return H100
+        rows = self.recipe.train.batch_size * self.recipe.data.context_length
+        share = len(os.sched_getaffinity(0)) / (self.launch.processes * torch.get_num_threads())
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
         return measured_tflops(dtype, min(rows, LARGE), min(self.head.hidden_size, LARGE)) * min(1.0, share)
 
     def hours(self, tflops: float, tokens: float | None = None) -> float:
-        """Return the hours that all steps, or steps of so many tokens, take if each device computes at `tflops`
-        TFLOP/s."""
-        tokens = self.tokens if tokens is None else tokens
-        assert tokens is not None
+        """Return the hours of all steps, or of so many tokens, if each device computes at `tflops` TFLOP/s."""
+        tokens = tokens or self.tokens or 0
         return tokens * sum(self.flops_per_token()) / (tflops * 1e12 * self.launch.processes) / 3600
 
-    def advice(self) -> list[tuple[str, int]]:
-        """Return changes that save memory, each with the bytes on one device after this change alone."""
-        rows, whole, launch, train = self.device(), self.device_bytes(), self.launch, self.recipe.train
-        found: list[tuple[str, int]] = []
+    def advice(self) -> Iterator[tuple[str, int]]:
+        """Yield changes that save memory, each with the bytes on one device after this change alone."""
+        target, launch, train, length = self.target, self.launch, self.recipe.train, self.recipe.data.context_length
+        whole, activations = sum(self.device.values()), self.device["activations of a micro-batch"]
+        others = whole - self.device["target"]
         if train.batch_size > 1:
-            less = rows["activations"] - rows["activations"] // train.batch_size
             more = "" if train.tokens_per_step else f" train.grad_accum={train.grad_accum * train.batch_size}"
-            found.append((f"train.batch_size=1{more}, the same step", whole - less))
+            left = whole - activations + activations // train.batch_size
+            yield f"train.batch_size=1{more}, the same step", left
         else:
-            length = self.recipe.data.context_length
-            found.append((f"data.context_length={length // 2}", whole - rows["activations"] // 2))
-        if self.recipe.target.adapter is not None:
-            return found  # an adapter rules out the other changes, which shard or quantise
-        small = self.target.int8_bytes
-        if small is not None and small < self.target.bytes and launch.features == "process":
-            found.append(("target.quantize=int8", whole - self.target.bytes + small))
+            yield f"data.context_length={length // 2}", whole - activations // 2
         if launch.features == "process":
-            room = self.launch.memory_bytes - (whole - rows["target"]) - self.target.layer_bytes
-            if room > 0:
-                needed = max(2, math.ceil(self.target.bytes / room), launch.processes)
-                left = -(-self.target.bytes // needed) + self.target.layer_bytes
+            if target.int8_bytes is not None and target.int8_bytes < target.bytes:
+                yield "target.quantize=int8", others + target.int8_bytes
+            if (room := launch.memory_bytes - others - target.layer_bytes) > 0:
+                needed = max(2, math.ceil(target.bytes / room), launch.processes)
                 text = f"the target's layers divided among {needed} processes (--features sharded --processes {needed})"
-                found.append((text, whole - rows["target"] + left))
-            ends = whole - rows["target"] + self.target.end_bytes
-            found.append(("the target on a server (--features vllm)", ends))
+                yield text, others - (-target.bytes // needed) + target.layer_bytes
+            yield "the target on a server (--features vllm)", others + target.end_bytes
         if launch.processes > 1 and launch.sharing == "ddp":
-            state = sum(rows[name] for name in STATE)
-            found.append(("the head's state divided (--sharing fsdp)", whole - state + state // launch.processes))
-        return found
+            state = sum(self.device[name] for name in STATE)
+            yield "the head's state divided (--sharing fsdp)", whole - state + state // launch.processes
 
 
-def make_plan(recipe: Recipe, launch: Launch) -> Plan:
-    """Return the plan of a recipe for a launch. UserError if the run would refuse it, too."""
-    train = recipe.train
-    if recipe.target.adapter is not None and (launch.sharing, launch.features) != ("ddp", "process"):
-        raise UserError(
-            "target.adapter: is trained with the whole target in every process; plan it with --sharing ddp and "
-            f"--features process, got {launch.sharing} and {launch.features}"
-        )
-    rows = rows_per_step(train, recipe.data.context_length, launch.processes)
-    passes = rows // (train.batch_size * launch.processes)
-    counted = count_run(recipe, launch.device, launch.memory_bytes, passes, bf16=launch.bf16(train.precision))
-    return Plan(recipe, launch, *counted)
+def plan(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
+    """Print the plan of a recipe for train/NAME.py. The exit status is 0, whether the run fits or not."""
+    options = parse_arguments(arguments)
+    recipe = recipe_of([options.recipe, *options.overrides], name, kinds)
+    place = options.features or recipe.features.kind
+    made = Plan(recipe, Launch(options.processes, options.sharing, place, options.memory))
+    text = "\n".join(lines(made, options.tflops or [made.tflops()]))
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the recipe, its overrides, and the options of a plan. The sharing is by default that of the launch."""
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+    launched = ("zero3" if stage == "3" else "zero2") if wanted_mode() == "deepspeed" else wanted_mode()
+    parser = Parser("Plan a run.")
+    add: Any = parser.add_argument
+    add("recipe")
+    add("overrides", nargs="*")
+    add("--plan", action="store_true")
+    add("--processes", type=count, default=int(os.environ.get("WORLD_SIZE", "1")))
+    add("--sharing", choices=list(SHARINGS), default=launched)
+    add("--features", choices=FEATURES)
+    add("--memory", type=_positive)
+    add("--tflops", type=_positive, action="append")
+    options, others = parser.parse_known_intermixed_args(list(arguments))
+    for word in others:  # --key=value is key=value
+        if not word.startswith("--") or "=" not in word:
+            parser.error(f"unrecognized arguments: {word}")
+    options.overrides += others
+    return options
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def lines(made: Plan, rates: Sequence[float]) -> Iterator[str]:
+    """Yield the plan as lines of text. `rates`: speeds of a device in TFLOP/s, each for an estimate of the hours."""
+    recipe, launch, head, target = made.recipe, made.launch, made.head, made.target
+    train, tokens = recipe.train, made.tokens
+    whole, memory = sum(made.device.values()), launch.memory_bytes
+    by_target, by_head = made.flops_per_token()
+    yield (
+        f"{recipe.head.kind} for {recipe.target.path}: {plural(launch.processes, 'device')} ({launch.sharing}), "
+        f"target: {launch.features}; {train.batch_size} x {recipe.data.context_length} tokens a micro-batch, "
+        f"{'bfloat16' if made.bf16 else 'float32'} products"
+    )
+    yield "parameters"
+    yield _row("target", short(target.total))
+    yield _row("target, active for a token", short(target.active))
+    yield _row("head, trained", short(head.trained))
+    yield f"{'memory of each device':44}{'GiB':>12}"
+    names = {"target": f"target, {target.dtype}", "optimizer": f"optimizer, {train.optimizer}"}
+    for name, size in made.device.items():
+        yield _gib(names.get(name, name), size)
+    yield _gib("  of these, the target's features", head.features)
+    yield _gib("whole", whole)
+    yield _gib("the device's memory", memory)
+    yield "the run"
+    yield _row("tokens a step", f"{made.step_tokens:,}")
+    if train.epochs is not None:
+        yield _row("epochs of the data", f"{train.epochs:g}")
+    if made.steps is not None and tokens is not None:
+        most = "" if train.epochs is None else ", at most"
+        yield _row(f"steps{most}", f"{made.steps:,}")
+        yield _row(f"tokens{most}", short(tokens))
+    yield _row("GFLOP a token, target", f"{by_target / 1e9:.3g}")
+    yield _row("GFLOP a token, head, at most", f"{by_head / 1e9:.3g}")
+    if tokens is not None:
+        yield _row("FLOP", f"{tokens * (by_target + by_head):.1e}")
+    for rate in rates:
+        hours = made.hours(rate, None if tokens is not None else 1e9)
+        what = "hours at" if tokens is not None else "10^9 tokens: hours at"
+        name = f"{what} {number(rate, 0 if rate >= 10 else 2)} TFLOP/s a device"
+        yield _row(name, number(hours, 1 if hours >= 1 else 3))
+    if whole <= memory:
+        yield f"fits: {number((memory - whole) / GIB)} GiB of each device are left"
+        return
+    yield f"does not fit: {number((whole - memory) / GIB)} GiB too much on each device. Each by itself gives"
+    for text, left in made.advice():
+        yield f"  {number(left / GIB):>8} GiB, {'fits' if left <= memory else 'too much'}: {text}"
+
+
+def _row(name: str, value: str) -> str:
+    return f"  {name:42}{value:>12}"
+
+
+def _gib(name: str, size: float) -> str:
+    return _row(name, number(size / GIB, 2 if size >= 2**27 else 4))

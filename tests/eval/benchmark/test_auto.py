@@ -26,10 +26,10 @@ from eval.runtime.accept import match
 from eval.runtime.distribution import RowSampling
 from heads.errors import UserError
 from heads.growth import grow
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.target.slots import ancestors
 from heads.tree import Proposal, parse_shape
-from heads.untrained.lookup import Lookup
+from heads.untrained.untrained import Lookup
 
 PLAIN, STEP, NODE, FIXED = 10.0, 1.0, 0.25, 0.5
 """Made-up costs: a plain step, a draft step, a node's verification, what every round costs beside them."""

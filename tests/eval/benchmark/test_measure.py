@@ -16,7 +16,7 @@ from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
 from eval.runtime.engine import Engine, Timings
 from eval.runtime.identity import first_difference
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.tree import Proposal, parse_shape
 from tests.eval.runtime.test_graph import Tape
 from tests.small_targets import make_drafter

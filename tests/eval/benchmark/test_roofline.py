@@ -9,7 +9,7 @@ from eval.benchmark.roofline import Part, copy_bandwidth, lines, roofline
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.target.product import load
 from heads.tree import parse_shape
 

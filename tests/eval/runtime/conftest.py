@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eval.runtime.engine import Output, Request
 from heads.base import Drafter, Observation, Pick, SharedLayers
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.tree import Proposal, TreeShape
 from tests.small_targets import VOCAB, make_target, open_engine
 

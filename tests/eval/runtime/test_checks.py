@@ -17,7 +17,7 @@ from eval.runtime.engine import Request
 from heads.errors import UserError, warn_once
 from heads.target import cached, decoder
 from heads.target.choose import choose_in_tiles
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.target.tree_attention import tree_attention
 from tests.small_targets import make_drafter, make_target, open_engine, texts
 from tests.switches import kernels_on_cpu

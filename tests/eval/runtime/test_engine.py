@@ -14,7 +14,8 @@ from eval.runtime.request import Reports, StopWatch
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 from heads.tree import ROOT_ONLY, parse_shape
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences
 from tests.small_targets import make_drafter, make_target, open_engine, texts

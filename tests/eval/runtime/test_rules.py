@@ -17,7 +17,7 @@ from eval.runtime.sampling import RULES, Sampling, check_rule
 from heads.base import Drafter, Observation, Pick
 from heads.errors import UserError
 from heads.growth import grow
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
 from heads.target.noise import gumbel, stream, uniform
 from heads.target.slots import ancestors
 from heads.tree import Proposal, TreeShape, parse_shape, static_shape

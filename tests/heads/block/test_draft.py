@@ -12,16 +12,15 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import pad
 
 from heads.base import Batch
-from heads.block.anchors import Blocks, all_blocks, draw_blocks
-from heads.block.attention import Reach, Sight, by_pieces, by_tiles
+from heads.block.attention import Blocks, Reach, Sight, all_blocks, by_pieces, by_tiles, draw_blocks
 from heads.block.draft import DraftBlockHead, DraftBlockState
 from heads.block.loss import BlockTask, block_loss
 from heads.dflash import DFlash, DFlashConfig
 from heads.dflash2 import DFlash2, DFlash2Config
 from heads.dspark import DSpark, DSparkConfig
 from heads.errors import UserError
-from heads.target.aux_layers import spread_layer_ids
-from heads.target.packed import TILE
+from heads.target.head_shape import spread_layer_ids
+from heads.target.masks import TILE
 from heads.tree import Proposal, parse_shape
 from tests.closeness import assert_close
 from tests.heads.small_heads import BLOCK_SIZES, greedy, observe, random_batch, rope, seen, token_paths

@@ -18,7 +18,8 @@ from heads.formats.eagle3 import EAGLE, EAGLE3
 from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.published import read_published
 from heads.registry import HEADS, build_head
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.load import load_target
+from heads.target.model import FrozenTarget
 from tests.native_mtp import V, make_multimodal, write_native
 from tests.refusals import refused
 from tests.small_targets import make_target

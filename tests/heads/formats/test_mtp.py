@@ -17,7 +17,8 @@ from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.cache import cache_name
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.load import load_target
+from heads.target.model import FrozenTarget
 from heads.tree import parse_shape
 from tests.closeness import assert_close
 from tests.heads.small_heads import greedy, kept_log_probabilities, rope, seen, with_tokens

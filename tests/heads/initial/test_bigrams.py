@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.initial.bigrams import PART, bigrams
-from heads.initial.weights import TargetProbe
+from heads.initial.start import PART, TargetProbe, bigrams
 from tests.heads.small_heads import probe_of, random_batch
 
 

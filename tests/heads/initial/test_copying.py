@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from heads.base import Batch
-from heads.block.anchors import Blocks
+from heads.block.attention import Blocks
 from heads.errors import UserError
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 
 ROOT = Path(__file__).parents[3]
 LENGTH = 48

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from heads.recurrent.attention import BLOCK, by_flex, causal_attention
-from heads.target.packed import TILE
+from heads.target.masks import TILE
 
 SHAPES = [(1, 1, 1, 1), (2, 4, 2, 150), (1, 3, 3, 128), (1, 6, 1, 257)]  # B, H, key heads, T
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.target.cached import CacheSpec
 from heads.target.decoder import Experts, NativeDecoder, native_stack, why_not_native
-from heads.target.frozen import Features, FrozenTarget
+from heads.target.model import Features, FrozenTarget
 from heads.target.slots import Observed, Verified, ancestors
 from tests.closeness import assert_close
 from tests.switches import kernels_on_cpu

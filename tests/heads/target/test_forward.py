@@ -8,9 +8,9 @@ from torch import Tensor
 
 from heads.target import forward
 from heads.target.forward import FLEX, decode, decode_packed
-from heads.target.frozen import FrozenTarget
-from heads.target.packed import TILE, packed_mask, packed_visible
-from tests.heads.target.test_frozen import make_model
+from heads.target.masks import TILE, packed_mask, packed_visible
+from heads.target.model import FrozenTarget
+from tests.heads.target.test_model import make_model
 
 ON_INTERFACE = ["llama", "gemma2", "gemma3_text", "mistral", "gpt_oss", "cohere2", "deepseek_v3", "qwen2 mixed"]
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from heads.target.frozen import load_tokenizer
-from heads.target.mask_token import unused_id
+from heads.target.head_shape import unused_id
+from heads.target.load import load_tokenizer
 from tests.conftest import make_tiny_tokenizer
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes/quickstart/target"

@@ -13,7 +13,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.load import load_target
+from heads.target.model import FrozenTarget
 from heads.target.quantization import weight_bytes
 
 ROOT = Path(__file__).resolve().parents[3]

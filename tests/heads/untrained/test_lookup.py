@@ -9,7 +9,7 @@ import torch
 
 from heads.base import Observation
 from heads.tree import parse_shape
-from heads.untrained.lookup import Lookup, look_up
+from heads.untrained.untrained import Lookup, look_up
 
 CAPACITY = 40
 

@@ -14,11 +14,13 @@ from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from tests.answering import Stub, serving
-from train.data.answer_server import Client, Server, answer_by_server
+from train.data.answer_server import Client, answer_by_server
 from train.data.answer_store import AnswerStore
 from train.data.dialogues import Dialogue, Prompts, lone
-from train.http_client import KEY_VARIABLE, HTTPClient
+from train.data.settings import Server
+from train.http_client import HTTPClient
 from train.interrupts import Interrupted, Interrupts
+from train.strict_yaml import KEY_VARIABLE
 
 EOS = 1
 TOKENS = 6

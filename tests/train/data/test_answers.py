@@ -15,13 +15,15 @@ from transformers import LlamaForCausalLM
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.load import load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 from tests.answering import Stub, by_engine, serving
 from tests.chats import reader_of
 from train.data.answer_store import AnswerStore
 from train.data.answers import Answering
 from train.data.corpus import open_entry
-from train.data.loading import Data, describe_cut, read_answering
+from train.data.loading import describe_cut, read_answering
+from train.data.settings import Data
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -100,7 +102,7 @@ def test_answers_are_the_targets_to_every_turn(temperature: float, make: Make, t
     corpus = answering.corpus()
     made = exchanges(answering)
     engine = Engine(target, None, EngineOptions(max_length=80))
-    requests = [answering.settings.sampled(prompt) for prompt, _ in made]
+    requests = [answering.request(prompt) for prompt, _ in made]
     assert [output.tokens for output in engine.generate(requests)] == [answer for _, answer in made]
     assert len({request.sampling.seed for request in requests}) == len({tuple(r.prompt) for r in requests})
     answered = [len(dialogue.exchanges) for dialogue in answering.answered()]

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.records import Message, RecordError
-from heads.target.frozen import load_tokenizer
+from heads.target.load import load_tokenizer
 from tests.chats import bracketed
 from train.data.answers import answer_documents
 from train.data.dialogues import Dialogue, answer_by_answer

@@ -8,10 +8,11 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from heads.errors import UserError
-from heads.target.frozen import load_target
+from heads.target.load import load_target
 from tests.chats import reader_of
 from train.data.corpus import Document
-from train.data.loading import Data, read_answering, read_source
+from train.data.loading import read_answering, read_source
+from train.data.settings import Data
 from train.data.sources import ChatSource
 
 GOOD = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "the sea"}]}

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.load import load_target
+from heads.target.model import FrozenTarget
 from heads.target.placement import drop_layers
 from tests.closeness import assert_close
 from tests.faults import little_memory

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.runtime.engine import Engine, EngineOptions
 from heads.errors import UserError
-from heads.target.frozen import load_target
+from heads.target.load import load_target
 from heads.target.placement import drop_layers
 from tests.conftest import make_tiny_tokenizer
 from tests.packed_rows import packed_rows

@@ -23,11 +23,11 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import save_head, target_record
 from heads.registry import build_head
-from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.target.decoder import why_not_native
-from heads.target.families import attention_masks, unused_weights
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
-from heads.target.shape import load_shape
+from heads.target.head_shape import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
+from heads.target.load import load_shape, load_target, load_tokenizer, unused_weights
+from heads.target.masks import attention_masks
+from heads.target.model import FrozenTarget
 from tests.closeness import assert_close
 from tests.refusals import refused
 from tests.runs import audit

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from heads.errors import UserError, first_line
-from heads.target.encoder_decoder import auto_class
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
-from heads.target.shape import ShapeTarget, load_shape
+from heads.target.load import ShapeTarget, auto_class, load_shape, load_target, load_tokenizer
+from heads.target.model import FrozenTarget
 
 DECIDED = frozenset(
     {"model_type", "vocab_size", "architectures", "dtype", "transformers_version", "auto_map", "quantization_config"}
@@ -31,7 +30,7 @@ def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
     if isinstance(target, ShapeTarget):
         loaded = load_shape(path, dtype=torch.float32, trust_remote_code=trusted)
     else:
-        check_tokenizers(path, target.name, trust_remote_code=trusted)
+        check_tokenizers(path, target)
         loaded = load_target(path, dtype=torch.float32, trust_remote_code=trusted)
     if loaded.start_token not in (None, target.start_token):
         raise UserError(
@@ -44,16 +43,19 @@ def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
     return model
 
 
-def check_tokenizers(path: str, target: str, *, trust_remote_code: bool) -> None:
+def check_tokenizers(path: str, target: FrozenTarget) -> None:
     """Refuse a draft whose token ids differ from the target's. UserError names the first difference."""
-    tokenizers = [load_tokenizer(name, trust_remote_code=trust_remote_code) for name in (target, path)]
-    vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
-    ours, theirs = ({number: token for token, number in vocabulary.items()} for vocabulary in vocabularies)
+    trusted = target.trust_remote_code
+    tokenizers = (
+        load_tokenizer(target.name, trust_remote_code=trusted, gguf_file=target.gguf_file),
+        load_tokenizer(path, trust_remote_code=trusted),
+    )
+    ours, theirs = ({number: token for token, number in each.get_vocab().items()} for each in tokenizers)
     for number in sorted(ours.keys() | theirs.keys()):
         if ours.get(number) != theirs.get(number):
             raise UserError(
-                f"{path}: its tokenizer is not that of {target}: token {number} is {theirs.get(number)!r} here and "
-                f"{ours.get(number)!r} there; a draft model must share the target's tokenizer"
+                f"{path}: its tokenizer is not that of {target.name}: token {number} is {theirs.get(number)!r} here "
+                f"and {ours.get(number)!r} there; a draft model must share the target's tokenizer"
             )
 
 

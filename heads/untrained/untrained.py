@@ -1,21 +1,20 @@
-"""Prompt lookup (Saxena, 2023): the draft continues the text as an earlier match of its last tokens did. No training.
-
-The n newest tokens are looked up in prompt and output, with the largest n up to `ngram` that has a match. The tokens
-after the latest match are proposed. A draft that runs past the newest token continues with its own tokens, so a loop is
-drafted to any depth. Without a match the newest token is proposed repeatedly. That is no worse a guess than any other,
-and costs only the verification.
+"""Drafters that are not trained: prompt lookup and early exit.
 
 Letters: B batch, S slots, N drafted nodes and the root.
 """
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from heads.base import Drafter, Observation, Pick, SharedLayers
+from heads.base import Drafter, Observation, Pick, RoundReads, SharedLayers
+from heads.draft_model import Draft, DraftConfig, DraftState
 from heads.errors import UserError, expect
-from heads.target.frozen import FrozenTarget
+from heads.target.model import FrozenTarget
+from heads.target.smaller import cut_layers
 from heads.tree import Proposal, TreeShape, is_chain
 
 NOTHING = -1
@@ -93,3 +92,62 @@ def look_up(tokens: Tensor, length: Tensor, depth: int, ngram: int) -> Tensor:
     found = score.argmax(dim=1, keepdim=True)  # (B, 1)
     period = (length[:, None] - found).clamp_min(1)
     return tokens.gather(1, found + 1 + torch.arange(depth, device=tokens.device) % period)
+
+
+class FirstLayers(nn.Module):
+    """The target's first layers as a language model: its own modules, in a decoder with a shorter list of layers."""
+
+    def __init__(self, target: FrozenTarget, count: int) -> None:
+        super().__init__()
+        self.config = copy.deepcopy(target.config)
+        cut_layers(self.config, range(count), target)
+        self.decoder = copy.copy(target.base)
+        place = next((name for name, module in target.base.named_children() if module is target.layers), None)
+        if place is None:
+            raise UserError(
+                f"early_exit: {type(target.base).__name__} does not hold its layers where they can be cut; "
+                "draft by lookup:3 or a head"
+            )
+        self.decoder._modules = {**target.base._modules, place: target.layers[:count]}
+        self.head = target.head
+
+    def get_decoder(self) -> nn.Module:
+        return self.decoder
+
+    def get_output_embeddings(self) -> nn.Module:
+        head: nn.Module = self.head
+        return head
+
+
+class EarlyExit(Drafter):
+    """Draft model made of the target's own first layers."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+
+    @classmethod
+    def for_target(cls, number: int, target: FrozenTarget) -> "EarlyExit":
+        """Return the draft that exits after `number` layers."""
+        if not 1 <= number < target.num_layers:
+            raise UserError(
+                f"early_exit:{number}: {target.name} has {target.num_layers} layers; name 1 to {target.num_layers - 1}"
+            )
+        V = target.vocab_size
+        config = DraftConfig(layers=tuple(range(number)), model={}, vocab_size=V, common_size=V)
+        model: Any = FirstLayers(target, number)
+        return cls(Draft(config, model))
+
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        self.draft.check_draft(shape, capacity)
+
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
+        return self.draft.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape)
+
+    def extend(self, state: DraftState, observation: Observation) -> None:
+        self.draft.extend(state, observation)
+
+    def propose(self, state: DraftState, pick: Pick) -> Proposal:
+        return self.draft.propose(state, pick)
+
+    def bytes_per_round(self, state: DraftState) -> RoundReads:
+        return self.draft.bytes_per_round(state)

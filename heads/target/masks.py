@@ -1,6 +1,6 @@
-"""Attention over packed rows of documents: masks, and FlexAttention on a GPU.
+"""Masks: who sees whom in packed rows of documents, in a sliding window, and in the form that a family's decoder takes.
 
-Letters: B batch, T tokens.
+Letters: B batch, T tokens, N queries, S key slots.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from heads.target.families import RECURRENT_LAYERS
 
 TILE = 128
 """Number of queries, and of keys, in a tile of FlexAttention."""
@@ -59,3 +61,44 @@ def compiled_flex_attention() -> Callable[..., Any]:
     compute all scores; the default of 8 is too low for training, measurements and a target with several windows."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
     return torch.compile(flex_attention, dynamic=False)
+
+
+def attention_masks(
+    config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
+) -> Tensor | dict[str, Any]:
+    """Return the mask in the form that the family's decoder passes to its layers unchanged. Arguments as in
+    `FrozenTarget.features`."""
+
+    def mask(window: int | None) -> Tensor:
+        if window is None:
+            return additive(visible, dtype)
+        return additive(visible & (positions[:, :, None] - key_positions[:, None, :] < window), dtype)
+
+    made: Tensor | dict[str, Any] = masks_by_kind(config, mask)
+    return made
+
+
+def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:
+    """Return the mask argument of a family's decoder. `mask` makes the mask of a sliding window, or of None.
+
+    Decoders take one mask for all layers, or a dict if they have several kinds of layers. `layer_types` lists the
+    layers with the window. Without it, all layers have it.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or {"sliding_attention"})
+    if kinds == {"full_attention"} or (window is None and not kinds & RECURRENT_LAYERS):
+        return mask(None)
+    if kinds == {"sliding_attention"}:
+        return mask(window)
+    # Recurrent layers need no mask: padding comes after a text.
+    return {"full_attention": mask(None), "sliding_attention": mask(window), "linear_attention": None, "conv": None}
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a mask (B, N, S) bool to (B, 1, N, S) to be added to scores, which every attention kernel supports.
+
+    Eager attention would add a boolean mask as 0 and 1. Masked entries are the most negative finite number, since -inf
+    turns a row that sees nothing into NaN.
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from heads.target.cache import HFCache
-from heads.target.recurrent_layers import find_mixers, state_name
+from heads.target.mixers import find_mixers, state_name
 from tests.closeness import assert_close
 from tests.small_targets import HYBRIDS, make_hybrid
 

@@ -11,36 +11,30 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from heads.base import SharedLayers
 from heads.errors import UserError, first_line
 from heads.target.cache import HFCache
-from heads.target.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base, find_head
+from heads.target.encoder_decoder import EncoderDecoder, count_layers, decoder_of, find_base, find_head
 from heads.target.families import (
     OutputHead,
-    check_generation_config,
     check_layers,
     check_window,
     count_attention,
     eos_ids,
     find_layers,
     longest_text,
-    register_mimo,
-    unused_weights,
 )
-from heads.target.finite import why_not_finite
 from heads.target.forward import decode, decode_packed
-from heads.target.hub import MODEL, is_here, repo_and_revision
-from heads.target.mapped_files import MappedFiles
+from heads.target.mixers import find_mixers, step_by_step
+from heads.target.placement import MappedFiles
 from heads.target.quantization import quantize_layers
-from heads.target.recurrent_layers import find_mixers, step_by_step
 from heads.tree import TreeShape, is_chain
 
 FINGERPRINT_SAMPLES = 512
@@ -172,8 +166,10 @@ class FrozenTarget(LanguageModel):
         """Placement of the decoder layers (`heads.target.placement`). Only a whole target decodes."""
         self.remote: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Features] | None = None
         """Computes `packed_features` if no process of this launch holds the layers."""
-        self.adapter: dict[str, Any] | None = None
-        """Record of the adapter merged into the weights, if any. The fingerprint is that of the weights without it."""
+        self.merged_adapter: str | None = None
+        """Folder or Hub id of the peft adapter that was merged into the weights."""
+        self.gguf_file: str | None = None
+        """Name of the GGUF file that holds weights and tokenizer, if they are in one."""
         self.template: Mapping[str, Any] = {}
         """Arguments of its chat template, such as `enable_thinking`."""
         if quantize:
@@ -300,112 +296,38 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]
+@torch.no_grad()
+def why_not_finite(model: PreTrainedModel, layers: nn.ModuleList, arguments: dict[str, Tensor]) -> str:
+    """Return the end of an error message for a model whose output for `arguments` is not finite."""
+    first = len(layers)
 
+    def look(number: int, output: Any) -> None:
+        nonlocal first
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not bool(hidden.isfinite().all()):
+            first = min(first, number)
 
-def load_target(
-    path: str,
-    *,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-    quantize: str | None = None,
-    place: Place | None = None,
-) -> FrozenTarget:
-    """Load a target from a folder or the Hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless `dtype` is
-    given.
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        look(-1, args[0] if args else kwargs["hidden_states"])
 
-    `place`: a function of `heads.target.placement`, which moves the weights instead of `Module.to`. Weights in their
-    stored dtype are memory-mapped from their files and shared by all processes of a machine, so `place` also converts
-    them to a wider dtype.
-
-    Raises UserError if `path` does not exist, if it is damaged, or if it is not a causal LM with readable auxiliary
-    hidden states and replaceable masks.
-    """
-    config = load_config(path, trust_remote_code=trust_remote_code)
-    check_generation_config(path)
-    what = "no causal language model with safetensors weights can be loaded"
-    stored = config.get_text_config().dtype
-    widens = place is not None and dtype is not None and stored is not None and stored.itemsize < dtype.itemsize
-    how: dict[str, Any] = {"dtype": "auto" if widens else dtype or "auto"}
-    how |= {"use_safetensors": True, "output_loading_info": True, "trust_remote_code": trust_remote_code}
-    how["ignore_mismatched_sizes"] = True  # they are refused below, where both shapes are known
+    hooks = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
+    for number, layer in enumerate(layers):
+        hooks.append(layer.register_forward_hook(lambda _, __, output, number=number: look(number, output)))
     try:
-        repo, how["revision"] = repo_and_revision(path)
-        loaded: Any = auto_class(config).from_pretrained(repo, config=config, **how)
-    except Exception as error:  # transformers, safetensors and torch raise many kinds of errors
-        remedy = "install the package" if isinstance(error, ImportError) else "name a folder or hub id of one"
-        if is_here(path) and any(Path(path).glob("*.bin")) and not any(Path(path).glob("*.safetensors")):
-            raise UserError(
-                f"{path}: pickled weights (.bin) are not read, since loading them can run code; convert them: load the "
-                "model with transformers and call save_pretrained(FOLDER)"
-            ) from error
-        raise _fault(path, what, error, remedy) from error
-    model, info = loaded
-    for key, held, described in sorted(info["mismatched_keys"]):
-        raise UserError(
-            f"{path}: {key} is {list(held)} in its weights, and config.json describes {list(described)}; "
-            "mend config.json"
-        )
-    absent = sorted(info["missing_keys"])
-    if absent:  # transformers initialises them at random, with a warning
-        made = " ".join(config.architectures or ["?"])
-        raise UserError(
-            f"{path}: a {made} that lacks {len(absent)} weights of {type(model).__name__}, {absent[0]} first; "
-            "expected a whole causal language model"
-        )
-    layers = model.config.get_text_config().num_hidden_layers
-    if unused := unused_weights(info["unexpected_keys"], layers):
-        raise UserError(
-            f"{path}: {len(unused)} of its weights have no place in the {type(model).__name__} of {layers} layers that "
-            f"its config.json describes, {unused[0]} first; mend config.json, or take them out of the checkpoint"
-        )
-    target = FrozenTarget(model, path, quantize=quantize)  # on the CPU, so that a device never holds it whole
-    target.checkpoint_config, target.trust_remote_code = config, trust_remote_code
-    if place is None:
-        model.to(device)
+        model(**arguments, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    place = "from the embeddings on" if first < 0 else f"from layer {first} on"
+    if first == len(layers):
+        place = "after the last layer"
+    plain = {name: weight for name, weight in model.named_parameters() if type(weight.data) is Tensor}
+    wrong = [name for name, weight in plain.items() if not weight.is_meta and not bool(weight.isfinite().all())]
+    cause = f", and {wrong[0]} holds such values" if wrong else ""
+    if model.dtype == torch.float16:
+        remedy = "float16 overflows above 65504: ask for bfloat16 or float32"
+    elif wrong:
+        remedy = "its weights are damaged: fetch or make them again"
     else:
-        place(target, torch.device(device), dtype)
-    if target.placement != "absent":
-        target.check()
-    return target
-
-
-def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Load the config of the model at `path`. UserError if it is missing or cannot be read."""
-    if is_here(path) and not (Path(path) / "config.json").is_file():
-        raise UserError(f"{path}: expected a model folder, found no config.json in it")
-    register_mimo()
-    repo, revision = repo_and_revision(path)
-    try:
-        return AutoConfig.from_pretrained(repo, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # OSError, ValueError, KeyError and the validators' own
-        raise _fault(path, "no model that can be read", error, "mend its config.json, or name another") from error
-
-
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model at `path`. UserError if it cannot be loaded."""
-    repo, revision = repo_and_revision(path)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            repo, revision=revision, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:  # the tokenizer backends raise bare Exception, TypeError and OSError alike
-        is_there = is_here(path) and (Path(path) / "tokenizer.json").is_file()
-        remedy = "replace its tokenizer files" if is_there else "put tokenizer.json beside config.json"
-        raise _fault(path, "no tokenizer that can be loaded", error, remedy) from error
-    return tokenizer
-
-
-def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:
-    """Return a UserError of one line for an exception from a transformers loader."""
-    if "trust_remote_code" in str(error):
-        return UserError(
-            f"{path}: comes with Python code of its own, which is not run unasked; read it, then set "
-            "target.trust_remote_code=true in the recipe, or --trust-remote-code on the command line"
-        )
-    if not is_here(path) and not MODEL.fullmatch(repo_and_revision(path)[0]):
-        return UserError(f"{path}: no such folder; expected one with config.json, or a hub id (OWNER/NAME)")
-    if not is_here(path):
-        return UserError(f"{path}: neither a folder here nor found on the hub ({first_line(error)}); check the name")
-    return UserError(f"{path}: {what} ({first_line(error)}); {remedy}")
+        remedy = "use another target" if model.dtype.itemsize > 2 else f"{model.dtype} may not suffice: ask for float32"
+    return f"the target's states are not finite {place}{cause}; {remedy.removeprefix('torch.')}"
