@@ -14,7 +14,7 @@ import torch
 
 from tests.processes import ROOT, finish, launcher, start, wait_for
 from tests.runs import Settings, WriteRecipe
-from tests.steps import stored
+from tests.train.steps import stored
 
 pytestmark = pytest.mark.slow
 

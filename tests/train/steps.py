@@ -1,7 +1,7 @@
 """Training steps of a small head, as a program for any launch. It generates its own data, and measures nothing. The
 command is:
 
-    accelerate launch ... tests/steps.py JOB.json
+    accelerate launch ... tests/train/steps.py JOB.json
 """
 
 import json
