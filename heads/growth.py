@@ -18,12 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from heads.layers import Attend, CosSin
+from heads.target.decoder import KVCache
+from heads.target.product import Product, ProductModule, with_products
 from heads.target.slots import round_up
+from heads.target.tree_attention import for_groups, masked_attention
 from heads.tree import Pick, Proposal, TreeShape, is_chain
 
 DEPTH_PENALTY = 1e-4
@@ -200,7 +204,6 @@ def _new_nodes(root: Tensor, depths: Tensor, dtype: torch.dtype = torch.float32)
 
 
 def _first_node(K: int, level: int) -> int:
-    """Return the index of a level's first draw."""
     return 1 if level == 1 else 1 + K + (level - 2) * K * K
 
 
@@ -273,18 +276,92 @@ def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype =
         return torch.tensor(values, dtype=dtype, device=device)
 
 
+Forms = tuple[tuple[int, int], tuple[int, int]]
+"""Number of heads and width, of keys and of values."""
+
+
 @dataclass
 class SlotState:
-    """Static tensors of one batch of sequences, for a head that drafts with a cache.
+    """Static tensors of one batch of sequences, for a head that drafts with a cache for each of its layers or modules.
 
-    Slot p of the cache holds the key of one token. Draft tokens use the slots after the observed ones; accepted tokens
-    overwrite these slots later.
+    Slot p of the cache holds the key of one token; the last slot is for padding. Draft tokens use the slots after the
+    observed ones; accepted tokens overwrite these slots later.
     """
 
     shape: TreeShape
     slot: Tensor  # (S,) int64, 0 .. S - 1
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position: slots before it are observed
+    head: Any
+    """The head, with products in place of linear layers."""
+    lm_head: ProductModule  # (..., D) -> (..., Vd)
+    embed: Callable[[Tensor], Tensor]
+    cos_sin_table: CosSin  # (1, 1, S, d) each
+    cache: KVCache
+    forms: Forms
+
+    @classmethod
+    def open(
+        cls,
+        head: Any,
+        shape: TreeShape,
+        *,
+        batch_size: int,
+        slots: int,
+        layers: int,
+        forms: Forms,
+        lm_head_weight: Tensor,
+        embed: Callable[[Tensor], Tensor],
+        **own: Any,
+    ) -> Self:
+        """Return the state of a head's `layers` before any token, with at least this many slots. `own`: fields of the
+        subclass."""
+        weight = next(head.parameters())
+        slot = torch.arange(round_up(slots), device=weight.device)
+        root, length = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
+        return cls(
+            shape=shape,
+            slot=slot,
+            root=root,
+            length=length,
+            head=with_products(head, without="lm_head"),
+            lm_head=ProductModule(Product(lm_head_weight.to(weight.dtype), draft=True)),
+            embed=embed,
+            cos_sin_table=head.cos_sin(slot[None], weight.dtype),
+            cache=KVCache(
+                num_layers=layers,
+                batch_size=batch_size,
+                capacity=len(slot),
+                width=sum(heads * width for heads, width in forms),
+                dtype=weight.dtype,
+                device=weight.device,
+            ),
+            forms=forms,
+            **own,
+        )
+
+    def cos_sin(self, positions: Tensor) -> CosSin:
+        """Return the rows (B, 1, T, d) of the tables for positions (B, T)."""
+        cos, sin = (table[0, 0].index_select(0, positions.flatten()) for table in self.cos_sin_table)
+        return cos.view(*positions.shape, -1)[:, None], sin.view(*positions.shape, -1)[:, None]
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values (B, Hkv, T, d) to the slots that the cache aims at. Return those of all visible slots,
+        (B, E, Hkv, d)."""
+        made = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=2)
+        shown = self.cache.write(layer, made.flatten(0, 1))
+        keys, values = shown.split([heads * width for heads, width in self.forms], dim=2)
+        return keys.unflatten(2, self.forms[0]), values.unflatten(2, self.forms[1])
+
+    def attend(self, layer: int, mask: Tensor) -> Attend:
+        """Return a layer's attention over the visible slots, with a mask (B, T, E) to add to scores."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self.write(layer, k, v)
+            folded = for_groups(mask, q.shape[1] // k.shape[1])
+            return masked_attention(q.transpose(1, 2), keys, values, folded).transpose(1, 2)
+
+        return attend
 
     def extent(self, tokens: int) -> int:
         """Return the number of slots that attention must read when `tokens` more follow the observed ones: all slots

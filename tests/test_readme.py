@@ -24,10 +24,10 @@ from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import KEYS
 from eval.command import exit_status
 from heads.checkpoint import save_head, target_record
-from heads.formats.base import ENGINES, SGLANG, VLLM
-from heads.formats.dflash import TARGETS as BLOCK_TARGETS
-from heads.formats.dflash_reading import SCALED
+from heads.formats.blocks import SCALED
+from heads.formats.blocks import TARGETS as BLOCK_TARGETS
 from heads.formats.eagle3 import EAGLE3
+from heads.formats.engine import ENGINES, SGLANG, VLLM
 from heads.formats.medusa import OLD_VLLM
 from heads.registry import HEADS, build_head
 from heads.target.load import load_target, load_tokenizer

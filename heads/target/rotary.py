@@ -14,7 +14,7 @@ from heads.layers import CosSin, rotation
 from heads.target.families import FIXED_ROTATIONS
 
 Rotary = Callable[[Tensor, torch.dtype], CosSin]
-"""Function that returns cosines and sines (B, 1, T, d) of rotary positions (B, T), in the given dtype."""
+"""Function that returns the `CosSin` (B, 1, T, d) of rotary positions (B, T), in the given dtype."""
 
 
 def rotary_of(config: Any) -> Rotary:
@@ -43,9 +43,10 @@ def rotary_of(config: Any) -> Rotary:
 
 
 def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> CosSin:
-    """Return cosines and sines (B, 1, T, d) of rotary positions (B, T), computed by a transformers module."""
+    """Return the `CosSin` (B, 1, T, d) of rotary positions (B, T), computed by a transformers module."""
     like, maker = torch.empty((), dtype=dtype, device=positions.device), maker.to(positions.device)
     if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are equal for text
         positions = positions.expand(3, -1, -1)
     cos, sin = maker(like, positions)  # (B, T, d)
-    return cos[:, None], sin[:, None]
+    half = sin.shape[-1] // 2
+    return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, None]
