@@ -12,7 +12,7 @@ import pytest
 
 from tests.processes import ROOT, finish, launcher, start, wait_for
 from tests.runs import Settings, WriteRecipe, same
-from tests.steps import stored
+from tests.train.steps import stored
 
 pytestmark = pytest.mark.slow
 
