@@ -322,8 +322,6 @@ def test_a_head_to_start_from_decides_the_shape(
     assert plan.head.trained == sum(parameter.numel() for parameter in head.parameters())
     with pytest.raises(UserError, match=r"head\.draft_vocab_size"):
         plan_of(settings, write_recipe, "head.draft_vocab_size=64")
-    with pytest.raises(UserError, match="fetch it first: hf download some/head"):
-        plan_of(settings, write_recipe, "head.init_from=some/head")
 
 
 def test_advice_leaves_what_it_says(eagle: Settings, write_recipe: WriteRecipe) -> None:

@@ -22,23 +22,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from heads.base import KEPT_SHARE
-from heads.errors import UserError
-from heads.formats.source import without_pickle
 from heads.losses import CHUNK_BYTES, LEAST_ROWS
 from heads.recurrent.draft import Recurrent
 from heads.registry import kind_of
 from heads.settings import LABELS
 from heads.target.families import layer_setting
 from heads.target.forward import takes_block_masks
-from heads.target.hub import is_hub_id, repo_and_revision
 from heads.target.load import ShapeTarget, load_shape
 from heads.target.quantization import LEAST_SHARE
 from train.adapter import add_adapters
@@ -106,14 +101,16 @@ class HeadCount:
 def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
     """Count a recipe's target and head for a device of type `device` with `memory` bytes, and `passes` per step.
     `bf16`: matrix products are in bfloat16, as under autocast."""
-    settings, train, T = recipe.target, recipe.train, recipe.data.context_length
+    settings, train, T, section = recipe.target, recipe.train, recipe.data.context_length, recipe.head
+    if section.init_from is None and getattr(section, "mask_token_id", 0) is None:
+        section = section.model_copy(update={"mask_token_id": 0})  # any id: it would be chosen from the tokenizer
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.dtype == "auto" and device == "cpu":
         wanted = torch.float32
     with Shapes():
         trusted, gguf_file = settings.trust_remote_code, settings.gguf_file
         target = load_shape(settings.path, dtype=wanted, trust_remote_code=trusted, gguf_file=gguf_file)
-        head: Any = make_head(_section(recipe), target, torch.zeros(target.vocab_size, dtype=torch.int64))
+        head: Any = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
         copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in head.to_checkpoint().values())
         add_adapters(head)
         groups = make_optimizer(head, train).param_groups
@@ -296,33 +293,6 @@ def _layer_bytes(layer: nn.Module, width: int, quantize: str | None) -> int:
         return whole
     matrices = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
     return whole - sum(rows * (columns * (width - 1) - width) for rows, columns in (m.shape for m in matrices))
-
-
-def _section(recipe: Recipe) -> Any:
-    """Return the recipe's head section, changed to need no download. A missing mask token id becomes 0, since it does
-    not affect shapes."""
-    changes: dict[str, Any] = {}
-    if recipe.head.init_from is not None:
-        changes["init_from"] = _here(recipe.head.init_from)
-    elif getattr(recipe.head, "mask_token_id", 0) is None:
-        changes["mask_token_id"] = 0
-    return recipe.head.model_copy(update=changes)
-
-
-def _here(path: str) -> str:
-    """Return a head's path on this machine. UserError if it would have to be downloaded."""
-    folder, pickle = without_pickle(path)
-    if not is_hub_id(folder):
-        return path
-    repo, revision = repo_and_revision(folder)
-    try:
-        folder = snapshot_download(repo, revision=revision, local_files_only=True)
-    except LocalEntryNotFoundError:
-        raise UserError(
-            f"head.init_from: {path} decides the head's shape and is not on this machine, and a plan downloads "
-            f"nothing; fetch it first: hf download {repo}{f' --revision {revision}' if revision else ''}"
-        ) from None
-    return folder if pickle is None else f"{folder}/{pickle}"
 
 
 class Shapes(TorchDispatchMode):
