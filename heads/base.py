@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from heads.target.model import FrozenTarget
-
 Made = TypeVar("Made")
 
 
@@ -177,8 +175,9 @@ class DraftHead(Drafter, Protocol):
     """True if `loss` gives `HeadLoss.weight`, which the step divides the gradients by."""
 
     @classmethod
-    def for_target(cls, settings: Any, target: FrozenTarget, token_counts: Tensor) -> Self:
-        """Return a new head with a recipe's settings. token_counts (V,): counts of labels in the training data."""
+    def for_target(cls, settings: Any, target: Any, token_counts: Tensor) -> Self:
+        """Return a new head with a recipe's settings for a FrozenTarget. token_counts (V,): counts of labels in the
+        training data."""
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:

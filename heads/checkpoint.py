@@ -4,31 +4,26 @@ A head provides its tensors and its config. Its format (`heads.formats`) determi
 fields of config.json that engines read. draftsmith's own record is in config.json under the key `draftsmith`, which
 engines ignore.
 
-A save is complete or absent, using only what every POSIX file system has. A rename cannot replace a folder that is not
-empty, so the old folder is first moved into a hidden folder next to it. A reader at that instant, or after a save was
-killed there, reads the head from the hidden folder. Readers write nothing; the next save cleans up.
+A save is complete or absent: the new folder is written beside the old one, and the two are swapped.
 """
 
 import json
 import os
-import shutil
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers.utils.hub import cached_file
 
-from heads.errors import UserError, first_line
-from heads.files import file_hash, is_full_disk, sync
-from heads.formats.contract import Verdict, check_folder
+from heads.errors import UserError, first_line, shown
+from heads.files import file_hash, is_full_disk, whole_folder
+from heads.formats.engine import Verdict, check_folder
+from heads.formats.source import DAMAGE
 from heads.registry import HEADS, UNTRAINED, kind_of
 from heads.target.hub import repo_and_revision, with_names
 from heads.target.model import FrozenTarget
@@ -37,25 +32,10 @@ FORMAT = 1
 CONFIG = "config.json"
 WEIGHTS: list[str] = sorted({method.format.weights_file for method in HEADS.values()})
 """Possible names of the file with a head's tensors."""
-"""Keys of a target's config that state its origin."""
 NOT_SAVED = ("config", "trust_remote_code")
 """Keys of a target's record that are not repeated in a head's files."""
-MOST_NESTED = 64
-"""Maximum nesting of a config.json."""
-TARGET_TYPES: dict[str, tuple[type, ...]] = {
-    "name": (str, type(None)),
-    "fingerprint": (str,),
-    "hidden_size": (int,),
-    "vocab_size": (int,),
-    "num_layers": (int,),
-    "quantize": (str, type(None)),
-    "template": (dict, type(None)),
-    "adapter": (str, type(None)),
-    "gguf_file": (str, type(None)),
-}
-"""Types of the target's fields in a head's record. Fields that may be null may be absent, except the name."""
-
-Found = TypeVar("Found")
+TARGET_TYPES = {"name": str | None, "fingerprint": str, "hidden_size": int, "vocab_size": int, "num_layers": int}
+"""Fields of the target's record that a head needs."""
 
 
 def target_record(target: FrozenTarget) -> dict[str, Any]:
@@ -98,10 +78,7 @@ def save_head(
     target's path is kept, because the head finds its target with it. If `folder` is a symbolic link, the head is
     written to its destination.
     """
-    folder = Path(os.path.realpath(folder))
-    old = _replaced(folder)
-    fresh = old.with_name("new")
-    kind = kind_of(head)
+    folder, kind = Path(os.path.realpath(folder)), kind_of(head)
     form = HEADS[kind].format
     ours: dict[str, Any] = {
         "format": FORMAT,
@@ -112,97 +89,41 @@ def save_head(
     }
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
     try:
-        _put_back(folder)
-        fresh.mkdir(parents=True)
-        weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.to_checkpoint().items()}
-        file = fresh / form.weights_file
-        save_file(weights, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors makes it readable only by its owner
-        ours["sha256"] = file_hash(file)
-        config = {**form.engine_config(head.config, target, dtype), "draftsmith": ours}
-        (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        if form.write_beside is not None:
-            form.write_beside(fresh, target)
-        for path in (*fresh.rglob("*"), fresh):
-            sync(path)
-        if folder.exists():
-            folder.rename(old)
-        fresh.rename(folder)
-        sync(folder.parent)
+        with whole_folder(folder) as fresh:
+            weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.to_checkpoint().items()}
+            file = fresh / form.weights_file
+            save_file(weights, file, metadata={"format": "pt"})
+            file.chmod(0o644)  # safetensors makes it readable only by its owner
+            ours["sha256"] = file_hash(file)
+            config = {**form.engine_config(head.config, target, dtype), "draftsmith": ours}
+            (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            if form.write_beside is not None:
+                form.write_beside(fresh, target)
     except (OSError, SafetensorError) as error:
         if not is_full_disk(error):
             raise
         raise UserError(
             f"{folder}: no space left on the device for the head; free some and run the same command again"
         ) from error
-    finally:
-        _put_back(folder)
 
 
-def _replaced(folder: Path) -> Path:
-    """Return the path of a head's old folder while a new one replaces it."""
-    real = Path(os.path.realpath(folder))
-    return real.parent / f".{real.name}.saving" / "old"
-
-
-def _put_back(folder: Path) -> None:
-    """Undo an interrupted save, and delete what it left."""
-    old = _replaced(folder)
-    if not folder.exists():
-        with suppress(FileNotFoundError):
-            old.rename(folder)
-    shutil.rmtree(old.parent, ignore_errors=True)
-
-
-def _read(folder: Path, read: Callable[[Path], Found]) -> Found:
-    """Return `read` of the folder where a head's files are. Retry if it found nothing while a save replaced the
-    head."""
-    old = _replaced(folder)
-    while True:
-        before = _stamps(folder, old)
-        is_moved = not os.path.exists(folder / CONFIG) and os.path.exists(old / CONFIG)
-        try:
-            found = read(old if is_moved else folder)
-        except (UserError, OSError):
-            if _stamps(folder, old) == before:
-                raise
-        else:
-            if found or _stamps(folder, old) == before:
-                return found
-
-
-def _stamps(*places: Path) -> list[tuple[int, int] | None]:
-    """Return what distinguishes the saves of a head in each of the places."""
-    found: list[tuple[int, int] | None] = []
-    for place in places:
-        try:
-            state = (place / CONFIG).stat()
-            found.append((state.st_ino, state.st_mtime_ns))
-        except OSError:
-            found.append(None)
-    return found
-
-
-def _weights_file(place: Path) -> Path:
-    """Return the file of a head's tensors, for a head of any kind."""
-    files = [place / name for name in WEIGHTS]
-    return next((file for file in files if file.is_file()), files[0])
+def _weights_file(folder: Path) -> Path | None:
+    """Return the file of a head's tensors, for a head of any kind; None if there is no head."""
+    files = [folder / name for name in WEIGHTS if (folder / name).is_file()]
+    return files[0] if files and (folder / CONFIG).is_file() else None
 
 
 def _head_here(path: Path) -> Path | None:
     """Return the folder of the head that a path names: the path itself or its `head` folder. None if it has no head."""
-
-    def holds_head(place: Path) -> bool:
-        return (place / CONFIG).is_file() and _weights_file(place).is_file()
-
-    return next((folder for folder in (path, path / "head") if _read(folder, holds_head)), None)
+    return next((folder for folder in (path, path / "head") if _weights_file(folder)), None)
 
 
 def weights_hash(path: str | Path) -> str | None:
     """Return the SHA-256 of the file with a head's weights; None if the path names no local head."""
     try:
         folder = _head_here(Path(path))
-        return None if folder is None else _read(folder, lambda place: file_hash(_weights_file(place)))
+        file = None if folder is None else _weights_file(folder)
+        return None if file is None else file_hash(file)
     except (OSError, ValueError):  # not a path
         return None
 
@@ -212,16 +133,21 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
 
     Raises UserError if nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
-    head = _read(find_head(path), _load)
-    return head.to(device=device, dtype=dtype).eval()
+    folder = find_head(path)
+    while True:
+        record = read_config(folder)
+        try:
+            return _load(folder, record).to(device=device, dtype=dtype).eval()
+        except UserError:
+            if read_config(folder) == record:  # else a save replaced the head between the two files
+                raise
 
 
-def _load(folder: Path) -> Any:
-    record = _read_config(folder)
+def _load(folder: Path, record: dict[str, Any]) -> Any:
     file = folder / HEADS[record["kind"]].format.weights_file
     try:
         weights = load_file(file)
-    except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a dtype unknown to torch
+    except DAMAGE as error:
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
     head = restore_head(record["kind"], record["config"], weights, file)
     if file_hash(file) != record.get("sha256"):
@@ -235,8 +161,7 @@ def restore_head(kind: str, config: dict[str, Any], weights: dict[str, Tensor], 
     """Return the head of a kind with this config and these tensors. Raises UserError, which names their source, if they
     describe no head."""
     try:
-        with NoLargerThan(weights):
-            head = HEADS[kind].head.from_checkpoint(config, weights)
+        head = HEADS[kind].head.from_checkpoint(config, weights)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
     except Exception as error:  # a draft model's class is transformers', and may raise anything
@@ -247,23 +172,6 @@ def restore_head(kind: str, config: dict[str, Any], weights: dict[str, Tensor], 
         if not weights[name].isfinite().all():
             raise UserError(f"{source}: tensor {name} holds values that are not finite; fetch or train it again")
     return head
-
-
-class NoLargerThan(TorchFunctionMode):
-    """Mode that raises UserError before a head with more or larger tensors than a file's takes up memory."""
-
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.calls = 100 * (len(weights) + 100)
-        """Far more calls than are needed to make and initialise as many tensors."""
-        self.size = max(sum(value.numel() for value in weights.values()), 2**24)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.calls -= 1
-        if self.calls < 0 or (isinstance(made, Tensor) and made.numel() > self.size):
-            raise UserError(f"{CONFIG}: describes a larger head than its weights are; fetch or train it again")
-        return made
 
 
 def find_head(path: str | Path) -> Path:
@@ -279,8 +187,8 @@ def find_head(path: str | Path) -> Path:
     if is_here or repo.startswith((".", "/")) or repo.count("/") != 1:
         if (Path(path) / "recipe.yaml").is_file():
             raise UserError(
-                f"{path}: this run has no head yet{_progress(Path(path))}; the first is saved when tau is measured, "
-                "each train.eval_every steps and at the end"
+                f"{path}: this run has no head yet; the first is saved when tau is measured, each train.eval_every "
+                "steps and at the end"
             )
         kind, colon, number = str(path).partition(":")
         if colon and (near := get_close_matches(kind, UNTRAINED, 1)):
@@ -289,77 +197,48 @@ def find_head(path: str | Path) -> Path:
             f"{path}: no head there; expected a folder with {CONFIG} and {' or '.join(WEIGHTS)}, a run directory, or a "
             "hub id"
         )
-    folder = _from_hub(path, repo, revision, CONFIG).parent
-    _from_hub(path, repo, revision, HEADS[read_config(folder)["kind"]].format.weights_file)
-    return folder
-
-
-def _progress(run: Path) -> str:
-    """Return the last step in a run's metrics.jsonl, as in `, after step 200`, or an empty string."""
     try:
-        return f", after step {json.loads((run / 'metrics.jsonl').read_text().splitlines()[-1])['step']}"
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
-
-
-def _from_hub(path: str | Path, repo: str, revision: str | None, name: str) -> Path:
-    """Return one file of a head on the Hub."""
-    try:
-        return Path(str(cached_file(repo, name, revision=revision)))
+        folder = Path(str(cached_file(repo, CONFIG, revision=revision))).parent
+        cached_file(repo, HEADS[read_config(folder)["kind"]].format.weights_file, revision=revision)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path}: neither a folder here nor a head on the hub ({first_line(error)}); "
             "check the name, and the network"
         ) from error
+    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return draftsmith's section of a head's config.json."""
-    return _read(folder, _read_config)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     try:
         config: Any = json.loads(file.read_text())
         record: Any = config.get("draftsmith")
     except (ValueError, AttributeError, OSError, RecursionError) as error:
         raise UserError(f"{file}: not a JSON object ({first_line(error)}); fetch or train the head again") from error
-    if _is_deeper(config, MOST_NESTED):
-        raise UserError(f"{file}: nested more than {MOST_NESTED} deep; fetch or train the head again")
     if not isinstance(record, dict) or str(record.get("kind")) not in HEADS:
         raise UserError(f"{file}: no head of a known kind ({', '.join(HEADS)}); was it made by draftsmith?")
     if record.get("format") != FORMAT:
         raise UserError(
-            f"{file}: format {record.get('format')!r:.40}, this version reads {FORMAT}; use the one that wrote it"
+            f"{file}: format {record.get('format')!r}, this version reads {FORMAT}; use the one that wrote it"
         )
     for section in ("config", "target", "provenance"):
         if not isinstance(record.get(section), dict):
             raise UserError(f"{file}: draftsmith.{section} is no JSON object; fetch or train it again")
-    if absent := TARGET_TYPES.keys() - {"quantize", "template", "adapter", "gguf_file"} - record["target"].keys():
-        raise UserError(f"{file}: draftsmith.target lacks {min(absent)}; fetch or train it again")
-    for name, types in TARGET_TYPES.items():
-        value = record["target"].get(name)
-        if not isinstance(value, types) or (isinstance(value, str) and not value.isprintable()):
-            raise UserError(f"{file}: draftsmith.target.{name}: got {value!r:.80}; fetch or train it again")
+    for name, kind in TARGET_TYPES.items():
+        if not isinstance(value := record["target"].get(name), kind):
+            raise UserError(f"{file}: draftsmith.target.{name}: got {shown(value)}; fetch or train it again")
     return record
 
 
 def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:
-    """Return the engines' verdicts on a saved head, from `heads.formats.contract.check_folder`."""
+    """Return the engines' verdicts on a saved head, from `heads.formats.engine.check_folder`."""
     folder = find_head(path)
     record = read_config(folder)
     form = HEADS[record["kind"]].format
     return check_folder(folder, form, record["kind"], record["target"], name=name, base=base, steps=steps)
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    """Return True if lists and objects of a JSON value are nested deeper than `levels`."""
-    holders = [value]
-    for _ in range(levels + 1):
-        items = [holder.values() if isinstance(holder, dict) else holder for holder in holders]
-        holders = [item for group in items for item in group if isinstance(item, dict | list)]
-    return bool(holders)
 
 
 def check_fits(path: str | Path, target: FrozenTarget) -> None:
@@ -371,11 +250,13 @@ def check_fits(path: str | Path, target: FrozenTarget) -> None:
     trained_for = read_config(find_head(path))["target"]
     known = trained_for["name"]  # None in a published head whose target is a folder
     where = "a target" if known is None else f"target {known}"
+    # All quantised forms have one fingerprint, apart from a mark after a dash.
+    prints = [fingerprint.partition("-")[0] for fingerprint in (trained_for["fingerprint"], target.fingerprint)]
     for name, ours, theirs in (
         ("hidden size", trained_for["hidden_size"], target.hidden_size),
         ("vocabulary", trained_for["vocab_size"], target.vocab_size),
         ("number of layers", trained_for["num_layers"], target.num_layers),
-        ("fingerprint of the weights", _weights(str(trained_for["fingerprint"])), _weights(target.fingerprint)),
+        ("fingerprint of the weights", *prints),
     ):
         if ours != theirs and theirs != "":  # no fingerprint: the target was made from its config only
             # Every dtype has the same fingerprint except float16, whose range cuts off small weights.
@@ -384,8 +265,3 @@ def check_fits(path: str | Path, target: FrozenTarget) -> None:
                 cause, remedy = "float16 cuts small weights of the target off: ", "ask for bfloat16"
             said = f"trained for {where} with {name} {ours}, but {target.name} has {theirs}"
             raise UserError(f"{path}: {cause}{said}; {remedy}")
-
-
-def _weights(fingerprint: str) -> str:
-    """Return the fingerprint without the mark of a quantised form."""
-    return fingerprint.partition("-")[0]

@@ -12,8 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from heads.block.draft import DraftBlockHead
-from heads.block.settings import DraftBlockConfig
+from heads.block.draft import DraftBlockConfig, DraftBlockHead
 from heads.errors import expect_one_of
 from heads.labels import LABELS
 from heads.losses import LOSSES

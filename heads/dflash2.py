@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heads.base import RoundReads
-from heads.block.draft import DraftBlockState
 from heads.block.loss import Candidates
 from heads.dflash import DFlash, DFlashConfig
 from heads.errors import UserError, expect
+from heads.growth import SlotState
 from heads.initial.start import TargetProbe
 from heads.layers import MOST, Attend, Attention, CosSin, DecoderLayer
 from heads.settings import DFlash2Settings
@@ -145,7 +145,6 @@ class DFlash2(DFlash):
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
-        """Start as DFlash, with convolutions that change nothing."""
         super().initialise(probe)
         for module in self.modules():
             if isinstance(module, BlockConvolution):
@@ -172,7 +171,7 @@ class DFlash2(DFlash):
         super().check_draft(shape, capacity)
         check_width(shape, self.config.selector_top_k)
 
-    def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
+    def bytes_per_round(self, state: SlotState) -> RoundReads:
         """Return the reads of the base class, without the codebooks: only a few of their rows are read."""
         reads, selector = super().bytes_per_round(state), self.candidate_selector
         tables = selector.predecessor_codebook.numel() + selector.successor_codebook.numel()

@@ -35,9 +35,9 @@ from heads.base import (
     given,
 )
 from heads.errors import UserError
-from heads.formats.base import check_tensors
 from heads.growth import grow, take_newest
 from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
+from heads.layers import check_tensors
 from heads.losses import LOSSES, Divergence, draft_loss, jsd
 from heads.settings import DraftSettings
 from heads.target.cached import CachedDecoder, CacheSpec
@@ -75,7 +75,6 @@ class DraftConfig(DraftSettings):
 
     @property
     def divergence(self) -> Divergence:
-        """Return the divergence of the loss."""
         if self.beta is not None:
             return jsd(beta=self.beta)
         return LOSSES["cross_entropy" if self.loss == LABELS else self.loss]
@@ -87,7 +86,6 @@ ROWS = 1024
 
 
 def check_takes_back(model: PreTrainedModel) -> None:
-    """Refuse a draft with recurrent layers."""
     if find_mixers(model):
         raise UserError(
             f"head: a {model.config.model_type} has recurrent layers, which cannot take back what they draft; "
@@ -187,18 +185,15 @@ class Draft(nn.Module, DraftHead):
 
     @property
     def base(self) -> nn.Module:
-        """Decoder without its output head."""
         return find_base(self.model, "head.path")
 
     @property
     def output(self) -> OutputHead:
-        """Output head: states after the final norm -> logits."""
         untyped: Any = self.model
         return OutputHead(untyped.get_output_embeddings(), self.text_config)
 
     @property
     def context_length(self) -> int:
-        """Maximum number of positions that the model reads."""
         return positions_of(self.text_config)
 
     @property

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import RoundReads
-from heads.block.draft import DraftBlockHead, DraftBlockState
-from heads.block.settings import DraftBlockConfig
+from heads.block.draft import DraftBlockConfig, DraftBlockHead
 from heads.errors import UserError, expect
+from heads.growth import SlotState
 from heads.initial.start import TargetProbe, bigrams
 from heads.labels import LABELS
 from heads.settings import DSparkSettings
@@ -100,7 +100,7 @@ class DSpark(DraftBlockHead):
         latent = self.markov_head.markov_w1(previous)
         return logits + self.markov_head.markov_w2(latent.to(logits.dtype))  # type: ignore[no-any-return]
 
-    def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
+    def bytes_per_round(self, state: SlotState) -> RoundReads:
         """Return the reads of the base class, corrected for the Markov head: a few rows of W1, and the rest once per
         level."""
         reads, markov = super().bytes_per_round(state), self.markov_head

@@ -20,9 +20,17 @@ from torch import Tensor, nn
 
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, expect
-from heads.formats.base import check_tensors
 from heads.initial.start import AttentionProbe, TargetProbe, begin, directions
-from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, CosSin, RMSNorm
+from heads.layers import (
+    MLP,
+    MOST,
+    Attend,
+    Attention,
+    BlockConfig,
+    CosSin,
+    RMSNorm,
+    check_tensors,
+)
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent
 from heads.settings import Eagle3Settings

@@ -11,7 +11,6 @@ class UserError(ValueError):
 
 
 def shown(value: object) -> str:
-    """Return a value for an error message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
@@ -30,7 +29,6 @@ def expect(holds: bool, name: str, what: object, got: object) -> None:
 
 
 def expect_one_of(known: Collection[str], name: str, got: object) -> None:
-    """Raise UserError for a setting that is not one of the known names."""
     expect(got in known, name, f"one of {', '.join(known)}", got)
 
 
@@ -39,5 +37,4 @@ logger = logging.getLogger("draftsmith")
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a warning, unless the process has already logged the same one."""
     logger.warning(text)

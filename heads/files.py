@@ -1,5 +1,6 @@
 """Files and folders that are complete or absent, even after a power cut."""
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -28,6 +29,18 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def swap(one: Path, other: Path) -> None:
+    """Swap two folders next to each other: in one operation, so that both names exist at any time, on file systems of
+    Linux that support it (renameat2), elsewhere by renaming."""
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None or rename(here, os.fsencode(one), here, os.fsencode(other), exchange) != 0:
+        aside = other.with_name(f".{other.name}.old")
+        other.rename(aside)
+        one.rename(other)
+        aside.rename(one)
+
+
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `final` on success and is deleted on failure."""
@@ -38,9 +51,11 @@ def whole_folder(final: Path) -> Iterator[Path]:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
             sync(path)
-        if final.exists():  # a broken one, deleted only now that its successor is complete
-            shutil.rmtree(final)
-        temporary.replace(final)
+        if final.exists():
+            swap(temporary, final)
+            shutil.rmtree(temporary)
+        else:
+            temporary.rename(final)
         sync(final.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -53,7 +68,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, completely or not at all."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 

@@ -3,14 +3,13 @@
 Letters: B batch, T tokens, D hidden, H query heads, d head dimension, I intermediate width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import rms_norm
 
 from heads.errors import UserError, expect
 from heads.settings import BlockSettings
@@ -19,7 +18,7 @@ MOST = 2**53
 """Upper limit of a setting. Larger whole numbers are not exact as floating-point numbers."""
 
 CosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of rotary positions, (B, 1, T, d) each."""
+"""Cosines of rotary positions, and sines with the first half negated, (B, 1, T, d) each."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Only this differs between training and
 drafting."""
@@ -72,31 +71,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and not torch.is_grad_enabled():  # one kernel: drafting is limited by launches
-            return rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-        return _Normed.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Normed(torch.autograd.Function):
-    """RMS norm that saves only its input and one factor per row for the backward pass. It takes half of autograd's
-    time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, inverse = ctx.saved_tensors
-        unit, grad = x * inverse, grad.to(inverse.dtype)  # x / rms(x)
-        by_weight = (grad * unit).flatten(0, -2).sum(0)
-        grad = grad * weight
-        along = (grad * unit).mean(-1, keepdim=True)
-        return grad.sub_(unit.mul_(along)).mul_(inverse).to(x.dtype), by_weight.to(weight.dtype), None
+        return rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -174,36 +149,39 @@ class DecoderLayer(nn.Module):
 
 
 def rotation(positions: Tensor, dtype: torch.dtype, *, head_dim: int, theta: float) -> CosSin:
-    """Return cosines and sines (B, 1, T, d) of rotary positions (B, T) (arXiv 2104.09864), with angles in float32 or
-    wider."""
+    """Return cosines, and sines with the first half negated, (B, 1, T, d) each, of rotary positions (B, T) (arXiv
+    2104.09864), with angles in float32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     inverse = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim)
     angles = positions[:, None, :, None] * inverse  # (B, 1, T, d / 2)
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
-    """Rotate the two halves of each head, as Llama-family checkpoints do: x (B, H, T, d)."""
+    """Rotate the two halves of each head (B, H, T, d), as Llama-family checkpoints do."""
     cos, sin = cos_sin
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Return the attention (B, H, T, d) of q (B, H, T, d) over k and v (B, Hkv, E, d), with visible (B, T, E) bool.
+def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raise UserError unless the tensors found in a file have the names, shapes and dtypes of a head's own.
+    Floating-point tensors may have any width of at least 16 bits."""
+    ours, theirs = (
+        {
+            name: f"{tuple(value.shape)} {'floating-point' if is_float(value.dtype) else value.dtype}"
+            for name, value in tensors.items()
+        }
+        for tensors in (expected, found)
+    )
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise UserError(
+                f"tensor {name}: by config.json beside it expected {ours.get(name, 'no such tensor')}, "
+                f"found {theirs.get(name, 'none')}"
+            )
 
-    On a GPU the query heads of a key head become further queries of it. There is no kernel for a mask with grouped
-    heads, so keys and values would be copied for every query head.
-    """
-    if not q.is_cuda or q.shape[1] == k.shape[1]:
-        return scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
-    return attention_of_groups(q, k, v, visible)
 
-
-def attention_of_groups(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Compute `masked_attention` for any number of heads, as attention of each key head over all its queries."""
-    (B, H, T, _), Hkv = q.shape, k.shape[1]
-    grouped = q.reshape(B, Hkv, H // Hkv * T, -1)
-    seen = visible[:, None].repeat(1, 1, H // Hkv, 1)  # (B, 1, G * T, E)
-    return scaled_dot_product_attention(grouped, k, v, attn_mask=seen).reshape(B, H, T, -1)
+def is_float(dtype: torch.dtype) -> bool:
+    """Return True for floating-point numbers of at least 16 bits."""
+    return dtype.is_floating_point and dtype.itemsize >= 2

@@ -34,9 +34,9 @@ from heads.base import (
     given,
 )
 from heads.errors import UserError, expect
-from heads.formats.base import check_tensors
 from heads.growth import grow, take_newest
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
+from heads.layers import check_tensors
 from heads.losses import check_loss_settings, draft_loss
 from heads.settings import MedusaSettings
 from heads.target.head_shape import check_one_width
@@ -198,7 +198,6 @@ class Medusa(nn.Module, DraftHead):
         return self.heads[k][:-1](hidden)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, k: int) -> Tensor:
-        """Return the logits of depth k, (..., D) hidden states -> (..., Vd)."""
         return self.heads[k](hidden.to(self.heads[k][-1].weight.dtype))  # type: ignore[no-any-return]
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:

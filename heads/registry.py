@@ -12,8 +12,8 @@ from heads.draft_model import Draft
 from heads.dspark import DSpark
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
-from heads.formats import dflash, draft_model, eagle3, medusa, mtp
-from heads.formats.base import Format
+from heads.formats import blocks, draft_model, eagle3, medusa, mtp
+from heads.formats.engine import Format
 from heads.medusa import Medusa
 from heads.mtp import Mtp
 from heads.settings import SETTINGS
@@ -40,9 +40,9 @@ HEADS = {
     "eagle3": Method(Eagle3, eagle3.FORMAT),
     "medusa": Method(Medusa, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": Method(Mtp, mtp.FORMAT),
-    "dflash": Method(DFlash, dflash.DFLASH, ANCHORED | {"loss"}),
-    "dflash2": Method(DFlash2, dflash.DFLASH2, ANCHORED | {"loss", "selector_weight"}),
-    "dspark": Method(DSpark, dflash.DSPARK, ANCHORED | {"ce_weight", "kl_weight", "l1_weight"}),
+    "dflash": Method(DFlash, blocks.DFLASH, ANCHORED | {"loss"}),
+    "dflash2": Method(DFlash2, blocks.DFLASH2, ANCHORED | {"loss", "selector_weight"}),
+    "dspark": Method(DSpark, blocks.DSPARK, ANCHORED | {"ce_weight", "kl_weight", "l1_weight"}),
     "draft": Method(Draft, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
 }
 """Methods by kind, the name in recipes and in saved heads. A published head is read as the first kind that recognises
@@ -53,7 +53,6 @@ UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
 
 
 def kind_of(head: Any) -> str:
-    """Return the kind of a head."""
     kinds = {method.head: kind for kind, method in HEADS.items()} | {cls: kind for kind, cls in UNTRAINED.items()}
     return kinds[type(head)]
 

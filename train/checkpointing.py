@@ -22,9 +22,9 @@ from torch import Tensor
 
 from heads.errors import UserError, first_line
 from heads.files import file_hash, is_full_disk, whole_folder, write_json
-from train.averages import Sums
 from train.launch import on_main
 from train.parallel import Replicas
+from train.step import Sums
 
 Say = Callable[[str], None]
 HEAD, OPTIMIZER, STATE, MANIFEST = "head.safetensors", "optimizer.safetensors", "state.json", "manifest.json"

@@ -14,8 +14,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +44,6 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=2)
 """Longest wait of a process for another one. It must exceed the time of a checkpoint or a measurement."""
-STORE_TIMEOUT = timedelta(seconds=5)
 
 
 def make_accelerator(
@@ -85,8 +84,12 @@ def make_accelerator(
             group.backend = "gloo"
         else:
             arguments["cpu"] = True
-    with _unsharded():
-        accelerator = Accelerator(**arguments)
+    # Accelerate drops FSDP on a CPU, and `train.parallel` uses torch's own. With the second variable, transformers
+    # would load the target's weights only in the first process.
+    hidden = {name: os.environ.pop(name, None) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}
+    accelerator = Accelerator(**arguments)
+    if hidden["ACCELERATE_USE_FSDP"] is not None:
+        os.environ["ACCELERATE_USE_FSDP"] = hidden["ACCELERATE_USE_FSDP"]
     if not on_gpu and wanted != "deepspeed":
         _use_cores()
     made = "deepspeed" if accelerator.distributed_type == DistributedType.DEEPSPEED else "ddp"
@@ -98,19 +101,6 @@ def make_accelerator(
     if accelerator.state.deepspeed_plugin is not None:
         _check_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config)
     return accelerator
-
-
-@contextmanager
-def _unsharded() -> Iterator[None]:
-    """Hide FSDP from Accelerate, which drops it on a CPU. `train.parallel` uses torch's own FSDP instead."""
-    # With this variable, transformers would load the target's weights only in the first process.
-    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
-    used = os.environ.pop("ACCELERATE_USE_FSDP", None)
-    try:
-        yield
-    finally:
-        if used is not None:
-            os.environ["ACCELERATE_USE_FSDP"] = used
 
 
 def wanted_mode() -> str:
@@ -162,13 +152,12 @@ def _check_environment(settings: Train, wanted: str) -> None:
 
 
 def _check_deepspeed(config: dict[str, Any]) -> None:
-    if "optimizer" in config or "scheduler" in config:
-        raise UserError(
-            "the DeepSpeed configuration names an optimizer or a scheduler; leave them out, the recipe's are used"
-        )
     zero = config.get("zero_optimization", {})
-    if zero.get("stage", 0) == 0:
-        raise UserError("DeepSpeed stage 0 cuts nothing up; use --zero_stage 1, 2 or 3, or launch without DeepSpeed")
+    if "optimizer" in config or "scheduler" in config or not zero.get("stage"):
+        raise UserError(
+            "the DeepSpeed configuration: expected stage 1, 2 or 3 of ZeRO and neither an optimizer nor a scheduler, "
+            "which the recipe has"
+        )
     if any((zero.get(name) or {}).get("device") == "nvme" for name in ("offload_optimizer", "offload_param")):
         raise UserError("DeepSpeed's offload to nvme is not read by checkpoints; offload to cpu, or not at all")
 
@@ -178,7 +167,12 @@ def load_recipe_target(
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Return the frozen target and its tokenizer. `place` puts the target on its devices; by default it is loaded onto
     this process's device."""
-    with _unpartitioned(accelerator), ExitStack() as turn:
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:  # under ZeRO-3, `from_pretrained` would leave a frozen target with empty weights
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+    with ExitStack() as turn:
         # Only one process of this user on this machine loads at a time, so that only one holds weights being converted.
         loading = Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading"
         fcntl.flock(turn.enter_context(loading.open("a")), fcntl.LOCK_EX)
@@ -188,23 +182,10 @@ def load_recipe_target(
             place(target, device, dtype)
             turn.close()  # the check that follows may need all processes
 
-        return load_pair(device=accelerator.device, place=None if place is None else put, **settings.model_dump())
-
-
-@contextmanager
-def _unpartitioned(accelerator: Accelerator) -> Iterator[None]:
-    """Hide ZeRO-3 from `from_pretrained`, which would otherwise leave a frozen target with empty weights."""
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin is None:
-        yield
-        return
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
+        loaded = load_pair(device=accelerator.device, place=None if place is None else put, **settings.model_dump())
+    if plugin is not None:
         plugin.set_deepspeed_weakref()
+    return loaded
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
@@ -241,9 +222,8 @@ def _is_first_to_end() -> bool:
     process keeps. Without a store, return True."""
     launch = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
     try:
-        store = TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=STORE_TIMEOUT
-        )
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=5))
         return bool(store.add("/".join(["draftsmith", "ended", *launch]), 1) == 1)
     except (KeyError, ValueError, RuntimeError):
         return True

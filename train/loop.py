@@ -19,7 +19,6 @@ from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
 from train.adapter import add_adapters
-from train.averages import Interval
 from train.checkpointing import (
     RunState,
     check_continues,
@@ -42,7 +41,7 @@ from train.opening import Run, open_reader
 from train.optim import lr_factor
 from train.parallel import Trained
 from train.recipe import MOST_EPOCHS, Recipe, Train, plain_settings, with_steps
-from train.step import Stepper, rows_per_step
+from train.step import Interval, Stepper, rows_per_step
 
 
 class Outcome(NamedTuple):
@@ -56,8 +55,8 @@ class Outcome(NamedTuple):
 def fit(recipe: Recipe, run: Run) -> Outcome:
     """Train the head of a recipe, or resume an earlier run of the same recipe.
 
-    This function splits the recipe: each part gets its own section. Raises UserError for an error that the user can
-    fix, and Interrupted if the run is asked to stop, after it has written a checkpoint to resume from.
+    Each part gets its own section of the recipe. Raises Interrupted if the run is asked to stop, after it has written a
+    checkpoint to resume from.
     """
     accelerator, tracker = run.accelerator, run.tracker
     seed = recipe.train.seed
@@ -202,7 +201,6 @@ class Training:
         """The step at which the samples in the mixture were written."""
 
     def resume(self, path: Path, state: RunState) -> None:
-        """Load a checkpoint."""
         check_continues(path, state, self.state, len(self.stepper.weights), self.tracker.say)
         load_checkpoint(self.stepper.form, path)
         now = self.state
@@ -253,19 +251,19 @@ class Training:
         state.seconds += time.perf_counter() - started
 
     def _log(self) -> None:
-        """Record the interval and begin a new one."""
         state, train = self.state, self.settings
         self.interval.check(self.accelerator, state.step)
         averages = self.interval.averages(self.accelerator, self.stepper.weights)
-        record = {
-            "step": state.step,
-            **averages,
-            "lr": train.lr * lr_factor(state.step - 1, train),
-            "grad_norm": float(self.stepper.norm),
-            "tokens": state.tokens,
-            "tokens_per_second": self.interval.tokens_per_second(),
-        }
-        self.tracker.log_train(record)
+        self.tracker.log_train(
+            {
+                "step": state.step,
+                **averages,
+                "lr": train.lr * lr_factor(state.step - 1, train),
+                "grad_norm": float(self.stepper.norm),
+                "tokens": state.tokens,
+                "tokens_per_second": self.interval.tokens_per_second(),
+            }
+        )
         self.interval = Interval()
 
     def _measure(self) -> None:

@@ -19,7 +19,9 @@ def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = tor
     Norms, biases and channel scales are not decayed. Muon's updates are scaled to the size of AdamW's, so that one
     learning rate serves both.
     """
-    inner, decayed, scales = [], [], []
+    inner: list[Tensor] = []
+    decayed: list[Tensor] = []
+    scales: list[Tensor] = []
     for name, p in head.named_parameters():
         if not p.requires_grad:
             continue

@@ -7,7 +7,7 @@ from eval.commands.bench_run import run_bench
 from eval.reporting.report import write_report
 from heads.checkpoint import check_loaders, load_head, weights_hash
 from heads.errors import UserError
-from heads.formats.contract import why_unfit
+from heads.formats.engine import why_unfit
 from train.interrupts import Interrupted, Interrupts
 from train.launch import is_lost_process, on_main, tell_first
 from train.loop import Outcome, fit

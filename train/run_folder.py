@@ -132,7 +132,7 @@ class RunFolder:
         more = [f"{len(each) - 4} more"] if len(each) > 4 else []
         raise UserError(
             f"output_dir {self.path}: holds a run with other settings ({'; '.join(each[:4] + more)}); restore them to "
-            f"go on with it, or train from the first step on in another folder, such as output_dir={self.path}-2"
+            "go on with it, or train from the first step on in another output_dir"
         )
 
     def write_provenance(

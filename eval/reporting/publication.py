@@ -20,8 +20,7 @@ from eval.reporting.card import CARD, fenced, front_matter, hub_datasets, model_
 from eval.reporting.format import LOCAL_MODEL, as_markdown, is_exact, why_unreliable
 from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config
 from heads.errors import UserError, first_line
-from heads.formats.base import ENGINES
-from heads.formats.contract import Verdict, why_unfit
+from heads.formats.engine import ENGINES, Verdict, why_unfit
 from heads.registry import HEADS, untrained_kind
 from heads.target.hub import is_hub_id, repo_and_revision, with_names
 

@@ -18,7 +18,8 @@ cache slots, E of them read, H heads, d head dimension.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -27,40 +28,87 @@ from torch import Tensor, nn
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers, from_plain, given
 from heads.block.attention import Blocks, Reach, Sight, all_blocks, block_attention, draw_blocks
 from heads.block.loss import BlockTask, block_loss
-from heads.block.settings import DraftBlockConfig
-from heads.errors import UserError
-from heads.formats.base import check_tensors
+from heads.errors import UserError, expect, expect_one_of
 from heads.growth import SlotState, grow, take_newest
 from heads.initial.start import AttentionProbe, TargetProbe, begin, copy_by_root
-from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm, masked_attention
-from heads.settings import D_PACE, DraftBlockSettings
+from heads.layers import (
+    FULL,
+    LAYER_TYPES,
+    MOST,
+    SLIDING,
+    Attend,
+    Attention,
+    BlockConfig,
+    CosSin,
+    DecoderLayer,
+    NormedAttention,
+    RMSNorm,
+    check_tensors,
+)
+from heads.settings import D_PACE, EXPONENTIAL, DraftBlockSettings
 from heads.target.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
+from heads.target.masks import additive
 from heads.target.model import FrozenTarget
-from heads.target.product import Product, ProductModule, with_products
 from heads.target.rotary import rotary_of
-from heads.target.slots import Observed, round_up
-from heads.tree import Proposal, TreeShape, check_width
+from heads.target.slots import Observed
+from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import read_vocab, vocab_tables
 
+MOST_LAYERS = 64
 
-@dataclass
-class DraftBlockState(SlotState):
-    """State of one batch. Slot p of a layer's cache holds its key of the context at position p; the last slot is for
-    padding. A block's keys go to the slots from the root's onward, and are overwritten when tokens are observed
-    there."""
 
-    head: Any
-    """The head, with products in place of linear layers."""
-    lm_head: ProductModule  # (..., D) -> (..., V)
-    embed_tokens: Callable[[Tensor], Tensor]
-    cos_sin_table: CosSin  # (S, d) each
-    row: Tensor  # (B, 1) int64, 0 .. B - 1
-    keys: list[Tensor]  # by layer, (B, Hkv, S, d)
-    values: list[Tensor]
+@dataclass(frozen=True, kw_only=True)
+class DraftBlockConfig(BlockConfig, DraftBlockSettings):
+    """Everything that the function of such a head depends on."""
 
-    def cos_sin(self, positions: Tensor) -> CosSin:
-        """Return cosines and sines (B, 1, T, d) of positions (B, T)."""
-        return self.cos_sin_table[0][positions][:, None], self.cos_sin_table[1][positions][:, None]
+    aux_layer_ids: tuple[int, ...] = field()
+    mask_token_id: int = field()
+    draft_vocab_size: int | None = None
+    """Published heads: number of tokens that can be drafted; their logits use their rows of the target's output head.
+    Null: all."""
+    sliding_causal: bool = True
+    """Published heads: False if a row of a sliding layer sees all rows of its block."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        return (FULL if self.sliding_window is None else SLIDING,) * (self.num_layers - 1) + (FULL,)
+
+    def reaches(self, causal: bool) -> list[Reach]:
+        """Return the bounds of what the rows of each layer see. `causal`: no row sees later rows."""
+        slides = Reach(causal or bool(self.sliding_causal), self.sliding_window)
+        return [slides if kind == SLIDING else Reach(causal) for kind in self.kinds]
+
+    @property
+    def columns(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
+
+    def check(self, fewest_rows: int) -> None:
+        """Raise UserError for an invalid config."""
+        self.check_block()
+        self.check_start()
+        rows, most, types, window = self.block_size, self.max_position_embeddings, self.layer_types, self.sliding_window
+        expect(fewest_rows <= rows <= MOST_NODES, "head.block_size", f"{fewest_rows} to {MOST_NODES}", rows)
+        expect(rows <= most, "head.block_size", f"no more than the target's context of {most}", rows)
+        expect(1 <= self.num_layers <= MOST_LAYERS, "head.num_layers", f"1 to {MOST_LAYERS}", self.num_layers)
+        fits = types is None or (len(types) == self.num_layers and set(types) <= {*LAYER_TYPES})
+        what = f"{' or '.join(LAYER_TYPES)} for each of {self.num_layers} layers"
+        expect(fits, "head.layer_types", what, types)
+        fits = window is None or (isinstance(window, int) and rows <= window < MOST)
+        what = f"a whole number from head.block_size ({rows}) to below 2^53"
+        expect(fits, "head.sliding_window", what, window)
+        if (window is not None) is not (SLIDING in self.kinds):
+            has = "a window, and no layer slides" if window else "layers that slide, and no window"
+            raise UserError(f"head.sliding_window, head.layer_types: expected both or none, got {has}")
+        expect(self.num_anchors >= 1, "head.num_anchors", "1 or more", self.num_anchors)
+        expect(0 < self.gamma < math.inf, "head.gamma", "a number above 0", self.gamma)
+        expect_one_of((EXPONENTIAL, D_PACE), "head.weights", self.weights)
+        is_id = type(self.mask_token_id) is int and 0 <= self.mask_token_id < self.vocab_size
+        what = f"an id below the target's {self.vocab_size} tokens"
+        expect(is_id, "head.mask_token_id", what, self.mask_token_id)
+        are_ids = all(isinstance(aux, int) for aux in self.aux_layer_ids)
+        expect(are_ids, "head.aux_layer_ids", "numbers of layers", self.aux_layer_ids)
 
 
 class DraftBlockHead(nn.Module, DraftHead):
@@ -96,7 +144,6 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.register_buffer("kept", kept, persistent=False)
 
     def make_layer(self, attention: Attention) -> DecoderLayer:
-        """Return one layer of the head."""
         return DecoderLayer(self.config, attention)
 
     @classmethod
@@ -187,17 +234,11 @@ class DraftBlockHead(nn.Module, DraftHead):
         known, own = (self.cos_sin(positions, x.dtype) for positions in (batch.positions, own_positions))
         starts = blocks.starts(batch.documents)
         sights = {reach: Sight(starts, anchors, rows, T, reach) for reach in set(self.reaches)}
-        attends = [
-            self.attend_in_training(layer, context, known, sights[reach])
-            for layer, reach in zip(self.layers, self.reaches, strict=True)
-        ]
+        attends = []
+        for layer, reach in zip(cast(Any, self.layers), self.reaches, strict=True):
+            keys, values = layer.self_attn.keys(context, known)
+            attends.append(partial(block_attention, context_k=keys, context_v=values, sight=sights[reach]))
         return self.run(x, own, attends, rows).view(B, N, rows, -1)
-
-    @staticmethod
-    def attend_in_training(layer: Any, context: Tensor, cos_sin: CosSin, sight: Sight) -> Attend:
-        """Return attention over the context (B, T, D), with this layer's keys and values of it."""
-        keys, values = layer.self_attn.keys(context, cos_sin)
-        return lambda q, k, v: block_attention(q, k, v, keys, values, sight)
 
     def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
         """Return further arguments of `block_loss`, from states (M, K, D) and the true token before each label
@@ -249,7 +290,8 @@ class DraftBlockHead(nn.Module, DraftHead):
             hits.append(nn.functional.pad(hit, (0, 1)))
         return torch.stack(hits)
 
-    # Drafting
+    # Drafting. Slot p of a layer's cache holds its key of the context at position p. A block's keys go to the slots
+    # from the root's onward, and are overwritten when tokens are observed there.
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         if shape.depth > self.depth:
@@ -260,43 +302,35 @@ class DraftBlockHead(nn.Module, DraftHead):
         check_width(shape, self.config.columns)
 
     @torch.no_grad()
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftBlockState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> SlotState:
         self.check_draft(shape, capacity)
-        config, weight = self.config, self.norm.weight
+        config = self.config
         assert shared.lm_head_weight is not None
         lm_head_weight = shared.lm_head_weight if self.kept is None else shared.lm_head_weight[self.kept]
-        slot = torch.arange(round_up(capacity + config.block_size + 1), device=weight.device)
-        cos, sin = self.cos_sin(slot[None], weight.dtype)
-        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
-        form = batch_size, config.num_key_value_heads, len(slot), config.head_dim
-        keys, values = ([weight.new_zeros(form) for _ in self.layers] for _ in range(2))
-        return DraftBlockState(
-            shape=shape,
-            slot=slot,
-            root=ids[0],
-            length=ids[1],
-            head=with_products(self),
-            lm_head=ProductModule(Product(lm_head_weight.to(weight.dtype), draft=True)),
-            embed_tokens=shared.embed_tokens,
-            cos_sin_table=(cos[0, 0], sin[0, 0]),
-            row=torch.arange(batch_size, device=weight.device)[:, None],
-            keys=keys,
-            values=values,
+        form = config.num_key_value_heads, config.head_dim
+        return SlotState.open(
+            self,
+            shape,
+            batch_size=batch_size,
+            slots=capacity + config.block_size + 1,
+            layers=len(self.layers),
+            forms=(form, form),
+            lm_head_weight=lm_head_weight,
+            embed=shared.embed_tokens,
         )
 
     @torch.no_grad()
-    def extend(self, state: DraftBlockState, observation: Observation) -> None:
+    def extend(self, state: SlotState, observation: Observation) -> None:
         count, tokens = observation.count, observation.tokens
         mapping = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
-        slots, cos_sin = mapping.slots(len(state.slot) - 1), state.cos_sin(mapping.positions)
-        context = state.head.fuse(observation.aux_hidden_states)  # (B, M, D)
-        for layer, keys, values in zip(state.head.layers, state.keys, state.values, strict=True):
-            k, v = layer.self_attn.keys(context, cos_sin)
-            keys[state.row, :, slots] = k.transpose(1, 2)
-            values[state.row, :, slots] = v.transpose(1, 2)
+        state.cache.aim(mapping.slots(len(state.slot) - 1), extent=len(state.slot))
+        context, cos_sin = state.head.fuse(observation.aux_hidden_states), state.cos_sin(mapping.positions)  # (B, M, D)
+        for i, layer in enumerate(state.head.layers):
+            state.write(i, *layer.self_attn.keys(context, cos_sin))
         take_newest(tokens, observation.start, count, state.root, state.length)
 
-    def draft_states(self, state: DraftBlockState) -> Tensor:
+    @torch.no_grad()
+    def draft_states(self, state: SlotState) -> Tensor:
         """Return (B, K, D): the states after the final norm of the rows that predict the draft tokens, in one block per
         root."""
         rows = state.shape.depth + self.first_row
@@ -304,28 +338,21 @@ class DraftBlockHead(nn.Module, DraftHead):
         extent = state.extent(rows)
         own, slot = positions[..., None], state.slot[:extent]
 
-        def visible(reach: Reach) -> Tensor:
+        state.cache.aim(positions, extent=extent)
+
+        def mask(reach: Reach) -> Tensor:
             last = own if reach.causal else own[:, -1:].expand_as(own)
-            return slot <= last if reach.window is None else (slot <= last) & (slot > own - reach.window)
+            visible = slot <= last if reach.window is None else (slot <= last) & (slot > own - reach.window)
+            return additive(visible, self.norm.weight.dtype)[:, 0]
 
-        shown = {reach: visible(reach) for reach in set(self.reaches)}  # (B, R, E) each
-        x = self.behind(state.embed_tokens(state.root), rows, state.embed_tokens).to(self.norm.weight.dtype)
-
-        def attend_by(keys: Tensor, values: Tensor, seen: Tensor) -> Attend:
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                keys[state.row, :, positions] = k.transpose(1, 2)
-                values[state.row, :, positions] = v.transpose(1, 2)
-                return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], seen)
-
-            return attend
-
-        seen = [shown[reach] for reach in self.reaches]
-        attends = [attend_by(*given) for given in zip(state.keys, state.values, seen, strict=True)]
+        masks = {reach: mask(reach) for reach in set(self.reaches)}  # (B, R, E) each
+        x = self.behind(state.embed(state.root), rows, state.embed).to(self.norm.weight.dtype)
+        attends = [state.attend(i, masks[reach]) for i, reach in enumerate(self.reaches)]
         out: Tensor = state.head.run(x, state.cos_sin(positions), attends, rows)
         return out[:, self.first_row :]
 
     @torch.no_grad()
-    def propose(self, state: DraftBlockState, pick: Pick) -> Proposal:
+    def propose(self, state: SlotState, pick: Pick) -> Proposal:
         states = self.draft_states(state)
         logits = state.lm_head(states)  # (B, K, V)
 
@@ -337,7 +364,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         first = state.head.conditioned(logits[:, :1], states[:, :1], state.root[:, None])
         return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
 
-    def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
+    def bytes_per_round(self, state: SlotState) -> RoundReads:
         """Return the reads of one round. Drafting reads the layers and the output head once; extending reads `fc` and
         the key and value projections once."""
         width, layers = state.lm_head.product.weight_bytes, cast(Any, self.layers)

@@ -45,7 +45,6 @@ class BlockTask:
 
     @property
     def reads_target(self) -> bool:
-        """True if the loss needs the target's distribution."""
         return self.confidence_weight > 0 or any(name != LABELS for _, name in self.terms)
 
 
@@ -80,7 +79,6 @@ class _All:
         return self.q.probs.gather(1, labels[:, None])[:, 0]
 
     def overlap(self, p: Distribution) -> Tensor:
-        """Return (C,): the sum of min(p, q)."""
         return torch.minimum(p.probs, self.q.probs).sum(-1)
 
     def through_bias(self, grad: Tensor, bias: Tensor, beside: Tensor, into: Tensor) -> Tensor:
@@ -118,7 +116,6 @@ class _Chosen:
         return (self.probs * (self.tokens == labels[:, None])).sum(1)
 
     def overlap(self, p: Distribution) -> Tensor:
-        """Return (C,): the sum of min(p, q)."""
         return torch.minimum(p.probs.gather(1, self.tokens), self.probs).sum(1)
 
     def through_bias(self, grad: Tensor, bias: Tensor, beside: Tensor, into: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from heads.formats.base import SGLANG, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
+from heads.formats.engine import SGLANG, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
 from heads.formats.source import Source
 from heads.target.load import load_tokenizer
 from heads.target.model import FrozenTarget
@@ -11,18 +11,17 @@ from heads.target.smaller import fit_vocabulary, load_smaller, model_record, own
 
 
 def draft_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return config.json: the model's own, from a `DraftConfig`."""
     return {**config.model, "dtype": dtype, "torch_dtype": dtype}
 
 
 def write_tokenizer(folder: Path, target: dict[str, Any]) -> None:
     """Write the tokenizer's files, so that the folder is a complete model."""
-    tokenizer = load_tokenizer(target["name"], trust_remote_code=target["trust_remote_code"])
+    trusted, gguf_file = target["trust_remote_code"], target.get("gguf_file")
+    tokenizer = load_tokenizer(target["name"], trust_remote_code=trusted, gguf_file=gguf_file)
     tokenizer.save_pretrained(folder)
 
 
 def check_draft(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-    """Check a draft model, which is an ordinary Hugging Face model."""
     name = str(named_class(folder.config))
     lacks = None if name.endswith("ForCausalLM") else f"takes no {name} as a draft model"
     return lacks, fields(folder.config, {"vocab_size": folder.target["vocab_size"]})

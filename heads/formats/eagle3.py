@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from heads.errors import UserError, shown
-from heads.formats.base import (
+from heads.formats.engine import (
     DECODER_SIZES,
     SGLANG,
     VLLM,
@@ -28,7 +28,6 @@ from heads.formats.base import (
     Reading,
     Shapes,
     attention,
-    check_same,
     decoder_config,
     fields,
     gated_mlp,
@@ -38,13 +37,13 @@ from heads.formats.base import (
     vllm,
     window_option,
 )
-from heads.formats.decoder import check_streams, decoder_settings, is_same_table, refuse_settings
-from heads.formats.source import Source
+from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.target.head_shape import low_middle_high
 from heads.target.model import FrozenTarget
 
 EAGLE = "the EAGLE repository (cb7e084)"
 EMBEDDING = "embed_tokens.weight"
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 EAGLE3_FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -76,8 +75,8 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         "norm_output": config.norm_output,
         "norm_before_residual": config.norm_before_residual,
         "num_aux_hidden_states": len(config.aux_layer_ids),
-        "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs},
+        IDS: list(config.aux_layer_ids),
+        "eagle_config": {"use_aux_hidden_state": True, IDS: outputs},
     }
 
 
@@ -127,13 +126,13 @@ EAGLE_3_1 = frozenset({"norm_before_fc", "fc_norm", "norm_output"})
 EAGLE3 = {
     VLLM: Eagle3Loader(
         targets=hooked(HOOKS_OF_BOTH, HOOKS_OF_VLLM, multimodal=MULTIMODAL[VLLM]),
-        ids=("eagle_aux_hidden_state_layer_ids",),
+        ids=(IDS,),
         last=True,
         options=EAGLE_3_1 | {"norm_before_residual", "sliding_window"},
     ),
     SGLANG: Eagle3Loader(
         targets=hooked(HOOKS_OF_BOTH, HOOKS_OF_SGLANG, multimodal=MULTIMODAL[SGLANG]),
-        ids=("eagle_config", "eagle_aux_hidden_state_layer_ids"),
+        ids=("eagle_config", IDS),
         offset=-1,
         fewest=2,  # it omits `fc` where input and output are equally wide
         options=EAGLE_3_1 | {"sliding_window"},  # by an option of its command
@@ -166,44 +165,36 @@ def eagle3_tensors(c: Mapping[str, Any]) -> Shapes:
 
 
 def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-    """Check an EAGLE-3 head."""
     config, target, loader = folder.config, folder.target, EAGLE3[reader]
     name = str(target.get("architecture"))
     lacks = None if name in loader.targets else f"hands no residual streams of a {name} to a head"
     faults = fields(config, EAGLE3_FIELDS) + sizes(config, EAGLE3_SIZES)
-    if not faults:
-        faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
-        faults += tensors(eagle3_tensors(config), folder.shapes)
-        faults += fields(config, SLIDING) if config.get("sliding_window") else []
-        ignored = [
-            name
-            for name in (*sorted(EAGLE_3_1), "norm_before_residual", "sliding_window")
-            if config.get(name) and name not in loader.options
-        ]
-        faults += [f"config.json: {name}: is not read, so another head would run" for name in ignored]
-        if reader == SGLANG and EMBEDDING in folder.shapes:
-            faults.append(f"{EMBEDDING}: the target's own would take its place")
-        faults += layer_ids(config, target["num_layers"], reader)
-    return lacks, faults
+    faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
+    if faults:
+        return lacks, faults
+    faults = tensors(eagle3_tensors(config), folder.shapes)
+    options = (*sorted(EAGLE_3_1), "norm_before_residual", "sliding_window")
+    ignored = [name for name in options if config.get(name) and name not in loader.options]
+    faults += [f"config.json: {name}: is not read, so another head would run" for name in ignored]
+    if reader == SGLANG and EMBEDDING in folder.shapes:
+        faults.append(f"{EMBEDDING}: the target's own would take its place")
+    return lacks, faults + layer_ids(config, target["num_layers"], reader)
 
 
 def layer_ids(config: Mapping[str, Any], layers: int, reader: str) -> list[str]:
     """Return the faults of the residual streams that a reader would capture."""
-    loader, ours = EAGLE3[reader], config.get("eagle_aux_hidden_state_layer_ids")  # by the layer that each enters
-    if not isinstance(ours, list) or not all(type(k) is int for k in ours):
-        return [f"config.json: eagle_aux_hidden_state_layer_ids: expected numbers of layers, found {ours!r}"]
+    loader, ours = EAGLE3[reader], config[IDS]  # by the layer that each enters
     read: Any = config
     for key in loader.ids:
-        read = read.get(key) if isinstance(read, dict) else None
+        read = read.get(key, {})
     default = list(low_middle_high(layers))
-    where, expected = ".".join(loader.ids), [k + loader.offset for k in ours]
+    expected = [k + loader.offset for k in ours]
     faults = []
     if not loader.ids and ours != default:
         faults.append(f"no layer ids are read: {default} would be captured in the place of {ours}")
     if loader.ids and read != expected:
+        where = ".".join(loader.ids)
         faults.append(f"config.json: {where}: expected {expected}, found {read!r}: other layers would be captured")
-    if config["num_aux_hidden_states"] != len(ours) or sorted(set(ours)) != ours:
-        faults.append(f"config.json: num_aux_hidden_states: {config['num_aux_hidden_states']} of the layers {ours}")
     if not all(0 <= k < layers + loader.last for k in ours):
         faults.append(f"layer {max(ours)} of {layers}, the last one's output, is never captured: take lower ones")
     if len(ours) < loader.fewest:
@@ -221,7 +212,6 @@ def speculators(head: str, target: str, config: Mapping[str, Any]) -> list[str]:
     return [f"speculators' converter drops the layer ids unless they are given: `{run}`"]
 
 
-IDS = "eagle_aux_hidden_state_layer_ids"
 DROPPED = ("verifier_norm.weight", "verifier_lm_head.weight", "midlayer.self_attn.rotary_emb.inv_freq")
 """Tensors in files that are the target's or have no effect."""
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from heads.errors import UserError
-from heads.formats.base import Folder, Format, Reading, Shapes, check_same, fields, sizes, tensors, vllm
-from heads.formats.source import Source
+from heads.formats.engine import Folder, Format, Reading, Shapes, fields, sizes, tensors, vllm
+from heads.formats.source import Source, check_same
 from heads.target.model import FrozenTarget
 
 OLD_VLLM = "vLLM 0.32.0"
@@ -58,7 +58,6 @@ def medusa_tensors(c: Mapping[str, Any]) -> Shapes:
 
 
 def check_medusa(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-    """Check Medusa heads."""
     config, name = folder.config, str(folder.target.get("architecture"))
     lacks = f"runs no {name}" if reader == MEDUSA and name not in MEDUSA_TARGETS else None
     faults = fields(config, MEDUSA_FIELDS) + sizes(config, MEDUSA_SIZES)

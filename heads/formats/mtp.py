@@ -1,214 +1,33 @@
-"""Tensors of multi-token prediction: conversion to and from the names of model families, and reading from a target.
-
-    mimo      model.mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}, block next to them
-    deepseek  model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm}, block next to them; n: target layers.
-              GLM-4.5 and GLM-4.7-Flash use these, too
-    qwen      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, block in mtp.layers.0; one module
-
-A block is a decoder layer of the target's own class (`heads.target.block`). Its experts are in one tensor or in one
-each, as in the checkpoint. The model classes of transformers drop these tensors when they load, so they are read from
-the target's files.
-
-Engines load the folder of a saved head together with the target. Its config.json is the target's own, and its weights
-are only the modules, under the names of the target's family. Embeddings and output head are the target's.
+"""Folder of an MTP head: config.json is the target's own, and the weights are only the modules, under the names of the
+target's family (`heads.mtp`). Engines load it together with the target, whose embeddings and output head they use.
 """
 
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
-from heads.errors import UserError, first_line
-from heads.formats.base import (
+from heads.errors import first_line
+from heads.formats.engine import (
     SGLANG,
     VLLM,
     Folder,
     Format,
     Reading,
     Shapes,
-    check_same,
     fields,
     named_class,
     sglang,
     tensors,
     vllm,
 )
-from heads.formats.source import Source
+from heads.formats.source import Source, check_same
+from heads.mtp import LAYOUTS, PARTS, Layout, count_modules, read_native, to_field
 from heads.target.families import register_mimo
 from heads.target.family_layers import BlockMaker, block_record
-from heads.target.head_shape import block_settings
 from heads.target.model import FrozenTarget
-
-PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-"""The target's own embeddings and output head. DeepSeek's modules store copies of them."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Names of the tensors of a module in one family."""
-
-    prefix: str
-    """Prefix of module i; n is the number of the target's decoder layers."""
-    parts: tuple[str, str, str, str]
-    """Names of PARTS."""
-    block: str
-    """Text between the prefix and the names of the decoder block."""
-    hidden_first: bool
-    """True if the first half of the projection reads the hidden state."""
-    zero_first: bool = False
-    """True if engines read the token at position 0 as zeros: vLLM in both layouts that set it, SGLang only in
-    MiMo's."""
-
-    def of_module(self, i: int, layers: int) -> str:
-        return self.prefix.format(i=i, n=layers + i)
-
-
-LAYOUTS = {
-    "mimo": Layout("model.mtp_layers.{i}.", PARTS, "", hidden_first=True, zero_first=True),
-    "deepseek": Layout(
-        "model.layers.{n}.",
-        ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
-        "",
-        hidden_first=False,
-        zero_first=True,
-    ),
-    "qwen": Layout(
-        "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), "layers.0.", hidden_first=False
-    ),
-}
-
-
-def field_name(own: str, layout: Layout, layers: int) -> str:
-    """Return the family's name of `mtp_layers.I.PART.weight` or `mtp_layers.I.block.NAME`."""
-    match = re.fullmatch(r"mtp_layers\.(\d+)\.(\w+)\.(.+)", own)
-    assert match, own
-    prefix, part, rest = layout.of_module(int(match[1]), layers), match[2], match[3]
-    if part == "block":
-        return prefix + layout.block + rest.removeprefix("layer.")
-    return f"{prefix}{layout.parts[PARTS.index(part)]}.{rest}"
-
-
-def to_field(own: Mapping[str, Tensor], layout: Layout, layers: int, stored: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return a head's tensors under the family's names. The head holds a layer's experts as one tensor. They are split
-    into one tensor each, unless the checkpoint, whose names are `stored`, has them as one, too."""
-    out = {}
-    for name, value in own.items():
-        name = field_name(name, layout, layers)
-        if name in stored:
-            out[name] = value
-        elif name.endswith(".experts.gate_up_proj"):
-            for e, both in enumerate(value):
-                for projection, matrix in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
-                    out[name.replace("gate_up_proj", f"{e}.{projection}.weight")] = matrix
-        elif name.endswith(".experts.down_proj"):
-            out |= {name.replace("down_proj", f"{e}.down_proj.weight"): matrix for e, matrix in enumerate(value)}
-        else:
-            out[name] = value
-    return out
-
-
-def from_field(
-    field: Mapping[str, Tensor], own: Mapping[str, Tensor], layout: Layout, layers: int
-) -> dict[str, Tensor]:
-    """Return the inverse of `to_field`, for a head with the tensors `own`. Names and shapes are known to fit."""
-    out = {}
-    for name, value in own.items():
-        theirs = field_name(name, layout, layers)
-        if theirs in field:
-            out[name] = field[theirs]
-        elif theirs.endswith(".experts.gate_up_proj"):
-            base = theirs.removesuffix("gate_up_proj")
-            pairs = [
-                torch.cat([field[f"{base}{e}.gate_proj.weight"], field[f"{base}{e}.up_proj.weight"]])
-                for e in range(len(value))
-            ]
-            out[name] = torch.stack(pairs)
-        else:
-            base = theirs.removesuffix("down_proj")
-            out[name] = torch.stack([field[f"{base}{e}.down_proj.weight"] for e in range(len(value))])
-    return out
-
-
-@dataclass(frozen=True)
-class NativeModules:
-    """MTP modules in a target's checkpoint."""
-
-    layout: str
-    count: int
-    weights: dict[str, Tensor]
-    """Tensors under the family's names, without the copies of the target's layers (`SHARED`)."""
-
-
-def read_native(source: Source, config: Any, shared: Mapping[str, Tensor]) -> NativeModules:
-    """Read the MTP modules in a checkpoint of a target with the Hugging Face `config`.
-
-    shared: the target's embeddings and output head. Copies of them in a module must be equal to them. Raises UserError
-    if there is no module, if there are fewer than the config says, or if one is quantised.
-    """
-    path, files = source.path, source.files
-    layers: int = config.num_hidden_layers
-    name, count = find_modules(files, layers)
-    if count == 0:
-        looked = ", ".join(f"{layout.of_module(0, layers)}{layout.parts[2]}" for layout in LAYOUTS.values())
-        raise UserError(
-            f"{path}: holds no module of multi-token prediction (looked for {looked}); "
-            "leave head.native out to train one from scratch"
-        )
-    promised = next(
-        (n for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if (n := getattr(config, key, None))), count
-    )
-    if promised > count:
-        raise UserError(
-            f"{path}: its config.json promises {promised} modules of multi-token prediction, its files hold {count}; "
-            "fetch the whole checkpoint"
-        )
-    weights = source.read(module_names(files, LAYOUTS[name], count, layers))
-    for key in [key for key in weights if key.endswith(SHARED)]:
-        _check_shared(path, key, weights.pop(key), shared)
-    for key, value in weights.items():
-        if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UserError(f"{path}: {key} is {value.dtype}; expected a checkpoint whose modules are not quantised")
-    return NativeModules(name, count, weights)
-
-
-def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
-    """Return the number of modules of this layout among the tensors, counted from the first; at most 1 if all share a
-    prefix."""
-    held, count = set(names), 0
-    while f"{layout.of_module(count, layers)}{layout.parts[2]}.weight" in held:
-        count += 1
-        if layout.of_module(count, layers) == layout.of_module(0, layers):
-            break
-    return count
-
-
-def find_modules(names: Collection[str], layers: int) -> tuple[str, int]:
-    """Return the layout and the number of the modules among a checkpoint's tensors. The number is 0 if there are
-    none."""
-    counts = {name: count_modules(layout, names, layers) for name, layout in LAYOUTS.items()}
-    return max(counts.items(), key=lambda found: found[1])
-
-
-def module_names(names: Iterable[str], layout: Layout, count: int, layers: int) -> list[str]:
-    """Return the names of the tensors of the first `count` modules, with their copies of the target's layers
-    (`SHARED`)."""
-    prefixes = tuple({layout.of_module(i, layers) for i in range(count)})
-    return [name for name in names if name.startswith(prefixes)]
-
-
-def _check_shared(path: str, key: str, value: Tensor, shared: Mapping[str, Tensor]) -> None:
-    """Raise UserError for a module with its own embeddings or output head: heads use the target's."""
-    ours = shared["embed_tokens.weight" if key.endswith("embed_tokens.weight") else "shared_head.head.weight"]
-    if value.shape != ours.shape or not torch.equal(value.to(ours.dtype), ours.cpu()):
-        raise UserError(
-            f"{path}: {key} is not the target's own; only modules that share the target's embeddings "
-            "and output head are read"
-        )
 
 
 def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -295,25 +114,6 @@ def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     return lacks, faults + tensors(expected, folder.shapes)
 
 
-def native_config(target: FrozenTarget, native: NativeModules) -> dict[str, Any]:
-    """Return the settings that native modules determine, for an `MtpConfig` over the target's whole vocabulary."""
-    return {
-        **block_settings(target),
-        "native": True,
-        "draft_vocab_size": target.vocab_size,
-        "layout": native.layout,
-        "num_modules": native.count,
-        "depth": max(3, native.count),
-        "decoder": block_record(target.config, native.count),
-    }
-
-
-def shared_layers(target: FrozenTarget) -> dict[str, Tensor]:
-    """Return the layers of the target that modules may store copies of."""
-    embed: Any = target.shared.embed_tokens
-    return dict(zip(SHARED, (embed.weight, target.lm_head_weight), strict=True))
-
-
 def read_mtp(source: Source, target: FrozenTarget) -> Reading | None:
     """Read the modules in a folder with the target's own config.json, or in a whole checkpoint of the target."""
     config = source.config.get("text_config") or source.config
@@ -323,10 +123,10 @@ def read_mtp(source: Source, target: FrozenTarget) -> Reading | None:
     check_same(
         source, target, width=config.get("hidden_size"), vocabulary=config.get("vocab_size"), number_of_layers=layers
     )
-    native = read_native(source, target.config, shared_layers(target))
+    settings, weights = read_native(source.path, source.files, source.read, target)
     loader = MTP.get(named_class(source.config) or "")
     differs = () if loader is None else loader.differs
-    return Reading("modules of multi-token prediction", native_config(target, native), native.weights, differs)
+    return Reading("modules of multi-token prediction", settings, weights, differs)
 
 
 FORMAT = Format(

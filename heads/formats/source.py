@@ -1,4 +1,4 @@
-"""Files of a checkpoint that others wrote: config.json and tensors, in a folder or on the Hub.
+"""A head that another project saved: its files, in a folder or on the Hub, and the decoder that its config describes.
 
 Tensors are read from safetensors. Reading a pickle can run code, so it is read only if the user names the file itself,
 as in FOLDER/pytorch_model.bin or OWNER/NAME/pytorch_model.bin, and then only its tensors.
@@ -6,21 +6,23 @@ as in FOLDER/pytorch_model.bin or OWNER/NAME/pytorch_model.bin, and then only it
 
 import json
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
+from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
 from heads.errors import UserError, first_line
-from heads.target.hub import is_hub_id, repo_and_revision
+from heads.target.families import FIXED_ROTATIONS
+from heads.target.hub import is_hub_id, read_tensors, repo_and_revision, tensor_files
+from heads.target.model import FrozenTarget
 
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError)
@@ -40,14 +42,10 @@ class Source:
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return the tensors with these names, or all tensors."""
         wanted = set(self.files if names is None else names)
-        out: dict[str, Tensor] = {}
-        for file in sorted({self.files[name] for name in wanted}):
-            if file.name in PICKLES:
-                out |= {name: value for name, value in unpickled(file).items() if name in wanted}
-                continue
-            with safe_open(file, framework="pt") as opened:
-                out |= {name: opened.get_tensor(name) for name in wanted if self.files[name] == file}
-        return out
+        pickles = {file for file in self.files.values() if file.name in PICKLES}
+        if pickles:
+            return {name: value for name, value in unpickled(*pickles).items() if name in wanted}
+        return read_tensors(self.files, wanted)
 
 
 def without_pickle(path: str) -> tuple[str, str | None]:
@@ -73,7 +71,11 @@ def open_source(path: str, config: Mapping[str, Any]) -> Source:
     """Return the checkpoint at `path`: a folder, a Hub id, or either with the name of a pickle."""
     folder, name = without_pickle(path)
     if name is None:
-        return Source(path, config, tensor_files(path, WEIGHTS))
+        try:
+            return Source(path, config, tensor_files(path, WEIGHTS))
+        except UserError as error:
+            asked = " or ".join(f"{path}/{file}" for file in PICKLES)
+            raise UserError(f"{error}. A pickle is read where it is asked for by name: {asked}") from error
     repo, revision = repo_and_revision(folder)
     try:
         file = Path(str(cached_file(repo, name, revision=revision)))
@@ -93,32 +95,69 @@ def unpickled(file: Path) -> dict[str, Tensor]:
     return found
 
 
-def tensor_files(path: str, names: Iterable[str] = WEIGHTS[:1]) -> dict[str, Path]:
-    """Return the safetensors file of each tensor of the checkpoint at `path`, a folder or a Hub id. The file is one of
-    `names`, or the index names it."""
-    repo, revision = repo_and_revision(path)
+def check_same(source: Source, target: FrozenTarget, **found: Any) -> None:
+    """Raise UserError for a head of another target. `found` has the sizes in the head's files by name, None for unknown
+    ones."""
+    ours = {"width": target.hidden_size, "vocabulary": target.vocab_size, "number of layers": target.num_layers}
+    for name, value in found.items():
+        name = name.replace("_", " ")
+        if value is not None and value != ours[name]:
+            raise UserError(
+                f"{source.path}: made for a target with {name} {value}, but {target.name} has {ours[name]}; measure it "
+                "on its own target"
+            )
 
-    def find(name: str) -> str | None:
-        return cached_file(repo, name, revision=revision, _raise_exceptions_for_missing_entries=False)
 
+def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target: FrozenTarget) -> tuple[Any, Any]:
+    """Return the transformers config for the part `said` of config.json, of type `kind` if it names none, and the
+    settings of a `heads.layers.BlockConfig` for it, with `rope_scaling` None for plain positions."""
     try:
-        index = find(INDEX)
-        if index is not None:
-            parts = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-            files = [Path(str(cached_file(repo, part, revision=revision))) for part in parts]
-        else:
-            files = [Path(found) for name in names if (found := find(name)) is not None][:1]
-        out: dict[str, Path] = {}
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                out |= dict.fromkeys(opened.keys(), file)
-    except DAMAGE as error:
+        config: Any = AutoConfig.for_model(**{"model_type": kind, **said})
+        rope = dict(config.rope_parameters or {})
+        theta, scaled = float(rope.pop("rope_theta", 10_000.0)), rope.get("rope_type", "default")
+        block = {
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "num_target_layers": target.num_layers,
+            "max_position_embeddings": config.max_position_embeddings,
+            "intermediate_size": config.intermediate_size,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_theta": theta,
+            "rope_scaling": None if scaled == "default" else rope,
+        }
+    except Exception as error:  # each family's config refuses in its own way
+        raise UserError(f"{source.path}: config.json describes no decoder layer ({first_line(error)})") from error
+    unread = {
+        "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
+        "rope_parameters": scaled not in FIXED_ROTATIONS or rope.get("partial_rotary_factor", 1) != 1,
+    }
+    refuse_settings(source, unread)
+    return config, block
+
+
+def refuse_settings(source: Source, unread: Mapping[str, Any]) -> None:
+    """Raise UserError for a setting of config.json that heads here do not support. `unread` is true for those that are
+    set."""
+    for name, is_set in unread.items():
+        if is_set:
+            raise UserError(f"{source.path}: config.json: {name}: heads with such a setting are not read here")
+
+
+def check_streams(source: Source, ids: Sequence[int], target: FrozenTarget) -> None:
+    """Raise UserError for residual streams, numbered by the layer that they enter, that the target does not have."""
+    if not all(0 <= k <= target.num_layers for k in ids):
         raise UserError(
-            f"{path}: its safetensors files cannot be read ({first_line(error)}); fetch them again"
-        ) from error
-    if not files:
-        raise UserError(
-            f"{path}: no {' or '.join(names)} there; fetch it again. A pickle is read where it is asked for by name: "
-            f"{' or '.join(f'{path}/{file}' for file in PICKLES)}"
+            f"{source.path}: reads the streams that enter layers {list(ids)}, but {target.name} has "
+            f"{target.num_layers} layers; measure it on its own target"
         )
-    return out
+
+
+def is_same_table(found: Tensor, ours: Tensor) -> bool:
+    """Return True if `found` is the target's own table, in whatever precision either of the two was saved."""
+    ours = ours.detach().cpu()
+    if found.shape != ours.shape:
+        return False
+    return torch.equal(found.to(ours.dtype), ours) or torch.equal(ours.to(found.dtype), found)

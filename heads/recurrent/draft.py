@@ -18,7 +18,7 @@ cache slots, E of them read, P tokens expanded in a round, d head dimension.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,14 @@ from torch.utils.checkpoint import checkpoint
 
 from heads.base import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
 from heads.errors import UserError
-from heads.growth import SlotState, grow, take_newest
+from heads.growth import Forms, SlotState, grow, take_newest
 from heads.labels import chain_metrics, counts_by_depth, label_slots
-from heads.layers import Attend, CosSin, masked_attention
+from heads.layers import Attend, CosSin
 from heads.losses import draft_loss
 from heads.recurrent.attention import causal_attention
-from heads.target.product import Product, ProductModule, with_products
+from heads.target.masks import additive
 from heads.target.rotary import Rotary
-from heads.target.slots import Drafted, Observed, round_up
+from heads.target.slots import Drafted, Observed
 from heads.tree import Proposal, TreeShape, check_width, scratch_slots
 
 AHEAD = 2
@@ -54,16 +54,8 @@ def total_memory(device: torch.device) -> int:
 
 @dataclass
 class RecurrentState(SlotState):
-    """State of one batch. Slot p of a module's cache holds its key of token x_{p+1}; the last slot is for padding."""
+    """State of one batch. Slot p of a module's cache holds its key of token x_{p+1}."""
 
-    head: Any
-    """The head, with products in place of linear layers."""
-    lm_head: ProductModule  # (..., D) -> (..., Vd)
-    embed: Callable[[Tensor], Tensor]
-    cos_sin_table: CosSin  # (S, d) each
-    row: Tensor  # (B, 1) int64, 0 .. B - 1
-    keys: list[Tensor]  # by module, (B, Hkv, S, d)
-    values: list[Tensor]
     recycled: list[Tensor]  # by module, (B, D): its output for the root
 
 
@@ -104,7 +96,6 @@ class Recurrent(nn.Module, DraftHead):
         return recycled
 
     def lm_head_weight(self, shared: SharedLayers) -> Tensor:
-        """Return the weights (Vd, D) of the output head."""
         raise NotImplementedError
 
     def logits(self, normed: Tensor, lm_head_weight: Tensor) -> Tensor:
@@ -210,40 +201,31 @@ class Recurrent(nn.Module, DraftHead):
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> RecurrentState:
         self.check_draft(shape, capacity)
         own, weight = self.shared_layers(shared), next(self.parameters())
-        slot = torch.arange(round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1), device=weight.device)
-        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
-        cos, sin = self.cos_sin(slot[None], weight.dtype)
-        forms = [self.key_forms(module, (cos[:, :, :1], sin[:, :, :1])) for module in range(self.num_modules)]
-        keys, values = (
-            [weight.new_zeros(batch_size, h, len(slot), d) for h, d in form] for form in zip(*forms, strict=True)
-        )
-        return RecurrentState(
-            shape=shape,
-            slot=slot,
-            root=ids[0],
-            length=ids[1],
-            head=with_products(self, without="lm_head"),
-            lm_head=ProductModule(Product(self.lm_head_weight(own).to(weight.dtype), draft=True)),
+        return RecurrentState.open(
+            self,
+            shape,
+            batch_size=batch_size,
+            slots=capacity + max(shape.depth, scratch_slots(shape)) + 1,
+            layers=self.num_modules,
+            forms=self.forms(),
+            lm_head_weight=self.lm_head_weight(own),
             embed=own.embed_tokens,
-            cos_sin_table=(cos[0, 0], sin[0, 0]),
-            row=torch.arange(batch_size, device=weight.device)[:, None],
-            keys=keys,
-            values=values,
             recycled=[weight.new_zeros(batch_size, self.config.hidden_size) for _ in range(self.num_modules)],
         )
 
-    def key_forms(self, module: int, cos_sin: CosSin) -> list[tuple[int, int]]:
-        """Return the number of heads and the width of a module's keys and of its values, as its block passes them to
-        attention."""
-        forms: list[tuple[int, int]] = []
+    def forms(self) -> Forms:
+        """Return the forms of the keys and values that a step passes to attention."""
+        found: list[tuple[int, int]] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            forms.extend((x.shape[1], x.shape[3]) for x in (k, v))
+            found.extend((x.shape[1], x.shape[3]) for x in (k, v))
             return q.new_zeros(*q.shape[:3], v.shape[3])
 
-        nothing = next(self.parameters()).new_zeros(1, 1, self.config.hidden_size)
-        self.step(module, nothing, nothing, cos_sin, attend)
-        return forms
+        weight = next(self.parameters())
+        nothing = weight.new_zeros(1, 1, self.config.hidden_size)
+        first = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+        self.step(0, nothing, nothing, self.cos_sin(first, weight.dtype), attend)
+        return found[0], found[1]
 
     def draft_step(
         self,
@@ -256,22 +238,16 @@ class Recurrent(nn.Module, DraftHead):
     ) -> Tensor:
         """Run one step over the cache, on tokens (B, W) and the states (B, W, D) that they recycle. Attention sees the
         first `extent` slots. Return the states to recycle (B, W, D)."""
-        keys, values, slot = state.keys[module], state.values[module], state.slot[:extent]
-        positions, slots = mapping.positions, mapping.slots(len(state.slot) - 1)
+        slot, positions = state.slot[:extent], mapping.positions
         visible = mapping.visible(module, extent)
         if visible is None:
             visible = slot <= positions[..., None]
         if self.sliding_window is not None:  # draft tokens only appear nearer: slot >= position
             visible = visible & (positions[..., None] - slot < self.sliding_window)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys[state.row, :, slots] = k.transpose(1, 2)
-            values[state.row, :, slots] = v.transpose(1, 2)
-            return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], visible)
-
-        cos_sin = state.cos_sin_table[0][positions][:, None], state.cos_sin_table[1][positions][:, None]
+        mask = additive(visible, states.dtype)[:, 0]
+        state.cache.aim(mapping.slots(len(state.slot) - 1), extent=extent)
         embedding = self.masked(state.embed(tokens), positions)
-        made: Tensor = state.head.step(module, embedding, states, cos_sin, attend)
+        made: Tensor = state.head.step(module, embedding, states, state.cos_sin(positions), state.attend(module, mask))
         return made
 
     @torch.no_grad()

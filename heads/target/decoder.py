@@ -12,13 +12,13 @@ experts active per token.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, silu
 from transformers.activations import ACT2FN
 
 from heads.target.cached import CachedDecoder, CacheSpec
@@ -28,7 +28,7 @@ from heads.target.masks import attention_masks
 from heads.target.model import Features, LanguageModel
 from heads.target.product import Product
 from heads.target.slots import Sight, SlotMapping
-from heads.target.tree_attention import tree_attention
+from heads.target.tree_attention import for_groups, masked_attention, tree_attention
 
 CLASSES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "MixtralModel", "Qwen3MoeModel"}
 STATIC_ROWS = 64
@@ -79,7 +79,7 @@ class NativeDecoder(CachedDecoder):
         return Features(aux.view(B, N, -1), stack.norm(x).view(B, N, -1))
 
     def masks(self, mapping: SlotMapping, extent: int) -> dict[str, Tensor]:
-        """Return the masks (B, 1, N, E) to add to scores, by layer kind."""
+        """Return the masks to add to scores, as `masked_attention` takes them, by layer kind."""
         visible, positions = mapping.visible(0, extent), mapping.positions
         if visible is None:  # tokens see the slots up to their own
             key_positions = self.slot[:extent].expand(len(positions), -1)
@@ -87,8 +87,9 @@ class NativeDecoder(CachedDecoder):
         else:
             key_positions = mapping.key_positions(extent)
         made = attention_masks(self.model.config, self.stack.embedding.dtype, visible, positions, key_positions)
-        kinds = {layer.attention.kind for layer in self.stack.layers}
-        return made if isinstance(made, dict) else dict.fromkeys(kinds, made)
+        kinds = {layer.attention.kind: layer.attention for layer in self.stack.layers}
+        by_kind = made if isinstance(made, dict) else dict.fromkeys(kinds, made)
+        return {kind: for_groups(by_kind[kind][:, 0], layer.group_size) for kind, layer in kinds.items()}
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.in_tiles or self.stack.output is None:
@@ -151,18 +152,11 @@ class Step:
     cache: KVCache
     batch_size: int
     cos_sin: tuple[Tensor, ...]  # (R, 1, d) each: cosines, and sines with the first half negative
-    masks: dict[str, Tensor]  # layer kind -> (B, 1, N, E), added to scores; empty with `sight`
+    masks: dict[str, Tensor]
+    """Masks by layer kind, as `masked_attention` takes them; empty with `sight`."""
     sight: Sight | None
     """Slots that each token sees, for the kernel; None with masks."""
     window: int | None
-    folded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-
-    def mask(self, kind: str, times: int) -> Tensor:
-        """Return the mask of a layer kind with each query's row repeated `times` times, (B, N * times, E); cached."""
-        made = self.folded.get((kind, times))
-        if made is None:
-            made = self.folded[kind, times] = self.masks[kind][:, 0].repeat_interleave(times, dim=1)
-        return made
 
 
 class Norm:
@@ -194,6 +188,7 @@ class Attention:
         self.scale = float(getattr(module, "scaling", self.d**-0.5))
         self.num_heads: int = module.q_proj.out_features // self.d
         self.num_key_heads: int = module.k_proj.out_features // self.d
+        self.group_size = self.num_heads // self.num_key_heads
         self.qkv = Product.of(module.q_proj, module.k_proj, module.v_proj, draft=draft)
         self.out = Product.of(module.o_proj, draft=draft)
         self.head_norm: Tensor | None = None  # (H + Hkv, d)
@@ -225,26 +220,14 @@ class Attention:
 
     def attend(self, q: Tensor, shown: Tensor, step: Step) -> Tensor:
         """Return attention (R, H * d) of queries q (R, H, d) over the visible slots (B, E, W)."""
-        B, H, Hkv, d = step.batch_size, self.num_heads, self.num_key_heads, self.d
-        if Hkv == 1 and step.sight is None and q.device.type == "cpu":
-            # The query heads act as further queries of one head, and three small products beat the fused kernel.
-            q = q.reshape(B, -1, d)  # (B, N * H, d)
-            scores = torch.baddbmm(step.mask(self.kind, H), q, shown[..., :d].mT, alpha=self.scale)
-            return torch.bmm(scores.softmax(-1), shown[..., d:]).view(-1, H * d)
-        keys, values = shown.unflatten(2, (2, Hkv, d)).unbind(2)  # (B, E, Hkv, d)
-        queries = q.unflatten(0, (B, -1))  # (B, N, H, d)
-        if step.sight is not None:
+        keys, values = shown.unflatten(2, (2, self.num_key_heads, self.d)).unbind(2)  # (B, E, Hkv, d)
+        queries = q.unflatten(0, (step.batch_size, -1))  # (B, N, H, d)
+        if step.sight is None:
+            out = masked_attention(queries, keys, values, step.masks[self.kind], scale=self.scale)
+        else:
             window = step.window if self.kind == SLIDING else None
-            return tree_attention(queries, keys, values, step.sight, scale=self.scale, window=window).view(-1, H * d)
-        out = scaled_dot_product_attention(
-            queries.transpose(1, 2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=step.masks[self.kind],
-            scale=self.scale,
-            enable_gqa=Hkv != H,
-        )  # (B, H, N, d)
-        return out.transpose(1, 2).reshape(-1, H * d)
+            out = tree_attention(queries, keys, values, step.sight, scale=self.scale, window=window)
+        return out.view(len(q), -1)
 
 
 Activation = Callable[[Tensor], Tensor]

@@ -14,7 +14,7 @@ from heads.layers import CosSin, rotation
 from heads.target.families import FIXED_ROTATIONS
 
 Rotary = Callable[[Tensor, torch.dtype], CosSin]
-"""Function that returns cosines and sines (B, 1, T, d) of rotary positions (B, T), in the given dtype."""
+"""Function that returns the `CosSin` (B, 1, T, d) of rotary positions (B, T), in the given dtype."""
 
 
 def rotary_of(config: Any) -> Rotary:
@@ -39,11 +39,18 @@ def rotary_of(config: Any) -> Rotary:
     frequencies: Any = made.inv_freq
     are_positive = bool((frequencies.isfinite() & (frequencies > 0)).all())
     expect(are_positive, "head.rope_scaling", "factors above 0", scaling)
-    return partial(rotation_by, made)
+
+    def scaled(positions: Tensor, dtype: torch.dtype) -> CosSin:
+        cos, sin = rotation_by(made, positions, dtype)
+        first, second = sin.chunk(2, dim=-1)
+        return cos, torch.cat([-first, second], dim=-1)
+
+    return scaled
 
 
-def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> CosSin:
-    """Return cosines and sines (B, 1, T, d) of rotary positions (B, T), computed by a transformers module."""
+def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (B, 1, T, d) of rotary positions (B, T) by a module of transformers, whose layers take
+    them as they are."""
     like, maker = torch.empty((), dtype=dtype, device=positions.device), maker.to(positions.device)
     if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are equal for text
         positions = positions.expand(3, -1, -1)

@@ -1,11 +1,12 @@
-"""Attention of a draft tree over a static cache, as a Triton kernel: split over the keys, masked by ancestor bits.
+"""Attention of a draft tree over a static cache: in torch, with masks, and as a Triton kernel, with ancestor bits.
 
-A query sees every slot before its sequence's length. Of the slots after it, it sees those whose bits are set
-(`heads.target.slots.Sight`). Slots that no query of a tile sees are not read, and may hold anything. Query heads that
-share a key head, and all nodes, are rows of one tile, so that keys and values are read once. The method is flash
-decoding (Dao et al., 2023). Each sequence is cut into splits of fixed sizes, not a fixed number, and the last program
-to finish merges the parts in order. So a row's sums are computed in the same order whatever else is in the batch or the
-tree, which makes chains bit-identical to plain decoding.
+`masked_attention` is the torch form. The kernel is split over the keys. A query sees every slot before its sequence's
+length. Of the slots after it, it sees those whose bits are set (`heads.target.slots.Sight`). Slots that no query of a
+tile sees are not read, and may hold anything. Query heads that share a key head, and all nodes, are rows of one tile,
+so that keys and values are read once. The method is flash decoding (Dao et al., 2023). Each sequence is cut into splits
+of fixed sizes, not a fixed number, and the last program to finish merges the parts in order. So a row's sums are
+computed in the same order whatever else is in the batch or the tree, which makes chains bit-identical to plain
+decoding.
 
 Letters: B rows of the batch, N nodes, P slots after the length, W words, H query heads, Hkv key heads, G query heads
 per key head, S slots per row, d head width.
@@ -15,6 +16,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from heads.target.kernels import constexpr, jit, next_power_of_2, tl, triton
 from heads.target.slots import Sight
@@ -27,6 +29,29 @@ CHUNK = 16
 rounding."""
 MOST_BYTES = 1 << 28
 """Maximum size of the parts of all splits. Rows of the batch that need more, as with prompts, run one by one."""
+
+
+def masked_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float | None = None) -> Tensor:
+    """Return attention (B, N, H, d): q (B, N, H, d'); keys (B, S, Hkv, d') and values (B, S, Hkv, d); mask, added to
+    scores, from `for_groups`; scale: factor on the scores, 1 / sqrt(d') if None.
+
+    The query heads of a key head act as further queries of it, so that no key is copied for every query head.
+    """
+    (B, N, H, d), Hkv = q.shape, keys.shape[2]
+    if Hkv == 1 and q.device.type == "cpu":  # three small products beat the fused kernel
+        scale = 1 / math.sqrt(d) if scale is None else scale
+        scores = torch.baddbmm(mask, q.reshape(B, N * H, d), keys[:, :, 0].mT, alpha=scale)
+        return torch.bmm(scores.softmax(-1), values[:, :, 0]).view(B, N, H, -1)
+    grouped = q.unflatten(2, (Hkv, -1)).transpose(1, 2).reshape(B, Hkv, N * H // Hkv, d)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None], scale=scale)
+    made: Tensor = out.unflatten(2, (N, -1)).transpose(1, 2).reshape(B, N, H, -1)
+    return made
+
+
+def for_groups(mask: Tensor, group_size: int) -> Tensor:
+    """Return a mask (B, N, S) with a row for each query of a key head, (B, N * G, S)."""
+    return mask if mask.shape[1] == 1 else mask.repeat_interleave(group_size, dim=1)
 
 
 def tree_attention(

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import (
     check_fits,
@@ -23,7 +21,6 @@ from heads.checkpoint import (
     load_head,
     read_config,
     save_head,
-    target_record,
     weights_hash,
 )
 from heads.eagle3 import Eagle3, Eagle3Config
@@ -80,57 +77,8 @@ def test_a_head_in_bfloat16_says_so_and_comes_back(tmp_path: Path) -> None:
     assert torch.equal(head.lm_head.weight, again.lm_head.weight) and again.kept.dtype == torch.int64
 
 
-def test_the_config_is_what_engines_read(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
-    assert config["num_hidden_layers"] == config["num_key_value_heads"] == 1 and config["hidden_act"] == "silu"
-    assert not any(config[key] for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_before_residual"))
-    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9]  # vLLM: the layer a stream enters
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 5, 8]  # SGLang: the layer it leaves
-    assert config["eos_token_id"] == [1, 7] and config["rope_theta"] == 5e5
-    ours = config["draftsmith"]
-    assert ours["target"] == TARGET and ours["provenance"] == {"commit": "abc"}
-
-
-def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> None:
-    config = SimpleNamespace(bos_token_id=0, eos_token_id=1)
-    sizes = {"hidden_size": 16, "vocab_size": 40, "num_layers": 12}
-    loaded: dict[str, Any] = {"config": config, "fingerprint": "abcd-int8", "quantize": "int8"}
-    loaded |= {"template": {"calm": True}, "trust_remote_code": False}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    target: Any = SimpleNamespace(name="t", model=model, checkpoint_config=model.config, **loaded, **sizes)
-    record = target_record(target)
-    whole = record.pop("config")
-    assert whole["model_type"] == "llama" and "_name_or_path" not in whole
-    assert record == {
-        "name": "t",
-        "architecture": "LlamaForCausalLM",
-        "fingerprint": "abcd-int8",
-        "quantize": "int8",
-        "template": {"calm": True},
-        "trust_remote_code": False,
-        **sizes,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": None,
-    }
-
-
 def entries(folder: Path) -> set[str]:
     return {path.name for path in folder.parent.iterdir()}
-
-
-def test_a_failed_save_leaves_the_old_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails once the weights are written."""
-    before = contents(folder)
-
-    def fail(_: Path) -> str:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("heads.checkpoint.file_hash", fail)
-    with pytest.raises(UserError, match="head: no space left on the device for the head"):
-        save_head(make_head(fc_norm=True), folder, target=TARGET)
-    assert contents(folder) == before and entries(folder) == {"head"}
 
 
 def test_a_full_disk_leaves_the_old_head(folder: Path) -> None:
@@ -141,32 +89,14 @@ def test_a_full_disk_leaves_the_old_head(folder: Path) -> None:
     assert contents(folder) == before and entries(folder) == {"head"}
 
 
-def test_a_save_killed_between_its_renames_loses_nothing(folder: Path) -> None:
-    """The state that a kill leaves: the old head out of the way, the new one not yet in place."""
-    before, aside = load_head(folder).state_dict(), folder.parent / ".head.saving"
-    shutil.copytree(folder, aside / "new")
-    folder.rename(aside / "old")
-    left = contents(folder.parent)
-    for path in (folder, folder.parent):
-        assert find_head(path) == folder and weights_hash(path) == read_config(folder)["sha256"]
-        assert torch.equal(load_head(path).state_dict()["fc.weight"], before["fc.weight"])
-    assert contents(folder.parent) == left, "readers write nothing"
+def test_a_file_system_that_swaps_no_folders_saves_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: None)
     save_head(make_head(fc_norm=True), folder, target=TARGET)
     assert load_head(folder).config.fc_norm and entries(folder) == {"head"}
 
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
-@pytest.mark.parametrize("name", [".head.old", ".head.new"])
-def test_hidden_folders_of_others_stay(name: str, folder: Path) -> None:
-    shutil.copytree(folder, folder.parent / name)
-    before = contents(folder.parent / name)
-    save_head(make_head(), folder, target=TARGET)
-    shutil.rmtree(folder)
-    assert "no head there" in refused(find_head, folder)
-    assert contents(folder.parent / name) == before and entries(folder) == {name}
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -255,14 +185,12 @@ def nudge(weights: dict[str, Tensor]) -> None:
     ("change", "words"),
     [
         (lambda w: w.pop("fc.weight"), "fc.weight"),
-        (lambda w: w.pop("d2t"), "d2t"),
         (lambda w: w.update(surplus=torch.zeros(2)), "surplus"),
         (lambda w: w.update({"fc.weight": torch.zeros(16, 32)}), r"expected \(16, 48\) .*, found \(16, 32\)"),
         (lambda w: w.update({"fc.weight": w["fc.weight"].int()}), r"expected .* floating-point, found .* torch.int32"),
         (narrow, r"fc.weight: .* expected .* floating-point, found .* torch.float8"),
         (set_nan, "fc.weight holds values that are not finite"),
         (nudge, "changed since it was saved"),
-        (lambda w: w.update(t2d=~w["t2d"]), "t2d"),
     ],
 )
 def test_tampered_weights(change: Callable[[dict[str, Tensor]], object], words: str, folder: Path) -> None:
@@ -295,43 +223,17 @@ def test_damaged_records(changes: dict[str, Any], folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"rms_norm_eps": "a"},
-        {"rms_norm_eps": 0},
-        {"intermediate_size": 0},
-        {"intermediate_size": 32},
-        {"head_dim": 7},
-        {"rope_theta": 10**30},
-        {"rope_theta": float("inf")},
-        {"depth": 10**12},
-        {"depth": []},
-        {"hidden_size": None},
-        {"hidden_size": -4},
-        {"num_attention_heads": True},
-        {"num_key_value_heads": 0},
-        {"aux_layer_ids": "123"},
-        {"aux_layer_ids": 3},
-        {"surplus": 1},
-    ],
+    [{"rms_norm_eps": "a"}, {"intermediate_size": 32}, {"depth": []}, {"aux_layer_ids": 3}, {"surplus": 1}],
 )
 def test_values_that_describe_no_head(change: dict[str, Any], folder: Path) -> None:
     set_config(folder, config=dataclasses.asdict(CONFIG) | change)
     assert str(folder) in refused(load_head, folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("quantize", 8), ("fingerprint", None), ("name", 3), ("hidden_size", "16")]
-)
+@pytest.mark.parametrize(("name", "value"), [("fingerprint", None), ("name", 3), ("hidden_size", "16")])
 def test_damaged_records_of_the_target(name: str, value: object, folder: Path) -> None:
     set_config(folder, target={**TARGET, name: value})
     assert f"draftsmith.target.{name}" in refused(load_head, folder)
-
-
-@pytest.mark.parametrize("change", [{"intermediate_size": 10**7}, {"aux_layer_ids": [2] * 10**6}])
-def test_a_config_larger_than_the_weights_takes_no_memory(change: dict[str, Any], folder: Path) -> None:
-    set_config(folder, config={**dataclasses.asdict(CONFIG), "fc_norm": True, **change})
-    text = refused(load_head, folder)
-    assert "describes a larger head" in text and str(folder) in text
 
 
 def test_where_there_is_no_head(tmp_path: Path) -> None:

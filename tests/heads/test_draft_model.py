@@ -125,8 +125,8 @@ def test_a_chain_equals_a_loop_without_a_cache(family: str) -> None:
         assert proposal.tokens[row].tolist() == naive[-5:]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("shape", ["tree:3x3x13", "tree:4x2x7", "static:3.2.1", "static:1.1.1", "tree:1x4x5"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+@pytest.mark.parametrize("shape", ["tree:3x3x13", "static:3.2.1"])
 def test_every_path_of_a_tree_scores_as_a_chain_would(family: str, shape: str) -> None:
     head = make_head(make_target(family))
     texts = texts_of([9, 12])
@@ -138,7 +138,7 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(family: str, shape: str) -
             assert score == pytest.approx(total, abs=1e-6)
 
 
-@pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x13", "static:3.2.1", "tree:5x1x4", "tree:1x4x5"])
+@pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x13", "static:3.2.1"])
 @pytest.mark.parametrize(("family", "dtype"), [("gemma2", torch.float64), ("qwen3", torch.float64), ("llama", None)])
 def test_rounds_go_on_from_what_was_accepted(shape: str, family: str, dtype: torch.dtype | None) -> None:
     """Any path of any length is accepted, rows at their own pace, one of them done: the next draft is what a fresh
@@ -247,27 +247,6 @@ def test_the_loss_by_hand(family: str, loss: str) -> None:
     loss_agrees(head, batch, total[None], scale, rtol=1e-4, atol=1e-7)
 
 
-def test_what_it_foresees_is_what_it_drafts() -> None:
-    """Along the draft's own greedy text every guess is right; one token changed is one guess wrong, and what follows
-    is what a chain from there drafts."""
-    target = make_target()
-    head = make_head(target)
-    text = texts_of([6])[0]
-    for _ in range(12):
-        text.append(int(plain_logits(head, text)[-1].argmax()))
-    text[11] = (text[11] + 1) % V
-    batch = make_batch(target, [[18]])
-    batch.tokens[0] = torch.tensor(text)
-    found = head.foresees(batch, 3)
-    assert found.shape == (3, 1, 18) and found.dtype == torch.bool
-    for t in range(4, 14):  # root x_{t+1}
-        chain = head.propose(opened(head, [text[: t + 2]], "chain:3"), greedy).tokens[0, 1:].tolist()
-        for k in range(3):
-            if chain[:k] == text[t + 2 : t + 2 + k]:  # the ones before are right, so the chain went on as given
-                assert bool(found[k, 0, t]) == (chain[k] == text[t + 2 + k]), (t, k)
-    assert not found[0, 0, 9] and found[0, 0, 6]
-
-
 def test_kept_layers_are_the_targets_own() -> None:
     target = make_target()
     head = make_head(target, layers=[1, 3])
@@ -280,31 +259,18 @@ def test_kept_layers_are_the_targets_own() -> None:
     assert windowed.model.config.layer_types == ["full_attention", "full_attention"]
 
 
-def test_a_fresh_model_has_the_config_asked_for() -> None:
-    head = make_head(make_target("qwen3"), fresh={"hidden_size": 24, "num_hidden_layers": 2, "head_dim": 12})
-    assert head.model.config.hidden_size == 24 and head.model.get_input_embeddings().weight.shape == (V, 24)
-    assert head.model.model.layers[0].self_attn.q_proj.weight.shape == (24, 24)
-    assert head.model.config.tie_word_embeddings
-
-
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
         ({"loss": "kl"}, "head"),
         ({"layers": [0], "fresh": {}}, "head"),
         ({"layers": [0, 4]}, "head.layers"),
-        ({"layers": [2, 1]}, "head.layers"),
-        ({"layers": [0, 1, 2, 3]}, "head.layers"),
-        ({"layers": []}, "head.layers"),
         ({"layers": [0], "loss": "mse"}, "head.loss"),
         ({"layers": [0], "beta": 0.5}, "head.beta"),
-        ({"layers": [0], "loss": "jsd", "beta": 1.0}, "head.beta"),
-        ({"fresh": {"vocab_size": 3}}, "head.fresh.vocab_size"),
         ({"fresh": {"hiden_size": 3}}, "head.fresh.hiden_size"),
         ({"fresh": {"num_attention_heads": 5}}, "head.fresh"),
         ({"layers": [0], "lora": {"rank": 0}}, "head.lora"),
         ({"path": "no/such/folder"}, "no/such/folder"),
-        ({"layers": [0], "vocab_size": 3}, "head.vocab_size"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], key: str, tiny_target_dir: Path) -> None:
@@ -315,13 +281,12 @@ def test_bad_settings_are_named(settings: dict[str, Any], key: str, tiny_target_
     assert str(caught.value).startswith(f"{key}: ") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_is_saved_is_a_hugging_face_model(tied: bool, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_what_is_saved_is_a_hugging_face_model(tiny_target_dir: Path, tmp_path: Path) -> None:
     target = load_target(str(tiny_target_dir))
     settings = {
         "fresh": {
             "num_hidden_layers": 2,
-            "tie_word_embeddings": tied,
+            "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 123.0},
         }
     }
@@ -402,11 +367,6 @@ def test_rotary_frequencies_stay_as_they_are_when_the_weights_are_narrowed() -> 
     narrow = head.to(torch.bfloat16)
     assert narrow.model.lm_head.weight.dtype == torch.bfloat16
     assert torch.equal(narrow.model.model.rotary_emb.inv_freq, exact) and exact.dtype != torch.bfloat16
-
-
-def test_a_tree_wider_than_the_common_vocabulary_is_refused() -> None:
-    with pytest.raises(UserError, match="tree tree:1x41x42: 41 children of a node, the head drafts 40"):
-        make_head(make_target()).new_state(None, batch_size=1, capacity=40, shape=parse_shape("tree:1x41x42"))
 
 
 def test_rows_longer_than_the_drafts_context_are_refused() -> None:

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Batch, SharedLayers, most_nodes, shape_for
+from heads.base import Batch, most_nodes, shape_for
 from heads.errors import UserError
 from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree
 from heads.tree import parse_shape, static_shape
-from tests.closeness import assert_close
 from tests.heads.small_heads import greedy, loss_agrees, observe, random_batch, token_paths
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
@@ -77,14 +76,6 @@ def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: 
     loss_agrees(head, batch, torch.stack(sums), scale, atol=1e-6, rtol=1e-5)
 
 
-def test_counts_are_the_labels_of_each_depth() -> None:
-    """A document of 5, all of it labels but the first three: x_3 and x_4, which heads 1, 2 and 3 see from behind."""
-    head, batch = make_head(), make_batch([[5, 4]])
-    # head 1: x_3 at slot 1, x_4 at 2; and in the second document x_3 at 1. Head 2: x_3 at 0, x_4 at 1; x_3 at 0.
-    # Head 3: x_4 at 0; the second document has no slot before x_3's.
-    assert head.counts(batch.loss_mask, batch.documents).tolist() == [3, 3, 1]
-
-
 def test_it_begins_as_the_targets_own_output_head() -> None:
     head, lm_head, hidden = make_head(), torch.randn(20, 8).double(), torch.randn(4, 8).double()
     head.initialise(lm_head)
@@ -126,19 +117,6 @@ def test_drafting_is_what_training_foresees() -> None:
             tokens[0, n + 1 + wrong] = (tokens[0, n + 1 + wrong] + 1) % 20
         foreseen = head.foresees(dataclasses.replace(batch, tokens=tokens), 3)
         assert foreseen[:, 0, n - 1].tolist() == [k != wrong for k in range(3)]
-
-
-def test_in_products_it_drafts_by_its_own_logits() -> None:
-    head = make_head().float()
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.copy_(parameter.bfloat16())  # as the kernels hold them
-    shared = SharedLayers(embed_tokens=lambda ids: ids, lm_head=lambda hidden: hidden)
-    state = head.new_state(shared, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
-    assert len(state.levels) == 3
-    state.hidden.copy_(torch.randn(2, 8, generator=torch.Generator().manual_seed(3)))
-    for k, level in enumerate(state.levels):
-        assert_close(level(state.hidden), head.logits(state.hidden, k))
 
 
 @pytest.mark.parametrize("shape", ["static:3.2.2", "tree:3x3x10"])
@@ -207,11 +185,6 @@ def test_greedy_growth_is_the_best_tree_there_is(nodes: int, seed: int) -> None:
     grown = grow_tree(accuracies, nodes)
     assert len(grown) == nodes - 1 and static_shape(grown, "").nodes == nodes
     assert expected_accepted(accuracies, grown) == pytest.approx(best)
-
-
-def test_nodes_that_were_never_right_are_not_grown() -> None:
-    assert grow_tree([[0.5, 0.0], [0.5, 0.0]], 9) == ((0,), (0, 0))
-    assert len(grow_tree([[0.0, 0.0], [0.0, 0.0]], 9)) == 1  # a tree has a node at least
 
 
 def test_the_head_grows_and_carries_its_tree() -> None:

@@ -1,7 +1,6 @@
 """DFlash and DSpark heads in other projects' forms, and plain models, draft what the same weights draft in ours, and
 whatever does not fit is refused."""
 
-import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -32,7 +31,7 @@ from tests.heads.published_heads import (
     dspark,
     write,
 )
-from tests.heads.test_published import Change, comes_back, does_not_fit, drafts_equal, set_in, transposed
+from tests.heads.test_published import Change, does_not_fit, drafts_equal, set_in
 from tests.refusals import refused
 
 FORMS: dict[str, tuple[Callable[..., DraftBlockHead], dict[str, Any]]] = {
@@ -144,56 +143,26 @@ def test_confidence_that_does_not_look_at_the_token_before(target: FrozenTarget,
     drafts_equal(read_published(write(tmp_path / "head", config, weights), target), head, target)
 
 
-def test_a_head_without_confidence(target: FrozenTarget, tmp_path: Path) -> None:
-    head = dspark(confidence_weight=0.0)
-    config = DEEPSPEC | {"enable_confidence_head": False}
-    drafts_equal(read_published(write(tmp_path / "head", config, head.to_checkpoint()), target), head, target)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_was_read_comes_back_in_our_form(form: str, target: FrozenTarget, tmp_path: Path) -> None:
-    make, config = FORMS[form]
-    found = read_published(write(tmp_path / "head", config, make().to_checkpoint()), target)
-    assert comes_back(found, tmp_path, target).origin.differs == ()
-
-
 def set_inside(**changes: Any) -> Change:
     return lambda config, weights: config.update(dflash_config=config["dflash_config"] | changes)
 
 
 BAD: dict[str, tuple[Change, str]] = {
     "missing": (lambda config, weights: weights.pop("hidden_norm.weight"), "hidden_norm.weight"),
-    "extra": (lambda config, weights: weights.update(strange=torch.ones(2)), "strange"),
-    "renamed": (lambda config, weights: weights.update(gone=weights.pop("norm.weight")), "gone"),
-    "transposed": (transposed("layers.1.mlp.down_proj.weight"), "layers.1.mlp.down_proj.weight"),
-    "fusion transposed": (transposed("fc.weight"), "fc.weight"),
-    "not finite": (lambda config, weights: weights["norm.weight"].fill_(torch.nan), "norm.weight"),
-    "more layers than said": (set_in(num_hidden_layers=1, layer_types=["full_attention"]), "layers.1."),
     "embeddings of its own": (
         lambda config, weights: weights.update({"embed_tokens.weight": torch.ones(V, D)}), "embed_tokens.weight"
     ),
     "width": (set_in(hidden_size=64), "width"),
-    "vocabulary": (set_in(vocab_size=256), "vocabulary"),
     "depth": (set_in(num_target_layers=36), "number of layers 36"),
     "layers": (set_inside(target_layer_ids=[1, 9, 33]), "layers"),
-    "count of layers": (set_inside(target_layer_ids=[1, 3]), "fc.weight"),
-    "order of layers": (set_inside(target_layer_ids=[3, 1, 5]), "ascending"),
     "mask outside the embedding": (set_inside(mask_token_id=V), "mask_token_id: expected an id below 128"),
-    "no mask": (set_inside(mask_token_id=None), "mask_token_id"),
     "no block size": (set_in(block_size=None), "block_size"),
-    "block of one": (set_in(block_size=1), "block_size"),
     "windows of no size": (set_in(layer_types=["full_attention", "sliding_attention"]), "sliding_window"),
     "windows switched off": (set_in(layer_types=["sliding_attention"] * 2, sliding_window=9), "use_sliding_window"),
-    "attention in chunks": (set_in(layer_types=["full_attention", "chunked_attention"]), "layer_types"),
     "attention sinks": (set_inside(use_swa=True, swa_window_size=9, attention_sink_bias=True), "attention_sink_bias"),
-    "biases": (set_in(attention_bias=True), "attention_bias"),
-    "growing positions": (set_in(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rope_parameters"),
-    "convolutions": (set_inside(conv_kernel_size=2, conv_group_size=16), "conv_kernel_size"),
     "selector": (set_inside(selector_rank=256, selector_top_k=16), "selector_rank"),
     "Domino": (set_inside(projector_type="domino"), "projector_type"),
-    "DFlash2": (set_in(architectures=["DFlash2DraftModel"]), "conv_kernel_size: expected a number, found none"),
     "DFlash3": (set_in(architectures=["DFlash3DraftModel"]), "DFlash3DraftModel"),
-    "architectures": (set_in(architectures=5), "config.json"),
     "no object": (set_in(dflash_config=[1]), "config.json"),
 }  # fmt: skip
 
@@ -205,15 +174,10 @@ def test_a_dflash_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_pa
 
 BAD_DSPARK: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "Markov head": (DEEPSPEC, {"markov_head_type": "gated"}, "expected vanilla"),
-    "unknown Markov head": (DEEPSPEC, {"markov_head_type": "lstm"}, "markov_head_type"),
     "no Markov head": (DEEPSPEC, {"markov_rank": 0}, "markov_rank"),
-    "rank": (DEEPSPEC, {"markov_rank": 7}, "confidence_head.proj.weight"),
     "anchor": (SPECULATORS_DSPARK, {"sample_from_anchor": False}, "sample_from_anchor"),
-    "anchor, early": (SPECULATORS_DSPARK, {"sample_from_anchor": None}, "sample_from_anchor"),
     "Gemma's": (DEEPSPEC, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
     "no tables of the draft vocabulary": (SPECULATORS_DSPARK, {"draft_vocab_size": 64}, "d2t"),
-    "draft vocabulary": (SPECULATORS_DSPARK, {"draft_vocab_size": "64"}, "draft_vocab_size"),
-    "layers": (SPECULATORS_DSPARK, {"aux_hidden_state_layer_ids": [2, 4, 9]}, "layers"),
     "unknown": (SPECULATORS_DSPARK, {"speculators_model_type": "dspark2"}, "DSparkDraftModel"),
 }
 
@@ -226,34 +190,14 @@ def test_a_dspark_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_pa
 
 BAD_DFLASH2: dict[str, tuple[Change, str]] = {
     "scaled logits": (set_inside(output_multiplier=0.5), "output_multiplier"),
-    "capped logits": (set_inside(final_logit_softcapping=30.0), "final_logit_softcapping"),
     "scaled embeddings": (set_in(input_embedding_scale=8.0), "input_embedding_scale"),
     "no rank": (set_inside(selector_rank=None), "selector_rank: expected a number, found none"),
-    "groups": (set_inside(conv_group_size=7), "conv_group_size"),
-    "rank": (set_inside(selector_rank=5), "candidate_selector.hidden_projection.weight"),
-    "taps": (set_inside(conv_kernel_size=True), "conv_kernel_size"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_DFLASH2)
 def test_a_dflash2_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_path: Path) -> None:
     does_not_fit(ZLAB2, dflash2(), BAD_DFLASH2[name], target, tmp_path)
-
-
-def test_no_dflash2_head_drafts_a_part_of_its_vocabulary(target: FrozenTarget, tmp_path: Path) -> None:
-    tables = {"d2t": torch.arange(48), "t2d": torch.arange(V) % 2 == 0}
-    tables["t2d"][96:] = False
-    path = write(
-        tmp_path / "head", SPECULATORS_DFLASH2 | {"draft_vocab_size": 48}, {**dflash2().to_checkpoint(), **tables}
-    )
-    assert "draft_vocab_size" in refused(read_published, path, target)
-
-
-def test_factors_that_change_nothing_are_read(target: FrozenTarget, tmp_path: Path) -> None:
-    head, inside = dflash2(), ZLAB2["dflash_config"]
-    neutral = {"output_multiplier": 1.0, "input_embedding_scale": 1, "final_logit_softcapping": 0.0}
-    path = write(tmp_path / "head", ZLAB2 | {"dflash_config": inside | neutral}, head.to_checkpoint())
-    drafts_equal(read_published(path, target), head, target)
 
 
 @pytest.mark.parametrize("form", ["z-lab", "z-lab's DFlash2", "DeepSpec"])
@@ -288,16 +232,3 @@ def test_a_plain_model_is_a_draft(model_dir: Path, target: FrozenTarget) -> None
     assert found.origin.form == "language model" and list(found.origin.files) == ["model.safetensors"]
     made = start_from(str(model_dir), "draft", {"loss": "labels"}, target)
     assert made.config.loss == "labels"
-
-
-def test_a_plain_model_of_another_tokenizer_is_refused(model_dir: Path, target: FrozenTarget, tmp_path: Path) -> None:
-    for file in model_dir.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    record = json.loads((tmp_path / "tokenizer.json").read_text())
-    ids = record["model"]["vocab"]
-    ids["a"], ids["b"] = ids["b"], ids["a"]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(record))
-    assert "its tokenizer is not that of" in refused(read_published, str(tmp_path), target)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer_config.json").unlink()
-    refused(read_published, str(tmp_path), target)

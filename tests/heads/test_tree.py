@@ -52,11 +52,6 @@ def test_bad_shapes_are_refused_in_one_line(text: str) -> None:
         assert "chain:5" in message  # an example of what is right
 
 
-def test_a_static_tree_without_a_parent_is_refused() -> None:
-    with pytest.raises(UserError, match=r"\(0, 1\) stands without its parent \(0,\)"):
-        static_shape([(1,), (0, 1)], "mine")
-
-
 class Distribution:
     """A draft whose distribution depends on the whole path, and which sees only what `grow` shows it."""
 

@@ -10,7 +10,7 @@ import torch
 
 from heads.errors import UserError
 from tests.processes import ROOT, finish, launcher, start
-from tests.steps import Job, stored
+from tests.train.steps import Job, stored
 from train.recipe import Train
 from train.step import rows_of_process, rows_per_step
 
@@ -47,7 +47,7 @@ def test_the_passes_of_a_step_follow_from_its_tokens() -> None:
 def run(job: Job, form: str | None = None) -> dict[str, torch.Tensor]:
     """The tensors that a job leaves; in one process, or in two of a form."""
     flags = [] if form is None else launcher("--config_file", str(ROOT / f"recipes/accelerate/{form}.yaml"))
-    finish(start(job.write(), launcher=flags or None, script=ROOT / "tests/steps.py"))
+    finish(start(job.write(), launcher=flags or None, script=ROOT / "tests/train/steps.py"))
     return stored(Path(job.folder) / f"step-{job.end}")
 
 

@@ -6,8 +6,8 @@ from dataclasses import fields
 import pytest
 
 from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES
-from heads.formats.mtp import LAYOUTS
 from heads.losses import LOSSES
+from heads.mtp import LAYOUTS
 from heads.registry import HEADS
 from heads.settings import DIVERGENCES, SETTINGS
 from train.entry import KINDS, attempt

@@ -13,12 +13,12 @@ from torch.nn.functional import pad
 
 from heads.base import Batch
 from heads.block.attention import Blocks, Reach, Sight, all_blocks, by_pieces, by_tiles, draw_blocks
-from heads.block.draft import DraftBlockHead, DraftBlockState
-from heads.block.loss import BlockTask, block_loss
+from heads.block.draft import DraftBlockHead
 from heads.dflash import DFlash, DFlashConfig
 from heads.dflash2 import DFlash2, DFlash2Config
 from heads.dspark import DSpark, DSparkConfig
 from heads.errors import UserError
+from heads.growth import SlotState
 from heads.target.head_shape import spread_layer_ids
 from heads.target.masks import TILE
 from heads.tree import Proposal, parse_shape
@@ -225,42 +225,6 @@ def test_loss_and_gradients_equal_the_plain_formula(kind: str, changes: dict[str
         torch.testing.assert_close(parameter.grad / divisor, wanted[name], msg=name, rtol=1e-6, atol=1e-9)
 
 
-def test_chunks_change_nothing() -> None:
-    """Whole blocks, however few, also where a row's weight follows from the rows behind it."""
-    head, batch = make_head("dflash", weights="d_pace"), make_batch()
-    scale = head.loss_scale(head.counts(batch.loss_mask, batch.documents).double())
-    found = []
-    for chunk in (None, 1, 5):
-        head.zero_grad()
-        torch.manual_seed(5)
-        one = small_chunks(head, batch, scale, chunk)
-        one.loss.backward()
-        grads = [p.grad.clone() for p in head.parameters() if p.grad is not None]
-        found.append([one.loss.detach(), one.weight, one.sums, *grads])
-    for other in found[1:]:
-        for x, y in zip(found[0], other, strict=True):
-            torch.testing.assert_close(x, y)
-
-
-def small_chunks(head: DraftBlockHead, batch: Batch, scale: Tensor, chunk: int | None) -> Any:
-    """The loss by `chunk` blocks at a time."""
-    blocks = draw_blocks(batch.loss_mask, batch.documents, head.config.num_anchors)
-    slots, valid = (x.flatten(0, 1) for x in blocks.labels(batch.loss_mask, batch.documents, head.depth))
-    states = head.unroll(batch, blocks, head.config.block_size)[:, :, head.first_row :].flatten(0, 1)
-    row = torch.arange(len(batch.tokens)).repeat_interleave(blocks.anchors.shape[1])[:, None]
-    task = BlockTask(
-        labels=batch.tokens[row, slots],
-        valid=valid,
-        teacher=row * batch.tokens.shape[1] + slots - 1,
-        hidden=batch.hidden.flatten(0, 1),
-        target_logits=batch.shared.lm_head,
-        weights=scale,
-        terms=head.terms,
-        pace=head.weighs_rows,
-    )
-    return block_loss(states, lm_head(batch), task, chunk=chunk)
-
-
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_no_tensor_holds_the_logits_of_all_rows(
     kind: str, largest_tensor: Callable[[Callable[[], object]], int]
@@ -320,13 +284,6 @@ def test_anchors_are_followed_by_a_label_and_labels_stay_in_their_document() -> 
     assert not valid[~blocks.live].any()
 
 
-def test_a_label_behind_one_that_is_none_does_not_count() -> None:
-    batch = make_batch([[20]])
-    batch.loss_mask[0, 10] = False
-    _, valid = all_blocks(batch.documents).labels(batch.loss_mask, batch.documents, 4)
-    assert valid[0, 7].tolist() == [True, False, False, False]  # the root at 8
-
-
 def test_blocks_without_labels_or_context_give_no_nan() -> None:
     """A row with fewer anchors than blocks, and a batch with none at all."""
     head = make_head("dspark", num_anchors=30)
@@ -384,20 +341,10 @@ def tiles(seen: Tensor) -> Tensor:
     return shown
 
 
-def test_no_scores_of_all_rows_and_keys_are_made(largest_tensor: Callable[[Callable[[], object]], int]) -> None:
-    T, N, R = 400, 200, 4
-    q, k, v = (torch.randn(1, 1, N * R, 4, requires_grad=True) for _ in range(3))
-    context = torch.randn(1, 1, T, 4)
-    anchors = torch.arange(200, 400)[None]
-    sight = Sight(torch.zeros_like(anchors), anchors, R, T, Reach())
-    most = largest_tensor(lambda: by_pieces(q, k, v, context, context, sight).sum().backward())
-    assert most < N * R * T / 2
-
-
 # Drafting
 
 
-def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> DraftBlockState:
+def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> SlotState:
     B, T = batch.tokens.shape
     return head.new_state(batch.shared, batch_size=B, capacity=T + 8, shape=parse_shape(shape))
 
@@ -434,29 +381,6 @@ def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any], 
             assert_close(drafted[b], plain, roundings=32, precision=torch.float32)
         else:
             assert_close(drafted[b], plain, roundings=1024)
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_chain_is_the_likeliest_token_of_each_row(kind: str) -> None:
-    head, batch = make_head(kind), make_batch([[20]])
-    proposal = head.propose(seen(head, batch, "chain:3", [9]), greedy)
-    states = plain_block(head, batch, 0, 9, 3 + head.first_row)[head.first_row :]
-    tokens = [int(batch.tokens[0, 9])]
-    for state in states:
-        logits = lm_head(batch) @ state
-        if isinstance(head, DSpark):
-            logits = logits + plain_markov(head, tokens[-1])
-        if isinstance(head, DFlash2):
-            logits = plain_choice(head, logits, state, tokens[-1])
-        tokens.append(int(logits.argmax()))
-    assert proposal.tokens[0].tolist() == tokens and proposal.parents.tolist() == [[0, 0, 1, 2]]
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_draft_longer_than_a_block_is_refused(kind: str) -> None:
-    head, batch = make_head(kind, block_size=4), make_batch([[20]])
-    with pytest.raises(UserError, match=f"the head drafts {head.depth} in a block of 4; ask for no more"):
-        new_state(head, batch, f"chain:{head.depth + 1}")
 
 
 def scores_are_of_paths(proposal: Proposal, logits: Callable[[int, list[int]], Tensor]) -> None:
@@ -527,28 +451,19 @@ def test_default_layers_are_those_of_the_published_heads(layers: int, count: int
 @pytest.mark.parametrize(
     ("kind", "change", "word"),
     [
-        ("dflash", {"block_size": 1}, "block_size"),
         ("dflash", {"block_size": 65}, "block_size: expected no more than the target's context of 64, got 65"),
         ("dflash", {"loss": "mse"}, "loss"),
-        ("dflash", {"weights": "none"}, "weights"),
         ("dflash", {"gamma": 0.0}, "gamma"),
-        ("dflash", {"num_layers": 0}, "num_layers"),
         ("dflash", {"sliding_window": 3}, "sliding_window: expected a whole number from head.block_size"),
         ("dflash", {"sliding_window": 9, "num_layers": 1}, "sliding_window, head.layer_types: .* no layer slides"),
         ("dflash", {"layer_types": ("sliding_attention",) * 2}, "sliding_window, head.layer_types: .* no window"),
         ("dflash", {"layer_types": ("full_attention",)}, "layer_types: .* each of 2 layers"),
-        ("dspark", {"layer_types": ("full_attention", "chunked_attention")}, "layer_types"),
         ("dspark", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
-        ("dflash", {"num_anchors": 0}, "num_anchors"),
         ("dflash2", {"conv_kernel_size": 5}, "conv_kernel_size: expected at most a block's 4 rows, got 5"),
         ("dflash2", {"conv_group_size": 3}, "conv_group_size: expected a divisor of the target's width, 16"),
         ("dflash2", {"selector_top_k": 41}, "selector_top_k"),
-        ("dflash2", {"selector_rank": 0}, "selector_rank"),
-        ("dflash2", {"selector_weight": -1.0}, "selector_weight"),
-        ("dflash2", {"loss": "mse"}, "loss"),
         ("dspark", {"markov_rank": 0}, "markov_rank"),
         ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}, "ce_weight"),
-        ("dspark", {"confidence_weight": -1.0}, "confidence_weight"),
     ],
 )
 def test_bad_settings_are_named(kind: str, change: dict[str, Any], word: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.checkpoint import read_config, save_head, target_record
-from heads.formats.base import ENGINES, SGLANG, VLLM
-from heads.formats.contract import Verdict, check_folder, why_unfit
 from heads.formats.eagle3 import EAGLE, EAGLE3
+from heads.formats.engine import ENGINES, SGLANG, VLLM, Verdict, check_folder, why_unfit
 from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.published import read_published
 from heads.registry import HEADS, build_head
 from heads.target.load import load_target
 from heads.target.model import FrozenTarget
 from tests.native_mtp import V, make_multimodal, write_native
-from tests.refusals import refused
 from tests.small_targets import make_target
 
 Weights = dict[str, Tensor]
@@ -89,20 +86,12 @@ def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: 
     assert serving(verdicts(folder, architecture="MixtralForCausalLM")) == set()
     changes: list[tuple[Callable[[dict[str, Any]], object], str]] = [
         (lambda c: c.update(vocab_size=127), "vocab_size: expected 128, found 127"),
-        (lambda c: c.update(layer_types=["full_attention"]), "layer_types: expected"),
-        (lambda c: c.update(num_target_layers=9), "num_target_layers: expected 8, found 9"),
-        (lambda c: own_of(c).update(mask_token_id=128), "mask_token_id"),
         (lambda c: own_of(c).update(target_layer_ids=[1, 7]), "[1, 7]: only the"),
-        (lambda c: own_of(c).update(target_layer_ids=[5, 1]), "ascending numbers"),
         (lambda c: own_of(c).update(target_layer_ids=[1]), "fc.weight: expected"),
     ]
     if kind == "dflash2":
         changes.append((lambda c: own_of(c).pop("selector_top_k"), "dflash_config.selector_top_k: expected a positive"))
         changes.append((lambda c: own_of(c).update(conv_kernel_size=3), "attention_conv.base_kernel: expected (2, 3,"))
-        changes.append((lambda c: own_of(c).update(selector_rank=5), "predecessor_codebook: expected (128, 5)"))
-    if kind == "dspark":
-        changes.append((lambda c: c.update(sample_from_anchor=False), "sample_from_anchor"))
-        changes.append((lambda c: c.update(enable_confidence_head=False, confidence_head_with_markov=False), "confid"))
     before = (folder / "config.json").read_text()
     for change, fault in changes:
         change_config(folder, change)
@@ -112,38 +101,23 @@ def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: 
     assert all(verdict.faults[0].startswith("hidden_norm.weight") for verdict in verdicts(folder).values())
 
 
-def test_causality_is_said_where_each_engine_reads_it(target: FrozenTarget, tmp_path: Path) -> None:
-    folder = save(tmp_path / "head", target, "dflash", block_size=5, num_layers=2, causal=True)
-    assert serving(verdicts(folder)) == {VLLM, SGLANG}
-    change_config(folder, lambda c: c.pop("is_causal"))
-    found = verdicts(folder)
-    assert serving(found) == {VLLM} and "is_causal" in found[SGLANG].reason
-    change_config(folder, lambda c: c.update(is_causal=False))
-    assert serving(verdicts(folder)) == set()
-
-
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_sliding_layers_are_causal_where_nothing_is_said_of_all_layers(
-    kind: str, target: FrozenTarget, tmp_path: Path
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, {"is_causal": False, "causal": False}),
+        ({"causal": True}, {"is_causal": True, "causal": True}),
+        ({"sliding_window": 9}, {}),  # sliding layers are causal where nothing is said of all layers
+    ],
+)
+def test_causality_is_said_where_each_engine_reads_it(
+    settings: dict[str, Any], said: dict[str, bool], target: FrozenTarget, tmp_path: Path
 ) -> None:
-    folder = save(tmp_path / "head", target, kind, block_size=5, num_layers=2, sliding_window=9)
+    folder = save(tmp_path / "head", target, "dflash", block_size=5, num_layers=2, **settings)
     config = json.loads((folder / "config.json").read_text())
-    assert config["layer_types"] == ["sliding_attention", "full_attention"]
-    assert "is_causal" not in config and "causal" not in config.get("dflash_config", {})
+    both = {name: config.get(name, config["dflash_config"].get(name)) for name in ("is_causal", "causal")}
+    assert {name: value for name, value in both.items() if value is not None} == said
+    assert config["layer_types"][0].startswith("sliding" if "sliding_window" in settings else "full")
     assert serving(verdicts(folder)) == {VLLM, SGLANG}
-    change_config(folder, lambda c: c.update(is_causal=False))
-    assert serving(verdicts(folder)) == {VLLM, SGLANG}
-    if kind == "dflash":
-        change_config(folder, lambda c: c.update(is_causal=None, dflash_config=c["dflash_config"] | {"causal": False}))
-        found = verdicts(folder)
-        assert serving(found) == {VLLM} and "is_causal" in found[SGLANG].reason
-    for change in (
-        {"use_sliding_window": False},
-        {"sliding_window": None},
-        {"layer_types": [["sliding_attention"], 1]},
-    ):
-        (folder / "config.json").write_text(json.dumps(config | change))
-        assert all(next(iter(change)) in verdict.reason for verdict in verdicts(folder).values())
 
 
 @pytest.mark.parametrize("settings", [{"draft_vocab_size": 128}, {"draft_vocab_size": 100}, {}])
@@ -190,12 +164,9 @@ def test_which_options_each_reader_takes(
     ("architecture", "readers"),
     [
         ("Qwen3ForCausalLM", {VLLM, SGLANG, EAGLE}),
-        ("Qwen2ForCausalLM", {VLLM, SGLANG}),
         ("GraniteForCausalLM", {VLLM}),
         ("Gemma3ForCausalLM", {SGLANG}),
         ("MixtralForCausalLM", set()),
-        ("Gemma2ForCausalLM", set()),
-        ("T5ForConditionalGeneration", set()),
         ("Mistral3ForConditionalGeneration", {VLLM}),
         ("Kimi_K25ForConditionalGeneration", {VLLM, SGLANG}),
         (None, set()),
@@ -231,13 +202,9 @@ def test_which_engine_hands_streams_to_a_block_head(
         assert "without their factor" in str(found[VLLM].lacks)
 
 
-def set_scale(scale: object, config: dict[str, Any]) -> None:
-    config["dflash_config"]["input_embedding_scale"] = scale
-
-
 def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path) -> None:
     """The factor in config.json is the one by which the target's own class multiplies."""
-    target = make_target("gemma3_text", torch.float32, num_hidden_layers=6)
+    target = make_target("gemma3_text", torch.float32, hidden_size=256)
     folder = save(tmp_path / "head", target, "dflash2", block_size=4, num_layers=2, mask_token_id=3)
     own = json.loads((folder / "config.json").read_text())["dflash_config"]
     embed: Any = target.shared.embed_tokens
@@ -246,12 +213,6 @@ def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path
     change_config(folder, lambda c: c.pop("draftsmith"))
     read = read_published(str(folder), target)
     assert read.config.selector_top_k == own["selector_top_k"] and not read.origin.differs
-    for wrong in (1.0, None, "16"):
-        change_config(folder, partial(set_scale, wrong))
-        found = check(folder, "dflash2", target_record(target) | {"architecture": "Gemma4ForCausalLM"})
-        assert serving(found) == {SGLANG} and "input_embedding_scale: expected 16" in found[VLLM].reason
-        if wrong is not None:
-            assert "input_embedding_scale" in refused(read_published, str(folder), target)
 
 
 def test_sglang_takes_a_window_as_an_option(target: FrozenTarget, tmp_path: Path) -> None:
@@ -266,14 +227,8 @@ def test_sglang_takes_a_window_as_an_option(target: FrozenTarget, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (lambda w: w.update(d2t=torch.arange(128), t2d=torch.ones(128)), "d2t: expected none"),
         (lambda w: w.pop("norm.weight"), "norm.weight: expected (32,), found none"),
         (lambda w: w.update({"layers.0.norm.weight": w.pop("norm.weight")}), "layers.0.norm.weight: expected no such"),
-        (lambda w: w.update({"fc.weight": w["fc.weight"][:, :64].clone()}), "fc.weight: expected (32, 96), found"),
-        (
-            lambda w: w.update({"lm_head.weight": w["lm_head.weight"][:99].clone()}),
-            "lm_head.weight: expected (128, 32)",
-        ),
     ],
 )
 def test_eagle3_tensors_that_engines_would_misread(
@@ -286,36 +241,20 @@ def test_eagle3_tensors_that_engines_would_misread(
     assert all(any(fault in text for text in verdict.faults) for verdict in found.values())
 
 
-def nest(**changes: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda config: config["eagle_config"].update(changes)
-
-
-@pytest.mark.parametrize(
-    ("change", "broken"),
-    [
-        (lambda c: c.update(architectures=["LlamaForCausalLM"]), set(EAGLE3)),
-        (lambda c: c.update(model_type="qwen3"), set(EAGLE3)),
-        (lambda c: c.update(num_hidden_layers=8), set(EAGLE3)),
-        (lambda c: c.update(norm_before_residual=True), {SGLANG, EAGLE}),
-        (lambda c: c.update(sliding_window=64), set(EAGLE3)),
-        (lambda c: c.update(vocab_size=256), set(EAGLE3)),
-        (lambda c: c.update(hidden_size="32"), set(EAGLE3)),
-        (lambda c: c.pop("draft_vocab_size"), set(EAGLE3)),
-        (lambda c: c.update(num_aux_hidden_states=2), set(EAGLE3)),
-        (lambda c: c.pop("eagle_aux_hidden_state_layer_ids"), set(EAGLE3)),
-        (lambda c: c.pop("eagle_config"), {SGLANG}),
-        (nest(eagle_aux_hidden_state_layer_ids=[2, 4, 5]), {SGLANG}),  # as vLLM numbers them
-        (nest(eagle_aux_hidden_state_layer_ids="all"), {SGLANG}),
-    ],
-)
-def test_eagle3_fields_that_engines_would_misread(
-    change: Callable[[dict[str, Any]], object], broken: set[str], target: FrozenTarget, tmp_path: Path
-) -> None:
+def test_eagle3_fields_that_engines_would_misread(target: FrozenTarget, tmp_path: Path) -> None:
     folder = save(tmp_path / "head", target, "eagle3")
-    change_config(folder, change)
-    found = verdicts(folder)
-    assert {reader for reader, verdict in found.items() if verdict.faults} == broken
-    assert why_unfit([*found.values()])
+    whole = json.loads((folder / "config.json").read_text())
+    nested = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}  # as vLLM numbers them
+    for change, broken in (
+        ({"num_hidden_layers": 8}, set(EAGLE3)),
+        ({"hidden_size": "32"}, set(EAGLE3)),
+        ({"norm_before_residual": True}, {SGLANG, EAGLE}),
+        ({"eagle_config": nested}, {SGLANG}),
+    ):
+        (folder / "config.json").write_text(json.dumps(whole | change))
+        found = verdicts(folder)
+        assert {reader for reader, verdict in found.items() if verdict.faults} == broken
+        assert why_unfit([*found.values()])
 
 
 @pytest.mark.parametrize(
@@ -351,25 +290,15 @@ def test_native_modules_lie_beside_their_targets_own_config(
         assert '"method": "mtp"' in found[VLLM].command and "--speculative-algorithm NEXTN" in found[SGLANG].command
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (lambda w: w.pop("model.mtp_layers.0.self_attn.q_proj.bias"), "q_proj.bias: expected (32,), found none"),
-        (lambda w: w.update(d2t=torch.arange(128)), "d2t: expected none"),
-        (lambda w: w.pop("model.mtp_layers.0.input_proj.weight"), "num_nextn_predict_layers: 1, the file holds 0"),
-        (lambda w: w.update({"model.mtp_layers.0.mtp_block.x": torch.ones(2)}), "mtp_block.x: expected no such tensor"),
-    ],
-)
-def test_modules_that_engines_would_misread(change: Callable[[Weights], object], fault: str, tmp_path: Path) -> None:
+def test_modules_that_engines_would_misread(tmp_path: Path) -> None:
     write_native(tmp_path / "target", "mimo")
     folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", native=True)
-    change_weights(folder, change)
-    found = verdicts(folder)
-    assert not serving(found)
-    assert all(any(fault in text for text in verdict.faults) for verdict in found.values())
+    change_weights(folder, lambda w: w.pop("model.mtp_layers.0.self_attn.q_proj.bias"))
+    for verdict in verdicts(folder).values():
+        assert "q_proj.bias: expected (32,), found none" in verdict.reason
 
 
-@pytest.mark.parametrize("family", ["qwen_dense", "qwen_fused"])
+@pytest.mark.parametrize("family", ["qwen_dense"])
 def test_modules_of_a_multimodal_target_lie_beside_its_whole_config(family: str, tmp_path: Path) -> None:
     native = write_native(tmp_path / "target", family)
     make_multimodal(tmp_path / "target")
@@ -381,22 +310,9 @@ def test_modules_of_a_multimodal_target_lie_beside_its_whole_config(family: str,
     assert serving(verdicts(folder)) == {VLLM, SGLANG}
 
 
-def test_modules_beside_another_config_are_misread(tmp_path: Path) -> None:
-    write_native(tmp_path / "target", "mimo")
-    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", native=True)
-    change_config(folder, lambda config: config.update(num_nextn_predict_layers=2))
-    assert all("num_nextn_predict_layers: 2" in verdict.reason for verdict in verdicts(folder).values())
-    change_config(folder, lambda config: config.update(architectures=["LlamaForCausalLM"], model_type="llama"))
-    assert not serving(verdicts(folder))
-
-
 def test_no_engine_has_a_class_for_modules_from_scratch(target: FrozenTarget, tmp_path: Path) -> None:
-    """Beside a target of a family with modules they would be misread: their attention has no biases."""
     found = verdicts(save(tmp_path / "head", target, "mtp"))
     assert not serving(found) and all("loads no modules" in verdict.reason for verdict in found.values())
-    write_native(tmp_path / "target", "mimo")
-    found = verdicts(save(tmp_path / "other", load_target(str(tmp_path / "target")), "mtp"))
-    assert all("q_proj.bias: expected (32,), found none" in " ".join(v.faults) for v in found.values())
 
 
 def test_a_draft_vocabulary_of_modules_is_read_by_no_engine(tmp_path: Path) -> None:
@@ -418,8 +334,6 @@ def test_a_medusa_is_what_its_own_repository_reads(
     assert serving(found) == readers and not set(ENGINES) & readers
     assert why_unfit([*found.values()])  # no engine of today has the method
     assert not serving(verdicts(folder, architecture="Qwen2ForCausalLM")) - {OLD_VLLM}
-    change_config(folder, lambda config: config.update(medusa_fc_bias=False))
-    assert not serving(verdicts(folder))
 
 
 def test_a_draft_model_is_an_ordinary_model(target: FrozenTarget, tmp_path: Path) -> None:

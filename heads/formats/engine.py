@@ -2,8 +2,8 @@
 
 The expectations of each reader are data, taken from the source code of the versions named here. No reader reliably
 reports a mismatch: SGLang skips tensors with unknown names, vLLM leaves absent tensors uninitialised, and the EAGLE
-repository does both. Expected shapes are functions of config.json, so a folder can be checked without loading it
-(`heads.formats.contract`).
+repository does both. Expected shapes are functions of config.json, so a folder is checked without loading it: only
+config.json and the names and shapes of the tensors are read.
 
 Letters: D hidden, V vocabulary, Vd draft vocabulary.
 """
@@ -13,23 +13,24 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from heads.errors import UserError
-from heads.formats.source import Source
-
-if TYPE_CHECKING:
-    from heads.target.model import FrozenTarget
+from heads.errors import UserError, first_line
+from heads.formats.source import DAMAGE, Source
+from heads.target.model import FrozenTarget
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 ENGINES = (VLLM, SGLANG)
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Floating-point dtypes that weights may have."""
 VOCABULARY = ("d2t", "t2d", "token_map")
 """Names of the tensors of a draft vocabulary."""
+PORTABLE = (
+    "the portable form is an EAGLE-3 file, with eagle_config.use_aux_hidden_state: false where the head reads the last "
+    "hidden state alone"
+)
+"""Advice on the form that both engines load for most targets."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -77,7 +78,7 @@ class Format:
     folder."""
     write_beside: Callable[[Path, dict[str, Any]], None] | None = None
     """Write the other files that the folder needs, from the record of the target."""
-    read: "Callable[[Source, FrozenTarget], Reading | None]"
+    read: Callable[[Source, FrozenTarget], Reading | None]
     """Read a head of the target in other projects' forms. Returns None for a folder without a head of this kind. Raises
     UserError for a head of another target, or of a kind that cannot be run. Names and shapes of the tensors are checked
     later."""
@@ -85,40 +86,80 @@ class Format:
     """(head, target, the head's config) -> lines on how to convert the folder into other forms."""
 
 
-def check_same(source: Source, target: "FrozenTarget", **found: Any) -> None:
-    """Raise UserError for a head of another target. `found` has the sizes in the head's files by name, None for unknown
-    ones."""
-    ours = {"width": target.hidden_size, "vocabulary": target.vocab_size, "number of layers": target.num_layers}
-    for name, value in found.items():
-        name = name.replace("_", " ")
-        if value is not None and value != ours[name]:
-            raise UserError(
-                f"{source.path}: made for a target with {name} {value}, but {target.name} has {ours[name]}; measure it "
-                "on its own target"
-            )
+# The check of a folder
 
 
-def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise UserError unless the tensors found have the expected names, shapes and dtypes. Floating-point tensors may
-    have any width of at least 16 bits."""
-    ours, theirs = (
-        {
-            name: f"{tuple(value.shape)} {'floating-point' if value.dtype in FLOATS else value.dtype}"
-            for name, value in tensors.items()
-        }
-        for tensors in (expected, found)
-    )
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            raise UserError(
-                f"tensor {name}: by config.json beside it expected {ours.get(name, 'no such tensor')}, "
-                f"found {theirs.get(name, 'none')}"
-            )
+@dataclass(frozen=True)
+class Verdict:
+    """Result of checking a folder against one reader."""
+
+    reader: str
+    command: str
+    lacks: str | None
+    """Reason why the reader supports no such head, whatever its folder holds."""
+    faults: tuple[str, ...]
+    """Parts of the folder that the reader would refuse or, worse, load as another head."""
+
+    @property
+    def serves(self) -> bool:
+        return self.lacks is None and not self.faults
+
+    @property
+    def reason(self) -> str:
+        """Reason why the command does not serve the head, in words that follow the reader's name."""
+        if not self.faults:
+            return str(self.lacks)
+        more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
+        return f"would misread it: {self.faults[0]}{more}"
+
+
+def check_folder(
+    folder: Path, form: Format, kind: str, target: Mapping[str, Any], *, name: str, base: str, steps: int
+) -> list[Verdict]:
+    """Return the verdicts on a head's folder, the engines' first. Raises UserError if the folder cannot be read.
+
+    target: the head's record of its target. The commands name the head `name` and its target `base`, and draft `steps`
+    tokens per round.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        file = folder / form.weights_file
+        with safe_open(file, framework="pt") as opened:
+            shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+    except DAMAGE as error:
+        raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
+    try:
+        found = Folder(config, shapes, target)
+        base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in config else "")
+        verdicts = []
+        for reader in dict.fromkeys((*ENGINES, *form.readers)):
+            if reader in form.readers:
+                lacks, faults = form.check(found, reader)
+                command = form.readers[reader](base, name, steps, config)
+                verdicts.append(Verdict(reader, command, lacks, tuple(faults)))
+            else:
+                verdicts.append(Verdict(reader, "", f"has no method for heads of kind {kind}", ()))
+        return verdicts
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # types of values that no head's config has
+        fault = first_line(error)
+        raise UserError(f"{folder}: config.json describes no head ({fault}); fetch or train it again") from error
+
+
+def why_unfit(verdicts: Sequence[Verdict]) -> str | None:
+    """Return the reason why a head is unfit for engines: none serves it, or one would misread it. None if it is fit."""
+    engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
+    served, misread = any(verdict.serves for verdict in engines), any(verdict.faults for verdict in engines)
+    if served and not misread:
+        return None
+    why = "; ".join(f"{verdict.reader} {verdict.reason}" for verdict in engines if not verdict.serves)
+    return why if misread else f"no engine serves it: {why}; {PORTABLE}"
+
+
+# Parts of formats
 
 
 def vllm(method: str) -> Command:
-    """Return a function that makes vLLM's command."""
-
     def run(target: str, head: str, steps: int, config: Mapping[str, Any]) -> str:
         settings = json.dumps({"method": method, "model": head, "num_speculative_tokens": steps})
         return f"vllm serve {target} --speculative-config {shlex.quote(settings)}"
@@ -173,7 +214,6 @@ def attention(prefix: str, c: Mapping[str, Any], width: int) -> Shapes:
 
 
 def gated_mlp(prefix: str, D: int, width: int) -> Shapes:
-    """Return the shapes of a gated MLP, or of an expert."""
     return {
         f"{prefix}.gate_proj.weight": (width, D),
         f"{prefix}.up_proj.weight": (width, D),

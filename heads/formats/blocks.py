@@ -1,25 +1,64 @@
-"""DFlash, DFlash2 and DSpark heads of other projects: folders of z-lab, DeepSpec, SpecForge and speculators.
+"""Folders of heads that draft a block: config.json as vLLM and SGLang read it, and the tensors under the names that
+they load; and those of z-lab, DeepSpec, SpecForge and speculators.
 
-Fields may be in `dflash_config` or at the top level. Streams are numbered by the layer that they leave, one less than
-draftsmith's number; only speculators numbers them as draftsmith does.
+All are Qwen3 configs with further fields: in `dflash_config` for DFlash and DFlash2, at the top level for DSpark; heads
+of other projects may have them in either place. They number a stream by the layer that it leaves, which is one less
+than draftsmith's number; only speculators numbers them as draftsmith does. Embeddings and output head are the target's,
+and not in the file; SGLang supports no draft vocabulary here.
+
+Letters: D hidden, V vocabulary, L auxiliary layers, r rank of what the token before adds to the logits.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from math import isclose
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.errors import UserError, shown
-from heads.formats.base import SGLANG, VLLM, Reading, check_same
-from heads.formats.decoder import check_streams, decoder_settings, is_same_table, refuse_settings
-from heads.formats.eagle3 import sort_vocab
-from heads.formats.source import Source
+from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, MULTIMODAL, hooked, sort_vocab
+from heads.formats.engine import (
+    DECODER_SIZES,
+    SGLANG,
+    VLLM,
+    Folder,
+    Format,
+    Reading,
+    Shapes,
+    attention,
+    decoder_config,
+    fields,
+    gated_mlp,
+    sglang,
+    sizes,
+    tensors,
+    vllm,
+)
+from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.layers import FULL, LAYER_TYPES, SLIDING
 from heads.target.head_shape import spread_layer_ids
 from heads.target.model import FrozenTarget
+
+HOOKS_OF_SGLANG = """
+Beam DeepseekV2 DeepseekV3 Gemma4 Glm4MoeLite GptOss InternLM3 Laguna Lfm2 Lfm2Moe Llama Mellum MiMoV2 MiMoV2Flash
+Ministral3 Mistral MistralLarge3 NemotronH Phi3 Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
+"""
+MULTIMODAL_OF_SGLANG = """
+Gemma4 Gemma4Unified Kimi_K25 Lfm2Vl MiniCPMV4_6 MiniCPMV4_7 MiniMaxM3Sparse MuseGlimmer MuseSpark Qwen3VLMoe Qwen3_5
+Qwen3_5Moe
+"""
+"""Multimodal classes with the hook for block heads. Qwen3-VL is not among them: its hook calls a method that its dense
+language model does not have."""
+TARGETS = {
+    VLLM: hooked(HOOKS_OF_BOTH, HOOKS_OF_VLLM, multimodal=MULTIMODAL[VLLM]),
+    SGLANG: hooked(HOOKS_OF_SGLANG, multimodal=MULTIMODAL_OF_SGLANG) | {"NemotronH_Omni_Reasoning_V3"},
+}
+"""Classes of targets whose residual streams the engine passes to such a head."""
+
 
 SCALED = re.compile(r"Gemma\d")
 """Prefixes of the classes of targets that multiply embeddings when they look them up."""
@@ -27,16 +66,16 @@ UNSCALED = "reads the embeddings of a Gemma without their factor: another head w
 ROUNDED = 0.005
 """Relative difference of a factor in 32 bits from the same in bfloat16."""
 
-DFLASH_KIND, DFLASH2_KIND, DSPARK_KIND = KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 """Kinds, with the names of the methods."""
 CLASSES = {
-    "DFlashDraftModel": DFLASH_KIND,
-    "DFlashSpeculator": DFLASH_KIND,
-    "DFlash2DraftModel": DFLASH2_KIND,
-    "DFlash2Speculator": DFLASH2_KIND,
-    "Qwen3DSparkModel": DSPARK_KIND,
-    "DSparkDraftModel": DSPARK_KIND,
-    "DSparkSpeculator": DSPARK_KIND,
+    "DFlashDraftModel": "dflash",
+    "DFlashSpeculator": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "DFlash2Speculator": "dflash2",
+    "Qwen3DSparkModel": "dspark",
+    "DSparkDraftModel": "dspark",
+    "DSparkSpeculator": "dspark",
 }
 """Classes that config.json names in the forms of z-lab, DeepSpec, SpecForge and speculators."""
 SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -56,14 +95,150 @@ UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_fre
 
 
 def embedding_scale(architecture: str, width: int) -> float:
-    """Return the factor by which a target of this class multiplies its embeddings of `width`."""
+    """Factor by which a target of this class multiplies its embeddings of `width`."""
     return width**0.5 if SCALED.match(architecture) else 1.0
 
 
 def is_scaled(own: Mapping[str, Any], architecture: str, width: int) -> bool:
-    """Return True if the fields of a DFlash2 head have the factor of its target's embeddings."""
+    """True if the fields of a DFlash2 head have the factor of its target's embeddings."""
     found = own.get(EMBEDDING_SCALE, 1.0)
     return isinstance(found, int | float) and isclose(found, embedding_scale(architecture, width), rel_tol=ROUNDED)
+
+
+QWEN3_FIELDS: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+
+
+def qwen3_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+    return {
+        **QWEN3_FIELDS,
+        **decoder_config(config, target, dtype),
+        "num_hidden_layers": config.num_layers,
+        "layer_types": [*config.kinds],
+        "use_sliding_window": SLIDING in config.kinds,
+        "sliding_window": config.sliding_window,
+        "rope_scaling": config.rope_scaling,
+        "attention_dropout": 0.0,
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+    }
+
+
+def dflash_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **qwen3_config(config, target, dtype),
+        **causality("is_causal", config),
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [k - 1 for k in config.aux_layer_ids],
+            **causality("causal", config),
+        },
+    }
+
+
+def dflash2_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+    made = dflash_engine_config(config, target, dtype)
+    own = {name: getattr(config, name) for name in ("block_size", *SELECTOR_FIELDS)}
+    scale = embedding_scale(str(target.get("architecture")), config.hidden_size)
+    own |= {EMBEDDING_SCALE: scale} if scale != 1 else {}
+    return {**made, "architectures": ["DFlash2DraftModel"], "dflash_config": {**made["dflash_config"], **own}}
+
+
+def causality(name: str, config: Any) -> dict[str, bool]:
+    """Return the field `name`, which says whether all layers are causal within a block. Return nothing if only sliding
+    layers are causal, which engines infer from the types of layers."""
+    by_type = SLIDING in config.kinds and config.sliding_causal and not config.causal
+    return {} if by_type else {name: config.causal}
+
+
+def dspark_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        **qwen3_config(config, target, dtype),
+        **({} if config.sliding_causal else {"is_causal": False}),
+        "target_layer_ids": [k - 1 for k in config.aux_layer_ids],
+        "mask_token_id": config.mask_token_id,
+        "num_anchors": config.num_anchors,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": config.confidence_weight > 0,
+        "confidence_head_with_markov": config.confidence_weight > 0,
+        "sample_from_anchor": True,
+    }
+
+
+SIZES = (*DECODER_SIZES, "num_hidden_layers", "block_size", "num_target_layers")
+
+
+def are_layers(ids: Any) -> TypeGuard[list[int]]:
+    """True for ascending numbers of layers."""
+    return isinstance(ids, list) and bool(ids) and all(type(k) is int for k in ids) and sorted(set(ids)) == ids
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """Folder of one of the three methods."""
+
+    architecture: str
+    nested: bool
+    """True if the method's own fields are in `dflash_config`."""
+    sizes: tuple[str, ...] = ()
+    """Names of further sizes among the method's own fields."""
+    markov: bool = False
+    selector: bool = False
+
+    def tensors(self, c: Mapping[str, Any], own: Mapping[str, Any], ids: list[int]) -> Shapes:
+        """Return the shapes of the tensors of a head with this config.json."""
+        D, V, d = c["hidden_size"], c["vocab_size"], c["head_dim"]
+        shapes: Shapes = {"fc.weight": (D, len(ids) * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
+        for layer in (f"layers.{i}" for i in range(c["num_hidden_layers"])):
+            shapes |= {f"{layer}.{name}.weight": (D,) for name in ("input_layernorm", "post_attention_layernorm")}
+            shapes |= {f"{layer}.self_attn.{name}.weight": (d,) for name in ("q_norm", "k_norm")}
+            shapes |= attention(f"{layer}.self_attn", c, D) | gated_mlp(f"{layer}.mlp", D, c["intermediate_size"])
+            if self.selector:
+                taps, groups = own["conv_kernel_size"], D // own["conv_group_size"]
+                for conv in (f"{layer}.attention_conv", f"{layer}.mlp_conv"):
+                    shapes[f"{conv}.base_kernel"] = (2, taps, D)
+                    shapes[f"{conv}.kernel_projection.weight"] = (2 * taps * groups, D)
+        if self.selector:
+            r = own["selector_rank"]
+            shapes |= {f"candidate_selector.{name}_codebook": (V, r) for name in ("predecessor", "successor")}
+            shapes["candidate_selector.hidden_projection.weight"] = (r, D)
+        if self.markov:
+            shapes |= {f"markov_head.markov_w{i}.weight": (V, c["markov_rank"]) for i in (1, 2)}
+            if c.get("enable_confidence_head"):
+                shapes |= {"confidence_head.proj.weight": (1, D + c["markov_rank"]), "confidence_head.proj.bias": (1,)}
+        return shapes
+
+    def check(self, folder: Folder, reader: str) -> tuple[str | None, list[str]]:
+        config, target = folder.config, folder.target
+        name = str(target.get("architecture"))
+        lacks = None if name in TARGETS[reader] else f"hands no residual streams of a {name} to a head of this kind"
+        if lacks is None and reader == VLLM and SCALED.match(name) and not self.selector:
+            lacks = UNSCALED
+        own = config.get("dflash_config", {}) if self.nested else config
+        where = "dflash_config." if self.nested else ""
+        faults = fields(config, {"architectures": [self.architecture]} | QWEN3_FIELDS)
+        faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
+        faults += fields(config, {"num_target_layers": target["num_layers"]})
+        faults += sizes(config, SIZES) + sizes(own, self.sizes, where)
+        ids: Any = own.get("target_layer_ids")
+        if not are_layers(ids):
+            faults.append(f"config.json: {where}target_layer_ids: expected ascending numbers of layers, found {ids!r}")
+        if faults:
+            return lacks, faults
+        last = target["num_layers"] - 1
+        if ids[0] < 0 or ids[-1] >= last:
+            faults.append(
+                f"config.json: {where}target_layer_ids: {ids}: only the outputs of layers 0 to {last - 1} are captured "
+                "by every engine"
+            )
+        return lacks, faults + tensors(self.tensors(config, own, ids), folder.shapes)
 
 
 def block_kind(source: Source) -> str | None:
@@ -89,7 +264,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     qwen, block = decoder_settings(source, raw if layer is None else layer, "qwen3", target)
     width = own.get("target_hidden_size") or qwen.hidden_size
     check_same(source, target, width=width, vocabulary=qwen.vocab_size, number_of_layers=own.get("num_target_layers"))
-    spark, selects = kind == DSPARK_KIND, kind == DFLASH2_KIND
+    spark, selects = kind == "dspark", kind == "dflash2"
     known = OWN_FIELDS | {*SELECTOR_FIELDS, *NEUTRAL, EMBEDDING_SCALE} if selects else OWN_FIELDS
     scaled = selects and is_scaled(own, type(target.model).__name__, qwen.hidden_size)
     causal = own.get("causal") if own.get("is_causal") is None else own["is_causal"]
@@ -189,7 +364,7 @@ def captured(source: Source, own: Mapping[str, Any], target: FrozenTarget, num_l
     elif own.get(name) is None:
         return spread_layer_ids(target.num_layers, num_layers)
     ids = own.get(name)
-    if not isinstance(ids, list) or not all(type(k) is int for k in ids) or sorted(set(ids)) != ids or not ids:
+    if not are_layers(ids):
         raise UserError(f"{source.path}: config.json: {name}: expected ascending numbers of layers, found {shown(ids)}")
     entered = tuple(k + offset for k in ids)
     check_streams(source, entered, target)
@@ -239,3 +414,23 @@ def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarge
     if "DSparkDraftModel" in raw["architectures"]:
         said.append(f"{VLLM} takes a DSparkDraftModel for DeepSeek-V4's: Qwen3DSparkModel is its name of this one")
     return said
+
+
+DFLASH = Format(
+    read=partial(read_block, "dflash"),
+    engine_config=dflash_engine_config,
+    readers={VLLM: vllm("dflash"), SGLANG: sglang("DFLASH", block=True)},
+    check=BlockForm("DFlashDraftModel", nested=True).check,
+)
+DFLASH2 = Format(
+    read=partial(read_block, "dflash2"),
+    engine_config=dflash2_engine_config,
+    readers={VLLM: vllm("dflash"), SGLANG: sglang("DFLASH", block=True)},
+    check=BlockForm("DFlash2DraftModel", nested=True, sizes=("block_size", *SELECTOR_FIELDS), selector=True).check,
+)
+DSPARK = Format(
+    read=partial(read_block, "dspark"),
+    engine_config=dspark_engine_config,
+    readers={VLLM: vllm("dspark"), SGLANG: sglang("DSPARK", block=True)},
+    check=BlockForm("Qwen3DSparkModel", nested=False, sizes=("markov_rank", "num_anchors"), markov=True).check,
+)
