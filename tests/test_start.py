@@ -26,6 +26,7 @@ MISTYPED = [
     ["eval/bench.py"],
     ["train/eagle.py", "no.yaml"],
     ["train/eagle.py", "recipes/quickstart.yaml", "train.max_steps"],
+    ["train/eagle.py", "recipes/quickstart.yaml", "train.sead=3"],
 ]
 LOOK = """
 import contextlib, io, json, runpy, sys
