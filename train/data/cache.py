@@ -110,7 +110,7 @@ class Corpus:
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
-        """How often each token occurs, and how often as a label, (2, V)."""
+        """Counts of each token, and of each token as a label, (2, V)."""
         size = max((int(tokens.max()) + 1 for tokens, _ in self.parts), default=1)
         counts = np.zeros((2, size), dtype=np.int64)
         for tokens, labels in self.parts:
@@ -230,7 +230,7 @@ def corpus_in(rows: "Dataset") -> Corpus:
 
 @dataclass(frozen=True)
 class Reader:
-    """How the processes of a run read its data: the first process of each node writes what the cache lacks."""
+    """Reading of data by the processes of a run: the first process of each node writes what the cache lacks."""
 
     rendering: "ChatTemplate"
     accelerator: "Accelerator"
