@@ -14,7 +14,8 @@ from torch import Tensor
 
 from eval.runtime.round import TargetStep
 from heads.errors import UserError, first_line, warn_once
-from heads.target.cached import CacheSpec
+from heads.target.cache import HFCache
+from heads.target.cached import CachedDecoder, CacheSpec
 from heads.target.decoder import NativeDecoder, why_not_native
 from heads.target.hf import HFDecoder
 from heads.target.mixers import single_steps
@@ -43,6 +44,7 @@ def open_step(target: FrozenTarget, spec: CacheSpec) -> TargetStep:
     else:
         warn_once(f"{target.name}: decoded by its Hugging Face model, slower: {reason}")
     step = TargetStep(target, HFDecoder(target, spec), pads=pads)
+    check_kernels(step)
     if fault := mask_fault(step):
         raise UserError(f"{fault}; it cannot be a target here")
     return step
@@ -112,19 +114,28 @@ def check_kernels(step: TargetStep) -> None:
     """Compare passes with kernels with passes by torch's operations, three times, over random caches whose lengths
     cross the kernels' splits. If they differ, or if a kernel fails, warn once and take torch's operations."""
     decoder = step.decoder
-    if not isinstance(decoder, NativeDecoder) or (decoder.reads_masks and not decoder.in_tiles):
+    if step.target.start_token is not None:  # its passes need a prompt first
+        decoder.in_tiles = False
+    if decoder.reads_masks and not decoder.in_tiles:
         return
     try:
         reason = _difference(decoder)
     except Exception as error:  # whatever a compiler or a card raises
         reason = first_line(error)
-    decoder.cache.store.zero_()
+    for store in stores_of(decoder):
+        store.zero_()
     if reason is not None:
         warn_once(f"{step.target.name}: kernels are left out ({reason}): torch's operations decode, slower")
         decoder.reads_masks, decoder.in_tiles = True, False
 
 
-def _difference(decoder: NativeDecoder) -> str | None:
+def stores_of(decoder: CachedDecoder) -> list[Tensor]:
+    """Return the tensors of keys and values that the passes so far have allocated."""
+    cache = decoder.cache
+    return [*cache.stores["keys"], *cache.stores["values"]] if isinstance(cache, HFCache) else [cache.store]
+
+
+def _difference(decoder: CachedDecoder) -> str | None:
     """Return how the kernels' results differ from torch's, or None."""
     B, N, capacity = decoder.spec.batch_size, decoder.spec.nodes, decoder.spec.capacity
     limit = KERNEL_TOLERANCE.get(decoder.model.dtype, 2e-2)
@@ -133,9 +144,11 @@ def _difference(decoder: NativeDecoder) -> str | None:
     above = ancestors(parents, N.bit_length())
     kernels = decoder.reads_masks
     for length in {0, *(n for n in (1022, capacity - N) if 0 < n <= capacity - N)}:
-        decoder.cache.store.normal_(generator=draw)
         tokens = torch.randint(decoder.model.head.weight.shape[0], (B, N), generator=draw, device=device)
         mapping = Verified(torch.full((B,), length, device=device), parents, above.sum(-1) - 1, above, decoder.slot)
+        decoder.forward(tokens, mapping, extent=capacity)  # a Hugging Face model's cache is allocated by its first pass
+        for store in stores_of(decoder):
+            store.normal_(generator=draw)
         made = [decoder.forward(tokens, mapping, extent=capacity).hidden for _ in range(3)]
         if any(not torch.equal(one, made[0]) for one in made):
             return f"tree_attention repeats itself differently at {length} tokens"

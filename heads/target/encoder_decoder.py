@@ -202,16 +202,6 @@ def decoder_of(base: nn.Module) -> nn.Module:
     return decoder
 
 
-def count_layers(base: nn.Module, config: Any) -> int:
-    """Return the number of decoder layers."""
-    return len(base.layers) if isinstance(base, EncoderDecoder) else int(config.num_hidden_layers)
-
-
-def cache_layers(base: nn.Module, config: Any) -> int:
-    """Return the number of layers in the cache: with an encoder, two for each decoder layer."""
-    return count_layers(base, config) * (2 if isinstance(base, EncoderDecoder) else 1)
-
-
 def give_template(tokenizer: PreTrainedTokenizerBase, start: int) -> None:
     """Give a tokenizer without a chat template one that writes a question and its answer as one sequence."""
     if tokenizer.chat_template is None:

@@ -72,12 +72,6 @@ def check_window(base: nn.Module, config: Any, name: str) -> None:
         )
 
 
-def count_attention(config: Any, num_layers: int) -> int:
-    """Return the number of layers with keys and values."""
-    kinds = getattr(config, "layer_types", None)
-    return num_layers if kinds is None else sum(kind in ATTENTION_LAYERS for kind in kinds)
-
-
 def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
     """Return the decoder layers: the first module list of the right length. UserError if there is none."""
     for module in base.modules():

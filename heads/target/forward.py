@@ -1,7 +1,11 @@
-"""Forward passes of a Hugging Face decoder: with a mask, and over packed rows of documents.
+"""Forward passes of a Hugging Face decoder: with a mask, by a tree's shape, and over packed rows of documents.
 
-Packed rows need no tensor of (T, T). The decoder gets a FlexAttention block mask, which transformers' decoders pass to
-their attention function unchanged: `by_flex` on a GPU, `by_tiles` elsewhere.
+transformers' decoders pass a mask of four dimensions to their attention function unchanged. So attention functions of
+our own, registered in its `AttentionInterface`, get what they need in the mask's place:
+
+* A cached pass with the kernel: `by_tree` calls `tree_attention`, which reads the tree's shape on the device. A pass
+  has no mask and does not depend on the number of slots that are in use, so that one CUDA graph holds it.
+* Packed rows: a FlexAttention block mask instead of a tensor of (T, T). `by_flex` on a GPU, `by_tiles` elsewhere.
 
 Letters: B batch, T tokens, N queries, S key slots, D hidden, H query heads, d head dimension, E keys that a tile sees.
 """
@@ -23,8 +27,10 @@ from heads.target.cache import cache_name
 from heads.target.encoder_decoder import EncoderDecoder
 from heads.target.families import RECURRENT_LAYERS
 from heads.target.masks import TILE, attention_masks, masks_by_kind, packed_mask, packed_visible
+from heads.target.slots import Sight
+from heads.target.tree_attention import tree_attention
 
-FLEX, TILES = "draftsmith_flex", "draftsmith_tiles"
+FLEX, TILES, TREE = "draftsmith_flex", "draftsmith_tiles", "draftsmith_tree"
 """Names of the attention functions in transformers' interface."""
 
 
@@ -51,6 +57,27 @@ def decode(
         use_cache=cache is not None,
         **{cache_name(base): cache},
     ).last_hidden_state
+    return hidden
+
+
+def decode_tree(
+    base: nn.Module, config: Any, tokens: Tensor, *, positions: Tensor, sight: Sight, cache: Cache
+) -> Tensor:
+    """Return what `decode` returns, with the kernel's attention: each token sees the slots of its `sight`."""
+
+    def mask(window: int | None) -> Any:
+        made: Any = positions.new_zeros(1, 1, 1, 1)
+        made.sight, made.window = sight, window
+        return made
+
+    with attention_function(config, TREE):
+        hidden: Tensor = base(
+            input_ids=tokens,
+            attention_mask=masks_by_kind(config, mask),
+            position_ids=positions,
+            use_cache=True,
+            **{cache_name(base): cache},
+        ).last_hidden_state
     return hidden
 
 
@@ -103,6 +130,25 @@ def attention_function(config: Any, name: str) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = usual
+
+
+def by_tree(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for transformers' interface, by the kernel: query (B, H, N, d), key and value
+    (B, Hkv, S, d), views of the cache -> (B, N, H, d)."""
+    if softcap is not None or s_aux is not None or query.shape[3] != value.shape[3]:
+        raise NotImplementedError("tree_attention has no soft caps, sinks, or values of another width than the keys")
+    q, k, v = (x.transpose(1, 2) for x in (query.to(value.dtype), key, value))
+    return tree_attention(q, k, v, attention_mask.sight, scale=scaling, window=attention_mask.window), None
 
 
 def by_flex(
@@ -181,3 +227,4 @@ def _tile(
 
 AttentionInterface.register(FLEX, by_flex)
 AttentionInterface.register(TILES, by_tiles)
+AttentionInterface.register(TREE, by_tree)

@@ -1,4 +1,8 @@
-"""Cached forward pass that runs the Hugging Face model itself, for every architecture whose attention takes a mask."""
+"""Cached forward pass that runs the Hugging Face model itself, for every architecture whose attention takes a mask.
+
+Where the kernel can run, layers call it through transformers' `AttentionInterface`, and a pass needs no mask
+(`heads.target.forward`). Elsewhere they run their own attention under a mask.
+"""
 
 import sys
 from typing import Any
@@ -7,8 +11,10 @@ from torch import Tensor
 
 from heads.target.cache import HFCache
 from heads.target.cached import CachedDecoder, CacheSpec
-from heads.target.encoder_decoder import cache_layers
+from heads.target.encoder_decoder import EncoderDecoder
 from heads.target.families import longest_text
+from heads.target.forward import decode_tree, takes_block_masks
+from heads.target.kernels import runs_kernels
 from heads.target.model import Features, LanguageModel
 from heads.target.slots import SlotMapping
 
@@ -18,7 +24,7 @@ class HFDecoder(CachedDecoder):
 
     def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
         super().__init__(model, spec)
-        layers = cache_layers(model.base, model.config)
+        layers = model.num_layers * (2 if isinstance(model.base, EncoderDecoder) else 1)  # and those of the input
         self.cache = HFCache(
             num_layers=layers,
             num_stored=model.attention_layers if model.is_recurrent else layers,
@@ -27,16 +33,24 @@ class HFDecoder(CachedDecoder):
             num_states=1 + spec.nodes if model.is_recurrent else 0,
             device=model.device,
         )
+        # Where a mask passes through unchanged, so does a tree's shape. Which scores the kernel can compute, the first
+        # pass shows (`eval.runtime.checks`).
+        self.reads_masks = not (runs_kernels(model.head.weight) and takes_block_masks(model.base, model.config))
 
     def forward(
         self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
-        key, positions, visible = self.slot[:extent], mapping.positions, mapping.visible(0, extent)
+        model, key = self.model, self.slot[:extent]
         self.cache.aim(mapping.slots(self.spec.capacity - 1), extent=extent, row=row, prompt=prompt)
-        return self.model.features(
+        positions = mapping.positions.clamp_max(positions_of(model.config) - 1)  # padding may exceed it
+        if not self.reads_masks:
+            given = {"positions": positions, "sight": mapping.sight(), "cache": self.cache}
+            return model.catch(self.spec.aux_layer_ids, lambda: decode_tree(model.base, model.config, tokens, **given))
+        visible = mapping.visible(0, extent)
+        return model.features(
             tokens,
-            positions=positions.clamp_max(positions_of(self.model.config) - 1),  # padding may exceed it
-            visible=key <= positions[..., None] if visible is None else visible,
+            positions=positions,
+            visible=key <= mapping.positions[..., None] if visible is None else visible,
             key_positions=key.expand(len(tokens), -1) if visible is None else mapping.key_positions(extent),
             cache=self.cache,
             aux_layer_ids=self.spec.aux_layer_ids,

@@ -21,12 +21,12 @@ from transformers.cache_utils import Cache
 from heads.base import SharedLayers
 from heads.errors import UserError, first_line
 from heads.target.cache import HFCache
-from heads.target.encoder_decoder import EncoderDecoder, count_layers, decoder_of, find_base, find_head
+from heads.target.encoder_decoder import EncoderDecoder, decoder_of, find_base, find_head
 from heads.target.families import (
+    ATTENTION_LAYERS,
     OutputHead,
     check_layers,
     check_window,
-    count_attention,
     eos_ids,
     find_layers,
     longest_text,
@@ -55,11 +55,12 @@ class LanguageModel:
     def __init__(self, base: nn.Module, head: Any, lm_head: Callable[[Tensor], Tensor], config: Any, name: str) -> None:
         """`base`: the decoder without its output head `head`. `lm_head`: as in `SharedLayers`."""
         self.base, self.head, self.lm_head, self.config, self.name = base, head, lm_head, config, name
-        self.num_layers = count_layers(base, config)
+        self.num_layers = len(base.layers) if isinstance(base, EncoderDecoder) else int(config.num_hidden_layers)
         self.layers = find_layers(decoder_of(base), self.num_layers, name)
         self.is_recurrent = bool(find_mixers(self.layers))
         """True if any layer is recurrent. Such a model reads one document per row and verifies only chains."""
-        self.attention_layers = count_attention(config, self.num_layers)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.num_layers
+        self.attention_layers = sum(kind in ATTENTION_LAYERS for kind in kinds)
         """Number of layers with keys and values."""
         self.native = True
         """False to decode by the model's own code even if there is a native decoder."""

@@ -9,8 +9,6 @@ changed. Quantisation uses torchao, an optional package.
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,13 +29,15 @@ def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
         raise UserError(f"target.quantize: expected {' or '.join(SCHEMES)}, got {scheme!r}")
     if sys.modules.get("torchao", torch) is None:  # a command hid it from libraries that import it needlessly
         del sys.modules["torchao"]
+    logging.disable(logging.WARNING)  # importing torchao logs four, about kernels for other machines
     try:
-        with _quiet("torchao", "torch.utils._pytree"):
-            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise UserError(
             f"target.quantize: {scheme} needs the package torchao, which is not installed; pip install -e '.[quant]'"
         ) from error
+    finally:
+        logging.disable(logging.NOTSET)
     linear = sum(module.weight.numel() for module in layers.modules() if isinstance(module, nn.Linear))
     share = linear / sum(parameter.numel() for parameter in layers.parameters())
     if share < LEAST_SHARE:
@@ -46,21 +46,6 @@ def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
             "(experts kept in one tensor, and GPT-2's layers, are none); leave it out"
         )
     quantize_(layers, Int8WeightOnlyConfig(set_inductor_config=False))
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Suppress the warnings of loggers. Importing torchao logs four, about kernels for other machines and its own use
-    of torch."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from heads.target.cache import HFCache
-from heads.target.slots import round_up
 
 
 @pytest.mark.parametrize("widths", [(4, 4), (6, 3)], ids=["equal", "keys wider than values"])
@@ -55,16 +54,3 @@ def test_compaction_moves_paths_in_every_layer() -> None:
                 assert torch.equal(now[goals[b]], then[length[b] + path[b]])
                 others = torch.ones(S, dtype=torch.bool).index_fill_(0, goals[b], False)
                 assert torch.equal(now[others], then[others])
-
-
-def test_it_answers_what_models_ask_of_a_cache() -> None:
-    cache = HFCache(num_layers=2, batch_size=1, capacity=128)
-    cache.aim(torch.zeros(1, 1, dtype=torch.int64), extent=64)
-    assert cache.get_seq_length() == 64
-    assert cache.get_mask_sizes(3, 0) == (64, 0)
-    assert cache.get_max_length() == 128
-    assert cache.is_sliding == [False, False] and len(cache) == 2
-
-
-def test_pages() -> None:
-    assert [round_up(n) for n in (1, 64, 65)] == [64, 64, 128]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.target import forward
 from heads.target.forward import FLEX, decode, decode_packed
 from heads.target.masks import TILE, packed_mask, packed_visible
 from heads.target.model import FrozenTarget
@@ -97,11 +96,3 @@ def test_flex_attention_by_the_same_block_mask_gives_the_same_states(family: str
         )
     keep = documents >= 0
     torch.testing.assert_close(found[keep], wanted[keep], atol=1e-3, rtol=1e-3)
-
-
-def test_the_attention_function_is_the_usual_one_again_after_a_fault() -> None:
-    target = FrozenTarget(make_model("llama").eval(), "llama")
-    before = target.config._attn_implementation
-    with pytest.raises(IndexError):
-        by_blocks(target, *(part + 1000 for part in rows(30)))
-    assert target.config._attn_implementation == before != forward.TILES

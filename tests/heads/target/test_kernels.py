@@ -132,15 +132,6 @@ def test_slots_that_no_query_sees_may_hold_anything(length: int, P: int) -> None
     assert torch.equal(tree_attention(q, cache[0], cache[1], sight), clean)
 
 
-def test_rows_too_large_to_run_together_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    parents, depths = random_tree(3, 5)
-    q, (keys, values) = torch.randn(3, 5, 4, 16), torch.randn(2, 3, 90, 2, 16)
-    sight = sight_of(parents, depths, torch.tensor([3, 40, 80]))
-    together = tree_attention(q, keys, values, sight)
-    monkeypatch.setattr("heads.target.tree_attention.MOST_BYTES", 1)
-    assert torch.equal(tree_attention(q, keys, values, sight), together)
-
-
 @pytest.mark.parametrize("start", [62, 1022])
 def test_a_node_of_a_chain_gets_what_plain_decoding_gives_it(start: int) -> None:
     """Bit for bit, where a split ends within the chain, and where a chunk of splits does."""
@@ -203,11 +194,6 @@ def test_a_row_of_the_batch_lends_its_sampling_to_all_its_nodes(B: int, N: int) 
     positions = torch.randint(5000, (B, N)).flatten()
     found = choose_in_tiles(hidden, weight, temperature, seeds, positions, noisy=True)
     assert found.tolist() == choose_twin(hidden, weight, temperature, seeds, positions, noisy=True).tolist()
-    alone = [
-        choose_twin(hidden[[m]], weight, temperature[[m // N]], seeds[[m // N]], positions[[m]], noisy=True)
-        for m in range(B * N)
-    ]
-    assert found.tolist() == torch.cat(alone).tolist()
 
 
 def test_logits_are_what_the_choice_compares() -> None:

@@ -1,15 +1,22 @@
-"""Targets with a peft adapter, and targets in a GGUF file: after loading they are as any other."""
+"""Opening of targets: with a peft adapter, from a GGUF file, and what is refused, each in one line."""
 
 import json
 import logging
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
-from heads.target.load import load_target, load_tokenizer
+from heads.checkpoint import save_head, target_record
+from heads.registry import build_head
+from heads.target.hub import repo_and_revision
+from heads.target.load import load_target, load_tokenizer, unused_weights
 from tests.heads.target.test_model import make_model
 from tests.refusals import refused
 
@@ -128,3 +135,163 @@ def test_a_gguf_file_holds_weights_and_tokenizer(
     assert "found no other.gguf" in refused(load_target, str(tmp_path), gguf_file="other.gguf")
     monkeypatch.setattr("heads.target.load.find_spec", lambda name: None)
     assert "pip install -e '.[gguf]'" in refused(load_target, str(tmp_path), gguf_file="tiny.gguf")
+
+
+def write_bert(folder: Path) -> None:
+    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+    BertModel(config).save_pretrained(folder)
+
+
+def write_config(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(text)
+
+
+def change_config(**changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def change_weights(change: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda folder: change(folder / "model.safetensors")
+
+
+def halve(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def drop_tensor(file: Path) -> None:
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def pickle_weights(file: Path) -> None:
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file.unlink()
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    "empty config": (write_config(""), "config.json"),
+    "config of another form": (write_config("[]"), ""),
+    "unknown family": (write_config('{"model_type": "no-such"}'), "no-such"),
+    "wrong type": (change_config(hidden_size="wide"), ""),
+    "encoder": (write_bert, "BertModel"),
+    "no mask": (lambda folder: make_model("bloom", n_layer=2, n_head=2).save_pretrained(folder), "4-D mask"),
+    "half the weights": (change_weights(halve), ""),
+    "no weights": (change_weights(Path.unlink), "safetensors"),
+    "a tensor is missing": (change_weights(drop_tensor), "model.layers.1.mlp.up_proj.weight"),
+    "layers too many": (change_config(num_hidden_layers=7), "model.layers.7.input_layernorm.weight"),
+    "another width": (change_config(intermediate_size=28), "config.json describes"),
+    "a package is missing": (change_config(quantization_config=AWQ), "requires gptqmodel"),
+    "pickled": (change_weights(pickle_weights), "pickled weights (.bin) are not read"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_target_is_refused_in_one_line(case: str, tiny_target_dir: Path, tmp_path: Path) -> None:
+    damage, words = REFUSED[case]
+    folder = copy(tiny_target_dir, tmp_path / "model")
+    damage(folder)
+    text = refused(load_target, str(folder))
+    assert str(folder) in text and words in text
+
+
+def test_names_that_lead_nowhere(tiny_target_dir: Path, tmp_path: Path) -> None:
+    assert "no such folder" in refused(load_target, str(tmp_path / "none"))
+    assert "no/such-model: neither a folder here nor found on the hub" in refused(load_target, "no/such-model")
+    assert "x: neither a folder here nor" in refused(load_target, "x" * 300)
+    (copy(tiny_target_dir, tmp_path / "damaged") / "tokenizer.json").write_text("{")
+    assert "no tokenizer" in refused(load_tokenizer, str(tmp_path / "damaged"))
+    tokenizer = load_tokenizer(str(tiny_target_dir))
+    assert tokenizer.decode(tokenizer("def f(x):", add_special_tokens=False)["input_ids"]) == "def f(x):"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("owner/name", ("owner/name", None)),
+        ("owner/name@refs/pr/3", ("owner/name", "refs/pr/3")),
+        ("owner/name@", ("owner/name@", None)),
+        ("./owner/name@v1", ("./owner/name@v1", None)),
+        ("name@v1", ("name@v1", None)),
+        ("owner/name@../../x", ("owner/name@../../x", None)),
+        ("runs/a@b", ("runs/a@b", None)),  # a folder that is here
+    ],
+)
+def test_only_a_hub_id_is_cut_at_its_revision(
+    name: str, expected: tuple[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a@b").mkdir(parents=True)
+    assert repo_and_revision(name) == expected
+
+
+def copy(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    return to
+
+
+MAY_BE_THERE = [
+    "mtp.fc.weight",
+    "model.mtp_layers.0.input_proj.weight",
+    "model.layers.4.eh_proj.weight",
+    "model.layers.4.mlp.up_proj.weight",  # of the module that the one above makes of it
+    "model.layers.0.self_attn.rotary_emb.inv_freq",
+    "transformer.h.0.attn.masked_bias",
+    "bert.embeddings.position_ids",
+    "model.visual.blocks.0.attn.qkv.weight",
+    "vision_tower.encoder.layers.30.mlp.fc1.weight",
+    "multi_modal_projector.linear_1.weight",
+]
+MAKES_ANOTHER = [
+    "model.layers.0.mlp.up_proj.weight_scale",
+    "model.layers.0.self_attn.q_proj.bias",
+    "model.layers.0.self_attn.q_proj.lora_A.weight",
+    "model.layers.3.self_attn.q_norm.weight",
+    "model.layers.5.mlp.up_proj.weight",
+    "v_head.summary.weight",
+]
+
+
+def test_weights_without_which_the_model_is_another() -> None:
+    assert unused_weights([*MAY_BE_THERE, *MAKES_ANOTHER], 4) == MAKES_ANOTHER
+
+
+def test_code_in_a_model_folder_does_not_run_unasked(tiny_target_dir: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    path = copy(tiny_target_dir, tmp_path / "model") / "config.json"
+    config = json.loads(path.read_text())
+    config["model_type"] = "homemade"
+    config["auto_map"] = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": [None, "evil.T"]}
+    path.write_text(json.dumps(config))
+    (path.parent / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    text = refused(load_target, str(path.parent))
+    assert "target.trust_remote_code=true" in text and "--trust-remote-code" in text
+    (path.parent / "tokenizer.json").unlink()
+    refused(load_tokenizer, str(path.parent))
+    assert not ran.exists()
+
+
+def test_code_that_the_user_lets_run_makes_every_tokenizer_of_the_target(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = copy(tiny_target_dir, tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "Homemade"}
+    path.write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": [None, "homemade.Homemade"]}}))
+    code = "from transformers import PreTrainedTokenizerFast\nclass Homemade(PreTrainedTokenizerFast):\n    pass\n"
+    (folder / "homemade.py").write_text(code)
+    assert "target.trust_remote_code=true" in refused(load_tokenizer, str(folder))
+    target = load_target(str(folder), trust_remote_code=True)
+    counts = torch.ones(target.vocab_size, dtype=torch.int64)
+    assert build_head("dflash", {}, target, counts).config.mask_token_id < target.vocab_size
+    draft = build_head("draft", {"path": str(folder)}, target, counts)
+    save_head(draft, tmp_path / "head", target=target_record(target))
+    assert (tmp_path / "head/tokenizer.json").is_file()
+    assert "trust_remote_code" not in (tmp_path / "head/config.json").read_text()

@@ -1,10 +1,7 @@
 """A target in int8: smaller, near the whole one, known by its fingerprint, and refused where it would not be so."""
 
-import json
-import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +84,3 @@ def test_without_torchao_it_says_what_to_install(llama_dir: Path, monkeypatch: p
     with pytest.raises(UserError, match=r"torchao.*pip install -e '.\[quant\]'") as caught:
         load_target(str(llama_dir), quantize="int8")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="the package is installed")
-def test_a_checkpoint_whose_kernels_are_not_installed_is_named(tiny_target_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "awq"
-    shutil.copytree(tiny_target_dir, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"requires gptqmodel.*; install the package$"):
-        load_target(str(folder))
