@@ -194,7 +194,7 @@ def test_query_heads_act_as_queries_of_their_key_head(key_heads: int) -> None:
     q, k, v = torch.randn(2, 3, 6, 8), torch.randn(2, 20, key_heads, 8), torch.randn(2, 20, key_heads, 8)
     mask = torch.zeros(2, 3, 20).masked_fill_(torch.rand(2, 3, 20) < 0.5, -torch.inf)
     mask[..., 0] = 0
-    whole = (x.transpose(1, 2) for x in (q, k, v))
-    expected = scaled_dot_product_attention(*whole, attn_mask=mask[:, None], enable_gqa=True).transpose(1, 2)
+    whole = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    expected = scaled_dot_product_attention(*whole, mask[:, None], enable_gqa=True).transpose(1, 2)
     found = masked_attention(q, k, v, for_groups(mask, 6 // key_heads))
     torch.testing.assert_close(found, expected)
