@@ -33,9 +33,9 @@ def run(target: FrozenTarget) -> list[Features]:
     draw = torch.Generator().manual_seed(1)
     decoder = HFDecoder(target, CacheSpec(batch_size=2, capacity=64, aux_layer_ids=(1, 3), nodes=6))
     lengths, made = (23, 9), []
-    for row, length in enumerate(lengths):
-        tokens = torch.randint(3, 40, (1, length), generator=draw)
-        known = Observed(torch.zeros(1, dtype=torch.int64), None, decoder.slot, length)
+    for row, count in enumerate(lengths):
+        tokens = torch.randint(3, 40, (1, count), generator=draw)
+        known = Observed(torch.zeros(1, dtype=torch.int64), None, decoder.slot, count)
         made.append(decoder.forward(tokens, known, extent=64, row=row, prompt=True))
     tokens, length = torch.randint(3, 40, (2, 6), generator=draw), torch.tensor(lengths)
     level = Drafted(length, torch.arange(4).expand(2, 4)[..., None], decoder.slot, chain=False, scratch=6)
