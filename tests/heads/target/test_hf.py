@@ -9,11 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import warn_once
+from heads.registry import build_untrained
 from heads.target import forward
 from heads.target.cached import CacheSpec
 from heads.target.hf import HFDecoder
 from heads.target.model import Features, FrozenTarget
 from heads.target.slots import Drafted, Observed, Verified, ancestors
+from heads.tree import parse_shape
 from tests.closeness import assert_close
 from tests.heads.target.test_model import make_model
 from tests.switches import kernels_on_cpu
@@ -91,3 +93,7 @@ def test_an_engine_finds_out_which_families_the_kernel_serves(family: str, uses_
         engine = Engine(target, None, EngineOptions(max_length=32))
         assert engine.decoder.step.decoder.reads_masks is not uses_kernel
         assert engine.generate(request)[0].tokens == expected
+        if uses_kernel:  # a draft that borrows the target's layers, whose config is not its own
+            draft: Any = build_untrained("early_exit:2", target)
+            options = EngineOptions(shape=parse_shape("chain:2"), max_length=32)
+            assert Engine(target, draft, options).generate(request)[0].tokens == expected
