@@ -29,15 +29,6 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def temporary_of(final: Path) -> Path:
-    return final.with_name(f".{final.name}.tmp")
-
-
-def begin_folder(final: Path) -> None:
-    shutil.rmtree(temporary_of(final), ignore_errors=True)
-    temporary_of(final).mkdir(parents=True)
-
-
 def swap(one: Path, other: Path) -> None:
     """Swap two folders next to each other: in one operation, so that both names exist at any time, on file systems of
     Linux that support it (renameat2), elsewhere by renaming."""
@@ -51,12 +42,11 @@ def swap(one: Path, other: Path) -> None:
 
 
 @contextmanager
-def whole_folder(final: Path, *, begun: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `final` on success and is deleted on failure. `begun`: it already
-    exists."""
-    temporary = temporary_of(final)
-    if not begun:
-        begin_folder(final)
+def whole_folder(final: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `final` on success and is deleted on failure."""
+    temporary = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):

@@ -15,7 +15,7 @@ P of them expanded.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, Self
@@ -40,28 +40,6 @@ Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens (B, W), parent rows (B, W) in the level before, paths (B, W, level), level) -> logits (B, W, Vd). A path
 holds the indices of a node's ancestors, starting with the root's child, and ends with the node's own. Expanded nodes
 are numbered from 0, level by level; the W nodes being expanded have the highest numbers."""
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """A tree's nodes, the root first, parents before children."""
-
-    tokens: Tensor  # (B, T) int64
-    parents: Tensor  # (B, T) int64
-    scores: Tensor  # (B, T) usually float32, log-probability of the path
-    expanded: Tensor  # (B, T) int64, the node's index among the expanded nodes; -1 if it is not expanded
-    depths: Tensor  # (T,) int64 while a tree grows, (B, N) after `prune`
-
-
-@dataclass(frozen=True)
-class Beam:
-    """The W nodes expanded at one level. `heads.growth.Expand` describes rows and paths."""
-
-    tokens: Tensor  # (B, W) int64
-    scores: Tensor  # (B, W) float32
-    nodes: Tensor  # (B, W) int64
-    rows: Tensor  # (B, W) int64
-    paths: Tensor  # (B, W, level) int64
 
 
 @dataclass(frozen=True)
@@ -120,21 +98,47 @@ def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expa
 
 
 def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
-    B, K, device = len(root), shape.top_k, root.device
+    B, K, N, device = len(root), shape.top_k, shape.nodes, root.device
     depths, penalties = _levels(shape.depth, K, device)
+    T = len(depths)
+    order = constant(tuple(range(T)), device).expand(B, -1)
     picked, logp = draw(logits, 1, K)  # (B, 1, K)
-    nodes = _new_nodes(root, depths, logp.dtype)
-    beam = _widen(nodes, root, None, picked, logp, 1, last=shape.depth == 1)
+    # The beam: the K nodes that are expanded next. Of the root's children these are all, in the order drawn.
+    beam, totals, nodes, paths = picked[:, 0], _ranked(logp[:, 0]), order[:, 1 : 1 + K], order[:, :K, None]
+    rows = torch.zeros_like(nodes)
+    drawn = [root[:, None], beam]
+    summed = [torch.zeros_like(totals[:, :1]), totals]
+    above, beams = [torch.zeros_like(order[:, : 1 + K])], []
     for level in range(2, shape.depth + 1):
-        assert beam is not None
-        picked, logp = draw(expand(beam.tokens, beam.rows, beam.paths, level - 1), level, K)  # (B, K, K)
-        beam = _widen(nodes, root, beam, picked, logp, level, last=level == shape.depth)
-    if shape.nodes < len(depths):
-        nodes = _prune(nodes, penalties, shape.nodes)
-    else:
-        nodes = replace(nodes, depths=depths.expand(B, -1))
-    expanded = nodes.expanded if shape.depth > 1 else None
-    return Proposal(nodes.tokens, nodes.parents, nodes.depths, nodes.scores, expanded)
+        beams.append(nodes)
+        picked, logp = draw(expand(beam, rows, paths, level - 1), level, K)  # (B, K, K)
+        children, sums = picked.flatten(1), _ranked((totals[..., None] + logp).flatten(1))
+        above.append(nodes[..., None].expand(-1, -1, K).flatten(1))
+        drawn.append(children)
+        summed.append(sums)
+        if level < shape.depth:
+            totals, best = (x[:, :K] for x in sums.sort(dim=1, descending=True, stable=True))
+            beam, nodes, rows = children.gather(1, best), best + (1 + K + (level - 2) * K * K), best // K
+            to_parent = paths.gather(1, rows[..., None].expand(-1, -1, level - 1))
+            paths = torch.cat([to_parent, paths[..., -1:] + K], dim=2)
+    tokens, parents, scores = (torch.cat(parts, 1) for parts in (drawn, above, summed))
+    expanded = torch.full_like(parents, -1)
+    if beams:
+        expanded.scatter_(1, torch.cat(beams, 1), order[:, : K * len(beams)])
+    by_depth = depths.expand(B, -1)
+    if N < T:
+        rank = scores - penalties
+        rank[:, 0].fill_(torch.inf)
+        kept = rank.sort(dim=1, descending=True, stable=True).indices[:, :N].sort(dim=1).values  # (B, N)
+        place = torch.zeros_like(parents).scatter_(1, kept, order[:, :N])
+        parents = place.gather(1, parents.gather(1, kept))
+        tokens, scores, expanded, by_depth = (x.gather(1, kept) for x in (tokens, scores, expanded, by_depth))
+    return Proposal(tokens, parents, by_depth, scores, expanded if beams else None)
+
+
+def _ranked(scores: Tensor) -> Tensor:
+    """Return scores with -inf in place of NaN."""
+    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 @cache
@@ -192,68 +196,6 @@ def _plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[lis
         constant(((0, *(node_of[path[:-1]] for path in paths)),), device),
         constant(((0, *map(len, paths)),), device),
         constant(((-1, *(order.index(path) if path in has_children else -1 for path in paths)),), device),
-    )
-
-
-def _new_nodes(root: Tensor, depths: Tensor, dtype: torch.dtype = torch.float32) -> Nodes:
-    """Return empty nodes of the given depths (T,) for root (B,), with scores of type `dtype`. Nodes not yet drawn are
-    padding."""
-    B, T = len(root), len(depths)
-    tokens, parents, expanded = root.new_empty(3, B, T)
-    return Nodes(tokens, parents, root.new_empty(B, T, dtype=dtype), expanded, depths)
-
-
-def _first_node(K: int, level: int) -> int:
-    return 1 if level == 1 else 1 + K + (level - 2) * K * K
-
-
-def _widen(
-    nodes: Nodes, root: Tensor, beam: Beam | None, picked: Tensor, logp: Tensor, level: int, *, last: bool
-) -> Beam | None:
-    """Add picked and logp (B, W, K), the children of the beam's nodes and their log-probabilities, best first. At level
-    1, beam is None and the children are the root's (B,). Return the next beam, None at the last level."""
-    B, W, K = picked.shape
-    start, end, children = _first_node(K, level), _first_node(K, level + 1), picked.flatten(1)
-    totals = nodes.scores[:, start:end]
-    if beam is None:
-        nodes.parents.zero_(), nodes.expanded.fill_(-1)
-        nodes.tokens[:, 0] = root
-        nodes.scores[:, 0].zero_()  # assigning a number would copy it from the host
-        totals.copy_(logp[:, 0])
-    else:
-        nodes.parents[:, start:end].view(B, W, K).copy_(beam.nodes[..., None])
-        torch.add(beam.scores[..., None], logp, out=totals.view(B, W, K))
-    totals.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    nodes.tokens[:, start:end] = children
-    if last:
-        return None
-    if beam is None:  # all are expanded, in the order in which they were drawn
-        best, rows, scores = torch.arange(K, device=root.device).expand(B, K), torch.zeros_like(picked[:, 0]), totals
-        paths = best[..., None]
-    else:
-        scores, best = (x[:, :K] for x in totals.sort(dim=1, descending=True, stable=True))
-        rows = best // K
-        paths = beam.paths.gather(1, rows[..., None].expand(-1, -1, level - 1))
-        paths = torch.cat([paths, beam.paths[..., -1:] + K], dim=2)
-    after = Beam(children.gather(1, best), scores, best + start, rows, paths)
-    nodes.expanded.scatter_(1, after.nodes, paths[..., -1])
-    return after
-
-
-def _prune(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
-    """Return the root and the `count` (N) - 1 other nodes with the best score - penalty (T,), in order, with parents
-    renumbered."""
-    rank = nodes.scores - penalties
-    rank[:, 0].fill_(torch.inf)
-    kept = rank.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values  # (B, N)
-    order = torch.arange(count, device=kept.device).expand_as(kept)
-    place = torch.zeros_like(nodes.parents).scatter_(1, kept, order)
-    return Nodes(
-        nodes.tokens.gather(1, kept),
-        place.gather(1, nodes.parents.gather(1, kept)),
-        nodes.scores.gather(1, kept),
-        nodes.expanded.gather(1, kept),
-        nodes.depths[kept],
     )
 
 

@@ -8,7 +8,9 @@ longer needs the target's decoder layers. An interrupted run continues where it 
 from collections.abc import Sequence
 
 from eval.command import asks_usage
+from heads.errors import UserError
 from train.entry import run_script
+from train.features.settings import CacheFeatures
 from train.recipe import Recipe
 from train.usage import keys_of
 
@@ -18,9 +20,30 @@ USAGE = "usage: python scripts/cache_features.py RECIPE.yaml [key.sub=value ...]
 def main(arguments: Sequence[str]) -> int:
     if asks_usage(USAGE, arguments, keys=lambda: keys_of(Recipe)):
         return 0
-    from train.features.filling import fill
+    import torch
 
-    return fill(arguments)
+    from train.data.prepare import load_data
+    from train.features.cached import fill_folder
+    from train.features.opening import open_source
+    from train.head_settings import make_head
+    from train.opening import open_reader, open_run, read_recipe
+
+    recipe = read_recipe(arguments)
+    settings = recipe.features
+    if not isinstance(settings, CacheFeatures):
+        raise UserError(f"{arguments[0]}: features.kind: expected cache, got {settings.kind}")
+    with open_run(recipe) as run:
+        say = run.tracker.say
+        source, tokenizer = open_source(settings.filled_by, recipe, run.accelerator, say)
+        head = make_head(recipe.head, source.target, torch.zeros(source.target.vocab_size, dtype=torch.int64))
+        reader = open_reader(recipe.data, tokenizer, run)
+        mixture, _ = load_data(recipe.data, recipe.train.seed, head, source.target, reader, run.folder.path)
+        source.check(mixture, head.aux_layer_ids)
+        try:
+            fill_folder(settings, source, mixture, head.aux_layer_ids, recipe.train.batch_size, run.accelerator, say)
+        finally:
+            source.close()
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.records import Message, RecordError
+from train.data.cache import Document, Reader
 from train.data.chats import encode_conversations, read_conversation
-from train.data.corpus import Document
 from train.data.preview import CLOSE, OPEN, marked
-from train.data.reader import Reader
 from train.data.templates import ChatTemplate
 
 

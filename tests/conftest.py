@@ -1,5 +1,6 @@
 """Fixtures shared by all tests, such as a tiny random target with a tokenizer, saved in a user's format."""
 
+import fcntl
 import logging
 import os
 import sys
@@ -22,15 +23,12 @@ if "torchao" not in sys.modules:
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from collections.abc import Iterator
-from dataclasses import replace
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -56,9 +54,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move files with slow tests to the front, so that no process waits long for another at the end."""
-    long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    """Move the longest file to the front, so that no process waits long for the other at the end."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
 
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
@@ -67,52 +64,6 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-
-
-def teach_bfloat16() -> None:
-    """Fix tile products of bfloat16 in Triton's interpreter, which stores bfloat16 as bits and multiplies them as
-    integers."""
-    from triton import language
-    from triton.runtime import interpreter
-
-    untaught = interpreter.InterpreterBuilder.create_dot
-
-    def widened(x: Any) -> Any:
-        if x.dtype.scalar != language.bfloat16:
-            return x
-        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), language.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return untaught(self, widened(a), widened(b), *rest)
-
-    interpreter.InterpreterBuilder.create_dot = create_dot
-
-
-def quicken_interpreter() -> None:
-    """Halve the time of Triton's interpreter, by skipping two things that do not change results: patching its
-    operations into the language again for every launch and every call inside a kernel, and checking each sum and
-    product of integers for overflow, which only its debug mode uses."""
-    from triton import language
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-    patched: set[bool] = set()
-
-    def patch_once(fn: Any) -> Any:
-        speaks_language = any(value is language for value in fn.__globals__.values())
-        if speaks_language not in patched:
-            patched.add(speaks_language)
-            patch(fn)
-        return interpreter._LangPatchScope()  # has nothing to restore
-
-    interpreter._patch_lang = patch_once
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)
-
-
-if find_spec("triton") and os.environ.get("TRITON_INTERPRET"):
-    teach_bfloat16()
-    quicken_interpreter()
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -148,34 +99,79 @@ def fresh_data_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(scope="session")
-def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """A function (name, make) that returns a folder made by whichever of the tests' processes needs it first."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    def get(name: str, make: Callable[[Path], None]) -> Path:
+        with (base / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (base / name).is_dir():
+                (base / f"{name}.part").mkdir()
+                make(base / f"{name}.part")
+                (base / f"{name}.part").rename(base / name)
+        return base / name
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_target_dir(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     """The folder of a random 8-layer Llama: hidden 32, 4 heads over 2 key-value heads, 128 tokens, context 512."""
-    folder = tmp_path_factory.mktemp("tiny-target")
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,  # wide, so that logits differ and greedy text varies
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    make_tiny_tokenizer().save_pretrained(folder)
-    return folder
+
+    def make(folder: Path) -> None:
+        config = LlamaConfig(
+            vocab_size=128,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.2,  # wide, so that logits differ and greedy text varies
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            LlamaForCausalLM(config).save_pretrained(folder)
+        make_tiny_tokenizer().save_pretrained(folder)
+
+    return once("tiny-target", make)
 
 
-@pytest.fixture
-def no_c() -> Iterator[None]:
-    with without_c():
-        yield
+TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
+
+
+@pytest.fixture(scope="session")
+def tiny_run(once: Callable[[str, Callable[[Path], None]], Path], tiny_target_dir: Path) -> Path:
+    """A folder with `recipe.yaml`, its data, and its finished run in `run`, an EAGLE-3 head. Not to be changed."""
+
+    def make(folder: Path) -> None:
+        from tests.runs import forget_accelerator  # imports all that trains, which takes seconds
+        from train.entry import attempt
+
+        (folder / "data.jsonl").write_text("".join(f'{{"text": "{TEXT[n:]}{TEXT[:n]}"}}\n' for n in range(0, 80, 5)))
+        (folder / "prompts.jsonl").write_text('{"text": "the sea is near"}\n{"text": "there are ten"}\n')
+        recipe = {
+            "output_dir": "run",
+            "target": {"path": str(tiny_target_dir)},
+            "head": {"kind": "eagle3", "depth": 2, "intermediate_size": 32},
+            "data": {"sources": [{"kind": "text", "path": "data.jsonl"}], "context_length": 48},
+            "train": dict(max_steps=2, batch_size=2, lr=0.01, precision="fp32", log_every=1, checkpoint_every=1),
+            "eval": {"prompts": "prompts.jsonl", "max_new_tokens": 8, "tree": "chain:2", "report": {"repeats": 1}},
+        }
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            forget_accelerator()
+            assert attempt("eagle", ["recipe.yaml"]) == 0
+            forget_accelerator()
+
+    return once("tiny-run", make)
 
 
 @pytest.fixture

@@ -6,15 +6,13 @@ import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from heads.base import HeadLoss
-from train.features.batch import make_batch
-from train.trained import Trained
+from train.features.source import make_batch
+from train.parallel import Trained
 
 
 @contextmanager
@@ -35,14 +33,14 @@ def signal_at(call: int, number: signal.Signals = signal.SIGTERM) -> Iterator[No
 @contextmanager
 def nan_at(call: int) -> Iterator[None]:
     """Make the `call`-th loss of training NaN."""
-    calls, loss = iter(range(1, 1_000)), Trained.loss
+    calls, forward = iter(range(1, 1_000)), Trained.forward
 
-    def make(trained: Trained, *arguments: Any) -> HeadLoss:
-        found = loss(trained, *arguments)
-        return replace(found, loss=found.loss * float("nan")) if next(calls) == call else found
+    def make(trained: Trained, *arguments: Any) -> Any:
+        loss, *others = forward(trained, *arguments)
+        return (loss * float("nan") if next(calls) == call else loss, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trained, "loss", make)
+        patch.setattr(Trained, "forward", make)
         yield
 
 
@@ -78,5 +76,5 @@ def small_files(most: int) -> Iterator[None]:
 def little_memory() -> Iterator[None]:
     """Simulate too little memory for a copy of any target."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.features.base.ROOM", 1e9)
+        patch.setattr("train.features.source.ROOM", 1e9)
         yield

@@ -12,7 +12,8 @@ ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself
 LEAN = {"torch", "transformers", "safetensors", "numpy", "triton"}  # what heads/ and eval/runtime/ may import
 OPTIONAL = {"heads/target/quantization.py": {"torchao"}, "heads/target/load.py": {"peft"}}
 DEPENDENCIES = LEAN | {
-    *("accelerate", "aiohttp", "datasets", "deepspeed", "huggingface_hub", "hypothesis", "jinja2", "matplotlib"),
+    *("accelerate", "datasets", "deepspeed", "huggingface_hub", "hypothesis", "jinja2", "matplotlib", "openai"),
+    "omegaconf",
     *(
         "mypy",
         "peft",

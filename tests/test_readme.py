@@ -4,11 +4,10 @@ A `bash` block whose first line is a comment `# needs ...` is parsed but not run
 checkout, shortened with the options in TINY.
 """
 
+import io
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import yaml
 from eval.benchmark.records import read_messages, read_records
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import KEYS
+from eval.command import exit_status
 from heads.checkpoint import save_head, target_record
 from heads.formats.blocks import SCALED
 from heads.formats.blocks import TARGETS as BLOCK_TARGETS
@@ -32,6 +32,8 @@ from heads.formats.medusa import OLD_VLLM
 from heads.registry import HEADS, build_head
 from heads.target.load import load_target, load_tokenizer
 from tests.chats import encode_chat
+from tests.runs import forget_accelerator
+from tests.switches import forget_library
 from train.entry import LAUNCH, attempt
 from train.planning.plan import parse_arguments as plan_arguments
 from train.recipe import load_recipe
@@ -52,21 +54,24 @@ ELSEWHERE = {
 }
 """Program -> the file that runs it."""
 TRAIN = (
-    "train.max_steps=2 train.eval_every=2 train.checkpoint_every=2 data.sources.0.limit=20 "
-    "eval.num_prompts=2 eval.max_new_tokens=8 eval.report.num_prompts=2 eval.report.max_new_tokens=8 "
-    "eval.report.repeats=1 eval.report.temperatures=[0]"
+    "train.max_steps=2 train.warmup_steps=1 train.eval_every=2 train.checkpoint_every=2 data.sources.0.limit=20 "
+    "data.context_length=96 eval.num_prompts=2 eval.max_prompt_tokens=32 eval.max_new_tokens=4 eval.tree=chain:2 "
+    "eval.report.num_prompts=2 eval.report.max_new_tokens=4 eval.report.repeats=1 eval.report.temperatures=[0] "
+    "eval.report.trees=[chain:2]"
 )
-ANSWERS = "data.regenerate.prompts=4 data.regenerate.new_tokens=8"
+ANSWERS = "data.regenerate.prompts=4 data.regenerate.prompt_tokens=16 data.regenerate.new_tokens=4"
+MEASURE = "--num-prompts 2 --max-prompt-tokens 32 --max-new-tokens 4 --repeats 1"
 TINY = {
     "train/": TRAIN,
     "scripts/regenerate.py": ANSWERS,
     "scripts/cache_features.py": TRAIN,
-    "eval/bench.py": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
-    "eval/compare.py": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
+    "eval/bench.py": MEASURE,
+    "eval/compare.py": MEASURE,
     "eval/sweep.py": "--count 1",
-    "scripts/audit.py": "--num-prompts 2 --max-new-tokens 8",
-    "scripts/bench_backends.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1 --tree chain:2",
-    "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
+    "eval/chat.py": "--max-new-tokens 4",
+    "scripts/audit.py": "--num-prompts 2 --max-prompt-tokens 32 --max-new-tokens 4",
+    "scripts/bench_backends.py": "--num-prompts 1 --max-new-tokens 4 --repeats 1 --tree chain:2",
+    "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 4 --repeats 1",
     "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1",
 }
 """Program -> options that make it fast."""
@@ -186,26 +191,42 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shortened(command: Command) -> list[str]:
-    """Return the words of a command that does the same in seconds."""
-    launch, _, _ = command.text.partition(command.program)
-    launcher = ["-m", "accelerate.commands.launch", *shlex.split(launch)[2:]] if "accelerate" in launch else []
+def start(program: str, arguments: list[str]) -> int:
+    """Run a program in this process, and return its exit status."""
+    if program.startswith("train/"):
+        return attempt(Path(program).stem, arguments)
+    module: Any = import_module(program.removesuffix(".py").replace("/", "."))
+    return exit_status(lambda: module.main(arguments))
+
+
+def marked(command: Command) -> Any:
+    """Return a command as a slow test if it starts processes, or makes a record and no run that another page names."""
+    record = not command.program.startswith("train/") or "output_dir=" in command.text
+    slow = command.program == "eval/sweep.py" or (command.page == "eval/results/README.md" and record)
+    return pytest.param(command, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("command", map(marked, RUN), ids=lambda command: f"{command.page}: {command.text}")
+def test_a_command_runs(
+    command: Command, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # In order, as a reader would run them: later commands measure what earlier ones trained.
+    monkeypatch.chdir(checkout)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys, "argv", [command.program])
+    for name, value in (
+        word.split("=", 1) for word in command.words[: command.words.index(command.program)] if "=" in word
+    ):
+        monkeypatch.setenv(name, value)
+        forget_library()
     extra = next((options for program, options in TINY.items() if command.program.startswith(program)), "")
     if command.program.startswith("train/") and "data.regenerate=null" not in command.words:
         extra += f" {ANSWERS}"
-    return [sys.executable, *launcher, command.program, *command.arguments, *extra.split()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", RUN, ids=lambda command: f"{command.page}: {command.text}")
-def test_a_command_runs(command: Command, checkout: Path) -> None:
-    # In order, as a reader would run them: later commands measure what earlier ones trained.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
-    done = subprocess.run(
-        shortened(command), cwd=checkout, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    forget_accelerator()
+    status = start(command.program, [*command.arguments, *extra.split()])
+    forget_library()
+    assert status == 0, capsys.readouterr().err
 
 
 def test_the_program_in_python_runs(
@@ -236,7 +257,7 @@ def test_every_conversation_that_is_shown_gives_labels(page: Path, tiny_target_d
         assert 0 < document.labels.sum() < len(document.labels)
 
 
-@pytest.mark.parametrize("chats", [4, 200])
+@pytest.mark.parametrize("chats", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_command_for_your_own_data_trains_another_model_on_the_lines_above_it(
     chats: int,
     tiny_target_dir: Path,

@@ -1,79 +1,44 @@
-"""Tests of the start of a command: --help imports no heavy package, and no library prints anything."""
+"""Commands as processes: --help imports nothing heavy, no library prints, and a run that was killed goes on."""
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.processes import ROOT, finish, launcher, start, wait_for
+from tests.runs import forget_accelerator, lines, same, weights
+from train.entry import attempt
+
 HEAVY = ("torch", "transformers", "matplotlib", "wandb", "accelerate", "datasets", "deepspeed", "peft")
-
-
 ENTRIES = [
-    path.relative_to(ROOT)
+    str(path.relative_to(ROOT))
     for folder in ("train", "eval", "scripts")
     for path in sorted((ROOT / folder).glob("*.py"))
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 ]
+MISTYPED = [
+    ["eval/bench.py", "--nonsense"],
+    ["eval/bench.py"],
+    ["train/eagle.py", "no.yaml"],
+    ["train/eagle.py", "recipes/quickstart.yaml", "train.max_steps"],
+]
 LOOK = """
-import json, runpy, sys
-script, heavy = sys.argv[1], sys.argv[2].split(",")
-sys.argv = [script, "--help"]
-sys.path[0] = script.rpartition("/")[0]
-try:
-    runpy.run_path(script, run_name="__main__")
-except SystemExit as ended:
-    print(json.dumps([ended.code or 0, [name for name in heavy if sys.modules.get(name)]]))
+import contextlib, io, json, runpy, sys
+found = []
+for words in json.loads(sys.argv[1]):
+    sys.argv, sys.path[0] = words, words[0].rpartition("/")[0]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as ended:
+            found.append([ended.code or 0, out.getvalue(), err.getvalue()])
+print(json.dumps([found, [name for name in json.loads(HEAVY) if sys.modules.get(name)]]))
 """
-
-
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("TRITON_INTERPRET", None)
-    return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_help_imports_nothing_heavy(entry: Path) -> None:
-    done = run("-c", LOOK, entry, ",".join(HEAVY))
-    assert done.stderr == ""
-    assert "usage: " in done.stdout
-    assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
-
-
-MISTYPED = {
-    "unknown option": ["eval/bench.py", "--nonsense"],
-    "no argument": ["eval/bench.py"],
-    "no recipe": ["train/eagle.py", "no.yaml"],
-    "no value": ["train/eagle.py", "recipes/quickstart.yaml", "train.max_steps"],
-}
-
-
-@pytest.mark.parametrize("words", MISTYPED.values(), ids=MISTYPED)
-def test_a_mistyped_command_is_refused_without_importing_anything_heavy(words: list[str]) -> None:
-    done = run("-X", "importtime", *words)
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("error: ")
-    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert not names & {*HEAVY}
-
-
-@pytest.mark.parametrize("entry", ["train/eagle.py", "eval/bench.py"])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_that_nobody_reads_ends_a_command_quietly(entry: str, unbuffered: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
-    read, write = os.pipe()
-    os.close(read)
-    words = [sys.executable, entry, "--help"]
-    done = subprocess.run(words, cwd=ROOT, env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
-    os.close(write)
-    swallowed = bool(unbuffered) and entry == "eval/bench.py"  # by argparse
-    assert (done.returncode, done.stderr) == (0 if swallowed else 141, "")
-
-
 TABLE = """
 from rich.console import Console
 from eval.command import exit_status
@@ -87,34 +52,73 @@ raise SystemExit(exit_status(show))
 """
 
 
-def test_a_table_that_nobody_reads_ends_a_command_quietly() -> None:
+def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    given: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    return subprocess.run([sys.executable, *words], env=environment, **given | options)  # type: ignore[call-overload, no-any-return]
+
+
+def test_neither_help_nor_a_mistyped_command_imports_anything_heavy() -> None:
+    commands = [[entry, "--help"] for entry in ENTRIES] + MISTYPED
+    done = run("-c", LOOK.replace("HEAVY", repr(json.dumps(HEAVY))), json.dumps(commands))
+    found, heavy = json.loads(done.stdout)
+    assert done.stderr == "" and heavy == [] and len(found) == len(commands)
+    for (entry, *_), (status, out, err) in zip(commands, found, strict=True):
+        if [entry, *_] in MISTYPED:
+            assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+        else:
+            assert status == 0 and "usage: " in out and err == "", entry
+
+
+@pytest.mark.parametrize("words", [["train/eagle.py", "--help"], ["-c", TABLE]], ids=["help", "a table"])
+def test_output_that_nobody_reads_ends_a_command_quietly(words: list[str]) -> None:
     """`rich` would end the command with status 1, which means that an output was not the target's own."""
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-c", TABLE], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=write,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    done = run(*words, stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_launched_run_that_was_killed_goes_on_to_the_same_weights(tiny_run: Path, tmp_path: Path) -> None:
+    """By `accelerate launch` and the configuration that comes with it, which says nothing itself."""
+    settings = ["train.max_steps=40", "eval.max_new_tokens=4"]
+    shutil.copytree(tiny_run, tmp_path, dirs_exist_ok=True)
+    launch = launcher("-q", "--config_file", str(ROOT / "recipes/accelerate/local.yaml"))
+    killed = start(Path("recipe.yaml"), "output_dir=broken", *settings, launcher=launch, folder=tmp_path)
+    wait_for(tmp_path / "broken", 3, killed)
+    os.killpg(killed.pid, signal.SIGKILL)
+    said, _ = killed.communicate()
+    assert "usage" not in said and "Warning" not in said
+    assert max(line["step"] for line in lines(tmp_path / "broken")) < 40
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        for folder in ("broken", "whole"):
+            forget_accelerator()
+            assert attempt("eagle", ["recipe.yaml", f"output_dir={folder}", *settings]) == 0
+        forget_accelerator()
+    assert same(weights(tmp_path / "broken", 40), weights(tmp_path / "whole", 40))
+
+
 @pytest.mark.slow
-def test_a_launch_by_the_configuration_that_comes_with_it_says_nothing_itself() -> None:
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file"]
-    done = run(*launch, "recipes/accelerate/local.yaml", "train/eagle.py", "--help")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
+@pytest.mark.parametrize("change", ["trian.max_steps=3", "data.sources.0.path=no.jsonl"])
+def test_a_mistake_is_the_last_line_of_both_forms_of_a_launch(change: str, tiny_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_run, tmp_path, dirs_exist_ok=True)
+    launch = launcher("-q", "--config_file", str(ROOT / "recipes/accelerate/local.yaml"))
+    for form, status in ((None, 2), (launch, 1)):
+        said = finish(start(Path("recipe.yaml"), "output_dir=new", change, launcher=form, folder=tmp_path), status)
+        assert said.splitlines()[-1].startswith("error: ") and said.count("error: ") == 1, said
 
 
 @pytest.mark.slow
 def test_no_library_speaks_before_a_command_does(tmp_path: Path) -> None:
     """The command loads a model. Both streams have only our own lines, and torchao is not imported."""
-    options = ["--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--repeats", "1", "--tree", "chain:2"]
     (tmp_path / "prompts.jsonl").write_text('{"text": "import os"}\n{"text": "def main("}\n')
-    options[1] = str(tmp_path / "prompts.jsonl")
+    options = ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4", "--repeats", "1"]
     done = run(
         *("-X", "importtime", "eval/bench.py", "lookup:2", "--target", "recipes/quickstart/target"),
-        *("--out", str(tmp_path / "out"), *options),
+        *("--out", str(tmp_path / "out"), "--tree", "chain:2", *options),
     )
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]

@@ -1,36 +1,33 @@
 """Checkpoints: everything a run needs to continue as if it had never stopped, written completely or not at all.
 
 `checkpoints/step-N/` holds the head's weights and the optimizer's state as safetensors, `state.json`, and
-`manifest.json` with the hash of each file. The data position, the learning rate and the random state are functions of
-the step, so only the step is stored. The optimizer's settings are in the recipe. A measurement is made after the
-checkpoint of its step, which gets a file `measured.json` when it is complete. Under FSDP every process writes its part
-of the tensors with torch.distributed.checkpoint. A run of any form and number of processes can read both layouts.
+`manifest.json` with the SHA-256 of each file. The data position, the learning rate and the random state are functions
+of the step, so only the step is stored. The optimizer's settings are in the recipe. A measurement is made after the
+checkpoint of its step, which gets a file `measured.json` when it is complete. The tensors are whole in every form, so a
+run of any form and number of processes can read them.
 """
 
 import json
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 from safetensors import SafetensorError
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from heads.errors import UserError, first_line
-from heads.files import begin_folder, file_hash, is_full_disk, temporary_of, whole_folder, write_json
-from train.averages import Sums
+from heads.files import file_hash, is_full_disk, whole_folder, write_json
 from train.launch import on_main
 from train.parallel import Replicas
+from train.step import Sums
 
 Say = Callable[[str], None]
+HEAD, OPTIMIZER, STATE, MANIFEST = "head.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 MEASURED = ("best_tau", "best_step", "measured_step", "seconds")
 """Fields of the state in measured.json, which is not in the manifest."""
 OR_ELSE = "delete it to use the checkpoint before it, or name another output_dir"
@@ -71,30 +68,30 @@ class RunState:
 
 def save_checkpoint(form: Replicas, folder: Path, state: RunState, *, keep: int) -> None:
     """Write `step-N`. After that, delete all but the newest `keep` checkpoints. Called by every process."""
-    final = folder / f"step-{state.step}"
-    temporary = temporary_of(final)
     weights, moments = form.weights(), form.moments()
+    on_main(form.accelerator, lambda: _write(folder, state, weights, moments, keep))
 
-    def write() -> None:
-        with _explained(final), whole_folder(final, begun=form.in_parts):
-            if not form.in_parts:
-                (temporary / "head.safetensors").write_bytes(save(_plain(weights)))
-                (temporary / "optimizer.safetensors").write_bytes(save(_plain(moments)))
-            (temporary / "state.json").write_bytes(_json(asdict(state)))
-            manifest = {
-                file.name: {"bytes": file.stat().st_size, "sha256": file_hash(file)}
-                for file in sorted(temporary.iterdir())
-            }
-            (temporary / "manifest.json").write_bytes(_json(manifest))
-        for path in list_checkpoints(folder)[:-keep]:
-            shutil.rmtree(path)
 
-    if form.in_parts:
-        on_main(form.accelerator, lambda: begin_folder(final))
-        with _explained(final):
-            writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-            state_dict_saver.save({**weights, **moments}, storage_writer=writer)
-    on_main(form.accelerator, write)
+def _write(folder: Path, state: RunState, weights: dict[str, Tensor], moments: dict[str, Tensor], keep: int) -> None:
+    try:
+        with whole_folder(folder / f"step-{state.step}") as temporary:
+            for name, tensors in ((HEAD, weights), (OPTIMIZER, moments)):
+                # safetensors refuses tensors that share memory, such as tied embeddings.
+                own = {key: tensor.detach().cpu().clone().contiguous() for key, tensor in tensors.items()}
+                (temporary / name).write_bytes(save(own))
+            write_json(temporary / STATE, asdict(state))
+            write_json(temporary / MANIFEST, {name: file_hash(temporary / name) for name in (HEAD, OPTIMIZER, STATE)})
+    except (OSError, SafetensorError) as error:
+        if not is_full_disk(error):
+            raise
+        kept = [path.name for path in list_checkpoints(folder)]
+        what = f"{', '.join(kept)} {'is' if len(kept) == 1 else 'are'} intact" if kept else "nothing was written"
+        raise UserError(
+            f"{folder}: no space left on the device for the checkpoint of step {state.step}; {what}; free some space "
+            "and run the same command again"
+        ) from error
+    for path in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(path)
 
 
 def save_measurement(folder: Path, state: RunState) -> None:
@@ -105,21 +102,11 @@ def save_measurement(folder: Path, state: RunState) -> None:
 
 def load_checkpoint(form: Replicas, folder: Path) -> None:
     """Load a checkpoint's weights and optimizer state. Called by every process; each reads the files itself. UserError
-    if they belong to another head."""
-
-    def read(tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if name not in stored or stored[name].size != tensor.shape:
-                raise ValueError(f"{name} is missing or of another shape")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each process reads alone
-            state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-
+    if they belong to another head or optimizer."""
     try:
-        stored: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        form.take_up(read, sorted(stored.keys() - form.trained.stored.state_dict().keys()))
-    except (OSError, SafetensorError, CheckpointException, RuntimeError, ValueError, LookupError) as error:
-        raise UserError(f"{folder}: cannot be gone on from ({first_line(error)}); {OR_ELSE}") from error
+        form.load(load_file(folder / HEAD), load_file(folder / OPTIMIZER))
+    except (OSError, SafetensorError, ValueError, LookupError) as error:  # LookupError: a dtype unknown to torch
+        raise UserError(f"{folder}: cannot be resumed from ({first_line(error)}); {OR_ELSE}") from error
 
 
 def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:
@@ -159,13 +146,10 @@ def check_continues(path: Path, state: RunState, now: RunState, depths: int, say
 
 def begun_in(folder: Path) -> str | None:
     """Return the precision of the newest readable checkpoint in `folder`, or None if there is none."""
-    try:
-        found = list_checkpoints(folder)
-    except (OSError, ValueError):  # locking the folder raises the error for an impossible path
-        return None
-    for path in reversed(found):
-        with suppress(OSError, ValueError):
-            return read_state(path).precision
+    with suppress(OSError, ValueError):  # locking the folder raises the error for an impossible path
+        for path in reversed(list_checkpoints(folder)):
+            with suppress(OSError, ValueError):
+                return read_state(path).precision
     return None
 
 
@@ -178,34 +162,22 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def find_fault(path: Path) -> str | None:
     """Return what is wrong with a checkpoint according to its manifest, or None if it is intact."""
     try:
-        manifest = _read_json(path / "manifest.json")
-        for name, expected in manifest.items():
-            file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if file.stat().st_size != expected["bytes"] or file_hash(file) != expected["sha256"]:
+        manifest = pydantic.TypeAdapter(dict[str, str]).validate_json((path / MANIFEST).read_bytes())
+        for name in (HEAD, OPTIMIZER, STATE):
+            if file_hash(path / name) != manifest[name]:
                 return f"{name} was changed after it was written"
-        if "state.json" not in manifest:
-            return "its manifest lacks state.json"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "its manifest is missing or unreadable"
-    try:
         state = read_state(path)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        return f"state.json is not what this version writes ({where}: {first['msg']})"
-    except (OSError, ValueError) as error:
-        return f"state.json is not what this version writes ({first_line(error)})"
-    return None if path.name == f"step-{state.step}" else f"state.json is of step {state.step}"
+    except (OSError, ValueError, LookupError) as error:
+        return f"incomplete, or not written by this version ({first_line(error)})"
+    return None if path.name == f"step-{state.step}" else f"{STATE} is of step {state.step}"
 
 
 def read_state(path: Path) -> RunState:
     """Return the state in a checkpoint's folder. ValueError if the file is not a valid state. Without a valid
     measured.json, the measurement at its step is still to be made."""
-    state = pydantic.TypeAdapter(RunState).validate_json((path / "state.json").read_bytes())
+    state = pydantic.TypeAdapter(RunState).validate_json((path / STATE).read_bytes())
     with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
-        found = _read_json(path / "measured.json")
+        found: Any = json.loads((path / "measured.json").read_bytes())
         return replace(state, **{name: found[name] for name in MEASURED})
     return state
 
@@ -214,33 +186,3 @@ def remove_leftovers(folder: Path) -> None:
     """Delete incomplete checkpoints that a killed process has left."""
     for path in folder.glob(".step-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _explained(final: Path) -> Iterator[None]:
-    """Turn the error for a full disk, in any process, into a UserError."""
-    try:
-        yield
-    except (OSError, SafetensorError, CheckpointException) as error:
-        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        if not any(is_full_disk(cause) for cause in causes):
-            raise
-        shutil.rmtree(temporary_of(final), ignore_errors=True)  # no process is still writing
-        kept = [path.name for path in list_checkpoints(final.parent)]
-        what = f"{', '.join(kept)} {'is' if len(kept) == 1 else 'are'} intact" if kept else "nothing was written"
-        raise UserError(
-            f"{final.parent}: no space left on the device for the checkpoint of {final.name.replace('-', ' ')}; "
-            f"{what}; free some space and run the same command again"
-        ) from error
-
-
-def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1) + "\n").encode()
-
-
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ USAGE = (
     f"usage: {LAUNCH} train/{{name}}.py RECIPE.yaml [key.sub=value ...] [{PLAN}], or with one process: "
     "python train/{name}.py RECIPE.yaml ..."
 )
-PLANNING = f"""{PLAN} prints the memory, disk, operations and hours of a run, computed from the configs. Options:
+PLANNING = f"""{PLAN} prints the memory, operations and hours of a run, computed from the configs. Options:
   --processes N             number of processes, one for each device
   --sharing MODE            how processes share the head's training state: ddp, fsdp, zero2 or zero3
   --features PLACE          where the target runs: process (whole in each process), sharded, vllm or cache

@@ -7,14 +7,15 @@ that the loop need not.
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,6 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     broadcast_object_list,
-    gather_object,
     is_tensorboard_available,
 )
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported without being declared
@@ -36,7 +36,6 @@ from eval.benchmark.loading import load_pair
 from heads.errors import UserError
 from heads.target.load import Place
 from heads.target.model import FrozenTarget
-from train.data.corpus import held_file
 from train.fast_dtype import fastest_dtype
 from train.interrupts import Interrupted
 from train.recipe import Target, Tracking, Train
@@ -45,7 +44,6 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=2)
 """Longest wait of a process for another one. It must exceed the time of a checkpoint or a measurement."""
-STORE_TIMEOUT = timedelta(seconds=5)
 
 
 def make_accelerator(
@@ -62,62 +60,47 @@ def make_accelerator(
     _check_environment(settings, wanted)
     # Accelerate's launcher always sets this variable under DeepSpeed, and it would override the argument below.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+    group = InitProcessGroupKwargs(timeout=TIMEOUT)
     arguments: dict[str, Any] = {
         "mixed_precision": _mixed_precision(settings, torch.device("cuda" if on_gpu else "cpu"), begun_in),
         "gradient_accumulation_steps": settings.grad_accum,
         "step_scheduler_with_optimizer": False,
+        "kwargs_handlers": [group],
     }
     if tracking is not None and folder is not None:
-        arguments["log_with"] = _trackers(tracking) or None  # Accelerate warns about an empty list
+        if tracking.tensorboard and not is_tensorboard_available():  # Accelerate would skip it
+            raise UserError("tracking.tensorboard: not installed; pip install tensorboard, or leave it out")
+        wanted_trackers = {"wandb": tracking.wandb != "off", "tensorboard": tracking.tensorboard}
+        arguments["log_with"] = [name for name, on in wanted_trackers.items() if on] or None  # it warns about []
         arguments["project_config"] = ProjectConfiguration(logging_dir=str(folder / "tensorboard"))
-    group = InitProcessGroupKwargs(timeout=TIMEOUT)
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed would look for a GPU
-    with _unsharded():
-        if on_gpu:
-            accelerator = Accelerator(kwargs_handlers=[group], **arguments)
-        elif wanted == "deepspeed":
-            accelerator = _deepspeed_on_cpu(arguments)
+        if wanted == "deepspeed":
+            import deepspeed
+
+            # DeepSpeed would compile this C++ extension at the first collective, which fails without ninja.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate silently drops DeepSpeed
+            group.backend = "gloo"
         else:
-            accelerator = Accelerator(cpu=True, kwargs_handlers=[group], **arguments)
-            _use_cores()
+            arguments["cpu"] = True
+    # Accelerate drops FSDP on a CPU, and `train.parallel` uses torch's own. With the second variable, transformers
+    # would load the target's weights only in the first process.
+    hidden = {name: os.environ.pop(name, None) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}
+    accelerator = Accelerator(**arguments)
+    if hidden["ACCELERATE_USE_FSDP"] is not None:
+        os.environ["ACCELERATE_USE_FSDP"] = hidden["ACCELERATE_USE_FSDP"]
+    if not on_gpu and wanted != "deepspeed":
+        _use_cores()
     made = "deepspeed" if accelerator.distributed_type == DistributedType.DEEPSPEED else "ddp"
     if accelerator.num_processes != world or (made == "deepspeed") != (wanted == "deepspeed"):
         raise UserError(
             f"the launch asked for {world} processes of {wanted}, Accelerate made {accelerator.num_processes} of "
             f"{made}; check the flags of accelerate launch against `accelerate env`"
         )
-    if world > 1 and len(set(gather_object([accelerator.mixed_precision]))) > 1:
-        raise UserError(
-            "train.precision: auto is bf16 on some of the machines and fp32 on others; set train.precision=fp32 or bf16"
-        )
     if accelerator.state.deepspeed_plugin is not None:
         _check_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config)
     return accelerator
-
-
-@contextmanager
-def _unsharded() -> Iterator[None]:
-    """Hide FSDP from Accelerate, which drops it on a CPU. `train.parallel` uses torch's own FSDP instead."""
-    # With this variable, transformers would load the target's weights only in the first process.
-    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
-    used = os.environ.pop("ACCELERATE_USE_FSDP", None)
-    try:
-        yield
-    finally:
-        if used is not None:
-            os.environ["ACCELERATE_USE_FSDP"] = used
-
-
-def _trackers(tracking: Tracking) -> list[str]:
-    """Return the names of the requested trackers. UserError for one that is not installed, which Accelerate would
-    skip."""
-    if tracking.tensorboard and not is_tensorboard_available():
-        raise UserError(
-            "tracking.tensorboard: the package tensorboard is not installed; pip install tensorboard, or leave it out"
-        )
-    wanted = {"wandb": tracking.wandb != "off", "tensorboard": tracking.tensorboard}
-    return [name for name, on in wanted.items() if on]
 
 
 def wanted_mode() -> str:
@@ -144,43 +127,37 @@ def _mixed_precision(settings: Train, device: torch.device, begun_in: str | None
 
 
 def _check_environment(settings: Train, wanted: str) -> None:
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    allowed = {"auto": ("no", "bf16"), "fp32": ("no",), "bf16": ("no", "bf16")}
-    if launched not in allowed[settings.precision]:
-        raise UserError(
-            f"launched with --mixed_precision {launched}, the recipe says train.precision {settings.precision}; "
-            "leave the flag out"
-        )
-    given = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if given not in ("1", "auto", str(settings.grad_accum)):
-        raise UserError(
-            f"launched with --gradient_accumulation_steps {given}, which is for the recipe to say, by "
-            "train.tokens_per_step or train.grad_accum; leave the flag out"
-        )
-    if wanted == "fsdp":
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            raise UserError("FSDP is supported in its second version; launch with --fsdp_version 2")
-        if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-            raise UserError("FSDP keeps a head on the GPU; launch with --fsdp_offload_params false")
-
-
-def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
-    import deepspeed
-
-    # DeepSpeed would compile this C++ extension at the first collective, which fails without ninja.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate silently drops DeepSpeed
-    return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)], **arguments)
+    """Raise UserError for flags of the launch that the recipe contradicts, or that would be ignored."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    sharded = wanted == "fsdp"
+    for is_wrong, fault in (
+        (
+            precision not in (("no",) if settings.precision == "fp32" else ("no", "bf16")),
+            f"--mixed_precision {precision}: the recipe says train.precision {settings.precision}; leave the flag out",
+        ),
+        (
+            accumulation not in ("1", "auto", str(settings.grad_accum)),
+            f"--gradient_accumulation_steps {accumulation}: leave the flag out, and set train.tokens_per_step or "
+            "train.grad_accum",
+        ),
+        (sharded and os.environ.get("FSDP_VERSION", "1") != "2", "--fsdp_version 1: expected 2"),
+        (
+            sharded and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true",
+            "--fsdp_offload_params true: FSDP keeps a head on the GPU; expected false",
+        ),
+    ):
+        if is_wrong:
+            raise UserError(f"accelerate launch {fault}")
 
 
 def _check_deepspeed(config: dict[str, Any]) -> None:
-    if "optimizer" in config or "scheduler" in config:
-        raise UserError(
-            "the DeepSpeed configuration names an optimizer or a scheduler; leave them out, the recipe's are used"
-        )
     zero = config.get("zero_optimization", {})
-    if zero.get("stage", 0) == 0:
-        raise UserError("DeepSpeed stage 0 cuts nothing up; use --zero_stage 1, 2 or 3, or launch without DeepSpeed")
+    if "optimizer" in config or "scheduler" in config or not zero.get("stage"):
+        raise UserError(
+            "the DeepSpeed configuration: expected stage 1, 2 or 3 of ZeRO and neither an optimizer nor a scheduler, "
+            "which the recipe has"
+        )
     if any((zero.get(name) or {}).get("device") == "nvme" for name in ("offload_optimizer", "offload_param")):
         raise UserError("DeepSpeed's offload to nvme is not read by checkpoints; offload to cpu, or not at all")
 
@@ -190,32 +167,25 @@ def load_recipe_target(
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Return the frozen target and its tokenizer. `place` puts the target on its devices; by default it is loaded onto
     this process's device."""
-    with _unpartitioned(accelerator), ExitStack() as turn:
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:  # under ZeRO-3, `from_pretrained` would leave a frozen target with empty weights
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+    with ExitStack() as turn:
         # Only one process of this user on this machine loads at a time, so that only one holds weights being converted.
-        turn.enter_context(held_file(Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading"))
+        loading = Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading"
+        fcntl.flock(turn.enter_context(loading.open("a")), fcntl.LOCK_EX)
 
         def put(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> None:
             assert place is not None
             place(target, device, dtype)
             turn.close()  # the check that follows may need all processes
 
-        return load_pair(device=accelerator.device, place=None if place is None else put, **settings.model_dump())
-
-
-@contextmanager
-def _unpartitioned(accelerator: Accelerator) -> Iterator[None]:
-    """Hide ZeRO-3 from `from_pretrained`, which would otherwise leave a frozen target with empty weights."""
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin is None:
-        yield
-        return
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
+        loaded = load_pair(device=accelerator.device, place=None if place is None else put, **settings.model_dump())
+    if plugin is not None:
         plugin.set_deepspeed_weakref()
+    return loaded
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
@@ -252,9 +222,8 @@ def _is_first_to_end() -> bool:
     process keeps. Without a store, return True."""
     launch = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
     try:
-        store = TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=STORE_TIMEOUT
-        )
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=5))
         return bool(store.add("/".join(["draftsmith", "ended", *launch]), 1) == 1)
     except (KeyError, ValueError, RuntimeError):
         return True

@@ -19,7 +19,6 @@ from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
 from train.adapter import add_adapters
-from train.averages import Interval
 from train.checkpointing import (
     RunState,
     check_continues,
@@ -29,20 +28,20 @@ from train.checkpointing import (
     save_checkpoint,
     save_measurement,
 )
-from train.data.loading import load_data
 from train.data.on_policy import Samples
 from train.data.packing import Mixture
-from train.features.base import FeatureSource
+from train.data.prepare import load_data
 from train.features.opening import open_source
+from train.features.source import FeatureSource
 from train.head_settings import make_head, resolved_head
 from train.interrupts import Interrupted
-from train.launch import on_main
+from train.launch import on_main, wanted_mode
 from train.measuring import Evaluation, Measured
 from train.opening import Run, open_reader
 from train.optim import lr_factor
+from train.parallel import Trained
 from train.recipe import MOST_EPOCHS, Recipe, Train, plain_settings, with_steps
-from train.step import Stepper, rows_per_step
-from train.trained import Trained
+from train.step import Interval, Stepper, rows_per_step
 
 
 class Outcome(NamedTuple):
@@ -56,8 +55,8 @@ class Outcome(NamedTuple):
 def fit(recipe: Recipe, run: Run) -> Outcome:
     """Train the head of a recipe, or resume an earlier run of the same recipe.
 
-    This function splits the recipe: each part gets its own section. Raises UserError for an error that the user can
-    fix, and Interrupted if the run is asked to stop, after it has written a checkpoint to resume from.
+    Each part gets its own section of the recipe. Raises Interrupted if the run is asked to stop, after it has written a
+    checkpoint to resume from.
     """
     accelerator, tracker = run.accelerator, run.tracker
     seed = recipe.train.seed
@@ -74,12 +73,11 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     section = recipe.head
     unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
-    found, steps = on_main(accelerator, lambda: _take_up(run, recipe))
+    found, steps = on_main(accelerator, lambda: _find_start(run, recipe))
     if found is not None:
         rows = found[1].rows  # the earlier run may have had another number of processes
-    if recipe.train.epochs is None and found is not None and _is_finished(found[1], recipe.train.steps):
-        tracker.say(_finished(run, found[1]))
-        return Outcome(with_steps(recipe, recipe.train.steps), features, asking)
+        if recipe.train.epochs is None and _is_finished(run, found[1], recipe.train.steps):
+            return Outcome(with_steps(recipe, recipe.train.steps), features, asking)
     evaluation = Evaluation(recipe.eval, features, asking, unfilled)
 
     # Data
@@ -104,8 +102,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
         )
     on_main(accelerator, lambda: run.folder.check_recipe(tracker.record))
     outcome = Outcome(recipe, features, asking)
-    if found is not None and _is_finished(found[1], steps):
-        tracker.say(_finished(run, found[1]))
+    if found is not None and _is_finished(run, found[1], steps):
         return outcome
 
     # Head, in float32 and equal on all processes. A copy in the target's dtype is measured and saved.
@@ -116,10 +113,10 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     measured = copy.deepcopy(head).to(target.dtype).eval()
     add_adapters(cast(DraftHead, head))
 
-    # Stepper
-    stepper = Stepper(recipe.train, Trained(head), features, mixture, accelerator, rows)
-
     # Loop
+    if recipe.train.optimizer == "muon" and wanted_mode() == "deepspeed":
+        tracker.say("train.optimizer: AdamW in place of Muon, whose updates DeepSpeed would clip and scale otherwise")
+    stepper = Stepper(recipe.train, Trained(head), features, mixture, accelerator, rows)
     training = Training(recipe.train, run, stepper, measured, evaluation, samples, data)
     if found is not None:
         training.resume(*found)
@@ -135,7 +132,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     return outcome
 
 
-def _take_up(run: Run, recipe: Recipe) -> tuple[tuple[Path, RunState] | None, int | None]:
+def _find_start(run: Run, recipe: Recipe) -> tuple[tuple[Path, RunState] | None, int | None]:
     """Return the checkpoint to resume from, or None, and the number of steps: the recipe's, that of the folder's run,
     or None before the data have been counted. UserError if the folder's run had other settings."""
     steps = recipe.train.max_steps or run.folder.max_steps()
@@ -145,13 +142,13 @@ def _take_up(run: Run, recipe: Recipe) -> tuple[tuple[Path, RunState] | None, in
     return newest_checkpoint(run.folder.checkpoints, run.tracker.say), steps
 
 
-def _is_finished(state: RunState, steps: int) -> bool:
-    return state.step == state.measured_step and state.step >= steps
-
-
-def _finished(run: Run, state: RunState) -> str:
+def _is_finished(run: Run, state: RunState, steps: int) -> bool:
+    """Return True for a run that has made and measured its last step, and say so."""
+    if state.step < steps or state.step != state.measured_step:
+        return False
     best = f"best tau {state.best_tau:.3f} at step {state.best_step}"
-    return f"{run.folder.path}: finished already, {state.step} steps, {best}"
+    run.tracker.say(f"{run.folder.path}: finished already, {state.step} steps, {best}")
+    return True
 
 
 def describe_length(recipe: Recipe, mixture: Mixture, rows: int) -> str:
@@ -199,11 +196,11 @@ class Training:
         )
         self.provenance: dict[str, Any] = {}
         self.saved_step: int | None = None
+        self.interval = Interval()
         self.samples_of = 0
         """The step at which the samples in the mixture were written."""
 
     def resume(self, path: Path, state: RunState) -> None:
-        """Load a checkpoint."""
         check_continues(path, state, self.state, len(self.stepper.weights), self.tracker.say)
         load_checkpoint(self.stepper.form, path)
         now = self.state
@@ -254,19 +251,19 @@ class Training:
         state.seconds += time.perf_counter() - started
 
     def _log(self) -> None:
-        """Record the interval and begin a new one."""
         state, train = self.state, self.settings
         self.interval.check(self.accelerator, state.step)
         averages = self.interval.averages(self.accelerator, self.stepper.weights)
-        record = {
-            "step": state.step,
-            **averages,
-            "lr": train.lr * lr_factor(state.step - 1, train),
-            "grad_norm": float(self.stepper.norm),
-            "tokens": state.tokens,
-            "tokens_per_second": self.interval.tokens_per_second(),
-        }
-        self.tracker.log_train(record)
+        self.tracker.log_train(
+            {
+                "step": state.step,
+                **averages,
+                "lr": train.lr * lr_factor(state.step - 1, train),
+                "grad_norm": float(self.stepper.norm),
+                "tokens": state.tokens,
+                "tokens_per_second": self.interval.tokens_per_second(),
+            }
+        )
         self.interval = Interval()
 
     def _measure(self) -> None:
@@ -287,9 +284,7 @@ class Training:
             state.best_tau, state.best_step = found.tau, state.step
             on_main(self.accelerator, self._keep_head)
         state.measured_step = state.step
-        seconds = time.perf_counter() - started
-        state.seconds += seconds
-        self.interval.leave_out(seconds)
+        seconds = self._leave_out(started)
         self.tracker.log_eval(
             {
                 "step": state.step,
@@ -321,22 +316,22 @@ class Training:
                 self.tracker.say(f"data.on_policy: step {begin}: {samples.settings.samples} samples, {tokens} tokens")
 
             on_main(self.accelerator, act)
-            seconds = time.perf_counter() - started
-            self.state.seconds += seconds
-            self.interval.leave_out(seconds)
+            self._leave_out(started)
         self.stepper.mixture, self.samples_of = samples.mixture(begin), begin
 
+    def _leave_out(self, started: float) -> float:
+        """Count the seconds since `started` as the run's, but not as its steps', and return them."""
+        seconds = time.perf_counter() - started
+        self.state.seconds += seconds
+        self.interval.started += seconds
+        return seconds
+
     def _keep_head(self) -> None:
-        provenance = {
-            **self.provenance,
-            "step": self.state.step,
-            "tau": self.state.best_tau,
-            **(
-                {"measured": self.evaluation.settings.model_dump()}
-                if self.stepper.features.measures
-                else {"estimated": "by the training step, on training text"}
-            ),
-        }
+        provenance = {**self.provenance, "step": self.state.step, "tau": self.state.best_tau}
+        if self.stepper.features.measures:
+            provenance["measured"] = self.evaluation.settings.model_dump()
+        else:
+            provenance["estimated"] = "by the training step, on training text"
         save_head(self.measured, self.folder.head, target=target_record(self.target), provenance=provenance)
 
     def _checkpoint(self) -> None:

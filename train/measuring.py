@@ -30,8 +30,7 @@ from heads.target.masks import TILE
 from heads.target.model import FrozenTarget
 from heads.tree import is_chain, parse_shape
 from train.data.packing import Mixture, text_rows
-from train.features.base import FeatureSource
-from train.features.batch import make_batch
+from train.features.source import FeatureSource, make_batch
 from train.launch import on_main
 from train.recipe import Eval
 
@@ -69,37 +68,33 @@ class Evaluation:
                 target.check_shape(None if tree == HEAD_TREE else parse_shape(tree))
         nodes = max(LARGEST_TREE if tree == AUTO else most_nodes(tree, head) for tree in trees)
         self.requests = load_requests(settings, tokenizer, target.context_length, nodes)
-        longest = max(len(request.prompt) for request in self.requests) + settings.max_new_tokens
+        self.longest = max(len(request.prompt) for request in self.requests) + settings.max_new_tokens
         for shape in map(parse_shape, set(trees) - {AUTO, HEAD_TREE}):
-            head.check_draft(shape, longest + shape.nodes)
+            head.check_draft(shape, self.longest + shape.nodes)
 
     def measure(self, head: nn.Module) -> Measured:
         """Return tau and acceptance by depth over all requests. Called on the main process."""
+        settings, requests, drafts = self.settings, self.requests, cast(DraftHead, head)
+        batch_size = min(settings.batch_size, len(requests))
         with self.features.whole() as target:
-            return self._decode(target, head)
-
-    def _decode(self, target: FrozenTarget, head: nn.Module) -> Measured:
-        settings, requests = self.settings, self.requests
-        drafts = cast(DraftHead, head)
-        if drafts.own_tree is not None:
-            grow_own_tree(target, drafts, requests, settings.batch_size)
-        shape = shape_for(settings.tree, drafts)
-        longest = max(len(request.prompt) for request in requests) + settings.max_new_tokens + shape.nodes
-        engine = Engine(
-            target,
-            drafts,
-            EngineOptions(
-                shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest, rule=settings.rule
-            ),
-        )
-        most = sum(request.max_new_tokens for request in requests)
-        with Progress(f"measuring {shape} on {len(requests)} prompts: token", most) as progress:
-            outputs = engine.generate(requests, on_tokens=lambda _, fresh: progress.advance(len(fresh)))
-        check_decoded(outputs, f"eval.prompts {settings.prompts}")
-        estimate = None
-        if settings.temperature == 0 and is_chain(shape):
-            batches = answer_batches(target, drafts, requests, outputs, ESTIMATE_ROWS)
-            estimate = known_text_tau(drafts, batches, shape.depth).tau
+            if drafts.own_tree is not None:  # it is chosen from the target's greedy answers, without the prompts
+                engine = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=self.longest + 1))
+                answers = engine.generate([replace(request, sampling=Sampling()) for request in requests])
+                # The first token of an answer is never drafted.
+                batches = answer_batches(target, drafts, requests, answers, settings.batch_size, first_label=1)
+                drafts.own_tree.grow_tree(batches)
+            shape = shape_for(settings.tree, drafts)
+            longest = self.longest + shape.nodes
+            options = EngineOptions(shape=shape, batch_size=batch_size, max_length=longest, rule=settings.rule)
+            engine = Engine(target, drafts, options)
+            most = sum(request.max_new_tokens for request in requests)
+            with Progress(f"measuring {shape} on {len(requests)} prompts: token", most) as progress:
+                outputs = engine.generate(requests, on_tokens=lambda _, fresh: progress.advance(len(fresh)))
+            check_decoded(outputs, f"eval.prompts {settings.prompts}")
+            estimate = None
+            if settings.temperature == 0 and is_chain(shape):
+                batches = answer_batches(target, drafts, requests, outputs, ESTIMATE_ROWS)
+                estimate = known_text_tau(drafts, batches, shape.depth).tau
         return Measured(tau(outputs), acceptance_by_depth(outputs, shape.depth), estimate)
 
     @torch.no_grad()
@@ -125,13 +120,7 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
     report, do not fit into the context together with a tree of `nodes`."""
     report = settings.report
     room = context_length - max(settings.max_new_tokens, report.max_new_tokens or 0) - nodes
-    if room < 1:
-        raise UserError(
-            f"eval.max_new_tokens: the new tokens and a tree of {nodes} nodes leave no room for a prompt in the "
-            f"target's {context_length} positions; lower it, or eval.report.max_new_tokens"
-        )
-    limit = min(settings.max_prompt_tokens, room) if settings.skip_long else settings.max_prompt_tokens
-
+    limit = min(settings.max_prompt_tokens, max(room, 1)) if settings.skip_long else settings.max_prompt_tokens
     load = partial(
         load_prompts,
         settings.prompts,
@@ -145,28 +134,18 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
     others: list[Prompt] = []
     if report.num_prompts and settings.prompts != HELD_OUT_SUITE:
         others = load(num_prompts=report.num_prompts)
-    sampling = Sampling(**settings.model_dump(include={"temperature", "top_k", "top_p", "min_p", "seed"}))
     longest = max(len(prompt.ids) for prompt in (*prompts, *others))
     if longest > room:
         raise UserError(
             f"eval.max_new_tokens: prompts of up to {longest} tokens, the new ones and a tree of {nodes} nodes need "
-            f"{longest - room + context_length} positions, the target has {context_length}; lower it, or leave long "
-            "prompts out with eval.skip_long=true"
+            f"{longest - room + context_length} positions, the target has {context_length}; lower it (or "
+            "eval.report.max_new_tokens), or leave long prompts out with eval.skip_long=true"
         )
+    sampling = Sampling(**settings.model_dump(include={"temperature", "top_k", "top_p", "min_p", "seed"}))
     return [
         Request(prompt.ids, settings.max_new_tokens, replace(sampling, seed=settings.seed + n))
         for n, prompt in enumerate(prompts)
     ]
-
-
-def grow_own_tree(target: FrozenTarget, head: DraftHead, requests: Sequence[Request], batch_size: int) -> None:
-    """Let the head choose its tree from the target's greedy answers to the requests, without the prompts."""
-    longest = max(len(request.prompt) + request.max_new_tokens + 1 for request in requests)
-    engine = Engine(target, None, EngineOptions(batch_size=min(batch_size, len(requests)), max_length=longest))
-    outputs = engine.generate([replace(request, sampling=Sampling()) for request in requests])
-    assert head.own_tree is not None
-    # The first token of an answer is never drafted.
-    head.own_tree.grow_tree(answer_batches(target, head, requests, outputs, batch_size, first_label=1))
 
 
 def answer_batches(

@@ -12,8 +12,7 @@ from eval.command import print_line
 from heads.errors import UserError
 from heads.target.load import load_tokenizer
 from train.checkpointing import begun_in
-from train.data.loading import has_date
-from train.data.reader import Reader
+from train.data.cache import Reader
 from train.data.settings import Data
 from train.data.sources import ChatSource
 from train.data.templates import ChatTemplate
@@ -88,6 +87,6 @@ def open_reader(data: Data, tokenizer: PreTrainedTokenizerBase, run: Run) -> Rea
     """Return the reader of a run's data sources. A chat template that prints the date gets the day on which the run
     began."""
     rendering = ChatTemplate(tokenizer, arguments=data.template)
-    if has_date(data, rendering):
+    if any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource)):
         rendering = replace(rendering, day=on_main(run.accelerator, run.folder.first_day))
     return Reader(rendering, run.accelerator, run.tracker.say)

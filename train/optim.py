@@ -1,49 +1,41 @@
 """Optimizers, AdamW or Muon with AdamW, and learning rates as pure functions of the step."""
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from train.recipe import Train
-from train.trained import Part
 
 MOMENTUM = 0.95
 """Momentum of Muon."""
 
 
-Apply = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]
-"""(parameter, values in its layout, function of a whole matrix) -> the function's result in that layout."""
-
-
-def make_optimizer(
-    parts: Sequence[Part], settings: Train, products: torch.dtype = torch.float32
-) -> torch.optim.Optimizer:
+def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = torch.float32) -> torch.optim.Optimizer:
     """Return AdamW, or Muon for inner matrices and AdamW for the rest.
 
     Norms, biases and channel scales are not decayed. Muon's updates are scaled to the size of AdamW's, so that one
     learning rate serves both.
     """
-    inner: list[dict[str, Any]] = []
-    outer: list[dict[str, Any]] = []
-    for part in parts:
-        trained = [(name, p) for name, p in part.module.named_parameters() if p.requires_grad]
-        muon = [
-            p
-            for name, p in trained
-            if part.by_muon and settings.optimizer == "muon" and p.dim() == 2 and not _is_end(name)
-        ]
-        others = [(name, p) for name, p in trained if not any(p is matrix for matrix in muon)]
-        decayed = [p for name, p in others if not _is_scale(name, p)]
-        scales = [p for name, p in others if _is_scale(name, p)]
-        group = {"lr": settings.lr, "betas": (settings.betas[0], settings.betas[1]), **part.rates}
-        inner.append({"params": muon, "momentum": MOMENTUM, "weight_decay": settings.weight_decay, **group})
-        outer.append({"params": decayed, "weight_decay": settings.weight_decay, **group})
-        outer.append({"params": scales, "weight_decay": 0.0, **group})
-    groups = [group for group in (*inner, *outer) if group["params"]]
+    inner: list[Tensor] = []
+    decayed: list[Tensor] = []
+    scales: list[Tensor] = []
+    for name, p in head.named_parameters():
+        if not p.requires_grad:
+            continue
+        if settings.optimizer == "muon" and p.dim() == 2 and not _is_end(name):
+            inner.append(p)
+        else:
+            (scales if _is_scale(name, p) else decayed).append(p)
+    alike = {"lr": settings.lr, "betas": (settings.betas[0], settings.betas[1])}
+    groups: list[dict[str, Any]] = [
+        {"params": inner, "momentum": MOMENTUM, "weight_decay": settings.weight_decay, **alike},
+        {"params": decayed, "weight_decay": settings.weight_decay, **alike},
+        {"params": scales, "weight_decay": 0.0, **alike},
+    ]
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups) if settings.optimizer == "adamw" else Muon(groups, products=products)
 
 
@@ -69,8 +61,9 @@ class Muon(torch.optim.AdamW):
         """`params`: groups, each with its `lr` and `weight_decay`."""
         super().__init__(params)
         self.products = products
-        self.apply: Apply = on_whole
-        """Applies a function of whole matrices, also if each process holds only a part of them."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads `step`, which a matrix has not
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -88,20 +81,17 @@ class Muon(torch.optim.AdamW):
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(grad))
         buffer.lerp_(grad, 1 - group["momentum"])
-        update = self.apply(p, grad.lerp(buffer, group["momentum"]), self._direction)
+        update = grad.lerp(buffer, group["momentum"])
+        if isinstance(update, DTensor):
+            whole = self._direction(update.full_tensor())
+            update = distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
+        else:
+            update = self._direction(update)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.add_(update, alpha=-group["lr"])
 
     def _direction(self, matrix: Tensor) -> Tensor:
         return 0.2 * math.sqrt(max(matrix.shape)) * orthogonal(matrix, self.products).to(matrix.dtype)
-
-
-def on_whole(_: Tensor, values: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the result of `change` for a matrix that is whole in this process or sharded as a DTensor."""
-    if not isinstance(values, DTensor):
-        return change(values)
-    whole = change(values.full_tensor())
-    return distribute_tensor(whole, values.device_mesh, values.placements, src_data_rank=None)
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,12 +123,6 @@ def lr_factor(step: int, settings: Train) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int, settings: Train) -> None:
-    """Set the learning rate of every group. There is no scheduler object: Accelerate would step it once per process.
-
-    A group may have a factor `lr_multiple`, and `lr_from`, the step at which it starts with its own warm-up.
-    """
-    lr = settings.lr * lr_factor(step, settings)
+    """Set the learning rate of every group. There is no scheduler object: Accelerate would step it once per process."""
     for group in optimizer.param_groups:
-        begun = step - group.get("lr_from", 0)
-        warm = min(1.0, max(0, begun + 1) / (settings.warmup_steps + 1)) if group.get("lr_from") else 1.0
-        group["lr"] = lr * group.get("lr_multiple", 1.0) * warm
+        group["lr"] = settings.lr * lr_factor(step, settings)

@@ -142,7 +142,7 @@ Measured: Any = section(BenchSettings, names=IN_A_RECIPE)
 """The settings of eval/bench.py that a recipe gives by the same names, with the same defaults."""
 
 
-class Eval(Measured):
+class Eval(Measured):  # type: ignore[misc] # made from a dataclass
     """Measurements of tau during training. The head with the best tau is kept."""
 
     prompts: Name

@@ -33,7 +33,6 @@ FREE_SETTINGS = (
 )
 """Settings that may change when a run is resumed, since they do not change its result."""
 
-MAX_STEPS, WARMUP = ("train", "max_steps"), ("train", "warmup_steps")  # a warm-up may follow from the steps
 REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", "top_k", "top_p", "min_p"))
 """Settings that are absent if nothing is sampled. If only `eval.report.temperatures` decides that, they concern only
 the report."""
@@ -121,26 +120,19 @@ class RunFolder:
             old = read_settings(self.recipe).tree
         except UserError as error:
             raise UserError(f"{error}; name another output_dir") from None
-        changed = {
-            key: (was, now)
+        changed = [
+            (key, was, now)
             for key, was, now in differences(old, record)
             if not any(key[: len(free)] == free for free in FREE_SETTINGS)
             and not (key in REPORT_SAMPLING and None in (was, now))
-        }
+        ]
         if not changed or not any(self.checkpoints.glob("step-*")):
             return
-        if MAX_STEPS in changed and changed.keys() <= {MAX_STEPS, WARMUP}:
-            was, now = changed[MAX_STEPS]
-            raise UserError(
-                f"output_dir {self.path}: holds a run whose learning rates are laid out over {_shown(was)} steps, got "
-                f"train.max_steps={_shown(now)}; train those from the first step on in another folder, such as "
-                f"output_dir={self.path}-{now}, or restore train.max_steps={_shown(was)}"
-            )
-        each = [f"{'.'.join(key)} was {_shown(was)}, is {_shown(now)}" for key, (was, now) in changed.items()]
+        each = [f"{'.'.join(key)} was {_shown(was)}, is {_shown(now)}" for key, was, now in changed]
         more = [f"{len(each) - 4} more"] if len(each) > 4 else []
         raise UserError(
-            f"output_dir {self.path}: holds a run with other settings ({'; '.join(each[:4] + more)}); "
-            "restore them to go on with it, or name another output_dir"
+            f"output_dir {self.path}: holds a run with other settings ({'; '.join(each[:4] + more)}); restore them to "
+            "go on with it, or train from the first step on in another output_dir"
         )
 
     def write_provenance(

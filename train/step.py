@@ -1,4 +1,4 @@
-"""One optimizer step, over all micro-batches and processes.
+"""One optimizer step, over all micro-batches and processes, and the metrics of the steps between two log lines.
 
 For each depth, a step sums the loss over the supervised rows of all micro-batches and processes, and divides by the
 number of these rows. The masks give that number before the first forward pass, so the step does not depend on how its
@@ -7,23 +7,26 @@ index of its rows in the endless order). So a resumed run continues bit for bit,
 sees the same rows and the same random numbers.
 """
 
+import time
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import pydantic
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 from heads.errors import UserError
 from train.adapter import merged_weights
-from train.averages import Interval
 from train.data.packing import Mixture, Rows
-from train.features.base import FeatureSource
-from train.features.batch import make_batch
+from train.features.source import FeatureSource, make_batch
 from train.interrupts import Interrupted
 from train.optim import set_lr
-from train.parallel import make_form
+from train.parallel import Trained, make_form
 from train.recipe import Train
-from train.trained import Trained
 
 SEED_STRIDE = 1_000_003
+LOSS = "loss_by_depth"
 
 
 def rows_per_step(settings: Train, context_length: int, num_processes: int) -> int:
@@ -51,6 +54,106 @@ def rows_of_process(step: int, rows: int, batch_size: int, process: int, num_pro
     return [range(first, first + batch_size) for first in range(begin, (step + 1) * rows, stride)]
 
 
+@pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(strict=True, extra="forbid"))
+class Sums:
+    """The sums of an interval at a checkpoint, as plain numbers."""
+
+    seconds: float
+    """Time spent on the interval's steps so far."""
+    tokens: int
+    counts: list[float]
+    """Supervised rows by depth."""
+    sums: dict[str, list[float]]
+    """The loss and the head's other metrics by depth, summed over all processes."""
+
+    def fits(self, depths: int) -> bool:
+        return LOSS in self.sums and all(len(row) == depths for row in (self.counts, *self.sums.values()))
+
+
+@dataclass
+class Interval:
+    """Sums over the steps since the last log line. Adding a step does not wait for the device."""
+
+    counts: Tensor | None = None  # (K,) float64, over all processes
+    sums: dict[str, Tensor] = field(default_factory=dict)  # LOSS, and each other metric -> (K,), this process's
+    tokens: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    """Moved by the time that was not spent on steps."""
+    unchecked: list[Tensor] = field(default_factory=list)
+    """() for each step since the last check, in this process: finite if the step's loss and gradients are."""
+
+    def add_micro(self, sums: Tensor, metrics: dict[str, Tensor]) -> None:
+        """Add one micro-batch of this process."""
+        for name, value in {LOSS: sums, **metrics}.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def add_step(self, counts: Tensor, tokens: int, norm: Tensor) -> None:
+        """Add one step of all processes: supervised rows by depth, tokens, and the gradients' norm ()."""
+        self.counts = counts if self.counts is None else self.counts + counts
+        self.tokens += tokens
+        self.unchecked.append(self.sums[LOSS].sum() + norm)
+
+    def check(self, accelerator: Accelerator, step: int) -> None:
+        """Raise UserError if the loss or the gradients of a step since the last check were not finite. `step`: steps
+        made so far. Called by every process, before the weights are measured or saved."""
+        if not self.unchecked:
+            return
+        wrong = (~torch.stack(self.unchecked).isfinite()).double()
+        if accelerator.num_processes > 1:
+            wrong = accelerator.reduce(wrong, reduction="sum")
+        first = next((n for n, value in enumerate(wrong.tolist()) if value), None)
+        if first is not None:
+            raise UserError(
+                f"the loss or its gradients are not finite at step {step - len(wrong) + first + 1}: the run has "
+                "diverged; lower train.lr or raise train.warmup_steps in another output_dir (the last checkpoint is of "
+                "a step before, and the same command goes on from it)"
+            )
+        self.unchecked.clear()
+
+    def cut(self, accelerator: Accelerator) -> Sums | None:
+        """Return the sums from which a resumed run goes on, or None between two intervals. Called by every process."""
+        if self.counts is None:
+            return None
+        names, sums = self._sums(accelerator)
+        by_name = dict(zip(names, sums.tolist(), strict=True))
+        return Sums(time.perf_counter() - self.started, self.tokens, self.counts.tolist(), by_name)
+
+    @classmethod
+    def resumed(cls, before: Sums | None, accelerator: Accelerator) -> Self:
+        """Return an interval that continues from `before`, or a new one if that is None. The main process holds the
+        sums of `before`; the other processes begin with zeros."""
+        if before is None:
+            return cls()
+        share, device = float(accelerator.is_main_process), accelerator.device
+        sums = {name: share * torch.tensor(value, device=device) for name, value in before.sums.items()}
+        counts = torch.tensor(before.counts, dtype=torch.float64, device=device)
+        return cls(counts, sums, before.tokens, time.perf_counter() - before.seconds)
+
+    def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
+        """Return `loss`, and by depth `loss_by_depth`, `accuracy` and the head's other metrics. A depth without rows
+        has None."""
+        assert self.counts is not None
+        names, sums = self._sums(accelerator)
+        counts = self.counts.tolist()
+        rows = {
+            name: [value / count if count else None for value, count in zip(values, counts, strict=True)]
+            for name, values in zip(names, sums.tolist(), strict=True)
+        }
+        by_depth = zip(weights.tolist(), rows[LOSS], strict=True)
+        rows["accuracy"] = rows.pop("correct")
+        return {"loss": sum(weight * value for weight, value in by_depth if value is not None), **rows}
+
+    def _sums(self, accelerator: Accelerator) -> tuple[list[str], Tensor]:
+        """Return the names of the metrics and, for each, a row of sums (K,) float64 over all processes."""
+        sums = torch.stack([value.double() for value in self.sums.values()])
+        if accelerator.num_processes > 1:
+            sums = accelerator.reduce(sums, reduction="sum")
+        return list(self.sums), sums
+
+    def tokens_per_second(self) -> float:
+        return self.tokens / (time.perf_counter() - self.started)
+
+
 class Stepper:
     """The optimizer steps of a head: its parameters, its optimizer and its training data."""
 
@@ -73,7 +176,7 @@ class Stepper:
                 f"{settings.batch_size} cannot share; launch a number of processes that divides "
                 f"{rows // settings.batch_size}"
             )
-        self.weights = torch.tensor(trained.depth_weights, device=accelerator.device)
+        self.weights = torch.tensor(trained.drafts.depth_weights, device=accelerator.device)
         self.form = make_form(trained, settings, accelerator, self.passes)
         self.dtype = next(trained.parameters()).dtype
         self.norm = torch.zeros(())
@@ -87,7 +190,6 @@ class Stepper:
         """
         settings, accelerator, form = self.settings, self.accelerator, self.form
         distributed = accelerator.num_processes > 1
-        self.trained.begin_step(number)
         for coming in range(max(self.expected, number), min(number + self.features.steps_ahead, settings.steps)):
             for place in self._places(coming):
                 self.features.expect(self.mixture.rows(place))
@@ -100,11 +202,11 @@ class Stepper:
         if stop:
             raise Interrupted
         set_lr(form.optimizer, number, settings)
-        scale = self.trained.loss_scale(counts).float()
+        scale = self.trained.drafts.loss_scale(counts).float()
         weight: Tensor | None = None
         for micro, (place, rows, count) in enumerate(zip(places, micros, own, strict=True)):
             self._seed(place)
-            with accelerator.autocast(), self.trained.original_target():
+            with accelerator.autocast():
                 batch = make_batch(self.target, rows, self.trained.drafts.aux_layer_ids, self.dtype)
             with form.one_pass(micro == self.passes - 1):
                 with accelerator.autocast():
@@ -134,11 +236,11 @@ class Stepper:
         """Return (K,) the number of supervised rows of a pass. They may be drawn at random, so the random state is set
         to the one that the loss will use."""
         self._seed(place)
-        return self.trained.counts(rows.loss_mask, rows.documents).double()
+        return self.trained.drafts.counts(rows.loss_mask, rows.documents).double()
 
     def head_weights(self) -> dict[str, Tensor]:
         """Return the head's weights with adapters merged. If they are sharded, only the main process gets them."""
-        return merged_weights(self.trained.head, self.form.head_weights())
+        return merged_weights(self.trained.head, self.form.weights())
 
     def _total(self, counts: Tensor, tokens: int, stop: bool) -> tuple[Tensor, int, bool]:
         """Return the sums over all processes, and True if any of them is to stop."""

@@ -10,7 +10,6 @@ from io import StringIO
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
-from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,25 +35,10 @@ def _check_name(name: str) -> str:
     return name
 
 
-KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
-"""Environment variable with the API key of a server."""
-
-
-def _check_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("expected an address such as http://localhost:8000")
-    if "@" in parts.netloc or parts.query:
-        raise ValueError(f"expected an address without a key; put the key in the environment, as {KEY_VARIABLE}")
-    return url
-
-
 Step = Annotated[int, Field(ge=0, lt=MOST)]
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 Weight = Positive | None
 Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
-Url = Annotated[Name, AfterValidator(_check_url)]
-"""The address of a server, with or without the protocol's `/v1`."""
 
 
 class Settings(BaseModel):

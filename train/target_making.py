@@ -7,12 +7,14 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.benchmark.metrics import is_loop
@@ -23,6 +25,7 @@ from heads.target.load import load_target
 from train.checkpointing import list_checkpoints
 from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens
 from train.launch import make_accelerator, on_main
+from train.parallel import flat, unflat
 from train.recipe import Train
 from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
 from train.unlikelihood import continuations, unlikelihood
@@ -98,11 +101,6 @@ def make_optimizers(model: nn.Module, settings: TargetTraining) -> list[torch.op
     return [muon, adamw]
 
 
-def states(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Tensor]]:
-    """Return the state of each parameter, in a fixed order over all optimizers."""
-    return [made.state[p] for made in optimizers for group in made.param_groups for p in group["params"]]
-
-
 def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_token_id: int) -> LlamaForCausalLM:
     """Train all steps from the newest checkpoint on, and return the model."""
     settings, passes = recipe.train, accelerator.gradient_accumulation_steps
@@ -165,14 +163,11 @@ class LanguageLoss(nn.Module):
         return loss
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of rows (B, T + 1)."""
         hidden = self.model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
-        logits: Tensor = self.model.lm_head(hidden)
-        return logits
+        return cast(Tensor, self.model.lm_head(hidden))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of labels (B, T) under logits (B, T, V), in float32."""
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
@@ -192,13 +187,10 @@ def read_rows(text: np.ndarray, recipe: TargetRecipe, stage: int, step: int, par
 
 def save(folder: Path, step: int, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Write checkpoints/step-N, complete or absent, and delete the older checkpoints."""
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    moments = {
-        f"{number}.{name}": value for number, state in enumerate(states(optimizers)) for name, value in state.items()
-    }
+    state: Any = get_optimizer_state_dict(model, optimizers)
     with whole_folder(folder / "checkpoints" / f"step-{step}") as path:
-        save_file(weights, path / "model.safetensors")
-        save_file(moments, path / "optimizer.safetensors")
+        save_file({name: p.detach().clone() for name, p in model.named_parameters()}, path / "model.safetensors")
+        save_file(flat(state["state"]), path / "optimizer.safetensors")
     for old in list_checkpoints(folder / "checkpoints")[:-1]:
         shutil.rmtree(old)
 
@@ -208,14 +200,11 @@ def resume(folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Opti
     found = list_checkpoints(folder / "checkpoints")
     if not found:
         return 0
-    weights = load_file(found[-1] / "model.safetensors")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    device, numbered = next(model.parameters()).device, states(optimizers)
-    for key, value in load_file(found[-1] / "optimizer.safetensors").items():
-        number, name = key.split(".")
-        numbered[int(number)][name] = value if name == "step" else value.to(device)
+    state: Any = get_optimizer_state_dict(model, optimizers)
+    moments = load_file(found[-1] / "optimizer.safetensors")
+    state["state"] = unflat(moments, state["state"])
+    set_optimizer_state_dict(model, optimizers, state)
+    model.load_state_dict(load_file(found[-1] / "model.safetensors"), strict=False)  # tied weights have one name
     return int(found[-1].name.removeprefix("step-"))
 
 
@@ -249,17 +238,16 @@ def measured_card(
     specials = special_tokens(bool(recipe.data.chats))
     names = tokenizer.convert_ids_to_tokens(list(range(target.vocab_size)))
     sizes = torch.tensor([0 if name is None or name in specials else len(name) for name in names], device=device)
-    positions = torch.arange(CONTEXT - 1, device=device)[None]
     nats, hits, count, size = 0.0, 0, 0, 0
     for some in windows.split(4):
         rows = some.to(device)
-        spot = positions.expand(len(rows), -1)
+        spot = torch.arange(CONTEXT - 1, device=device).expand(len(rows), -1)
         hidden = target.packed_features(rows[:, :-1], spot, torch.zeros_like(spot), ()).hidden
-        logits = target.shared.lm_head(hidden)
-        nats += nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
-        hits += int((logits.argmax(-1) == rows[:, 1:]).sum())
-        count += rows[:, 1:].numel()
-        size += int(sizes[rows[:, 1:]].sum())
+        logits, labels = target.shared.lm_head(hidden), rows[:, 1:]
+        nats += nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
+        hits += int((logits.argmax(-1) == labels).sum())
+        count += labels.numel()
+        size += int(sizes[labels].sum())
     prompts = [row[:SAMPLE_PROMPT].tolist() for row in windows[:: max(1, len(windows) // SAMPLES)][:SAMPLES]]
     engine = Engine(target, None, EngineOptions(batch_size=8, max_length=CONTEXT))
     outputs = engine.generate([Request(prompt, max_new_tokens=SAMPLE_TOKENS) for prompt in prompts])

@@ -20,8 +20,8 @@ from train.run_folder import RunFolder
 
 Metrics = dict[str, Any]
 
-NOT_TRACKED = ("accepted", "chains", "overlap")
-"""Metrics by depth that only metrics.jsonl holds: parts of the loss, which no chart explains."""
+NOT_TRACKED = ("step", "accepted", "chains", "overlap")
+"""Metrics that only metrics.jsonl holds: the step, which is the trackers' axis, and parts of the loss by depth."""
 LONGEST_TAG = 64
 """Number of letters of a tag that wandb allows."""
 
@@ -129,8 +129,7 @@ class Tracker:
             return
         import wandb
 
-        settings, id_file = self.settings, self.folder.path / "wandb-id"
-        record = self.record
+        settings, record, id_file = self.settings, self.record, self.folder.path / "wandb-id"
         online = settings.wandb == "online"
         wandb_options = {
             "name": settings.name or self.folder.path.name,
@@ -148,9 +147,9 @@ class Tracker:
             self.accelerator.init_trackers(settings.project, init_kwargs=options)
         except wandb.errors.Error as error:
             self.accelerator.trackers = []  # the list holds trackers that did not start
-            remedy = "log in, or set tracking.wandb=offline" if online else "set tracking.wandb=off"
             raise UserError(
-                f"tracking.wandb {settings.wandb}: wandb does not start ({first_line(error)}); {remedy}"
+                f"tracking.wandb {settings.wandb}: wandb does not start ({first_line(error)}); log in, or set "
+                "tracking.wandb to offline or off"
             ) from None
         if settings.wandb != "off":
             run = self.accelerator.get_tracker("wandb", unwrap=True)
@@ -187,11 +186,9 @@ def flat(metrics: Metrics) -> dict[str, float]:
     for name, value in metrics.items():
         if name in NOT_TRACKED:
             continue
-        if isinstance(value, list):
-            parts = enumerate(value, start=1)
-            out |= {f"{metrics['kind']}/{name}_{depth}": part for depth, part in parts if part is not None}
-        elif name not in ("kind", "step") and isinstance(value, int | float):
-            out[f"{metrics['kind']}/{name}"] = value
+        each = {f"_{depth}": part for depth, part in enumerate(value, 1)} if isinstance(value, list) else {"": value}
+        numbers = {end: part for end, part in each.items() if isinstance(part, int | float)}
+        out |= {f"{metrics['kind']}/{name}{end}": part for end, part in numbers.items()}
     return out
 
 
@@ -200,7 +197,7 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
     table with a row for every setting, the charts, and the head, if given, as an artifact."""
     import wandb
 
-    figures = known_figures(results)
+    figures, exact = known_figures(results), results["exact"]
     names = ["tau", "tau_low", "tau_high", *("speedup", "speedup_low", "speedup_high")]
     names += ["tokens_per_second", "plain_tokens_per_second"]
     rows = [
@@ -212,15 +209,8 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
     if page.is_file():
         media["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
     run.log({"measurements": wandb.Table(["draft", "temperature", *names, "reliable"], rows), **media})
-    exact = results["exact"]
-    run.summary.update(
-        {
-            **figures,
-            "prompts": exact["prompts"],
-            "divergences": len(exact["divergences"]),
-            "reliable": why_unreliable(results) is None,
-        }
-    )
+    audit = {"prompts": exact["prompts"], "divergences": len(exact["divergences"])}
+    run.summary.update({**figures, **audit, "reliable": why_unreliable(results) is None})
     run.tags = tags(results["head"]["kind"], results["target"]["name"])
     if head is not None:
         about = {"kind": results["head"]["kind"], "draft": results["tree"], **figures}

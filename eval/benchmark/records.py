@@ -6,14 +6,12 @@ with its answer.
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import hashlib
 import json
-import re
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,15 +29,6 @@ Message = dict[str, Any]
 
 JSON_FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FORMS = ".jsonl, .json, .jsonl.gz, .json.gz, .parquet or .txt file"
-BLANK = re.compile(r"\s*")
-DECODER = json.JSONDecoder()
-CHUNK = 1 << 20
-"""Minimum number of bytes of an array that are read at a time."""
-ROWS = 256
-"""Number of rows of a Parquet file that are in memory at a time."""
-CUT_SHORT = 16
-"""Distance from the end of the text read so far, in characters, within which a syntax error may only mean that more
-must be read."""
 
 CONVERSATIONS = ("messages", "conversations")
 QUESTIONS = ("instruction", "question", "prompt")
@@ -67,9 +56,9 @@ def read_hub(called: str, /, **arguments: Any) -> Iterator[Record]:
     except Exception as error:  # no such data set, no network, no such split, a broken file: each raises another type
         reason = first_line(error)
         where = f", broken off after record {number}" if number else ""
+        remedy = "fetch the file again" if is_file(called) else "without a network, name a file"
         raise UserError(
-            f"{called}: no data set that can be loaded, split {arguments['split']} ({reason}{where}); "
-            "without a network, name a file"
+            f"{called}: no data set that can be loaded, split {arguments['split']} ({reason}{where}); {remedy}"
         ) from None
 
 
@@ -109,7 +98,7 @@ def _read(path: str, split: str) -> Iterator[Record]:
                 raise UserError(f"{file}: the file is empty; expected text")
             return iter([(f"{file}:1", {"text": text})])
         if name.endswith(".parquet"):
-            return _read_parquet(file)
+            return read_hub(path, path="parquet", data_files=path, split="train", streaming=True)
         raise UserError(f"{path}: expected a {FORMS}")
     _check_hub_name(path)
     from datasets import config
@@ -120,17 +109,20 @@ def _read(path: str, split: str) -> Iterator[Record]:
 
 
 def _read_json(file: Path) -> Iterator[Record]:
+    """Yield the records of JSON lines one by one, or those of an array, which is read whole."""
     number, found = 0, False
     try:
         with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if not found and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-                    yield from _read_array(file, line, lines.read)
+                line = line.removeprefix(BOM_UTF8) if number == 1 else line
+                if not found and line.lstrip().startswith(b"["):
+                    # The newlines before the array keep the line numbers of errors right.
+                    yield from _read_array(file, b"\n" * (number - 1) + line + lines.read())
                     return
                 if line.strip():
                     found = True
-                    place, text = f"{file}:{number}", line.strip()
-                    yield place, _check(place, _parse(place, lambda: json.loads(text)), escaped=b"\\u" in line)  # noqa: B023
+                    place = f"{file}:{number}"
+                    yield place, _check(place, _parse(place, line.strip()), escaped=b"\\u" in line)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{file}: broken gzip data after line {number} ({error}); fetch the file again") from None
     except OSError as error:
@@ -139,91 +131,18 @@ def _read_json(file: Path) -> Iterator[Record]:
         raise UserError(f"{file}: the file is empty; expected one JSON record a line")
 
 
-class _Text:
-    """Text of a file from the index `at` on. Little more than one record is in memory."""
-
-    def __init__(self, file: Path, opening: bytes, read: Callable[[int], bytes]) -> None:
-        self.file, self.read, self.text, self.at = file, read, "", 0
-        self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self.bytes, self.ended = 0, False
-        """Number of bytes decoded, and True once the file is read to its end."""
-        self.lines = self.columns = 0
-        """Number of newlines dropped, and of characters dropped from the line in which `text` begins."""
-        self._decode(opening)
-
-    def more(self) -> None:
-        """Drop the text before `at`, and read as much again as is left (at least CHUNK)."""
-        dropped, held = self.text[: self.at], self.text[self.at :]
-        *lines, last = dropped.split("\n")
-        self.lines, self.columns = self.lines + len(lines), len(last) + (0 if lines else self.columns)
-        self.text, self.at = held, 0
-        self._decode(self.read(max(CHUNK, len(held))))
-
-    def _decode(self, data: bytes) -> None:
-        self.ended = not data
-        try:
-            self.text += self.decoder.decode(data, final=self.ended)
-        except UnicodeDecodeError as error:
-            at = self.bytes + error.start
-            raise UserError(f"{self.file}: expected UTF-8 text ({error.reason} at byte {at} of the array)") from None
-        self.bytes += len(data)
-
-    def next_character(self) -> str:
-        """Move `at` past blanks. Return the character there; empty at the end of the file."""
-        while True:
-            self.at = BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]  # matches nothing, too
-            if self.at < len(self.text) or self.ended:
-                return self.text[self.at : self.at + 1]
-            self.more()
-
-    def record(self) -> tuple[Any, bool]:
-        """Return the JSON value at `at`, and True if its text has \\u escapes. Raise ValueError or RecursionError if
-        there is no value."""
-        while True:
-            try:
-                value, end = DECODER.raw_decode(self.text, self.at)
-            except json.JSONDecodeError as error:
-                begun = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - CUT_SHORT
-                if not begun or self.ended:
-                    error.colno += self.columns if error.lineno == 1 else 0
-                    error.lineno += self.lines
-                    raise
-                self.more()
-                continue
-            if end < len(self.text) or self.ended:  # else a number may continue
-                escaped, self.at = "\\u" in self.text[self.at : end], end
-                return value, escaped
-            self.more()
-
-
-def _read_array(file: Path, opening: bytes, read: Callable[[int], bytes]) -> Iterator[Record]:
-    """Yield the records of an array, parsed one by one as they are read."""
-    text = _Text(file, opening, read)
-    text.next_character()
-    text.at += 1
-    count = 0
-    while (character := text.next_character()) != "]":
-        if count > 0:
-            if character != ",":
-                raise UserError(f"{file}: expected a comma or ] after record {count} of the array")
-            text.at += 1
-            text.next_character()
-        count += 1
-        place = f"{file}: record {count}"
-        record, escaped = _parse(place, text.record)
-        yield place, _check(place, record, escaped=escaped)
-    text.at += 1
-    if text.next_character():
-        raise UserError(
-            f"{file}: expected the end of the file after the array, got {shown(text.text[text.at :].strip())}"
-        )
-    if count == 0:
+def _read_array(file: Path, text: bytes) -> Iterator[Record]:
+    records = _parse(str(file), text)
+    if not records:
         raise UserError(f"{file}: the array is empty; expected JSON records")
+    for number, record in enumerate(records, start=1):
+        place = f"{file}: record {number}"
+        yield place, _check(place, record, escaped=b"\\u" in text)
 
 
-def _parse(place: str, parse: Callable[[], Any]) -> Any:
+def _parse(place: str, text: bytes) -> Any:
     try:
-        return parse()
+        return json.loads(text)
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: expected UTF-8 text ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -243,22 +162,6 @@ def _check(place: str, record: Any, *, escaped: bool) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise UserError(f"{place}: expected a JSON object with keys, got {type(record).__name__}")
     return record
-
-
-def _read_parquet(file: Path) -> Iterator[Record]:
-    from pyarrow import ArrowException, parquet
-
-    number = 0
-    try:
-        with parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=ROWS):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield f"{file}: row {number}", record
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable Parquet file ({first_line(error)}); fetch it again") from None
-    if number == 0:
-        raise UserError(f"{file}: the file holds no rows; expected one record a row")
 
 
 class RecordError(UserError):

@@ -329,6 +329,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             state.write(i, *layer.self_attn.keys(context, cos_sin))
         take_newest(tokens, observation.start, count, state.root, state.length)
 
+    @torch.no_grad()
     def draft_states(self, state: SlotState) -> Tensor:
         """Return (B, K, D): the states after the final norm of the rows that predict the draft tokens, in one block per
         root."""

@@ -129,17 +129,21 @@ def check_folder(
             shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
     except DAMAGE as error:
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
-    found = Folder(config, shapes, target)
-    base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in config else "")
-    verdicts = []
-    for reader in dict.fromkeys((*ENGINES, *form.readers)):
-        if reader in form.readers:
-            lacks, faults = form.check(found, reader)
-            command = form.readers[reader](base, name, steps, config)
-            verdicts.append(Verdict(reader, command, lacks, tuple(faults)))
-        else:
-            verdicts.append(Verdict(reader, "", f"has no method for heads of kind {kind}", ()))
-    return verdicts
+    try:
+        found = Folder(config, shapes, target)
+        base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in config else "")
+        verdicts = []
+        for reader in dict.fromkeys((*ENGINES, *form.readers)):
+            if reader in form.readers:
+                lacks, faults = form.check(found, reader)
+                command = form.readers[reader](base, name, steps, config)
+                verdicts.append(Verdict(reader, command, lacks, tuple(faults)))
+            else:
+                verdicts.append(Verdict(reader, "", f"has no method for heads of kind {kind}", ()))
+        return verdicts
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # types of values that no head's config has
+        fault = first_line(error)
+        raise UserError(f"{folder}: config.json describes no head ({fault}); fetch or train it again") from error
 
 
 def why_unfit(verdicts: Sequence[Verdict]) -> str | None:

@@ -369,7 +369,7 @@ def read_root(head: Any, probe: TargetProbe, by_token: Tensor, context: Tensor, 
     # The slowest rotary pair separates rows of blocks from the context; the fastest pairs separate positions of rows.
     heads, still = attention.k_proj.out_features // d, d // 2 - 1
     places = torch.arange(min(PLACES, still))
-    cos, sin = (x[0, 0, 0, places] for x in head.cos_sin(torch.tensor([[head.first_row]]), torch.float32))
+    cos, sin = (x[0, 0, 0, places + d // 2] for x in head.cos_sin(torch.tensor([[head.first_row]]), torch.float32))
     q, k = (proj.weight.view(heads, -1, d, D)[:, 0] for proj in (attention.q_proj, attention.k_proj))
     k[:, still] = k[:, places] = LARGE * of_block
     q[:, still] = LARGE * always

@@ -39,14 +39,20 @@ def rotary_of(config: Any) -> Rotary:
     frequencies: Any = made.inv_freq
     are_positive = bool((frequencies.isfinite() & (frequencies > 0)).all())
     expect(are_positive, "head.rope_scaling", "factors above 0", scaling)
-    return partial(rotation_by, made)
+
+    def scaled(positions: Tensor, dtype: torch.dtype) -> CosSin:
+        cos, sin = rotation_by(made, positions, dtype)
+        first, second = sin.chunk(2, dim=-1)
+        return cos, torch.cat([-first, second], dim=-1)
+
+    return scaled
 
 
-def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> CosSin:
-    """Return the `CosSin` (B, 1, T, d) of rotary positions (B, T), computed by a transformers module."""
+def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (B, 1, T, d) of rotary positions (B, T) by a module of transformers, whose layers take
+    them as they are."""
     like, maker = torch.empty((), dtype=dtype, device=positions.device), maker.to(positions.device)
     if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are equal for text
         positions = positions.expand(3, -1, -1)
     cos, sin = maker(like, positions)  # (B, T, d)
-    half = sin.shape[-1] // 2
-    return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, None]
+    return cos[:, None], sin[:, None]

@@ -77,18 +77,6 @@ def test_a_head_in_bfloat16_says_so_and_comes_back(tmp_path: Path) -> None:
     assert torch.equal(head.lm_head.weight, again.lm_head.weight) and again.kept.dtype == torch.int64
 
 
-def test_the_config_is_what_engines_read(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
-    assert config["num_hidden_layers"] == config["num_key_value_heads"] == 1 and config["hidden_act"] == "silu"
-    assert not any(config[key] for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_before_residual"))
-    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9]  # vLLM: the layer a stream enters
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 5, 8]  # SGLang: the layer it leaves
-    assert config["eos_token_id"] == [1, 7] and config["rope_theta"] == 5e5
-    ours = config["draftsmith"]
-    assert ours["target"] == TARGET and ours["provenance"] == {"commit": "abc"}
-
-
 def entries(folder: Path) -> set[str]:
     return {path.name for path in folder.parent.iterdir()}
 

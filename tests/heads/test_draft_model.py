@@ -247,27 +247,6 @@ def test_the_loss_by_hand(family: str, loss: str) -> None:
     loss_agrees(head, batch, total[None], scale, rtol=1e-4, atol=1e-7)
 
 
-def test_what_it_foresees_is_what_it_drafts() -> None:
-    """Along the draft's own greedy text every guess is right; one token changed is one guess wrong, and what follows
-    is what a chain from there drafts."""
-    target = make_target()
-    head = make_head(target)
-    text = texts_of([6])[0]
-    for _ in range(12):
-        text.append(int(plain_logits(head, text)[-1].argmax()))
-    text[11] = (text[11] + 1) % V
-    batch = make_batch(target, [[18]])
-    batch.tokens[0] = torch.tensor(text)
-    found = head.foresees(batch, 3)
-    assert found.shape == (3, 1, 18) and found.dtype == torch.bool
-    for t in range(4, 14):  # root x_{t+1}
-        chain = head.propose(opened(head, [text[: t + 2]], "chain:3"), greedy).tokens[0, 1:].tolist()
-        for k in range(3):
-            if chain[:k] == text[t + 2 : t + 2 + k]:  # the ones before are right, so the chain went on as given
-                assert bool(found[k, 0, t]) == (chain[k] == text[t + 2 + k]), (t, k)
-    assert not found[0, 0, 9] and found[0, 0, 6]
-
-
 def test_kept_layers_are_the_targets_own() -> None:
     target = make_target()
     head = make_head(target, layers=[1, 3])

@@ -20,7 +20,7 @@ from tests.heads.small_heads import greedy, seen
 from tests.native_mtp import change_config, write_native
 from tests.refusals import refused
 from train.data.packing import Rows
-from train.features.batch import make_batch
+from train.features.source import make_batch
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]

@@ -20,12 +20,11 @@ from tests.faults import signal_at
 from tests.runs import Settings, WriteRecipe, measured_run, same, the_error, weights
 from tests.runs import train_in as run
 from train.adapter import add_adapters, merged_weights
-from train.data.loading import load_data
+from train.data.prepare import load_data
 from train.entry import attempt
 from train.interrupts import Interrupted
 from train.optim import make_optimizer
 from train.recipe import Train, load_recipe
-from train.trained import Part
 
 ON_POLICY = {"every": 2, "prompts": 6, "samples": 4, "prompt_tokens": 8, "new_tokens": 12, "share": 0.5}
 
@@ -193,7 +192,7 @@ def test_a_run_whose_samples_are_lost_says_so(small: Settings, write_recipe: Wri
 
 def test_tables_of_tokens_are_not_orthogonalised(target: FrozenTarget) -> None:
     head = build_head("draft", {"layers": [0, 7]}, target, torch.ones(128))
-    optimizer: Any = make_optimizer([Part(head)], Train(max_steps=2, optimizer="muon"))
+    optimizer: Any = make_optimizer(head, Train(max_steps=2, optimizer="muon"))
     groups = [group for group in optimizer.param_groups if "momentum" in group]
     muon = {id(parameter) for group in groups for parameter in group["params"]}
     names = {name for name, parameter in head.named_parameters() if id(parameter) in muon}

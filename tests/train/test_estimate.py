@@ -13,7 +13,7 @@ from heads.target.load import load_target
 from heads.target.model import FrozenTarget
 from heads.tree import parse_shape
 from train.data.packing import text_rows
-from train.features.batch import make_batch
+from train.features.source import make_batch
 from train.measuring import answer_batches, answers_in, foreseen, known_text_tau, walk
 
 SETTINGS: dict[str, dict[str, object]] = {

@@ -14,12 +14,12 @@ SETTINGS = Train(max_steps=1)
 @pytest.mark.parametrize(
     ("environment", "fault"),
     [
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "launched with --mixed_precision fp16, the recipe says .* auto"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, "launched with --gradient_accumulation_steps 3"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "--fsdp_version 2"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "--mixed_precision fp16: the recipe says .* auto"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, "--gradient_accumulation_steps 3"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "--fsdp_version 1: expected 2"),
         (
             {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
-            "--fsdp_offload_params false",
+            "--fsdp_offload_params true",
         ),
     ],
 )

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +81,6 @@ def stopped(*_: Any) -> None:
     raise AssertionError("the signal comes first")
 
 
-def out_of_memory(*_: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-
 def no_space(*_: Any, **__: Any) -> None:
     raise UserError("no space left on the device")
 
@@ -95,9 +89,7 @@ def no_space(*_: Any, **__: Any) -> None:
     ("place", "failure", "error"),
     [
         ("Evaluation.measure", stopped, Interrupted),
-        ("Evaluation.measure", out_of_memory, torch.OutOfMemoryError),
         ("save_head", no_space, UserError),
-        ("save_measurement", no_space, UserError),
     ],
 )
 def test_a_measurement_that_fails_is_made_again_by_a_run_that_lost_no_step(
@@ -118,8 +110,7 @@ def test_a_measurement_that_fails_is_made_again_by_a_run_that_lost_no_step(
     assert [line["step"] for line in lines(folder, "eval")] == [3, 6]
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"measured_step": 9}'])
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize(("step", "text"), [(3, None), (6, '{"measured_step": 9}')])
 def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
     step: int, text: str | None, settings: Settings, write_recipe: WriteRecipe
 ) -> None:
@@ -159,15 +150,6 @@ def test_a_finished_run_says_so(
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
 
 
-def test_more_steps_are_another_run(settings: Settings, write_recipe: WriteRecipe) -> None:
-    """The line says how to have them."""
-    folder = run(settings, write_recipe)
-    settings["train"]["max_steps"] = 12
-    with pytest.raises(UserError, match=rf"laid out over 6 steps, got train\.max_steps=12; .* output_dir={folder}-12"):
-        run(settings, write_recipe)
-    assert (run(settings | {"output_dir": f"{folder}-12"}, write_recipe) / "checkpoints/step-12").is_dir()
-
-
 @pytest.fixture
 def epochs(settings: Settings) -> Settings:
     """Three epochs in steps of 2 rows, with a warm-up for a long run."""
@@ -195,19 +177,9 @@ def test_epochs_are_as_many_steps(
     capsys.readouterr()
     run(epochs, write_recipe)
     assert f"finished already, {steps} steps" in capsys.readouterr().err
-    with pytest.raises(UserError, match=rf"laid out over {steps} steps, got train\.max_steps="):
-        run(epochs | {"train": epochs["train"] | {"epochs": 5}}, write_recipe)
-    with pytest.raises(UserError, match=r"train\.lr was 0\.01, is 0\.02"):
-        run(epochs | {"train": epochs["train"] | {"lr": 0.02}}, write_recipe)
-
-
-def test_more_texts_are_other_data_for_epochs_too(epochs: Settings, write_recipe: WriteRecipe) -> None:
-    with signal_at(1), pytest.raises(Interrupted):
-        run(epochs, write_recipe)
-    data = Path(epochs["data"]["sources"][0]["path"])
-    data.write_text(data.read_text() * 2)
-    with pytest.raises(UserError, match="other data"):
-        run(epochs, write_recipe)
+    for change, fault in (({"epochs": 5}, rf"train\.max_steps was {steps}, is "), ({"lr": 0.02}, "was 0.01, is 0.02")):
+        with pytest.raises(UserError, match=fault):
+            run(epochs | {"train": epochs["train"] | change}, write_recipe)
 
 
 def test_more_than_a_thousand_epochs_are_a_mistake(settings: Settings, write_recipe: WriteRecipe) -> None:
@@ -261,53 +233,22 @@ def test_a_full_disk_loses_nothing(settings: Settings, write_recipe: WriteRecipe
     assert same(weights(run(settings, write_recipe), 6), weights(unbroken, 6))
 
 
-@pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "no manifest"])
+@pytest.mark.parametrize("name", ["head.safetensors", "manifest.json"])
 def test_a_broken_checkpoint_is_passed_over(
-    harm: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unbroken = run(settings, write_recipe)
     expected = weights(unbroken, 6)
     shutil.rmtree(unbroken / "head")
-    file = unbroken / "checkpoints/step-6/head.safetensors"
-    data = file.read_bytes()
-    match harm:
-        case "truncate":
-            file.write_bytes(data[:-10])
-        case "flip":
-            file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        case "remove":
-            file.unlink()
-        case "no manifest":
-            (file.parent / "manifest.json").unlink()
+    file = unbroken / "checkpoints/step-6" / name
+    file.write_bytes(file.read_bytes()[:-10])
     run(settings, write_recipe)
     said = capsys.readouterr().err
     assert "warning:" in said and "step-6" in said and "resumed from" in said
     assert same(weights(unbroken, 6), expected)
 
 
-def test_wandb_offline_records_the_run(settings: Settings, write_recipe: WriteRecipe) -> None:
-    settings["tracking"] = {"wandb": "offline", "project": "test"}
-    folder = run(settings, write_recipe)
-    record = next(folder.glob("wandb/offline-run-*/*.wandb"))
-    deadline = time.monotonic() + 10  # its service may write a moment after `finish`
-    while b"eval/tau" not in record.read_bytes() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for text in (b"train/loss", b"eval/tau", b"context_length"):
-        assert text in record.read_bytes()
-
-
 def test_tensorboard_has_the_figures(settings: Settings, write_recipe: WriteRecipe) -> None:
     pytest.importorskip("tensorboard")
     settings["tracking"] = {"tensorboard": True}
     assert list((run(settings, write_recipe) / "tensorboard").rglob("events.out.tfevents.*"))
-
-
-def test_tensorboard_is_refused_where_it_is_not_installed(
-    settings: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Accelerate would leave it out without a word."""
-    for name in ("tensorboard", "tensorboardX"):
-        monkeypatch.setitem(sys.modules, name, None)
-    settings["tracking"] = {"tensorboard": True}
-    with pytest.raises(UserError, match=r"tracking\.tensorboard: .* not installed"):
-        run(settings, write_recipe)

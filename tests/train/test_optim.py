@@ -8,7 +8,6 @@ from heads.dflash2 import BlockConvolution
 from tests.closeness import assert_close
 from train.optim import Muon, lr_factor, make_optimizer, orthogonal
 from train.recipe import Train
-from train.trained import Part
 
 
 def test_cosine_warms_up_and_falls_to_its_floor() -> None:
@@ -27,10 +26,10 @@ def test_wsd_is_flat_until_its_fall() -> None:
 
 def test_norms_and_biases_do_not_decay() -> None:
     head = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    optimizer = make_optimizer([Part(head)], Train(max_steps=1, weight_decay=0.1))
+    optimizer = make_optimizer(head, Train(max_steps=1, weight_decay=0.1))
     by_decay = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
     assert by_decay == {0.1: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
-    convolution = make_optimizer([Part(BlockConvolution(8, 2, 4))], Train(max_steps=1, weight_decay=0.1))
+    convolution = make_optimizer(BlockConvolution(8, 2, 4), Train(max_steps=1, weight_decay=0.1))
     by_decay = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in convolution.param_groups}
     assert by_decay == {0.1: [(8, 8)], 0.0: [(2, 2, 8)]}  # the base, which is 1
 

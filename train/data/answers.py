@@ -1,25 +1,38 @@
 """The target's own answers as training data: generated once, by our runtime or by a server, and kept for all heads."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils import gather_object
 
 from eval.benchmark.progress import Progress
+from eval.benchmark.records import RecordError
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.model import FrozenTarget
-from train.data.answer_server import Client, answer_by_server
-from train.data.answer_store import AnswerStore, prompt_key
-from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, open_entry
-from train.data.dialogues import Dialogue
-from train.data.reader import Reader
-from train.data.settings import Regenerate
-from train.http_client import HTTPClient
+from train.data.cache import (
+    AnswerStore,
+    Corpus,
+    Document,
+    Reader,
+    Tally,
+    cache_root,
+    fingerprint,
+    has_documents,
+    prompt_key,
+    stored_documents,
+)
+from train.data.chats import Dialogue
+from train.data.packing import shares
+from train.data.server import AnsweringServer, ServerClient, answer_by_server
+from train.data.settings import Answers, Data, Regenerate
+from train.data.sources import AnySource, left_out, report_skipped, tokens_key
 
 Exchange = tuple[Sequence[int], Sequence[int]]
 """A prompt and its answer."""
@@ -31,17 +44,105 @@ BATCHES = 8
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """The first prompts of the dialogues that a source gives."""
+
+    source: AnySource
+    count: int | None
+    """Number of dialogues to take from the source. None: all."""
+    documents: Corpus
+    """Each prompt as a document without labels."""
+
+
+def find_prompts(
+    data: Data, seed: int, settings: Answers, name: str, reader: Reader, *, recorded: bool = False, quiet: bool
+) -> list[Prompts]:
+    """Return the prompts of each source, in proportion to its weight, or all. `name`: the key of `settings` in the
+    recipe. `recorded`: the prompts of last turns. `quiet`: do not report skipped records. UserError if the prompts are
+    too few, or too long to train on."""
+    if settings.prompts is not None and settings.prompts < len(data.sources):
+        raise UserError(
+            f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
+        )
+    wanted: list[int | None] = [None] * len(data.sources)
+    if settings.prompts is not None:
+        wanted = [*shares([source.weight or 1.0 for source in data.sources], settings.prompts)]
+    found = [
+        _read_prompts(source, settings.prompt_tokens, count, seed, reader, recorded)
+        for source, count in zip(data.sources, wanted, strict=True)
+    ]
+    for prompts in found:
+        source, count, documents, tally = prompts.source, prompts.count, prompts.documents, prompts.documents.tally
+        whole = count is None or len(documents) < count
+        report_skipped(source, tally, None if quiet else reader.say, whole=whole)
+        if len(documents) < (count or 1):
+            mend = "raise prompt_tokens" if count is None else "lower prompts or raise prompt_tokens"
+            raise UserError(
+                f"{name}.prompts: {source} gives {len(documents)} prompts of at most {settings.prompt_tokens} tokens, "
+                f"expected {count or 'at least 1'}; {mend}"
+            )
+        if count is None:
+            what = "conversations" if source.kind == "chat" else "texts"
+            long = f"; {tally.too_long:,} begin with a prompt of more than {settings.prompt_tokens:,} tokens"
+            left = f"{long} ({name}.prompt_tokens) and are left out" if tally.too_long else ""
+            reader.say(f"{name}: {source}: {len(documents):,} {what} to answer{left}")
+        too_long = int(np.diff(documents.ends, prepend=0).max()) + settings.new_tokens
+        if too_long > data.context_length:
+            raise UserError(
+                f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
+                f"got {data.context_length}"
+            )
+    return found
+
+
+def _read_prompts(
+    source: AnySource, most: int, count: int | None, seed: int, reader: Reader, recorded: bool
+) -> Prompts:
+    """Return the first prompts, of at most `most` tokens, of `count` dialogues of a source, or of all."""
+    rendering = reader.rendering
+
+    def documents() -> Iterator[Document]:
+        for found in source.dialogues(rendering, most, count, seed, recorded=recorded):
+            if isinstance(found, RecordError):
+                yield left_out(found, str(source))
+            else:
+                assert found.prompt is not None
+                yield Document.of(found.prompt, np.zeros(len(found.prompt)))
+
+    def read() -> Corpus:
+        prompts = {"prompts" if recorded else "first prompts": [most, count, seed]}
+        key = source.content() | tokens_key(source, rendering) | prompts
+        return stored_documents(fingerprint(key), documents)
+
+    return Prompts(source, count, reader.read(str(source), read))
+
+
+def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, *, quiet: bool = False) -> "Answering":
+    """Return the answering that `data.regenerate` describes, without generating any answer. `quiet`: do not report
+    skipped records."""
+    settings = data.regenerate
+    assert settings is not None
+    found = find_prompts(data, seed, settings, "data.regenerate", reader, quiet=quiet)
+    return Answering(settings, found, seed, target, reader)
+
+
+def describe_cut(tally: Tally) -> str:
+    """Return one line with the number of conversations that end early, by reason."""
+    reasons = ", ".join(f"{count} before {why}" for why, count in sorted(tally.skipped.items()))
+    return f"data.regenerate: {sum(tally.skipped.values())} of {tally.records} conversations end early: {reasons}"
+
+
+@dataclass(frozen=True)
 class Answering:
     """The target's answers to dialogues from the sources."""
 
     settings: Regenerate
-    dialogues: Callable[[], Iterator[Dialogue]]
-    """Iterates over all dialogues, from their beginning."""
-    first_prompts: Sequence[str]
-    """Entries of the token cache with the first prompts of all dialogues, in order."""
+    prompts: Sequence[Prompts]
+    """The first prompts of all dialogues, in order."""
+    seed: int
+    """Seed with which prompts are cut from texts."""
     target: FrozenTarget
     reader: Reader
-    open_engine: Callable[..., Engine] = Engine
 
     @property
     def store_name(self) -> str:
@@ -53,7 +154,7 @@ class Answering:
             key["seed"] = settings.seed
         if settings.server is not None:  # a server has its own kernels and dtype
             key["server"] = self._model
-        return entry_name(key)
+        return fingerprint(key)
 
     @property
     def folder(self) -> Path:
@@ -64,6 +165,13 @@ class Answering:
         server = self.settings.server
         return (server.model if server is not None else None) or self.target.name
 
+    def dialogues(self) -> Iterator[Dialogue]:
+        """Yield all dialogues, from their beginning."""
+        rendering, most = self.reader.rendering, self.settings.prompt_tokens
+        for prompts in self.prompts:
+            found = prompts.source.dialogues(rendering, most, prompts.count, self.seed)
+            yield from (dialogue for dialogue in found if isinstance(dialogue, Dialogue))
+
     def request(self, prompt: list[int]) -> Request:
         """Return the request for the answer to a prompt. Its noise depends on the prompt."""
         settings = self.settings
@@ -72,20 +180,18 @@ class Answering:
 
     def corpus(self) -> Corpus:
         """Return the documents of all dialogues. Their labels are the answers. Called by every process."""
-        trained = self.settings.train_on_prompts
-        name = entry_name({"answers": self.store_name, "to": list(self.first_prompts), "train_on_prompts": trained})
-        if self.reader.has(name):
-            return open_entry(name)
-        self.ask()
+        trained, to = self.settings.train_on_prompts, [prompts.documents.digest for prompts in self.prompts]
+        name = fingerprint({"answers": self.store_name, "to": to, "train_on_prompts": trained})
 
-        def documents(tally: Tally) -> Iterable[Document]:
+        def documents() -> Iterator[Document]:
             for dialogue in self.answered():
-                tally.records += 1
-                if dialogue.cut is not None:
-                    tally.skipped[dialogue.cut] = tally.skipped.get(dialogue.cut, 0) + 1
-                yield from answer_documents(dialogue.exchanges, train_on_prompts=trained)
+                *before, last = answer_documents(dialogue.exchanges, train_on_prompts=trained)
+                yield from (replace(document, ends_record=False) for document in before)
+                yield replace(last, reason=dialogue.cut or "")
 
-        return self.reader.write(name, documents)
+        if not all(gather_object([has_documents(name)])):
+            self.ask()
+        return self.reader.read("the answers", lambda: stored_documents(name, documents))
 
     def ask(self) -> None:
         """Generate all answers that are not stored yet. Called by every process; each generates its share."""
@@ -103,7 +209,7 @@ class Answering:
         def is_own(prompt: Sequence[int] | None) -> bool:
             return prompt is not None and int.from_bytes(prompt_key(prompt)[4:8]) % num_processes == process
 
-        firsts = (document.ids.tolist() for entry in self.first_prompts for document in open_entry(entry))
+        firsts = (document.ids.tolist() for prompts in self.prompts for document in prompts.documents)
         total, tokens = sum(map(is_own, firsts)), 0
 
         def finished(dialogue: Dialogue) -> None:
@@ -118,10 +224,10 @@ class Answering:
             if server is None:
                 self._answer_by_engine(own, store, finished)
             else:
-                http = HTTPClient(server.url, self.reader.say)
-                client = Client(http, self._model, target.vocab_size, target.eos_token_ids, self._fault_of)
+                client, ends = ServerClient(server.url), target.eos_token_ids
+                answering = AnsweringServer(client, self._model, target.vocab_size, ends, self._fault_of)
                 in_flight = max(1, server.in_flight // num_processes)
-                answer_by_server(own, store, self.request, client, in_flight, finished)
+                answer_by_server(own, store, self.request, answering, in_flight, finished)
         whose = " by the first process" if num_processes > 1 else ""
         self.reader.say(f"data.regenerate: {total} dialogues answered{whose}, {tokens:,} tokens")
 
@@ -157,7 +263,7 @@ class Answering:
         while held := [*begun, *islice(dialogues, max(0, BATCHES * settings.batch_size - len(begun)))]:
             begun = [dialogue for dialogue in held if take(dialogue)]
             if begun:
-                engine = engine or self.open_engine(target, None, options)
+                engine = engine or Engine(target, None, options)
                 self._generate(engine, begun, store, take)
 
     def _generate(

@@ -1,4 +1,4 @@
-"""Conversations as token ids with a label mask, from the text that the chat template renders.
+"""Conversations as token ids with a label mask, from the text that the chat template renders, and as prompts.
 
 The code does not guess what the template adds around an answer. The prompt of turn i is the rendered text of the turns
 before it, with the opening of an answer. The answer is what the rendered text of the turns up to i adds to the prompt.
@@ -12,18 +12,18 @@ conversation is tokenised turn by turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Encoding
 
 from eval.benchmark.records import Message, RecordError
-from train.data.corpus import Document
+from train.data.cache import Document
 from train.data.templates import ChatTemplate
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -44,7 +44,6 @@ class Turn:
 
     @property
     def answer(self) -> str:
-        """The part of `whole` after the prompt."""
         return self.whole[_common_prefix(self.prompt, self.whole) :]
 
 
@@ -56,16 +55,12 @@ class Conversation:
     place: str
     tools: Any = None
 
-    def __len__(self) -> int:
-        """Return the number of characters of all texts of the turns."""
-        return sum(len(turn.prompt) + len(turn.whole) for turn in self.turns)
-
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterator[Document]:
     """Yield plain texts as documents, with the tokenizer's own special tokens and a final end-of-text token. Every
     token is a label."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for ids in tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"] if texts else ():
+    for ids in tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]:
         whole = ids if end and ids[-1:] == end else [*ids, *end]
         yield Document.of(whole, np.ones(len(whole)))
 
@@ -97,7 +92,9 @@ def encode_conversations(
     """Yield the documents of each conversation, whose labels are its answers, or the reason why it has none."""
     tokenizer = template.tokenizer
     groups = [_joined(conversation.turns) if tokenizer.is_fast else None for conversation in conversations]
-    encodings = iter(_encodings(tokenizer, [turns[-1].whole for found in groups for turns in found or ()]))
+    texts = [turns[-1].whole for found in groups for turns in found or ()]
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    encodings = iter(tokenizer(texts, **options).encodings or () if texts else ())
     for conversation, found in zip(conversations, groups, strict=True):
         # Take all encodings of this conversation first, so that the next one gets its own.
         pairs = [(turns, next(encodings)) for turns in found or ()]
@@ -141,7 +138,6 @@ def encode_turn_by_turn(template: ChatTemplate, conversation: Conversation) -> l
 
 
 def _reasoning(message: Message) -> Iterator[str]:
-    """Yield the reasoning in a turn of a record."""
     yield from (message[key].strip() for key in REASONING if isinstance(message.get(key), str))
     content = message["content"]
     if REASONING_END in content:
@@ -190,13 +186,6 @@ def _answer_end(ids: Sequence[int], start: int, stop: int, eos: int | None) -> i
     return next((n + 1 for n in range(stop - 1, start - 1, -1) if ids[n] == eos), stop)
 
 
-def _encodings(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[Encoding]:
-    if not texts:
-        return []
-    batch = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-    return batch.encodings or []
-
-
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the tokens of a rendered text, without added special tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -205,3 +194,90 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+Prompts = Generator[list[int], list[int], str | None]
+"""Yields prompts and is sent their answers. Returns why it ends before the end of the record, or None."""
+
+
+class Dialogue:
+    """The prompts of one record, with their answers."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts = prompts
+        self.prompt: list[int] | None = None
+        """Token ids of the next prompt, or None at the end."""
+        self.exchanges: list[tuple[list[int], list[int]]] = []
+        self.cut: str | None = None
+        """Reason why the dialogue ended before its record, or None."""
+        self._next(None)
+
+    def answer(self, ids: list[int]) -> None:
+        """Add the answer to `prompt`, and go on to the next prompt."""
+        assert self.prompt is not None
+        self.exchanges.append((self.prompt, ids))
+        self._next(ids)
+
+    def take(self, kept: Callable[[list[int]], list[int] | None]) -> None:
+        """Add stored answers, which `kept` returns, up to the first prompt without one."""
+        while self.prompt is not None and (ids := kept(self.prompt)) is not None:
+            self.answer(ids)
+
+    def _next(self, answer: Any) -> None:
+        try:
+            self.prompt = self._prompts.send(answer)
+        except StopIteration as end:
+            self.prompt, self.cut = None, end.value
+
+
+def lone(prompt: list[int]) -> Prompts:
+    yield prompt
+    return None
+
+
+def answer_by_answer(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    place: str,
+    tools: Any = None,
+    most: int,
+    last_only: bool = False,
+    calls: bool = False,
+) -> Prompts:
+    """Yield the prompts of a conversation, in which the target's answers replace the assistant's. Turns that call tools
+    are kept, since the next turns answer their calls. It ends before a prompt of more than `most` tokens.
+
+    `last_only`: the target gives only the last answer. `calls`: a turn that calls tools also counts as an answer.
+    RecordError for a conversation without a first prompt.
+    """
+    messages = list(template.prepared(messages, place=place, tools=tools))
+    tokenizer = template.tokenizer
+    special = special_ids(tokenizer)
+    answers = (n for n, message in enumerate(messages) if message["role"] == "assistant")
+    turns = [n for n in answers if calls or "tool_calls" not in messages[n]]
+    if not turns:
+        raise RecordError(f"{place}: expected an answer of the assistant, got none", "without an answer")
+    for turn in turns[-1:] if last_only else turns:
+        try:
+            text = template.render(messages[:turn], place=place, tools=tools, answer_next=True)
+        except RecordError as error:
+            if turn == turns[0] or last_only:
+                raise
+            return f"a turn {error.reason}"
+        prompt = token_ids(tokenizer, text)
+        if len(prompt) > most:
+            return f"a prompt of more than {most} tokens"
+        answer = yield prompt
+        said = answer[:-1] if answer[-1] in special else answer
+        if turn != turns[-1] and not special.isdisjoint(said):
+            # Such as channels and calls: only the template knows which turn they would belong to.
+            return "a turn on an answer with special tokens"
+        messages[turn] = {"role": "assistant", "content": str(tokenizer.decode(said))}
+    return None
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the special tokens, which are not text."""
+    added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset(tokenizer.all_special_ids).union(added)

@@ -9,13 +9,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
+from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.sampling import Sampling
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.files import write_text
 from heads.target.model import FrozenTarget
 from train.data.answers import answer_documents
-from train.data.corpus import corpus_of
+from train.data.cache import corpus_of
 from train.data.packing import PATTERN, Mixture, Pool
 from train.data.settings import OnPolicy
 
@@ -40,12 +41,14 @@ class Samples:
         """Return the requests to the draft at step `begin`: the next prompts in turn, each with its own noise."""
         settings, renewal = self.settings, begin // self.settings.every
         first = (renewal - 1) * settings.samples
-
-        def sampling(n: int) -> Sampling:
-            return Sampling(temperature=settings.temperature, seed=settings.seed + SEED_STRIDE * renewal + n)
-
-        numbers = range(first, first + settings.samples)
-        return [Request(self.prompts[n % len(self.prompts)], settings.new_tokens, sampling(n)) for n in numbers]
+        return [
+            Request(
+                self.prompts[n % len(self.prompts)],
+                settings.new_tokens,
+                Sampling(temperature=settings.temperature, seed=settings.seed + SEED_STRIDE * renewal + n),
+            )
+            for n in range(first, first + settings.samples)
+        ]
 
     def write(self, begin: int, draft: DraftHead, target: FrozenTarget) -> int:
         """Let the draft answer, write its answers to a file, and return their number of tokens."""

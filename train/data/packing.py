@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from train.data.corpus import Corpus
+from train.data.cache import Corpus
 
 PATTERN = 1000
 """Rows of one block. Each block has exactly the same number of rows of each pool."""
@@ -30,12 +30,10 @@ class Rows:
     documents: Tensor  # (B, T) int64, numbered from 0 in each row; -1 = padding
 
     def part(self, row: int) -> "Rows":
-        """Return one of the rows as a batch of 1."""
         return Rows(*(tensor[row : row + 1] for tensor in vars(self).values()))
 
 
 def empty_rows(B: int, T: int) -> Rows:
-    """Return rows of padding only."""
     return Rows(
         tokens=torch.zeros(B, T, dtype=torch.int64),
         loss_mask=torch.zeros(B, T, dtype=torch.bool),
@@ -66,7 +64,7 @@ class Pool:
         """`num_positions`: the number of positions of the models; None: enough for any document. `packs`: several
         documents may share a row."""
         self.corpus, self.row_length, self.packs = corpus, row_length, packs
-        pieces, self.num_left_out = _pieces(corpus, row_length, num_positions or len(corpus.tokens))
+        pieces, self.num_left_out = _pieces(corpus, row_length, num_positions or corpus.num_tokens)
         rows = best_fit(pieces[:, 1], row_length) if packs else np.arange(len(pieces))
         order = np.argsort(rows, kind="stable")
         self.pieces = pieces[order]
@@ -76,9 +74,8 @@ class Pool:
         return len(self.ends)
 
     def describe(self, name: str) -> str:
-        """Return one line with the size of the source `name`."""
         corpus = self.corpus
-        sizes = f"{len(corpus)} documents, {len(corpus.tokens)} tokens, {corpus.num_labels} labels, {len(self)} rows"
+        sizes = f"{len(corpus)} documents, {corpus.num_tokens} tokens, {corpus.num_labels} labels, {len(self)} rows"
         left_out = f"; {self.num_left_out} labels are beyond the models' positions" if self.num_left_out else ""
         return f"{name}: {sizes}{left_out}"
 
@@ -94,7 +91,7 @@ class Pool:
         pieces = self.pieces[self.ends[index - 1] if index else 0 : self.ends[index]]
         for number, (start, length, position, context) in enumerate(pieces.tolist()):
             piece = slice(at, at + length)
-            tokens, labels = (part[start : start + length] for part in (self.corpus.tokens, self.corpus.labels))
+            tokens, labels = self.corpus.span(start, length)
             out.tokens[row, piece] = torch.from_numpy(tokens.astype(np.int64))
             out.loss_mask[row, piece] = torch.from_numpy(labels.copy())
             out.loss_mask[row, at : at + context] = False
@@ -117,7 +114,7 @@ def _pieces(corpus: Corpus, row_length: int, num_positions: int) -> tuple[NDArra
     whole = np.stack([starts[short], lengths[short], *np.zeros((2, short.sum()), dtype=np.int64)], axis=1)
     cut, left_out = [], 0
     for start, length in zip(starts[~short].tolist(), lengths[~short].tolist(), strict=True):
-        labels = corpus.labels[start : start + length]
+        labels = corpus.span(start, length)[1]
         parts = list(cut_document(labels, row_length, num_positions))
         cut += [(start + begin, end - begin, position, context) for begin, end, position, context in parts]
         left_out += int(labels.sum()) - sum(
@@ -200,11 +197,9 @@ class Mixture:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of all pools."""
         return sum(map(len, self.pools))
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """Return rows by their index in the endless order."""
         out = empty_rows(len(indices), self.row_length)
         for row, index in enumerate(indices):
             pool, place = self.locate(index)

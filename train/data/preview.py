@@ -16,7 +16,7 @@ from train.usage import keys_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from train.data.corpus import Document
+    from train.data.cache import Document
 
 USAGE = "usage: python -m train.data.preview RECIPE.yaml [key.sub=value ...]"
 SHOWN = 2
@@ -35,9 +35,10 @@ def preview(arguments: Sequence[str]) -> int:
     from accelerate import Accelerator
 
     from heads.target.load import load_tokenizer
-    from train.data.loading import find_prompts, read_source
+    from train.data.answers import find_prompts
+    from train.data.cache import Reader
     from train.data.packing import Pool
-    from train.data.reader import Reader
+    from train.data.sources import read_source
     from train.data.templates import ChatTemplate
     from train.opening import read_recipe
 

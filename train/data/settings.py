@@ -1,11 +1,27 @@
-"""A recipe's `data`. The schema imports no torch: a recipe is checked before that is imported."""
+"""The recipe's section `data`."""
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from train.data.sources import AnySource
-from train.strict_yaml import Count, Name, Seed, Settings, Share, Temperature, Url
+from train.strict_yaml import Count, Name, Seed, Settings, Share, Temperature
+
+KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
+
+
+def _check_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("expected an address such as http://localhost:8000")
+    if "@" in parts.netloc or parts.query:
+        raise ValueError(f"expected an address without a key; put the key in the environment, as {KEY_VARIABLE}")
+    return url
+
+
+Url = Annotated[Name, AfterValidator(_check_url)]
+"""The address of a server, with or without the protocol's `/v1`."""
 
 
 class Server(Settings):

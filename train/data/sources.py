@@ -1,17 +1,23 @@
 """The recipe's data sources. Each kind reads its records as documents, and as prompts for the target to answer."""
 
 import hashlib
+import json
+import os
+import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from eval.benchmark.python_source import read_split
 from eval.benchmark.records import (
+    Record,
     RecordError,
     content_hash,
     read_messages,
@@ -21,44 +27,55 @@ from eval.benchmark.records import (
 )
 from heads.errors import UserError
 from heads.files import is_file, read_given
+from train.data.cache import (
+    TOO_LONG,
+    Corpus,
+    Document,
+    Reader,
+    Tally,
+    columns,
+    corpus_in,
+    document_features,
+    fingerprint,
+    stored,
+)
 from train.data.chats import (
     Conversation,
+    Dialogue,
+    answer_by_answer,
     encode_conversations,
     encode_text,
+    lone,
     read_conversation,
 )
-from train.data.corpus import Document, Tally
-from train.data.dialogues import Dialogue, answer_by_answer, lone
-from train.data.templates import ChatTemplate
+from train.data.templates import ChatTemplate, tokenizer_key
 from train.strict_yaml import Count, Name, Settings, Weight
 
-Say = Callable[[str], None]
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 MIN_PROMPT_CHARACTERS = 40
 MOST_REASONS = 5
 """Number of reasons to list for records left out, the most common first."""
-BATCH = 256
-"""Texts tokenised together."""
-BATCH_CHARACTERS = 2**20
-"""Characters of texts at which fewer than `BATCH` texts are tokenised."""
+BATCH = 64
+"""Records tokenised together."""
+RECORDS_PER_PROCESS = 8192
+"""Minimum number of records for each process that tokenises."""
 
 
-class Texts:
+class Texts(ABC):
     """The common base of sources of plain text."""
 
-    def texts(self) -> Iterator[str]:
-        """Yield each text, in order."""
-        raise NotImplementedError
+    @abstractmethod
+    def records(self) -> Iterator[Record]:
+        """Yield each record, in order."""
 
-    def documents(self, rendering: ChatTemplate, tally: Tally) -> Iterator[Document]:
-        """Yield every text as a document."""
-        for texts in _together(self.texts(), len):
-            tally.records += len(texts)
-            yield from encode_text(rendering.tokenizer, texts)
+    def documents(self, rendering: ChatTemplate, records: Iterable[Record]) -> Iterator[Document]:
+        return encode_text(rendering.tokenizer, [read_text(record) for record in records])
 
     def dialogues(
-        self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int | None, seed: int, *, recorded: bool = False
-    ) -> Iterator[Dialogue]:
+        self, rendering: ChatTemplate, most: int, wanted: int | None, seed: int, *, recorded: bool = False
+    ) -> Iterator[Dialogue | RecordError]:
         """Yield `wanted` single prompts of `most` / 4 to `most` tokens, cut from texts, or one of each text. A prompt
         begins at the start of a text, or at a line start after a random point in its first three quarters."""
         tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
@@ -76,19 +93,19 @@ class Texts:
 
     def _over_and_over(self, most: int | None) -> Iterator[str]:
         """Yield those of the first `most` texts that are long enough for prompts, over and over; None: all, once."""
-        found = True
-        while found:
+        while True:
             found = False
-            for text in islice(self.texts(), most):
+            for text in islice(map(read_text, self.records()), most):
                 if len(text) >= MIN_PROMPT_CHARACTERS:
-                    found = most is not None
+                    found = True
                     yield text
+            if not found:
+                raise UserError(f"{self}: no text has {MIN_PROMPT_CHARACTERS} characters, so none gives a prompt")
+            if most is None:
+                return
 
-    def check(self, tally: Tally) -> None:
-        """Do nothing, since every text can be used."""
 
-
-class PythonSource(Texts, Settings):
+class PythonSource(Settings, Texts):
     """Modules of Python's standard library. No download is needed. Some modules are held out for evaluation."""
 
     kind: Literal["python"]
@@ -102,15 +119,20 @@ class PythonSource(Texts, Settings):
     def __str__(self) -> str:
         return "installed Python source"
 
-    def texts(self) -> Iterator[str]:
-        return (text for _, text in islice(read_split(held_out=False), self.limit))
+    def records(self) -> Iterator[Record]:
+        for place, text in islice(read_split(held_out=False), self.limit):
+            yield place, {"text": text}
+
+    def content(self) -> dict[str, Any]:
+        """Return the plain values on which the records depend."""
+        content = hashlib.sha256()
+        for record in self.records():
+            content.update(hashlib.sha256(read_text(record).encode()).digest())
+        return {"content": content.hexdigest()}
 
     def key(self, rendering: ChatTemplate) -> dict[str, Any]:
-        """Return the plain values on which the documents depend, apart from the tokenizer."""
-        content = hashlib.sha256()
-        for text in self.texts():
-            content.update(hashlib.sha256(text.encode()).digest())
-        return {"kind": self.kind, "content": content.hexdigest()}
+        """Return the plain values on which the documents depend, apart from the records and the tokenizer."""
+        return {"kind": self.kind}
 
 
 class RecordSource(Settings):
@@ -131,26 +153,25 @@ class RecordSource(Settings):
 
     @property
     def is_local(self) -> bool:
-        """Return True for a file, False for a data set on the Hub."""
         return is_file(self.path)
+
+    def records(self) -> Iterator[Record]:
+        """Yield each record, in order."""
+        return read_records(self.path, split=self.split, limit=self.limit)
 
     def content(self) -> dict[str, Any]:
         """Return the plain values on which the records depend."""
         return {"content": content_hash(self.path, split=self.split), "limit": self.limit}
 
 
-class TextSource(Texts, RecordSource):
+class TextSource(RecordSource, Texts):
     """Plain text: records with a `text` field, or a .txt file. Every token is a label."""
 
     kind: Literal["text"]
     """The form of the source."""
 
-    def texts(self) -> Iterator[str]:
-        return (read_text(record) for record in read_records(self.path, split=self.split, limit=self.limit))
-
     def key(self, rendering: ChatTemplate) -> dict[str, Any]:
-        """Return the plain values on which the documents depend, apart from the tokenizer."""
-        return {"kind": self.kind, **self.content()}
+        return {"kind": self.kind}
 
 
 class ChatSource(RecordSource):
@@ -178,100 +199,146 @@ class ChatSource(RecordSource):
         return template
 
     def key(self, rendering: ChatTemplate) -> dict[str, Any]:
-        """Return the plain values on which the documents depend, apart from the tokenizer."""
+        return {"kind": self.kind, "answers": self.answers, **self.template(rendering).key()}
+
+    def documents(self, rendering: ChatTemplate, records: Iterable[Record]) -> Iterator[Document]:
+        """Yield the documents of every conversation with an answer, rendered by the chat template. A record without
+        one is a document without tokens, with the reason."""
         template = self.template(rendering)
-        return {"kind": self.kind, "answers": self.answers, **self.content(), **template.key()}
-
-    def documents(self, rendering: ChatTemplate, tally: Tally) -> Iterator[Document]:
-        """Yield the documents of every conversation with an answer, rendered by the chat template."""
-        template = self.template(rendering)
-
-        def read(place: str, messages: Any, tools: Any) -> Conversation:
-            return read_conversation(template, messages, place=place, tools=tools, last_only=self.answers == "last")
-
-        for conversations in _together(self._read(read, tally), len):
-            for conversation, found in zip(conversations, encode_conversations(template, conversations), strict=True):
-                if isinstance(found, RecordError):
-                    _skip(tally, found, self.path)
-                    continue
-                labelled = [document for document in found if document.labels.any()]
-                if not labelled:
-                    what = f"{conversation.place}: expected an answer of the assistant, got none"
-                    _skip(tally, RecordError(what, "without an answer"), self.path)
-                    continue
-                tally.last_tokens += len(labelled[-1].ids)
-                yield from labelled
+        read: list[Conversation | RecordError] = []
+        for record in records:
+            try:
+                messages, tools = read_messages(record), read_tools(record)
+                last_only = self.answers == "last"
+                read.append(read_conversation(template, messages, place=record[0], tools=tools, last_only=last_only))
+            except RecordError as error:
+                read.append(error)
+        encoded = encode_conversations(template, [found for found in read if isinstance(found, Conversation)])
+        for conversation in read:
+            found = conversation if isinstance(conversation, RecordError) else next(encoded)
+            if isinstance(found, RecordError):
+                yield left_out(found, self.path)
+                continue
+            labelled = [document for document in found if document.labels.any()]
+            for number, document in enumerate(labelled, start=1):
+                yield replace(document, ends_record=number == len(labelled))
+            if not labelled:
+                assert isinstance(conversation, Conversation)
+                what = f"{conversation.place}: expected an answer of the assistant, got none"
+                yield left_out(RecordError(what, "without an answer"), self.path)
 
     def dialogues(
-        self, rendering: ChatTemplate, tally: Tally, most: int, wanted: int | None, seed: int, *, recorded: bool = False
-    ) -> Iterator[Dialogue]:
-        """Yield the first `wanted` conversations (None: all) whose first prompt has at most `most` tokens. `recorded`:
-        only the last turn of the assistant is to be answered, even if it calls tools."""
+        self, rendering: ChatTemplate, most: int, wanted: int | None, seed: int, *, recorded: bool = False
+    ) -> Iterator[Dialogue | RecordError]:
+        """Yield the first `wanted` conversations (None: all) whose first prompt has at most `most` tokens, and the
+        errors of the records that are left out. `recorded`: only the last turn of the assistant is to be answered, even
+        if it calls tools."""
         template, last_only = self.template(rendering), self.answers == "last"
-
-        def read(place: str, messages: Any, tools: Any) -> Dialogue:
-            how: dict[str, Any] = {"most": most, "last_only": last_only or recorded, "calls": recorded}
-            return Dialogue(answer_by_answer(template, messages, place=place, tools=tools, **how))
-
-        def fitting() -> Iterator[Dialogue]:
-            for dialogue in self._read(read, tally):
-                if dialogue.prompt is not None:
-                    yield dialogue
-                else:
-                    tally.too_long += 1
-
-        return islice(fitting(), wanted)
-
-    def check(self, tally: Tally) -> None:
-        """Raise UserError if more records are unusable than the source allows."""
-        most = self.max_skipped
-        if sum(tally.skipped.values()) > most * tally.records:
-            raise UserError(
-                f"{describe_skipped(tally, self.path)}; mend them, or allow more than max_skipped={most:g} of this "
-                "source"
-            )
-
-    def _read(self, encode: Callable[[str, Any, Any], T], tally: Tally) -> Iterator[T]:
-        """Yield `encode(location, turns, tools)` of each usable record, and count the records."""
-        for record in read_records(self.path, split=self.split, limit=self.limit):
-            tally.records += 1
+        how: dict[str, Any] = {"most": most, "last_only": last_only or recorded, "calls": recorded}
+        found = 0
+        for record in self.records():
+            if found == wanted:
+                return
             try:
-                found = encode(record[0], read_messages(record), read_tools(record))
+                messages, tools = read_messages(record), read_tools(record)
+                dialogue = Dialogue(answer_by_answer(template, messages, place=record[0], tools=tools, **how))
             except RecordError as error:
-                _skip(tally, error, self.path)
+                yield error
+                continue
+            if dialogue.prompt is None:
+                yield RecordError("", TOO_LONG)
             else:
-                yield found
+                found += 1
+                yield dialogue
 
 
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
 
 
-def describe_skipped(tally: Tally, name: str) -> str:
-    """Return one line with the number of records of a source that are left out, by reason."""
+def left_out(error: RecordError, name: str) -> Document:
+    """Return a document without tokens, which stands for a record of a source that cannot be used."""
+    return Document.of([], [], reason=error.reason, error=str(error).removeprefix(name))
+
+
+def report_skipped(source: AnySource, tally: Tally, say: Callable[[str], None] | None, *, whole: bool) -> None:
+    """Report the number of a source's records that are left out, by reason. `say`: None to report only an error.
+    `whole`: all records have been read; UserError if more are unusable than the source allows."""
+    if not tally.skipped or not isinstance(source, ChatSource):
+        return
     named = sorted(tally.skipped.items(), key=lambda pair: -pair[1])
     reasons = ", ".join(f"{count} {reason}" for reason, count in named[:MOST_REASONS])
-    rest = sum(count for _, count in named[MOST_REASONS:])
-    more = f", {rest} others" if rest else ""
-    return (
-        f"{name}: {sum(tally.skipped.values())} of {tally.records} records are left out: {reasons}{more}; "
-        f"the first is {name}{tally.first_skipped}"
+    rest, skipped = sum(count for _, count in named[MOST_REASONS:]), sum(tally.skipped.values())
+    line = (
+        f"{source}: {skipped} of {tally.records} records are left out: {reasons}{f', {rest} others' if rest else ''}; "
+        f"the first is {source}{tally.first_skipped}"
     )
+    if whole and skipped > source.max_skipped * tally.records:
+        raise UserError(f"{line}; mend them, or allow more than max_skipped={source.max_skipped:g} of this source")
+    if say is not None:
+        say(line)
 
 
-def _skip(tally: Tally, error: RecordError, name: str) -> None:
-    tally.skipped[error.reason] = tally.skipped.get(error.reason, 0) + 1
-    tally.first_skipped = tally.first_skipped or str(error).removeprefix(name)
+def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
+    """Return the documents of a source, and report skipped records and rewritten turns. `name`: the source's key in the
+    recipe. UserError if there is nothing to train on."""
+
+    corpus = reader.read(str(source), lambda: _tokenised(source, reader.rendering))
+    report_skipped(source, corpus.tally, reader.say, whole=True)
+    if corpus.num_labels == 0:
+        raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; give longer ones")
+    if corpus.tally.last_tokens < corpus.num_tokens:
+        factor = corpus.num_tokens / corpus.tally.last_tokens
+        reader.say(
+            f"{name}: the chat template rewrites earlier turns, so answers are documents of their own: {factor:.2f} "
+            f"times the conversations' tokens; {name}.answers=last trains on their last answers alone"
+        )
+    return corpus
 
 
-def _together(texts: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the texts in lists that are long enough for several tokenizer threads. `size`: characters of a text."""
-    held: list[T] = []
-    characters = 0
-    for text in texts:
-        held.append(text)
-        characters += size(text)
-        if len(held) == BATCH or characters >= BATCH_CHARACTERS:
-            yield held
-            held, characters = [], 0
-    if held:
-        yield held
+def _tokenised(source: AnySource, rendering: ChatTemplate) -> Corpus:
+    """Return the documents of a source, tokenised by several processes if it is large."""
+    content = source.content()
+    records = _records(source, fingerprint(content))
+    processes = min(len(os.sched_getaffinity(0)), len(records) // RECORDS_PER_PROCESS)
+    documents = records.map(
+        partial(_tokenise, source, rendering, os.getpid()),
+        batched=True,
+        batch_size=BATCH,
+        remove_columns=records.column_names,
+        features=document_features(),
+        num_proc=processes if processes > 1 else None,
+        new_fingerprint=fingerprint({"records": content, **tokens_key(source, rendering)}),
+        load_from_cache_file=True,
+    )
+    return corpus_in(documents)
+
+
+def tokens_key(source: AnySource, rendering: ChatTemplate) -> dict[str, Any]:
+    """Return the plain values on which the tokens of a source depend, apart from its records."""
+    return {"tokenizer": tokenizer_key(rendering.tokenizer), **source.key(rendering)}
+
+
+def _records(source: AnySource, name: str) -> "Dataset":
+    """Return a source's records as a data set of JSON texts: their own fields may be of a type for each record."""
+    from datasets import Features, Value
+
+    def rows() -> Iterator[dict[str, Any]]:
+        place = None
+        for place, record in source.records():
+            yield {"place": place.removeprefix(str(source)), "record": json.dumps(record, default=str)}
+        if place is None:
+            raise UserError(f"{source}: holds no records; expected some text or conversations")
+
+    return stored(name, Features({"place": Value("string"), "record": Value("large_string")}), rows)
+
+
+def _tokenise(
+    source: AnySource, rendering: ChatTemplate, process: int, batch: dict[str, list[str]]
+) -> dict[str, list[Any]]:
+    """Return the documents of a batch of records as columns. `process`: the process of the run."""
+    if os.getpid() != process:  # one of several, which leaves signals to the run
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    places = (f"{source}{place}" for place in batch["place"])  # the file may have moved
+    records = zip(places, map(json.loads, batch["record"]), strict=True)
+    return columns(source.documents(rendering, records))

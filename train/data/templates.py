@@ -38,12 +38,10 @@ class ChatTemplate:
     """The current date for the template."""
 
     def source(self, tools: Any = None) -> str:
-        """Return the template's source, with the date filled in if it uses one."""
         return dated(str(self.tokenizer.get_chat_template(self.text, tools)), self.day)
 
     @property
     def has_date(self) -> bool:
-        """Return True if the template's output depends on the date."""
         return "strftime_now" in json.dumps([self.text or self.tokenizer.chat_template])
 
     def key(self) -> dict[str, Any]:

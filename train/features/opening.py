@@ -11,18 +11,20 @@ from heads.errors import UserError
 from heads.target.load import Place
 from heads.target.model import FrozenTarget
 from heads.target.placement import drop_layers, shard_layers
-from train.data.sources import Say
-from train.features.base import FeatureSource, has_room
-from train.features.cache import CachedFeatures
-from train.features.served import ServedFeatures
+from train.features.cached import CachedFeatures
 from train.features.settings import AnyFeatures, CacheFeatures, ProcessFeatures, ShardedFeatures
+from train.features.source import FeatureSource, has_room
+from train.features.vllm import ServedFeatures
 from train.launch import load_recipe_target, on_main
 from train.recipe import Recipe
 from train.step import rows_per_step
 
 
 def open_source(
-    settings: AnyFeatures, recipe: Recipe, accelerator: Accelerator, say: Say
+    settings: AnyFeatures,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    say: Callable[[str], None],
 ) -> tuple[FeatureSource, PreTrainedTokenizerBase]:
     """Return the source of features for `settings`, with the target of a recipe, and the target's tokenizer. Called by
     every process."""
@@ -54,7 +56,7 @@ def _copy(
     load: Callable[[], tuple[FrozenTarget, PreTrainedTokenizerBase]],
     target: FrozenTarget,
     accelerator: Accelerator,
-    say: Say,
+    say: Callable[[str], None],
 ) -> Callable[[], FrozenTarget] | None:
     """Return a function that loads a whole copy of the target, or None if the main process has no room for it."""
     if on_main(accelerator, lambda: has_room(target)):

@@ -22,29 +22,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from heads.base import KEPT_SHARE
-from heads.errors import UserError
-from heads.formats.source import without_pickle
 from heads.losses import CHUNK_BYTES, LEAST_ROWS
 from heads.recurrent.draft import Recurrent
 from heads.registry import kind_of
+from heads.settings import LABELS
 from heads.target.families import layer_setting
 from heads.target.forward import takes_block_masks
-from heads.target.hub import is_hub_id, repo_and_revision
 from heads.target.load import ShapeTarget, load_shape
 from heads.target.quantization import LEAST_SHARE
 from train.adapter import add_adapters
 from train.head_settings import make_head
 from train.optim import make_optimizer
 from train.recipe import Recipe
-from train.trained import Trained
 
 aten = torch.ops.aten
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -88,39 +83,37 @@ class HeadCount:
     """The counts of a head: parameters, and the cost of one micro-batch and one optimizer step."""
 
     trained: int
-    frozen: int
     bytes: int
     """Bytes in float32."""
     copy_bytes: int
     """Bytes in the target's dtype: the size of the measured copy and of the head's folder."""
     gradients: int
     optimizer: int
-    checkpoint: int
-    """Bytes of one checkpoint's tensors."""
     features: int
     """Bytes of the target's features of one micro-batch, as the loss reads them."""
     activations: int
     """Peak bytes in addition to weights and gradients, including features."""
     flops: float
     """Operations of one token: loss and gradient, including the target's logits."""
-    aux_layers: int
     hidden_size: int
 
 
 def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
     """Count a recipe's target and head for a device of type `device` with `memory` bytes, and `passes` per step.
     `bf16`: matrix products are in bfloat16, as under autocast."""
-    settings, train, T = recipe.target, recipe.train, recipe.data.context_length
+    settings, train, T, section = recipe.target, recipe.train, recipe.data.context_length, recipe.head
+    if section.init_from is None and getattr(section, "mask_token_id", 0) is None:
+        section = section.model_copy(update={"mask_token_id": 0})  # any id: it would be chosen from the tokenizer
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.dtype == "auto" and device == "cpu":
         wanted = torch.float32
     with Shapes():
         trusted, gguf_file = settings.trust_remote_code, settings.gguf_file
         target = load_shape(settings.path, dtype=wanted, trust_remote_code=trusted, gguf_file=gguf_file)
-        head: Any = make_head(_section(recipe), target, torch.zeros(target.vocab_size, dtype=torch.int64))
+        head: Any = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
         copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in head.to_checkpoint().values())
         add_adapters(head)
-        groups = make_optimizer(Trained(head).parts(), train).param_groups
+        groups = make_optimizer(head, train).param_groups
     L = len(head.aux_layer_ids)
     trained = [p for p in head.parameters() if p.requires_grad]
     gradients = sum(map(_size, trained))
@@ -135,16 +128,13 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
         kept -= gradients
     return count_target(target, train.batch_size, T, L, settings.quantize), HeadCount(
         trained=sum(p.numel() for p in trained),
-        frozen=sum(p.numel() for p in head.parameters() if not p.requires_grad),
         bytes=sum(map(_size, head.parameters())),
         copy_bytes=copy_bytes,
         gradients=gradients,
         optimizer=optimizer,
-        checkpoint=sum(map(_size, head.state_dict().values())) + optimizer,
         features=features,
         activations=features + max(0, kept),
         flops=flops / (train.batch_size * T),
-        aux_layers=L,
         hidden_size=target.hidden_size,
     )
 
@@ -163,6 +153,7 @@ def head_work(
     products = sum(_flops(weight) for weight in inner)  # of one row that passes through every layer
     R = rows = N  # of the loss at each depth, and of a layer
     at_once = N  # rows of the loss of which chunks are made
+    flops: float
     backward = 0  # bytes of the widest gradients of a layer, beyond what a chunk of the loss needs
     if kind == "medusa":
         flops = N * products
@@ -190,6 +181,7 @@ def head_work(
             flops = rows * (products - _flops(fuse)) + N * (context + 4 * fuse.numel())
             flops += layers * rows * 2 * ATTENTION_PRODUCTS[kind] * A * (T / 2 + config.block_size)
             kept = layers * (rows * row + N * w * 3 * G) + N * w * (2 + len(head.aux_layer_ids)) * D
+            kept += sum(_size(p) for p in head.parameters() if len(p) == V)  # the loss forms their gradients
         kept += 2 * K * R * D * w  # the states of the loss and their gradient
         backward += 2 * w * wide * rows
     trained = [end.weight for end in outputs if end.weight.requires_grad]
@@ -197,9 +189,13 @@ def head_work(
         kept += 2 * sum(weight.numel() for weight in inner)
     if kind != "medusa" and (4 if trained else target.dtype.itemsize) != w:  # the output head, in the states' dtype
         kept += w * Vd * D
-    flops += K * R * (6 if trained else 4) * D * Vd + 2 * D * V * (R if isinstance(head, Recurrent) else K * R)
+    flops += K * R * (6 if trained else 4) * D * Vd
+    if getattr(config, "loss", None) != LABELS:  # the target's logits
+        flops += 2 * D * V * (R if isinstance(head, Recurrent) else K * R)
     chunk_rows = min(at_once, max(LEAST_ROWS, chunk // (4 * V)))
-    loss = chunk_rows * max(V * (4 + target.dtype.itemsize % 4) + 3 * 4 * Vd, 22 * Vd)  # widening them, or comparing
+    widened = V * (4 + target.dtype.itemsize % 4) + 3 * 4 * Vd  # the target's logits, in float32 and in its own dtype
+    compared = (22 if at_once == R else 31) * Vd  # two distributions, a divergence or more, and the gradient
+    loss = chunk_rows * max(widened, compared)
     if trained:
         loss = max(loss, chunk_rows * 20 * Vd + _size(trained[0]))  # a chunk's gradient of the output head
     return kept + sum(map(_size, trained)) + max(loss, backward), flops
@@ -207,11 +203,14 @@ def head_work(
 
 def _outputs(head: Any) -> list[nn.Linear]:
     """Return the head's own output heads, whose products the loss forms."""
-    kind = kind_of(head)
-    if kind == "medusa":
-        return [made[-1] for made in head.heads]
-    found = {"eagle3": ["lm_head"], "draft": ["output.head"], "dspark": ["markov_head.markov_w2"]}
-    return [head.get_submodule(name) for name in found.get(kind, ())]
+    match kind_of(head):
+        case "medusa":
+            return [made[-1] for made in head.heads]
+        case "eagle3":
+            return [head.lm_head]
+        case "draft":
+            return [head.output.head]
+    return []
 
 
 def _layer_sizes(head: Any) -> tuple[int, int, int, int]:
@@ -294,33 +293,6 @@ def _layer_bytes(layer: nn.Module, width: int, quantize: str | None) -> int:
         return whole
     matrices = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
     return whole - sum(rows * (columns * (width - 1) - width) for rows, columns in (m.shape for m in matrices))
-
-
-def _section(recipe: Recipe) -> Any:
-    """Return the recipe's head section, changed to need no download. A missing mask token id becomes 0, since it does
-    not affect shapes."""
-    changes: dict[str, Any] = {}
-    if recipe.head.init_from is not None:
-        changes["init_from"] = _here(recipe.head.init_from)
-    elif getattr(recipe.head, "mask_token_id", 0) is None:
-        changes["mask_token_id"] = 0
-    return recipe.head.model_copy(update=changes)
-
-
-def _here(path: str) -> str:
-    """Return a head's path on this machine. UserError if it would have to be downloaded."""
-    folder, pickle = without_pickle(path)
-    if not is_hub_id(folder):
-        return path
-    repo, revision = repo_and_revision(folder)
-    try:
-        folder = snapshot_download(repo, revision=revision, local_files_only=True)
-    except LocalEntryNotFoundError:
-        raise UserError(
-            f"head.init_from: {path} decides the head's shape and is not on this machine, and a plan downloads "
-            f"nothing; fetch it first: hf download {repo}{f' --revision {revision}' if revision else ''}"
-        ) from None
-    return folder if pickle is None else f"{folder}/{pickle}"
 
 
 class Shapes(TorchDispatchMode):

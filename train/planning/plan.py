@@ -1,5 +1,4 @@
-"""The option `--plan` of the training entries: memory and disk, operations and hours of a run, without loading weights
-or data."""
+"""The option `--plan` of the training entries: a run's memory, operations and hours, without its weights and data."""
 
 import argparse
 import math
@@ -9,17 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from eval.command import Parser, count
 from eval.reporting.format import count as short
 from eval.reporting.format import number, plural
 from heads.recurrent.draft import total_memory
-from train.data.corpus import TYPES
 from train.fast_dtype import fastest_dtype, measured_tflops
-from train.features.cache import stored_bytes
-from train.features.settings import CacheFeatures
 from train.launch import wanted_mode
 from train.planning.counting import HeadCount, TargetCount, count_run
 from train.recipe import Recipe
@@ -27,18 +22,10 @@ from train.run import recipe_of
 from train.step import rows_per_step
 
 GIB = 2**30
-TOKEN_BYTES = sum(np.dtype(TYPES[part]).itemsize for part in ("tokens", "labels"))
-"""Bytes on disk of a tokenised token with its label."""
-ANSWER_BYTES = 9
-"""Bytes on disk of a token of an answer: in the store of answers, and in the documents with its label."""
-LIBRARIES = 2**30
-"""Host memory of a process that has imported torch, transformers and accelerate."""
 H100 = 0.4 * 989
 """TFLOP/s of a GPU: 40% of an H100's dense peak in bfloat16, by its data sheet."""
 LARGE = 2048
 """Maximum rows and width of the product that is timed on a CPU."""
-PER_NODE = 8
-"""Maximum number of processes on one node, one per device."""
 SHARINGS = {
     "ddp": "buckets of gradients",
     "fsdp": "gathered weights",
@@ -118,65 +105,21 @@ class Plan:
         rows["activations of a micro-batch"] = max(head.activations, computed)
         return rows
 
-    def host_bytes(self) -> int:
-        """Return the peak bytes of host memory of a process."""
-        loaded = self.target.bytes if self.launch.features == "process" else self.device["target"]
-        written = 2 * self.head.checkpoint  # as tensors and as the bytes of a file
-        beside = sum(self.device.values()) if self.launch.device == "cpu" else 0
-        return LIBRARIES + max(loaded + self.head.bytes, written, beside)
-
     @cached_property
-    def prompts(self) -> int | None:
-        """The maximum number of prompts that the target answers, or None if the recipe does not determine it."""
-        made, limits = self.recipe.data.regenerate, [source.limit for source in self.recipe.data.sources]
-        if made is None or made.prompts is not None:
-            return None if made is None else made.prompts
-        return None if None in limits else sum(limit or 0 for limit in limits)
-
-    def answer_tokens(self) -> int:
-        """Return the maximum number of tokens of the target's answers, which are generated before training. All answers
-        of a conversation except the last are in its longest prompt."""
-        made, data = self.recipe.data.regenerate, self.recipe.data
-        if made is None:
-            return 0
-        before = made.prompt_tokens if any(source.kind == "chat" for source in data.sources) else 0
-        return (self.prompts or 0) * (before + made.new_tokens)
-
-    def data_tokens(self) -> int | None:
-        """Return the maximum number of tokens of the training data, or None if the recipe does not determine it."""
-        made = self.recipe.data.regenerate
-        if made is None or made.share < 1 or self.prompts is None:
-            return None
-        return self.prompts * (made.prompt_tokens + made.new_tokens)
-
-    @property
     def steps(self) -> int | None:
         """Optimizer steps, at most, or None if only the data determine them."""
-        train, known = self.recipe.train, self.data_tokens()
+        train, data = self.recipe.train, self.recipe.data
+        made, limits = data.regenerate, [source.limit for source in data.sources]
         if train.epochs is None:
             return train.steps
-        return None if known is None else math.ceil(train.epochs * known / self.step_tokens)
+        if made is None or made.share < 1 or (made.prompts is None and None in limits):
+            return None
+        prompts = made.prompts or sum(limit or 0 for limit in limits)
+        return math.ceil(train.epochs * prompts * (made.prompt_tokens + made.new_tokens) / self.step_tokens)
 
     @property
     def tokens(self) -> int | None:
         return None if self.steps is None else self.steps * self.step_tokens
-
-    def disk(self) -> dict[str, int]:
-        """Return the bytes on disk, by row of the plan."""
-        train, features = self.recipe.train, self.recipe.features
-        keep = train.keep_checkpoints
-        if self.steps is not None:
-            keep = min(keep, -(-self.steps // train.checkpoint_every))
-        rows = {f"{keep} checkpoints, and one being written": (keep + 1) * self.head.checkpoint}
-        rows["the head's folder"] = self.head.copy_bytes
-        if self.answer_tokens():
-            rows["answers, at most"] = ANSWER_BYTES * self.answer_tokens()
-        if self.launch.features == "cache":
-            tokens = min((tokens for tokens in (self.data_tokens(), self.tokens) if tokens is not None), default=0)
-            dtype = features.dtype if isinstance(features, CacheFeatures) else "fp8"
-            shape = self.head.aux_layers + 1, self.head.hidden_size
-            rows["cache of features, at most"] = stored_bytes(tokens, *shape, dtype)
-        return rows
 
     def flops_per_token(self) -> tuple[float, float]:
         """Return the operations per token of the target's forward pass and of the head's step, on these devices."""
@@ -269,10 +212,9 @@ def _positive(text: str) -> float:
 def lines(made: Plan, rates: Sequence[float]) -> Iterator[str]:
     """Yield the plan as lines of text. `rates`: speeds of a device in TFLOP/s, each for an estimate of the hours."""
     recipe, launch, head, target = made.recipe, made.launch, made.head, made.target
-    train, regenerate, tokens = recipe.train, recipe.data.regenerate, made.tokens
-    whole, memory, host = sum(made.device.values()), launch.memory_bytes, made.host_bytes()
+    train, tokens = recipe.train, made.tokens
+    whole, memory = sum(made.device.values()), launch.memory_bytes
     by_target, by_head = made.flops_per_token()
-    most = "" if train.epochs is None else ", at most"
     yield (
         f"{recipe.head.kind} for {recipe.target.path}: {plural(launch.processes, 'device')} ({launch.sharing}), "
         f"target: {launch.features}; {train.batch_size} x {recipe.data.context_length} tokens a micro-batch, "
@@ -282,8 +224,6 @@ def lines(made: Plan, rates: Sequence[float]) -> Iterator[str]:
     yield _row("target", short(target.total))
     yield _row("target, active for a token", short(target.active))
     yield _row("head, trained", short(head.trained))
-    if head.frozen:
-        yield _row("head, frozen", short(head.frozen))
     yield f"{'memory of each device':44}{'GiB':>12}"
     names = {"target": f"target, {target.dtype}", "optimizer": f"optimizer, {train.optimizer}"}
     for name, size in made.device.items():
@@ -291,24 +231,14 @@ def lines(made: Plan, rates: Sequence[float]) -> Iterator[str]:
     yield _gib("  of these, the target's features", head.features)
     yield _gib("whole", whole)
     yield _gib("the device's memory", memory)
-    yield f"{'host memory':44}{'GiB':>12}"
-    yield _gib("a process", host)
-    yield _gib("a node", host * min(launch.processes, PER_NODE))
-    yield f"{'disk':44}{'GiB':>12}"
-    for name, size in made.disk().items():
-        yield _gib(name, size)
-    if regenerate is None or regenerate.share < 1:
-        yield _row("each 10^9 tokens of the sources", number(TOKEN_BYTES * 1e9 / GIB))
     yield "the run"
+    yield _row("tokens a step", f"{made.step_tokens:,}")
     if train.epochs is not None:
         yield _row("epochs of the data", f"{train.epochs:g}")
-    if made.steps is not None:
+    if made.steps is not None and tokens is not None:
+        most = "" if train.epochs is None else ", at most"
         yield _row(f"steps{most}", f"{made.steps:,}")
-    yield _row("tokens a step", f"{made.step_tokens:,}")
-    if tokens is not None:
         yield _row(f"tokens{most}", short(tokens))
-    if made.answer_tokens():
-        yield _row("tokens of answers made first, at most", short(made.answer_tokens()))
     yield _row("GFLOP a token, target", f"{by_target / 1e9:.3g}")
     yield _row("GFLOP a token, head, at most", f"{by_head / 1e9:.3g}")
     if tokens is not None:

@@ -40,19 +40,6 @@ def test_an_array_gives_numbered_records(text: str, tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.parametrize("ascii_only", [True, False])
-def test_an_array_is_read_piece_by_piece(ascii_only: bool, tmp_path: Path) -> None:
-    """Records longer than what is read at a time, cut inside characters, escapes, numbers and words."""
-    records = [{"text": 'é☃"\\n' * n, "n": [n, -1.5e10, True, None]} for n in (0, 1, 70_001, 3, 500_001, 2, 90_000)]
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(records, indent=1, ensure_ascii=ascii_only), encoding="utf-8")
-    assert [record for _, record in read_records(str(path))] == records
-    wrong = json.dumps(records, indent=1, ensure_ascii=ascii_only)[:-4] + ", }\n]"
-    path.write_text(wrong, encoding="utf-8")
-    with pytest.raises(UserError, match=rf"record 7: expected a JSON record .* at line {wrong.count(chr(10))}, column"):
-        list(read_records(str(path)))
-
-
 def test_parquet_and_text_files(tmp_path: Path) -> None:
     Dataset.from_list([{"text": "a"}, {"text": "b"}]).to_parquet(str(tmp_path / "a.parquet"))
     assert [record["text"] for _, record in read_records(str(tmp_path / "a.parquet"))] == ["a", "b"]
@@ -73,18 +60,15 @@ def test_parquet_and_text_files(tmp_path: Path) -> None:
         ("a.jsonl", b'{"a": 1}\n[1]\n', r"a\.jsonl:2: expected a JSON object with keys, got list"),
         ("a.json", b"[1]\n", r"a\.json: record 1: expected a JSON object with keys, got int"),
         ("a.json", b"[]", r"a\.json: the array is empty"),
-        ("a.json", b"[", r"a\.json: record 1: expected a JSON record"),
-        ("a.json", b'[{"a": 1},\n {"a": }]', r"a\.json: record 2: expected a JSON record \(.* at line 2, column 8\)"),
-        ("a.json", b'[{"a": 1} {"a": 2}]', r"a\.json: expected a comma or \] after record 1"),
-        ("a.json", b'[{"a": 1}', r"a\.json: expected a comma or \] after record 1"),
-        ("a.json", b'[{"a": 1}]\n{"a": 2}', r"a\.json: expected the end of the file after the array"),
+        ("a.json", b'[{"a": 1},\n {"a": }]', r"a\.json: expected a JSON record \(.* at line 2, column 8\)"),
+        ("a.json", b'\n[{"a": 1}]\n{"a": 2}', r"a\.json: expected a JSON record \(Extra data at line 3, column 1\)"),
         ("a.json", b'[{"a": "\xff"}]', r"a\.json: expected UTF-8 text"),
         ("a.json", b'[{"a": "\\ud83d"}]', r"a\.json: record 1: expected UTF-8 text, got half of a surrogate pair"),
-        ("a.json", b"[" * 99_999, r"a\.json: record 1: expected a JSON record"),
+        ("a.json", b"[" * 99_999, r"a\.json: expected a JSON record"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: expected UTF-8 text"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz: broken gzip data after line 0"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9999)[:-20], r"a\.jsonl\.gz: broken gzip data after line \d+"),
-        ("a.parquet", b"PAR1", r"a\.parquet: not a readable Parquet file"),
+        ("a.parquet", b"PAR1", r"a\.parquet: no data set that can be loaded, .*; fetch the file again"),
         ("a.txt", b"\n", r"a\.txt: the file is empty"),
         ("a.csv", b"a,b", r"a\.csv: expected a \.jsonl"),
     ],

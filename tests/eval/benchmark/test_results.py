@@ -1,33 +1,26 @@
 """results.json and what is said of it."""
 
-import io
 import json
 import math
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.figures import pieces, pooled_exactness
 from eval.benchmark.reliability import headline
-from eval.benchmark.results import figures_of, read_results, write_results
+from eval.benchmark.results import read_results, write_results
 from eval.command import exit_status
-from eval.reporting.card import model_card
-from eval.reporting.charts import head_charts
 from eval.reporting.format import (
     audit_line,
     exact_cell,
     is_exact,
 )
-from eval.reporting.html import render_page
-from eval.reporting.report import print_report, report_command
+from eval.reporting.report import report_command
 from eval.runtime.engine import Output
 from heads.errors import UserError
 from tests.faults import small_files
-from tests.mutations import damage_bytes, mutate
 
 
 def output(tokens: list[int], accepted: list[int]) -> Output:
@@ -177,28 +170,3 @@ def test_speeds_of_an_audit_that_failed_are_refused(failed_results: dict[str, An
         with pytest.raises(UserError, match="expected null"):
             read_results(path)
         place["speedup"] = None
-
-
-@pytest.mark.filterwarnings("ignore:Creating legend")  # said where the machine is busy
-@pytest.mark.parametrize(("seed", "count"), [(0, 60), pytest.param(1, 100, marks=pytest.mark.slow)])
-def test_mutated_results_are_rendered_or_refused_in_one_line(
-    seed: int, count: int, results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rng, path, refused = random.Random(seed), tmp_path / "results.json", 0
-    whole = json.dumps(results).encode()
-    for n in range(count):
-        if n % 4:
-            path.write_text(json.dumps(mutate(results, rng)))
-        else:
-            path.write_bytes(damage_bytes(whole, rng))
-        try:
-            found = read_results(path)
-        except UserError as error:
-            assert "\n" not in str(error) and str(error).startswith(f"{path}: ")
-            refused += 1
-            continue
-        print_report(found, Console(file=io.StringIO()))
-        assert render_page(found, head_charts(found)) and model_card(found) and figures_of(found)
-        if seed and n % 5 == 0:  # plots take half a second
-            assert not refuse_in_one_line(path, capsys)
-    assert count / 2 < refused < count

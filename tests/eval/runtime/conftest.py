@@ -1,100 +1,38 @@
-"""Tiny random targets of many families, and draft heads that follow a script."""
+"""Tiny targets, made once, and draft heads that are often right."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from eval.runtime.engine import Output, Request
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.target.model import FrozenTarget
 from heads.tree import Proposal, TreeShape
-from tests.switches import as_on_a_gpu
+from tests.small_targets import VOCAB, make_target, open_engine
 
-VOCAB, EOS = 61, 2
-BASE = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.3,  # wide, so that greedy text wanders
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=EOS,
-)
-EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
-LATENT = dict(q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12)
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama-float32": {},  # float32 on a CPU goes through the kernels
-    "qwen3-float32": dict(head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-    "qwen2": {},
-    "qwen3": dict(head_dim=16),
-    "mistral-window": dict(sliding_window=8),
-    "phi3": {},
-    "gemma2": dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
-    "gemma3_text": dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=16, num_hidden_layers=6),
-    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "qwen3_moe": dict(head_dim=16, num_experts=6, decoder_sparse_step=1, **EXPERTS),
-    "deepseek_v3": dict(
-        num_key_value_heads=4,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        **EXPERTS,
-        **LATENT,
-    ),
-    "gpt_neox": {},
-    "olmo2": {},
-    "granite": dict(logits_scaling=2.0, embedding_multiplier=2.0),
-    "cohere2": dict(sliding_window=8, head_dim=16),
-    "gpt_oss": dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
-    "glm4": dict(head_dim=16),
-    "starcoder2": dict(sliding_window=None),
-    "smollm3": {},
-    "gpt2": {},
-    "falcon": dict(multi_query=True, new_decoder_architecture=False, alibi=False),
-}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-EAGER = {"gemma2", "gpt_oss"}  # their attention has no fused form
+Sequences = Sequence[Sequence[int]]
 
 
-def make_target(name: str) -> FrozenTarget:
-    """A random target, the same every time: of one of FAMILIES, in float64 unless the name ends with another dtype."""
-    family, _, last = name.rpartition("-")
-    dtype = DTYPES.get(last, torch.float64)
-    settings = FAMILIES[name if name in FAMILIES else family]
-    config = AutoConfig.for_model(name.split("-")[0], **{**BASE, **settings})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="eager" if name in EAGER else "sdpa"
-        )
-    if "experts" in str(model):
-        model.set_experts_implementation("eager")  # the grouped kernels know no float64
-    return FrozenTarget(model, name)
+@cache
+def target_of(name: str) -> FrozenTarget:
+    """Return the target of a family, in float64 unless the name ends with another dtype, made once."""
+    family, _, dtype = name.partition("-")
+    changes: Any = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1) if family == "qwen3" else {}
+    return make_target(family, getattr(torch, dtype or "float64"), **changes)
 
 
-@pytest.fixture(scope="session")
-def target_of() -> Callable[[str], FrozenTarget]:
-    """name -> its tiny target, made once."""
-    made: dict[str, FrozenTarget] = {}
+def decode_plainly(target: FrozenTarget, requests: Sequence[Request], **options: Any) -> list[Output]:
+    return open_engine(target, None, **{"max_length": 192} | options).generate(requests)
 
-    def get(family: str) -> FrozenTarget:
-        if family not in made:
-            made[family] = make_target(family)
-        return made[family]
 
-    return get
+def sequences(requests: Sequence[Request], outputs: Sequence[Output]) -> Sequences:
+    return [[*request.prompt, *output.tokens] for request, output in zip(requests, outputs, strict=True)]
 
 
 @dataclass
@@ -102,54 +40,57 @@ class Story:
     """State of a scripted head."""
 
     shape: TreeShape
+    inner: Any
     histories: list[list[int]]
     """By row: the tokens in the target's cache, then the root."""
 
 
 @dataclass
 class ScriptedHead(Drafter):
-    """Drafts from known continuations, right with a given chance at each node, and checks what it observes.
+    """Drafts known continuations, right with a given chance at each node, and checks what it observes.
 
-    `duplicates`: siblings often bear the same token. The tree's form is random under the shape's bounds, but for a
-    chain.
+    The rest of a draft is that of the head `inner`. Without one it is random: siblings often have the same token, and
+    the tree has a random form within its shape's bounds.
     """
 
     target: FrozenTarget
-    sequences: Sequence[Sequence[int]]
+    sequences: Sequences
     """Prompts with their true outputs."""
     right: float = 0.6
-    duplicates: bool = False
-    aux_layer_ids: tuple[int, ...] = (1, 2)
+    inner: Any = None
     observations: int = 0
     chance: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Story:
-        return Story(shape, [[0] for _ in range(batch_size)])
+    def __post_init__(self) -> None:
+        self.aux_layer_ids = (1, 2) if self.inner is None else self.inner.aux_layer_ids
+
+    def new_state(self, shared: SharedLayers, *, batch_size: int, shape: TreeShape, **sizes: Any) -> Story:
+        inner = self.inner and self.inner.new_state(shared, batch_size=batch_size, shape=shape, **sizes)
+        return Story(shape, inner, [[0] for _ in range(batch_size)])
 
     def reset_rows(self, state: Story, rows: Tensor) -> None:
-        for row, fresh in enumerate(rows.tolist()):
-            if fresh:
-                state.histories[row] = []
+        for row in rows.nonzero()[:, 0].tolist():
+            state.histories[row] = []
+        if self.inner is not None:
+            self.inner.reset_rows(state.inner, rows)
 
     def extend(self, state: Story, observation: Observation) -> None:
-        B, M, _ = observation.hidden.shape
-        assert observation.tokens.shape == (B, M + 1)
-        for row in range(B):
+        for row, history in enumerate(state.histories):
             start, count = int(observation.start[row]), int(observation.count[row])
             if count == 0:
                 continue
-            history = state.histories[row]
             assert start == max(len(history) - 1, 0), "observations follow each other without a gap"
             tokens = observation.tokens[row, : count + 1].tolist()
             assert not history or history[-1] == tokens[0], "the first row observed is the root's"
             history[start:] = tokens
             self.observations += 1
-            if self.observations % 5 == 1:  # a look at some; each costs a forward pass
+            if self.observations % 5 == 1:  # some of them, since each costs a forward pass
                 self.check_features(history[:-1], observation, row, start, count)
+        if self.inner is not None:
+            self.inner.extend(state.inner, observation)
 
     def check_features(self, tokens: list[int], observation: Observation, row: int, start: int, count: int) -> None:
-        ids = torch.tensor([tokens])
-        position = torch.arange(len(tokens))[None]
+        ids, position = torch.tensor([tokens]), torch.arange(len(tokens))[None]
         true = self.target.features(
             ids,
             positions=position,
@@ -157,45 +98,45 @@ class ScriptedHead(Drafter):
             key_positions=position,
             aux_layer_ids=self.aux_layer_ids,
         )
-        span = slice(start, start + count)
         wide = self.target.dtype == torch.float64 and not self.target.is_recurrent  # recurrences are in float32
         bound = 1e-6 if wide else 1e-2
-        torch.testing.assert_close(
-            observation.aux_hidden_states[row, :count], true.aux_hidden_states[0, span], atol=bound, rtol=bound
-        )
-        torch.testing.assert_close(observation.hidden[row, :count], true.hidden[0, span], atol=bound, rtol=bound)
+        for name in ("aux_hidden_states", "hidden"):
+            got, want = getattr(observation, name)[row, :count], getattr(true, name)[0, start : start + count]
+            torch.testing.assert_close(got, want, atol=bound, rtol=bound)
 
     def propose(self, state: Story, pick: Pick) -> Proposal:
-        trees = [self.draw_tree(state.shape, history) for history in state.histories]
-        tokens, parents, depths = (torch.tensor(part) for part in zip(*trees, strict=True))
-        return Proposal(tokens, parents, depths, torch.zeros(tokens.shape))
+        if self.inner is not None:
+            proposal: Proposal = self.inner.propose(state.inner, pick)
+        else:
+            trees = [self.draw_tree(state.shape, history[-1]) for history in state.histories]
+            tokens, parents, depths = (torch.tensor(part) for part in zip(*trees, strict=True))
+            proposal = Proposal(tokens, parents, depths, torch.zeros(tokens.shape))
+        for row, history in enumerate(state.histories):
+            self.correct(history, proposal.tokens[row], proposal.parents[row].tolist(), proposal.depths[row].tolist())
+        return proposal
 
-    def draw_tree(self, shape: TreeShape, history: list[int]) -> tuple[list[int], list[int], list[int]]:
-        tokens, parents, depths, true = [history[-1]], [0], [0], [True]
-        n = len(history)
-        known: Sequence[int] = next((s for s in self.sequences if list(s[:n]) == history), [])
+    def draw_tree(self, shape: TreeShape, root: int) -> tuple[list[int], list[int], list[int]]:
+        tokens, parents, depths = [root], [0], [0]
         for j in range(1, shape.nodes):
-            open_nodes = [i for i in range(j) if depths[i] < shape.depth]
-            parent = j - 1 if shape.top_k == 1 else self.chance.choice(open_nodes)
-            depth = depths[parent] + 1
+            parent = j - 1 if shape.top_k == 1 else self.chance.choice([i for i in range(j) if depths[i] < shape.depth])
             siblings = [tokens[i] for i in range(1, j) if parents[i] == parent]
-            ahead = known[n - 1 + depth] if true[parent] and n - 1 + depth < len(known) else None
-            if self.duplicates and siblings and self.chance.random() < 0.5:
-                token = self.chance.choice(siblings)
-            elif ahead is not None and self.chance.random() < self.right:
-                token = ahead
-            else:
-                token = self.chance.choice([t for t in range(VOCAB) if t != ahead])
-            tokens.append(token)
+            tokens.append(self.chance.choice([*siblings, *self.chance.choices(range(VOCAB), k=len(siblings) + 1)]))
             parents.append(parent)
-            depths.append(depth)
-            true.append(ahead is not None and token == ahead)
+            depths.append(depths[parent] + 1)
         return tokens, parents, depths
 
-
-@pytest.fixture
-def scripted_head() -> type[ScriptedHead]:
-    return ScriptedHead
+    def correct(self, history: list[int], tokens: Tensor, parents: list[int], depths: list[int]) -> None:
+        """Give nodes below a right one the true token, or with `right` 0 a wrong one."""
+        n, true = len(history), [True]
+        known: Sequence[int] = next((s for s in self.sequences if list(s[:n]) == history), [])
+        for j in range(1, len(parents)):
+            place = n - 1 + depths[j]
+            ahead = known[place] if true[parents[j]] and place < len(known) else None
+            if ahead is not None and self.chance.random() < self.right:
+                tokens[j] = ahead
+            elif ahead is not None and self.right == 0:
+                tokens[j] = (ahead + 1) % VOCAB
+            true.append(ahead is not None and int(tokens[j]) == ahead)
 
 
 @pytest.fixture(scope="session")
@@ -205,7 +146,6 @@ def prompts() -> list[list[int]]:
     return [[chooser.randrange(3, VOCAB) for _ in range(n)] for n in (1, 2, 5, 9, 16, 17, 21, 3, 7, 12, 30)]
 
 
-@pytest.fixture
-def gpu_steps() -> Iterator[None]:
-    with as_on_a_gpu():
-        yield
+@pytest.fixture(scope="session", name="target_of")
+def target_of_fixture() -> Callable[[str], FrozenTarget]:
+    return target_of

@@ -1,27 +1,33 @@
-"""Kernels that fail, are wrong or do not repeat themselves are left out with one warning, and the text is the same."""
+"""Checks of an engine that is built: kernels are right, or left out with one warning; the model is able."""
 
+import copy
+import functools
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from eval.runtime.checks import check_family
 from eval.runtime.engine import Request
-from heads.errors import warn_once
+from heads.errors import UserError, warn_once
 from heads.target import cached, decoder
 from heads.target.choose import choose_in_tiles
+from heads.target.model import FrozenTarget
 from heads.target.tree_attention import tree_attention
 from tests.small_targets import make_drafter, make_target, open_engine, texts
 from tests.switches import kernels_on_cpu
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for CPUs"),
-    pytest.mark.filterwarnings("ignore:(All-NaN|invalid value)"),  # by the interpreter's numpy
-]
-SIZES: Any = dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4)
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available() or not find_spec("triton"), reason="Triton's interpreter is for CPUs"
+)
+pytestmark = pytest.mark.filterwarnings("ignore:(All-NaN|invalid value)")  # by the interpreter's numpy
+TargetOf = Callable[[str], FrozenTarget]
+SIZES: Any = dict(hidden_size=64, intermediate_size=64, vocab_size=128)
 REQUESTS = [Request([5, 6, 7], 8, ignore_eos=True)]
 
 
@@ -41,6 +47,7 @@ def next_token(*given: Any, **options: Any) -> Tensor:
     return choose_in_tiles(*given, **options) + 1
 
 
+@interpreted
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "words"),
     [
@@ -69,6 +76,7 @@ def test_a_kernel_that_is_wrong_is_left_out(
     assert [record.levelno for record in caplog.records] == [logging.WARNING] and words in caplog.text
 
 
+@interpreted
 def test_kernels_that_are_right_decode(caplog: pytest.LogCaptureFixture) -> None:
     target = make_target("qwen3", torch.float32, **SIZES)
     head, shape = make_drafter("eagle3", target), "tree:3x3x8"
@@ -77,4 +85,73 @@ def test_kernels_that_are_right_decode(caplog: pytest.LogCaptureFixture) -> None
         engine = open_engine(target, head, shape, max_length=64)
         assert not engine.decoder.step.decoder.reads_masks and engine.decoder.step.decoder.in_tiles
         assert texts(engine.generate(REQUESTS)) == texts(expected)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mamba", "llama4_text"])
+def test_families_without_tree_masks_are_refused(family: str) -> None:
+    extra: dict[str, dict[str, int]] = {
+        "falcon": {"alibi": True},
+        "llama4_text": {"num_local_experts": 2, "intermediate_size": 32, "intermediate_size_mlp": 32},
+    }
+    size = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**size, **extra.get(family, {})}))
+    with pytest.raises(UserError, match="its name: "):
+        check_family(FrozenTarget(model, "its name"))
+
+
+def test_flex_attention_is_refused(target_of: TargetOf) -> None:
+    target = copy.deepcopy(target_of("llama"))
+    target.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(UserError, match="takes no 4-D mask"):
+        check_family(target)
+
+
+@pytest.mark.parametrize("ignored", ["position_ids", "attention_mask"])
+def test_a_decoder_that_ignores_what_it_is_given_is_found_out(ignored: str, target_of: TargetOf) -> None:
+    target = copy.deepcopy(target_of("llama"))
+    forward = target.base.forward
+
+    @functools.wraps(forward)
+    def deaf(**given: Any) -> Any:
+        if given["use_cache"]:  # the model's own pass stays as it is
+            given[ignored] = given[ignored] * 0
+        return forward(**given)
+
+    target.base.forward = deaf
+    with pytest.raises(UserError, match="does not take tree masks, positions and states"):
+        target.native = False
+        open_engine(target, None, max_length=64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "value", "fault"),
+    [
+        ("float32", "mlp.up_proj", torch.nan, "from layer 1 on, and model.layers.1.mlp.up_proj.weight holds"),
+        ("float16", "mlp.down_proj", 6e4, "from layer 1 on; float16 overflows above 65504: ask for bfloat16"),
+        ("bfloat16", "mlp.down_proj", 3e38, "from layer 1 on; bfloat16 may not suffice: ask for float32"),
+    ],
+)
+def test_states_that_are_not_finite_are_said_to_be_so(
+    dtype: str, weight: str, value: float, fault: str, target_of: TargetOf
+) -> None:
+    target = copy.deepcopy(target_of("llama"))
+    target.model.to(getattr(torch, dtype))
+    target.layers[1].get_parameter(f"{weight}.weight").data.fill_(value)
+    for check in (target.check, lambda: open_engine(target, None, max_length=64)):
+        with pytest.raises(UserError, match=f"the target's states are not finite {fault}"):
+            check()
+
+
+def test_a_target_without_a_native_decoder_is_given_of_once(
+    target_of: TargetOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a process, however many engines there are; a warning, which is seen where logging was never set up."""
+    warn_once.cache_clear()
+    for _ in range(2):
+        open_engine(target_of("gpt2"), None, max_length=64)
+    said = "gpt2: decoded by its Hugging Face model, slower: gpt2 has no native decoder"
+    assert [(r.levelno, r.message) for r in caplog.records] == [(logging.WARNING, said)]
+    caplog.clear()
+    open_engine(target_of("llama"), None, max_length=64)
     assert not caplog.records

@@ -1,102 +1,140 @@
-"""The audit of a text that differs: given token by token, and what counts as a near-tie."""
+"""Whatever is drafted, the text is the target's own: a pairwise array over all that could change it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 import torch
 
-from eval.runtime.engine import Request
-from eval.runtime.identity import FAR, NEAR, Flip, Judge, find_flips, pinned_engine
-from eval.runtime.round import TargetStep
+from eval.runtime.engine import Output, Request
 from eval.runtime.sampling import Sampling
-from heads.registry import build_untrained
 from heads.target.model import FrozenTarget
-from tests.small_targets import make_target, open_engine
+from heads.tree import is_chain, parse_shape
+from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of
+from tests.small_targets import FAMILIES, HYBRIDS, OTHER_HYBRIDS, make_drafter, open_engine, texts, with_plain_experts
 
-TargetOf = Callable[[str], FrozenTarget]
-
-
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(0.9, seed=4), Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=5)]
+SLOW = pytest.mark.slow
+RECURRENT = {*HYBRIDS, *OTHER_HYBRIDS}
+BLOCK: dict[str, Any] = {"num_layers": 1, "block_size": 5, "mask_token_id": 3, "aux_layer_ids": [1, 2]}
+HEADS: dict[str, dict[str, Any]] = {
+    "random": {},
+    "lookup:3": {},
+    "early_exit:1": {},
+    "the target": {},
+    "eagle3": {"aux_layer_ids": [0, 1, 2], "depth": 4},
+    "mtp": {"depth": 4},
+    "medusa": {"depth": 4},
+    "dflash": BLOCK,
+    "dflash2": BLOCK | {"selector_rank": 4},
+    "dspark": BLOCK | {"markov_rank": 4},
+}
+WARM = Sampling(0.9, seed=4), Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01, seed=-8)
+SAMPLINGS = {"greedy": (Sampling(),), "sampled": WARM, "mixed": (Sampling(), *WARM)}
+FACTORS: tuple[tuple[Any, ...], ...] = (
+    # The native decoder with C and without, windows, latent attention, the model's own code, recurrences, two stacks.
+    ("llama-float32", "qwen3", "gemma3_text", "mistral", "deepseek_v3", "gpt_oss", "gpt2", "qwen3_next", "t5"),
+    tuple(HEADS),
+    ("chain:1", "chain:4", "static:3.2.1", "tree:3x4x12"),
+    tuple(SAMPLINGS),
+    (1, 3),
+    ("match", "ratio", "block"),
 )
-def test_plain_decodings_own_text_has_no_flips_and_a_changed_token_is_one(
-    sampling: Sampling, target_of: TargetOf
-) -> None:
-    target = target_of("llama")
-    request = Request([5, 6, 7], 12, sampling, ignore_eos=True)
-    pinned = open_engine(target, None, batch_size=2, max_length=64, pinned=4)
-    tokens = pinned.generate([request])[0].tokens
-    assert find_flips(pinned, request, tokens) == []
-    changed = [*tokens[:6], (tokens[6] + 1) % 61, *tokens[7:]]
-    flips = find_flips(pinned, request, changed)
-    assert (flips[0].position, flips[0].token, flips[0].chosen) == (6, changed[6], tokens[6])
-    assert flips[0].gap > 0 and not flips[0].is_within(FAR)
-    first = find_flips(pinned, request, [(tokens[0] + 1) % 61, *tokens[1:]])[0]
-    assert first.position == 0 and not first.is_within(FAR)
 
 
-def test_the_gap_is_that_of_the_logits(target_of: TargetOf) -> None:
-    target = target_of("llama")
-    prompt = [5, 6, 7]
-    pinned = open_engine(target, None, max_length=64, pinned=3)
-    tokens = pinned.generate([Request(prompt, 3, ignore_eos=True)])[0].tokens
-    wrong = (tokens[2] + 1) % 61
-    (flip,) = find_flips(pinned, Request(prompt, 3, ignore_eos=True), [*tokens[:2], wrong])
-    logits = target.model(torch.tensor([[*prompt, *tokens[:2]]])).logits[0, -1]
-    assert flip.gap == pytest.approx(float(logits[tokens[2]] - logits[wrong]), rel=1e-5)
+def is_possible(family: str, head: str, tree: str, sampling: str, rows: int, rule: str) -> bool:
+    shape = parse_shape(tree)
+    if not is_chain(shape) and (head == "lookup:3" or family in RECURRENT):
+        return False
+    if (family in RECURRENT and head in ("early_exit:1", "the target")) or (family, head) == ("t5", "early_exit:1"):
+        return False
+    if rule == "match":
+        return True
+    return head not in ("random", "lookup:3") and (is_chain(shape) or (rule == "ratio" and shape.paths is not None))
 
 
-def test_two_units_in_the_last_place_are_near() -> None:
-    assert Flip(3, 1, 2, gap=0.25, ulp=0.125).is_within(NEAR) and not Flip(3, 1, 2, gap=0.26, ulp=0.125).is_within(NEAR)
+def pairwise(factors: Sequence[Sequence[Any]], is_possible: Callable[..., bool]) -> Iterator[tuple[Any, ...]]:
+    """Yield rows that hold every possible pair of values of two factors, chosen greedily."""
+    rows = {row: {*combinations(enumerate(row), 2)} for row in product(*factors) if is_possible(*row)}
+    left = dict.fromkeys(pair for pairs in rows.values() for pair in pairs)
+    while left:
+        first = next(iter(left))
+        row = max((row for row, pairs in rows.items() if first in pairs), key=lambda row: len(rows[row] & left.keys()))
+        yield row
+        for pair in rows[row]:
+            left.pop(pair, None)
 
 
-def test_the_reference_has_the_rounds_shape(target_of: TargetOf, scripted_head: Any) -> None:
-    target = target_of("llama")
-    engine = open_engine(target, scripted_head(target, []), "tree:3x3x8", batch_size=2, max_length=64)
-    pinned = pinned_engine(engine)
-    assert (pinned.nodes, pinned.options.batch_size, pinned.options.max_length, pinned.head) == (8, 2, 64, None)
+def requests_for(target: FrozenTarget, samplings: Sequence[Sampling]) -> list[Request]:
+    """Return requests of which the longest ends first, and another one takes its row."""
+    prompts = [[5, 7, 9, 5, 7], [3 + n % 50 for n in range(40)], [11] * 3 + [*range(20, 37)], [30, 31]]
+    if target.start_token is not None:  # a question, its end, and the token that begins the answer
+        prompts = [[*ids, 1, target.start_token] for ids in prompts]
+    new = (14, 3, 13, 12)
+    return [Request(ids, new[n], samplings[n % len(samplings)], (), True) for n, ids in enumerate(prompts)]
 
 
-def judged(target: FrozenTarget, shape: str, *, kind: str = "lookup:2", **options: Any) -> list[bool]:
-    """For every text that differs from plain decoding's, whether it is a near-tie. A wrong token never is."""
-    requests = [Request([5, 6, 7 + i, 5, 6], 24, ignore_eos=True) for i in range(6)]
-    plain = open_engine(target, None, max_length=64)
-    engine = open_engine(target, build_untrained(kind, target), shape, max_length=64, **options)
-    judge, found = Judge(engine, plain), []
-    for request, one, other in zip(requests, plain.generate(requests), engine.generate(requests), strict=True):
-        wrong = [*other.tokens[:9], (other.tokens[9] + 2) % 61, *other.tokens[10:]]
-        assert not judge.compare(request, one.tokens, wrong).is_near_tie
-        assert not judge.compare(request, one.tokens, one.tokens[:9]).is_near_tie, "it ends too early"
-        if one.tokens != other.tokens:
-            found.append(judge.compare(request, one.tokens, other.tokens).is_near_tie)
-    return found
+@cache
+def plain(family: str, sampling: str) -> list[Output]:
+    return decode_plainly(target_of(family), requests_for(target_of(family), SAMPLINGS[sampling]), max_length=96)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("shape", ["chain:5", "tree:3x2x8"])
-def test_what_rounding_changes_is_a_near_tie_in_every_type(dtype: str, shape: str) -> None:
-    """In bfloat16 texts of several rows differ on every processor tried."""
-    target = make_target("llama", getattr(torch, dtype))
-    assert all(judged(target, shape, kind="lookup:2" if shape.startswith("chain") else "early_exit:2"))
+def make_head(kind: str, target: FrozenTarget) -> Any:
+    if kind == "random":
+        return None
+    if kind != "the target":
+        return make_drafter(kind, target, **HEADS[kind])
+    head = make_drafter("draft", target, fresh={})
+    head.model.load_state_dict(target.model.state_dict())
+    with_plain_experts(head.model)
+    return head
 
 
-@pytest.mark.parametrize(("error", "near"), [(1e-6, True), (30.0, False)])
-def test_an_error_that_both_texts_share_is_no_near_tie(
-    error: float, near: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens 2k and 2k + 1 tie, and a pass over several nodes gives some of them more, by rounding or by a fault."""
-    target = make_target("llama", torch.float32)
-    weight = target.lm_head_weight
-    weight.copy_(weight[::2].repeat_interleave(2, dim=0))
-    choose = TargetStep.choose
+@pytest.mark.parametrize(("family", "kind", "tree", "sampling", "rows", "rule"), [*pairwise(FACTORS, is_possible)])
+def test_the_text_is_the_targets_own(family: str, kind: str, tree: str, sampling: str, rows: int, rule: str) -> None:
+    target = target_of(family)
+    requests, expected = requests_for(target, SAMPLINGS[sampling]), plain(family, sampling)
+    head: Any = make_head(kind, target)
+    if rule == "match" and kind != "the target":
+        head = ScriptedHead(target, sequences(requests, expected), inner=head)
+    options: dict[str, Any] = {"max_length": 96, "rule": rule}
+    outputs = open_engine(target, head, tree, batch_size=rows, **options).generate(requests)
+    if rule != "match" and sampling != "greedy":  # sampled text is another one, and a function of its request alone
+        alone = open_engine(target, head, tree, batch_size=4 - rows, poll_interval=3, **options).generate(requests)
+        greedy = [request.sampling.temperature == 0 for request in requests]
+        expected = [ours if same else other for same, ours, other in zip(greedy, expected, alone, strict=True)]
+    assert texts(outputs) == texts(expected)
+    if isinstance(head, ScriptedHead):
+        assert sum(sum(output.accepted) for output in outputs) > 0
+    if kind == "the target" and target.dtype == torch.float64 and not tree.startswith("tree"):  # which may prune it
+        assert all(output.accepted == output.reached for output in outputs), "it is always right"
 
-    def lean(self: TargetStep, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if hidden.shape[1] == 1:
-            return choose(self, hidden, *rest)
-        logits = self.logits(hidden)
-        return (logits + error * (torch.arange(logits.shape[-1]) % 4 == 1)).argmax(dim=-1)
 
-    monkeypatch.setattr(TargetStep, "choose", lean)
-    found = judged(target, "chain:4")
-    assert found and all(found) == near
+OTHERS = [family for family in [*FAMILIES, *HYBRIDS, *OTHER_HYBRIDS] if family not in FACTORS[0]]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, "t5", *(pytest.param(f, marks=SLOW) for f in OTHER_HYBRIDS)])
+def test_plain_decoding_is_what_transformers_generates(family: str) -> None:
+    target = target_of(family)
+    generate: Any = target.model.generate
+    requests = [replace(r, max_new_tokens=12, ignore_eos=False) for r in requests_for(target, SAMPLINGS["greedy"])]
+    # Of the longest prompt, several chunks are read.
+    requests[1] = replace(requests[1], prompt=[*range(3, 53)] * 5 + list(requests[1].prompt))
+    for request, output in zip(requests, decode_plainly(target, requests, batch_size=2, max_length=320), strict=True):
+        ids = torch.tensor([request.prompt if target.start_token is None else request.prompt[:-1]])
+        theirs = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0]
+        assert output.tokens == theirs[1 if target.start_token is not None else ids.shape[1] :].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for family in OTHERS for name in (family, f"{family}-float32")])
+def test_drafts_change_no_token_in_any_other_family(family: str) -> None:
+    target = target_of(family)
+    requests, expected = requests_for(target, SAMPLINGS["mixed"]), plain(family, "mixed")
+    for tree, rows in product(["chain:4"] if target.is_recurrent else ["chain:4", "tree:3x4x12"], (1, 3)):
+        head = ScriptedHead(target, sequences(requests, expected))
+        outputs = open_engine(target, head, tree, batch_size=rows, max_length=96).generate(requests)
+        assert texts(outputs) == texts(expected)
+        assert sum(sum(output.accepted) for output in outputs) > 0

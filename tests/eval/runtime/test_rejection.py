@@ -10,31 +10,21 @@ from torch import Tensor
 
 from eval.runtime.accept import match
 from eval.runtime.distribution import RowSampling
-from eval.runtime.rules import Rejection, Verdict, quotient, ratio, residual
+from eval.runtime.rules import Rejection, Verdict, quotient, residual
+from heads.base import Observation, SharedLayers
+from heads.dflash import DFlash, DFlashConfig
+from heads.dflash2 import DFlash2, DFlash2Config
+from heads.dspark import DSpark, DSparkConfig
 from heads.target.slots import ancestors
 from heads.tree import Proposal, TreeShape, parse_shape, static_shape
-from tests.enumeration import EveryDraw, Toy, draws_of, sum_over_tests
+from tests.eval.runtime.enumeration import EveryDraw, Toy, draws_of, prefixes_of, sum_over_tests
+from tests.heads.small_heads import BLOCK_SIZES
 
 EXACT = 1e-9
 UNEVEN = static_shape([(0,), (1,), (0, 0), (0, 1), (1, 0)], "uneven")
 DEEP = static_shape([(0,), (1,), (1, 0), (1, 0, 0)], "deep")
 CHAIN = parse_shape("chain:3")
 Judge = Callable[[Rejection, Proposal, Tensor], Verdict]
-WITH_REPLACEMENT = "ratio with replacement"
-"""Recursive rejection with siblings drawn with replacement (SpecInfer, arXiv 2305.09781, algorithm 2): exact as well,
-and not offered, for it accepts less."""
-
-
-def with_replacement(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
-    """The verdict on siblings drawn with replacement: q stays as it is."""
-    q, family = rule.draws.distribution(p.shape[2]), rule.family
-    P, odds = p[:, family.parents], []
-    for r in range(family.children.shape[1]):
-        x = proposal.tokens[:, family.children[:, r]][..., None]
-        odds.append(torch.where(family.there[:, r, None], quotient(P.gather(-1, x), q.gather(-1, x)).clamp(max=1), 0.0))
-        P = torch.where(family.there[:, r, None], residual(P, q), P)
-    by_child = torch.cat(odds, dim=-1).flatten(1)[:, family.place]
-    return Verdict(torch.cat([torch.ones_like(by_child[:, :1]), by_child], 1), p.index_copy(1, family.parents, P))
 
 
 def outcome(
@@ -45,16 +35,15 @@ def outcome(
     `likeliest`: the draft is not drawn, but the best children that there are.
     """
     K = shape.depth
-    pick: Any = EveryDraw(draws_of(shape), toy.vocab, replace=rule == WITH_REPLACEMENT)
+    pick: Any = EveryDraw(draws_of(shape), toy.vocab)
     proposal, prefixes = toy.grow(shape, pick, len(pick.ways))
     drawn = pick.likeliest if likeliest else pick.weight
     assert abs(drawn.sum() - 1) < EXACT
     sampling = RowSampling(len(pick.ways))
     sampling.temperature.fill_(1.0)
-    judge = judge or (with_replacement if rule == WITH_REPLACEMENT else Rejection.weigh)
-    judging = Rejection("block" if rule == "block" else "ratio", shape, sampling)
+    judging = Rejection(rule, shape, sampling)
     judging.draws = pick
-    verdict = judge(judging, proposal, toy.at(prefixes, proposal.depths))
+    verdict = (judge or Rejection.weigh)(judging, proposal, toy.at(prefixes, proposal.depths))
     assert ((verdict.odds >= 0) & (verdict.odds <= 1)).all() and (verdict.rest >= 0).all()
     torch.testing.assert_close(verdict.rest.sum(-1), torch.ones_like(verdict.rest[..., 0]))
     parts = sum_over_tests(judging, proposal, verdict, prefixes, drawn)
@@ -69,7 +58,7 @@ def distance(toy: Toy, distribution: Tensor, shape: TreeShape) -> float:
 
 @pytest.mark.parametrize("support", [None, 2, 1])
 @pytest.mark.parametrize("vocab", [3, 4])
-@pytest.mark.parametrize("rule", ["ratio", WITH_REPLACEMENT, "block"])
+@pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_chains_have_the_targets_distribution(rule: str, vocab: int, support: int | None) -> None:
     for seed in range(4):
         distributions = Toy(vocab, 4, seed, support)
@@ -80,15 +69,14 @@ def test_chains_have_the_targets_distribution(rule: str, vocab: int, support: in
 
 @pytest.mark.parametrize("support", [None, 2, 1])  # 1: siblings that q cannot have given
 @pytest.mark.parametrize("shape", [parse_shape("static:2.2"), parse_shape("static:3.1"), UNEVEN, DEEP], ids=str)
-@pytest.mark.parametrize("rule", ["ratio", WITH_REPLACEMENT])
-def test_static_trees_have_the_targets_distribution(rule: str, shape: TreeShape, support: int | None) -> None:
+def test_static_trees_have_the_targets_distribution(shape: TreeShape, support: int | None) -> None:
     distributions = Toy(3, shape.depth + 1, 7, support)
-    distribution, tokens = outcome(distributions, shape, rule)
+    distribution, tokens = outcome(distributions, shape, "ratio")
     assert distance(distributions, distribution, shape) < EXACT
     assert 1 < tokens <= shape.depth + 1
 
 
-@pytest.mark.parametrize("rule", ["ratio", WITH_REPLACEMENT, "block"])
+@pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_a_draft_with_the_targets_own_distribution_is_accepted_whole(rule: str) -> None:
     distributions = Toy(3, 4, 2)
     distributions.q = distributions.p
@@ -97,20 +85,17 @@ def test_a_draft_with_the_targets_own_distribution_is_accepted_whole(rule: str) 
     assert tokens == pytest.approx(4)
 
 
-def match_outcome(toy: Toy, shape: TreeShape, *, replace: bool) -> Tensor:
+def match_outcome(toy: Toy, shape: TreeShape) -> Tensor:
     """The distribution of what `match` gives on trees drawn in every way, by every choice of the target after every
     prefix."""
     K, V = shape.depth, toy.vocab
-    pick = EveryDraw(draws_of(shape), V, replace=replace)
+    pick = EveryDraw(draws_of(shape), V)
     proposal, prefixes = toy.grow(shape, pick, len(pick.ways))
     p, above = toy.at(prefixes, proposal.depths), ancestors(proposal.parents, K)
-    prefix = prefixes + V**K * proposal.depths
-    first = (prefix[:, :, None] == prefix[:, None, :]).long().argmax(2)  # equal siblings' prefixes are one
-    own = first == torch.arange(shape.nodes)
     distributions = [torch.zeros(V ** (n + 1), dtype=torch.float64) for n in range(K + 1)]
     for choices in product(range(V), repeat=shape.nodes):
-        choice = torch.tensor(choices).expand(len(pick.ways), -1).gather(1, first)
-        weight = pick.weight * torch.where(own, p.gather(-1, choice[..., None])[..., 0], 1 / V).prod(1)
+        choice = torch.tensor(choices).expand(len(pick.ways), -1)
+        weight = pick.weight * p.gather(-1, choice[..., None])[..., 0].prod(1)
         found = match(proposal, choice, above, K)
         for n, distribution in enumerate(distributions):
             digits = V ** torch.arange(n, -1, -1)
@@ -119,13 +104,12 @@ def match_outcome(toy: Toy, shape: TreeShape, *, replace: bool) -> Tensor:
     return torch.stack([toy.complete(distribution, K + 1) for distribution in distributions]).sum(0)
 
 
-@pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("text", ["chain:3", "static:2.1", "tree:2x2x4", "tree:3x2x4"])
-def test_match_has_the_targets_distribution_on_every_tree(text: str, replace: bool) -> None:
+def test_match_has_the_targets_distribution_on_every_tree(text: str) -> None:
     shape = parse_shape(text)
     vocab = 3 if shape.depth < 3 or shape.top_k == 1 else 2
     distributions = Toy(vocab, shape.depth + 1, 5)
-    assert distance(distributions, match_outcome(distributions, shape, replace=replace), shape) < EXACT
+    assert distance(distributions, match_outcome(distributions, shape), shape) < EXACT
 
 
 def test_block_emits_no_fewer_tokens_than_ratio_in_expectation() -> None:
@@ -138,38 +122,19 @@ def test_block_emits_no_fewer_tokens_than_ratio_in_expectation() -> None:
     assert sum(gains) / len(gains) > 1.02
 
 
-def test_without_replacement_more_is_accepted_than_with() -> None:
-    shape = parse_shape("static:2.2")
-    for seed in range(5):
-        distributions = Toy(3, 3, seed)
-        without, with_ = (outcome(distributions, shape, rule)[1] for rule in ("ratio", WITH_REPLACEMENT))
-        assert without > with_
-
-
 # What the sums above would show of a rule that is wrong: each of these has been published as exact.
 
 
 def stale_distribution(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
     """Siblings drawn without replacement are judged as if with it: q is not renormalised after a refusal."""
-    return with_replacement(rule, proposal, p)
-
-
-def shrinking_distribution(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
-    """Siblings drawn with replacement are judged as if without it, and one drawn again, whose q is then 0, as certain.
-
-    Left untested instead it would do no harm: the others are a draw without replacement, if of fewer.
-    """
-    verdict = ratio(p, rule.draws.distribution(p.shape[2]), proposal.tokens, rule.family)
-    assert not verdict.odds[again(proposal)].any()
-    return Verdict(torch.where(again(proposal), 1.0, verdict.odds), verdict.rest)
-
-
-def again(proposal: Proposal) -> Tensor:
-    """(B, N): whether an elder sibling bears the same token."""
-    node = torch.arange(proposal.tokens.shape[1])
-    elder = (node[:, None] > node) & (node > 0)
-    same = [x[:, :, None] == x[:, None, :] for x in (proposal.tokens, proposal.parents)]
-    return (same[0] & same[1] & elder).any(2)
+    q, family = rule.draws.distribution(p.shape[2]), rule.family
+    P, odds = p[:, family.parents], []
+    for r in range(family.children.shape[1]):
+        x = proposal.tokens[:, family.children[:, r]][..., None]
+        odds.append(torch.where(family.there[:, r, None], quotient(P.gather(-1, x), q.gather(-1, x)).clamp(max=1), 0.0))
+        P = torch.where(family.there[:, r, None], residual(P, q), P)
+    by_child = torch.cat(odds, dim=-1).flatten(1)[:, family.place]
+    return Verdict(torch.cat([torch.ones_like(by_child[:, :1]), by_child], 1), p.index_copy(1, family.parents, P))
 
 
 def unprocessed_bonus(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
@@ -197,7 +162,6 @@ def untested_prefix(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
     ("rule", "shape", "judge"),
     [
         ("ratio", "static:2.2", stale_distribution),
-        (WITH_REPLACEMENT, "static:2.2", shrinking_distribution),
         ("ratio", "chain:3", unprocessed_bonus),
         ("block", "chain:3", unprocessed_bonus),
         ("ratio", "chain:3", fresh_draw),
@@ -214,3 +178,51 @@ def test_the_sums_tell_a_wrong_rule(rule: str, shape: str, judge: Judge) -> None
 def test_the_sums_tell_a_draft_that_was_not_drawn(rule: str, shape: str) -> None:
     distributions, tree = Toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
     assert distance(distributions, outcome(distributions, tree, rule, likeliest=True)[0], tree) > 0.02
+
+
+D, V = 8, 3
+
+
+SETTINGS: dict[str, Any] = BLOCK_SIZES | dict(
+    hidden_size=D, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1, vocab_size=V,
+    num_target_layers=4, aux_layer_ids=(2,), mask_token_id=2, num_layers=1,
+)  # fmt: skip
+HEADS: dict[str, Callable[[], Any]] = {
+    "dflash": lambda: DFlash(DFlashConfig(**SETTINGS)),
+    # Of three tokens it chooses among two: q is 0 at the third.
+    "dflash2": lambda: DFlash2(DFlash2Config(**SETTINGS, conv_group_size=4, selector_rank=4, selector_top_k=2)),
+    "dspark": lambda: DSpark(DSparkConfig(**SETTINGS, markov_rank=4)),
+}
+
+
+class Drafted(Toy):
+    """The target's distributions of a toy, and the drafts of a random head in the place of the toy's."""
+
+    def __init__(self, kind: str, depth: int) -> None:
+        super().__init__(V, depth + 1, 7)
+        torch.manual_seed(3)
+        self.head = HEADS[kind]().double()
+        for parameter in self.head.parameters():
+            torch.nn.init.normal_(parameter, 0.0, 0.7)
+
+    def grow(self, shape: TreeShape, pick: Any, rows: int) -> tuple[Proposal, Tensor]:
+        torch.manual_seed(4)
+        table, out = torch.randn(2, V, D, dtype=torch.float64)
+        shared = SharedLayers(lambda ids: table[ids], lambda hidden: hidden @ out.T, out)
+        state = self.head.new_state(shared, batch_size=rows, capacity=16, shape=shape)
+        known = torch.randn(5, D, dtype=torch.float64).expand(rows, -1, -1)
+        ids = torch.zeros(rows, 6, dtype=torch.int64)
+        count = torch.full((rows,), 5)
+        self.head.extend(state, Observation(ids, known, known, torch.zeros_like(count), count, None))
+        proposal = self.head.propose(state, lambda logits, *rest: pick(logits.log_softmax(-1), *rest))
+        return proposal, prefixes_of(proposal, V, ids[:, 0])
+
+
+@pytest.mark.parametrize(("rule", "shape"), [("ratio", "chain:3"), ("block", "chain:3"), ("ratio", "static:2.2")])
+@pytest.mark.parametrize("kind", HEADS)
+def test_drafted_blocks_have_the_targets_distribution(kind: str, rule: str, shape: str) -> None:
+    tree = parse_shape(shape)
+    drafted = Drafted(kind, tree.depth)
+    distribution, tokens = outcome(drafted, tree, rule)
+    assert distance(drafted, distribution, tree) < EXACT
+    assert 1 < tokens <= tree.depth + 1

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.benchmark.prompts import Prompt
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Request
 from eval.runtime.rules import DRAFTS, LAST, TESTS, Draws, Rejection, Rule, draw_counters, make_rule
@@ -21,12 +20,9 @@ from heads.growth import grow
 from heads.target.model import FrozenTarget
 from heads.target.noise import gumbel, stream, uniform
 from heads.target.slots import ancestors
-from heads.tree import Proposal, parse_shape, static_shape
-from tests.enumeration import Toy, prefixes_of
-from tests.small_targets import open_engine
-
-DECODED = 4
-"""Tokens whose joint distribution is looked at."""
+from heads.tree import Proposal, TreeShape, parse_shape, static_shape
+from tests.eval.runtime.enumeration import Toy, prefixes_of
+from tests.small_targets import make_drafter, open_engine
 
 
 def sampled_rows(rows: int, sampling: Sampling) -> RowSampling:
@@ -58,6 +54,8 @@ def chi_square(codes: Tensor, distribution: Tensor) -> tuple[float, float]:
     return float(((seen - due) ** 2 / due)[kept].sum()), chi_square_limit(int(kept.sum()))
 
 
+DECODED = 4
+"""Tokens whose joint distribution is looked at."""
 STEP: Any = SimpleNamespace(
     logits=lambda hidden: hidden, choose=lambda hidden, at, sampling: sampling.choose(hidden, at)
 )
@@ -110,18 +108,14 @@ class Decoding:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1.0, seed=1), Sampling(0.6, top_p=0.9, seed=50)], ids=["plain", "processed"]
-)
-@pytest.mark.parametrize(
-    ("rule", "text"),
+    ("rule", "text", "sampling"),
     [
-        ("match", "chain:2"),
-        ("match", "tree:2x2x4"),
-        ("ratio", "chain:2"),
-        ("ratio", "static:2.2"),
-        ("block", "chain:2"),
-        ("block", "chain:3"),
+        ("match", "tree:2x2x4", Sampling(1.0, seed=1)),
+        ("ratio", "chain:2", Sampling(0.6, top_p=0.9, seed=50)),
+        ("ratio", "static:2.2", Sampling(0.6, top_p=0.9, seed=50)),
+        ("block", "chain:3", Sampling(1.0, seed=1)),
     ],
+    ids=["match", "ratio", "ratio, tree", "block"],
 )
 def test_several_rounds_by_real_noise_have_the_targets_distribution(rule: str, text: str, sampling: Sampling) -> None:
     rows = 30_000
@@ -163,70 +157,32 @@ def test_no_two_draws_of_a_request_have_one_counter() -> None:
     assert len(seen) == 40 * 5 * 7
 
 
-def requests_of(prompts: list[Prompt], samplings: list[Sampling], new: int = 24) -> list[Request]:
-    chosen = [samplings[i % len(samplings)] for i in range(len(prompts))]
-    return [Request(list(p.ids), new, s, ignore_eos=True) for p, s in zip(prompts, chosen, strict=True)]
-
-
-JUDGED = (
-    [(rule, "chain:4") for rule in RULES] + [(rule, "static:3.2") for rule in RULES[:2]] + [("ratio", "static:1.1")]
-)
-
-
-@pytest.mark.parametrize(("rule", "text"), JUDGED)
-def test_at_temperature_zero_every_rule_gives_the_targets_own_tokens(
-    rule: str, text: str, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]
-) -> None:
-    """Beside sampled rows too, where a greedy row goes through the arithmetic of the sampled ones."""
-    for samplings in ([Sampling()], [Sampling(), Sampling(1.0, seed=3)]):
-        requests = requests_of(tiny_prompts[:4], samplings, new=12)
-        plain = open_engine(tiny_target, None, max_length=96).generate(requests)
-        engine = open_engine(tiny_target, pair_head, text, batch_size=4, max_length=96, rule=rule)
-        outputs = engine.generate(requests)
-        greedy = [i for i, request in enumerate(requests) if request.sampling.temperature == 0]
-        assert [outputs[i].tokens for i in greedy] == [plain[i].tokens for i in greedy]
-        assert sum(sum(outputs[i].accepted) for i in greedy) > 0
-
-
-def test_greedy_rows_use_every_sibling(tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]) -> None:
-    requests = requests_of(tiny_prompts[:4], [Sampling(), Sampling(1.0)], new=12)
-    rounds = {}
+def test_greedy_rows_use_every_sibling(target_of: Callable[[str], FrozenTarget]) -> None:
+    target = target_of("llama")
+    requests = [Request([5 + n, 6, 7], 12, Sampling(float(n % 2)), ignore_eos=True) for n in range(6)]
+    rounds = []
     for rule in RULES[:2]:
-        engine = open_engine(tiny_target, pair_head, "static:3.2", batch_size=2, max_length=96, rule=rule)
-        rounds[rule] = [output.rounds for output in engine.generate(requests)][::2]
-    assert rounds["ratio"] == rounds["match"]
-
-
-@pytest.mark.parametrize(("rule", "text"), [(rule, text) for rule, text in JUDGED if rule != "match"])
-def test_what_a_request_gives_depends_on_it_alone(
-    rule: str, text: str, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]
-) -> None:
-    samplings = [Sampling(1.0, seed=3), Sampling(0.7, top_k=9, top_p=0.9, seed=4), Sampling()]
-    requests = requests_of(tiny_prompts, samplings, new=10)
-    seen = []
-    for batch_size, poll in ((1, 1), (4, 3)):
-        torch.manual_seed(batch_size)  # no noise of the library's is used
-        engine = open_engine(
-            tiny_target, pair_head, text, batch_size=batch_size, max_length=96, poll_interval=poll, rule=rule
-        )
-        seen.append([output.tokens for output in engine.generate(requests)])
-    assert seen[0] == seen[1]
+        head = make_drafter("early_exit:2", target)
+        outputs = open_engine(target, head, "static:3.2", batch_size=2, max_length=96, rule=rule).generate(requests)
+        rounds.append([output.rounds for output in outputs][::2])
+    assert rounds[0] == rounds[1] and sum(rounds[0]) < 3 * 11
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])
-def test_the_first_tokens_of_requests_have_the_targets_distribution(
-    rule: str, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]
+def test_what_many_requests_give_has_the_targets_distribution(
+    rule: str, target_of: Callable[[str], FrozenTarget]
 ) -> None:
     """Through the whole engine: with two tokens to choose from, three tokens come out in eight ways."""
-    prompt, count = list(tiny_prompts[0].ids), 250
-    requests = [Request(prompt, 3, Sampling(1.0, top_k=2, seed=i), ignore_eos=True) for i in range(count)]
-    engine = open_engine(tiny_target, pair_head, "chain:2", batch_size=50, max_length=64, rule=rule)
+    target, prompt = target_of("llama"), [5, 6, 7]
+    requests = [Request(prompt, 3, Sampling(1.0, top_k=2, seed=i), ignore_eos=True) for i in range(250)]
+    head = make_drafter("early_exit:2", target)
+    engine = open_engine(target, head, "chain:2", batch_size=50, max_length=32, rule=rule)
     outputs = [tuple(output.tokens) for output in engine.generate(requests)]
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer = {}
         for tokens, mass in distribution.items():
-            logits = tiny_target.model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].double()
+            logits = target.model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].double()
             values, ids = logits.topk(2)
             longer.update({(*tokens, int(i)): mass * float(p) for i, p in zip(ids, values.softmax(-1), strict=True)})
         distribution = longer
@@ -240,30 +196,22 @@ GAPPED = static_shape([(0,), (2,), (0, 0)], "gapped")
 
 
 @pytest.mark.parametrize(
-    ("act", "message"),
+    ("rule", "shape", "words"),
     [
-        (lambda: check_rule("typical", parse_shape("chain:2")), "expected one of match, ratio, block"),
-        (lambda: check_rule("ratio", parse_shape("tree:3x2x5")), "the distribution of what survives"),
-        (lambda: check_rule("block", parse_shape("tree:3x2x5")), "judges chains"),
-        (lambda: check_rule("block", parse_shape("static:2.2")), "judges chains, not the tree static:2.2"),
-        (lambda: check_rule("ratio", GAPPED), re.escape("node (2,) without its elder sibling, rank 1")),
+        ("typical", parse_shape("chain:2"), "expected one of match, ratio, block"),
+        ("ratio", parse_shape("tree:3x2x5"), "the distribution of what survives"),
+        ("block", parse_shape("static:2.2"), "judges chains, not the tree static:2.2"),
+        ("ratio", GAPPED, "node (2,) without its elder sibling, rank 1"),
     ],
 )
-def test_a_rule_that_cannot_judge_a_tree_says_why(act: Callable[[], None], message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        act()
-    assert "\n" not in str(caught.value)
-
-
-def test_a_tree_that_ends_unevenly_is_judged() -> None:
-    for rule in RULES[:2]:
-        check_rule(rule, static_shape([(0,), (1,), (1, 0)], "uneven"))
+def test_a_rule_that_cannot_judge_a_tree_says_why(rule: str, shape: TreeShape, words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        check_rule(rule, shape)
+    check_rule("ratio", static_shape([(0,), (1,), (1, 0)], "uneven"))
 
 
 class Copying(Drafter):
     """A draft that asks for no draw: it has no distribution."""
-
-    aux_layer_ids: tuple[int, ...] = ()
 
     def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: Any) -> int:
         return batch_size
@@ -278,17 +226,12 @@ class Copying(Drafter):
 
 
 @pytest.mark.parametrize("rule", RULES[1:])
-def test_a_draft_without_a_distribution_is_refused_by_rules_that_need_one(rule: str, tiny_target: FrozenTarget) -> None:
-    request = Request([5, 6], 8, Sampling(1.0))
-    engine = open_engine(tiny_target, Copying(), "chain:2", max_length=32, rule=rule)
+def test_a_draft_without_a_distribution_is_refused_by_rules_that_need_one(
+    rule: str, target_of: Callable[[str], FrozenTarget]
+) -> None:
+    engine = open_engine(target_of("llama"), Copying(), "chain:2", max_length=32, rule=rule)
     with pytest.raises(UserError, match=f"rule {rule} needs the distribution that the draft was drawn from"):
-        engine.generate([request])
-    assert open_engine(tiny_target, Copying(), "chain:2", max_length=32).generate([request])
-
-
-def test_plain_decoding_has_no_rule(tiny_target: FrozenTarget) -> None:
-    with pytest.raises(UserError, match="plain decoding has none"):
-        open_engine(tiny_target, None, max_length=32, rule="ratio")
+        engine.generate([Request([5, 6], 8, Sampling(1.0))])
 
 
 # Faults of published implementations that the sums of test_rejection.py do not show.

@@ -204,7 +204,7 @@ def test_which_engine_hands_streams_to_a_block_head(
 
 def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path) -> None:
     """The factor in config.json is the one by which the target's own class multiplies."""
-    target = make_target("gemma3_text", torch.float32, num_hidden_layers=6)
+    target = make_target("gemma3_text", torch.float32, hidden_size=256)
     folder = save(tmp_path / "head", target, "dflash2", block_size=4, num_layers=2, mask_token_id=3)
     own = json.loads((folder / "config.json").read_text())["dflash_config"]
     embed: Any = target.shared.embed_tokens

@@ -21,7 +21,7 @@ from tests.closeness import assert_close
 from tests.heads.small_heads import greedy, kept_log_probabilities, rope, seen, with_tokens
 from tests.native_mtp import V, change_config, change_weights, write_native
 from train.data.packing import Rows
-from train.features.batch import make_batch
+from train.features.source import make_batch
 
 COUNTS = torch.arange(V)
 

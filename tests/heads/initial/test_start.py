@@ -11,7 +11,6 @@ from torch import Tensor
 
 from heads.base import Batch
 from heads.block.attention import Blocks
-from heads.errors import UserError
 from heads.initial.start import PART, TargetProbe, bigrams
 from heads.registry import build_head
 from heads.target.load import load_target, load_tokenizer
@@ -134,11 +133,6 @@ def test_a_block_head_of_any_shape_begins_with_finite_logits(target: FrozenTarge
     tokens, _ = repeating_texts(target.vocab_size - 1, 9)
     head = block_head("dflash", target, torch.ones(target.vocab_size), **{"num_layers": 2, **shape})
     assert block_logits(head, batch_of(tokens[:4], target, head.aux_layer_ids)).isfinite().all()
-
-
-def test_an_unknown_start_is_refused(target: FrozenTarget) -> None:
-    with pytest.raises(UserError, match=r"head\.initial_weights.*copying.*'zeros'"):
-        build_head("eagle3", {"initial_weights": "zeros"}, target, torch.ones(target.vocab_size))
 
 
 @pytest.fixture

@@ -105,15 +105,6 @@ def test_every_nodes_score_is_the_sum_of_log_q_along_its_path(shape: str, make: 
             assert [*path] == [max(step, key=lambda token: step[token]) for step in logq]
 
 
-@each_form
-def test_what_it_foresees_is_what_a_chain_guesses(make: Make) -> None:
-    head, batch, n = make(), random_batch([[20]]), 9
-    tokens = batch.tokens.clone()
-    tokens[0, n + 1 : n + 5] = head.propose(seen(head, batch, "chain:4", [n]), greedy).tokens[0, 1:]
-    tokens[0, n + 3] = (tokens[0, n + 3] + 1) % 40
-    assert head.foresees(with_tokens(batch, tokens), 3)[:, 0, n - 1].tolist() == [True, True, False]
-
-
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match="tree:2x25x40"):
         seen(eagle3_head(), random_batch([[20]]), "tree:2x25x40", [9])

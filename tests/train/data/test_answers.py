@@ -4,11 +4,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -19,10 +17,8 @@ from heads.target.load import load_target, load_tokenizer
 from heads.target.model import FrozenTarget
 from tests.answering import Stub, by_engine, serving
 from tests.chats import reader_of
-from train.data.answer_store import AnswerStore
-from train.data.answers import Answering
-from train.data.corpus import open_entry
-from train.data.loading import describe_cut, read_answering
+from train.data.answers import Answering, describe_cut, read_answering
+from train.data.cache import AnswerStore
 from train.data.settings import Data
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -56,8 +52,9 @@ class Noting(Engine):
 
 
 @pytest.fixture(autouse=True)
-def asked() -> list[Request]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """Requests that engines were given."""
+    monkeypatch.setattr("train.data.answers.Engine", Noting)
     Noting.noted.clear()
     Noting.answers_left = math.inf
     return Noting.noted
@@ -70,9 +67,7 @@ Make = Callable[..., Answering]
 def make(target: FrozenTarget, tmp_path: Path) -> Make:
     """settings of `data.regenerate` -> the answers of the tiny target to short conversations."""
 
-    def make(
-        said: list[str] | None = None, *, turns: int = 2, target: FrozenTarget = target, **settings: Any
-    ) -> Answering:
+    def make(*, turns: int = 2, **settings: Any) -> Answering:
         path = tmp_path / f"chats-{turns}.jsonl"
         chats = [
             [
@@ -85,9 +80,7 @@ def make(target: FrozenTarget, tmp_path: Path) -> Make:
         path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
         regenerate = {"prompts": 20, "prompt_tokens": 64, "new_tokens": 6, "batch_size": 3, **settings}
         data = Data.model_validate({"sources": [{"kind": "chat", "path": str(path)}], "regenerate": regenerate})
-        reader = reader_of(load_tokenizer(target.name), said)
-        found = read_answering(data, 0, target, reader)
-        return replace(found, open_engine=Noting)
+        return read_answering(data, 0, target, reader_of(load_tokenizer(target.name)))
 
     return make
 
@@ -101,13 +94,14 @@ def test_answers_are_the_targets_to_every_turn(temperature: float, make: Make, t
     answering = make(turns=3, temperature=temperature)
     corpus = answering.corpus()
     made = exchanges(answering)
-    engine = Engine(target, None, EngineOptions(max_length=80))
     requests = [answering.request(prompt) for prompt, _ in made]
-    assert [output.tokens for output in engine.generate(requests)] == [answer for _, answer in made]
+    outputs = Engine(target, None, EngineOptions(max_length=80)).generate(requests)
+    assert [output.tokens for output in outputs] == [answer for _, answer in made]
     assert len({request.sampling.seed for request in requests}) == len({tuple(r.prompt) for r in requests})
     answered = [len(dialogue.exchanges) for dialogue in answering.answered()]
     assert len(answered) == 20 and max(answered) == 3 and sum(answered) == len(made)
-    assert corpus.tokens[corpus.labels].tolist() == [token for _, answer in made for token in answer]
+    labels = [token for document in corpus for token in document.ids[document.labels].tolist()]
+    assert labels == [token for _, answer in made for token in answer]
 
 
 def test_conversations_that_end_early_are_counted(make: Make) -> None:
@@ -121,35 +115,34 @@ def test_another_head_asks_for_nothing(make: Make, asked: list[Request], own_cac
     corpus = make().corpus()
     assert len(asked) >= 20
     asked.clear()
-    assert np.array_equal(make(batch_size=1, share=0.5).corpus().tokens, corpus.tokens) and not asked
+    assert make(batch_size=1, share=0.5).corpus().digest == corpus.digest
     trained = make(train_on_prompts=True).corpus()  # documents of its own, from the same answers
-    assert not asked and trained.num_labels > corpus.num_labels
+    assert trained.num_labels > corpus.num_labels
     make(prompts=18).corpus()
     assert not asked
     make(new_tokens=7).corpus()
     assert asked and len(list((own_cache / "answers").iterdir())) == 2
 
 
-def share(answering: Answering, process: int, num_processes: int) -> None:
-    """Answer as one process of several does."""
-    with AnswerStore(answering.folder, print, process) as store:
-        store.read()
-        answering.answer_share(store, process, num_processes)
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
 def test_another_number_of_processes_makes_no_answer_anew(
     before: int, after: int, make: Make, asked: list[Request]
 ) -> None:
     answering = make()
+
+    def share(process: int, num_processes: int) -> None:
+        with AnswerStore(answering.folder, print, process) as store:
+            store.read()
+            answering.answer_share(store, process, num_processes)
+
     for process in range(before):
-        share(answering, process, before)
+        share(process, before)
     whole = len(asked)
     asked.clear()
     for process in range(after):
-        share(answering, process, after)
+        share(process, after)
     assert not asked and len({tuple(prompt) for prompt, _ in exchanges(answering)}) == whole
-    sizes = [path.stat().st_size for path in answering.folder.glob("*.log")]
+    sizes = [path.stat().st_size for path in answering.folder.glob("*.jsonl")]
     assert sum(size > 0 for size in sizes) == before
 
 
@@ -172,18 +165,14 @@ def test_a_server_gives_the_same_answers(
     asked.clear()
     with serving(Stub(by_engine(target), model=target.name)) as stub:
         answering = make(temperature=temperature, server={"url": stub.url})
-        corpus = answering.corpus()
-        assert np.array_equal(corpus.tokens, own.tokens) and np.array_equal(corpus.labels, own.labels)
+        assert answering.corpus().digest == own.digest
         stub.asked.clear()
-        assert (
-            make(temperature=temperature, server={"url": stub.url + "/v1", "in_flight": 3}).corpus().digest
-            == own.digest
-        )
+        make(temperature=temperature, server={"url": stub.url + "/v1", "in_flight": 3}).corpus()
         assert not stub.asked and not asked
     answering.corpus()  # without a server, and without an engine
 
 
-def test_a_server_of_other_weights_is_refused(make: Make, target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_server_of_other_weights_is_refused(make: Make, target: FrozenTarget) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         other = FrozenTarget(LlamaForCausalLM(target.checkpoint_config), target.name)
@@ -206,12 +195,16 @@ def test_prompts_come_from_every_source_by_weight(
         regenerate = {"prompts": count, "prompt_tokens": 12, "new_tokens": 16}
         data = Data.model_validate({"sources": sources, "regenerate": regenerate})
         answering = read_answering(data, 0, target, reader_of(tokenizer))
-        firsts = [ids for entry in answering.first_prompts for ids in open_entry(entry)]
-        assert [dialogue.prompt for dialogue in answering.dialogues()] == [first.ids.tolist() for first in firsts]
-        return [first.ids.tolist() for first in firsts]
+        firsts = [first.ids.tolist() for prompts in answering.prompts for first in prompts.documents]
+        assert [dialogue.prompt for dialogue in answering.dialogues()] == firsts
+        return firsts
 
     prompts = read(16)
     assert len(prompts) == 16 and all(1 <= len(prompt) <= 12 for prompt in prompts)
     assert sum(str(tokenizer.decode(prompt)).startswith("<s><|user|>say") for prompt in prompts) == 12
     with pytest.raises(UserError, match=r"chats.jsonl gives 20 prompts of at most 12 tokens, expected 30"):
         read(40)
+    chats.write_text('{"text": "short"}\n')
+    data = Data.model_validate({"sources": [{"kind": "text", "path": str(chats)}], "regenerate": {}})
+    with pytest.raises(UserError, match="no text has 40 characters"):
+        read_answering(data, 0, target, reader_of(tokenizer))

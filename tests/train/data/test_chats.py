@@ -16,8 +16,14 @@ from eval.benchmark.records import RecordError, read_messages, read_tools
 from eval.benchmark.templates import with_arguments
 from heads.errors import UserError
 from tests.chats import bracketed, encode_chat
-from train.data.chats import encode_conversations, encode_text, encode_turn_by_turn, read_conversation
-from train.data.dialogues import Dialogue, answer_by_answer
+from train.data.chats import (
+    Dialogue,
+    answer_by_answer,
+    encode_conversations,
+    encode_text,
+    encode_turn_by_turn,
+    read_conversation,
+)
 from train.data.templates import ChatTemplate
 
 CHATML = (
@@ -31,7 +37,6 @@ FORGETFUL = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 REWRITING = "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-SYSTEM_FIRST = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}hi"
 
 TALK = [
     {"role": "system", "content": "be kind"},
@@ -65,13 +70,12 @@ def first_prompt(template: ChatTemplate, messages: list[dict[str, Any]], tools: 
     return Dialogue(answer_by_answer(template, messages, place="f:1", tools=tools, most=100)).prompt
 
 
-def test_all_answers_of_a_conversation_are_labels(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_answers_are_labels_and_what_a_template_adds_after_their_end_is_none(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     assert marked(tokenizer, TALK) == [
         "<s><|system|>be kind<|user|>hi<|assistant|>[the sea</s>]<|user|>and<|assistant|>[sand</s>]"
     ]
-
-
-def test_what_a_template_adds_after_the_end_is_no_label(tokenizer: PreTrainedTokenizerBase) -> None:
     assert marked(tokenizer, TALK[1:3], CHATML) == ["<|user|>\nhi</s>\n<|assistant|>\n[the sea</s>]\n"]
 
 
@@ -182,11 +186,6 @@ def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer: PreTrainedTok
         encode_chat(tokenizer, TALK[1:3], place="f:3", chat_template=REWRITING)
 
 
-def test_what_a_template_raises_is_given_with_its_place(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(UserError, match=r"f:3: the chat template refuses turns 1 to 2 \(user first\)"):
-        encode_chat(tokenizer, TALK[:3], place="f:3", chat_template=SYSTEM_FIRST)
-
-
 CALLS = {
     # As Qwen's and Hermes': a mapping or JSON.
     "either": "{% for c in m.tool_calls %}{% set a = c.function.arguments %}<call>{{ c.function.name }}("
@@ -233,12 +232,6 @@ def test_calls_of_tools_render_as_the_template_wants_them(
     assert marked(tokenizer, messages, template) == [text]
 
 
-def test_a_template_that_knows_no_tools_is_no_silent_loss(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(RecordError, match=r"f:1: the chat template renders no tool calls") as caught:
-        encode_chat(tokenizer, calling({"content": None}), place="f:1", chat_template=CALLING.replace("CALLS", ""))
-    assert caught.value.reason == "tool calls not rendered"
-
-
 def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase) -> None:
     given: Any
     for given in ([{"name": "look"}], '[{"name": "look"}]'):
@@ -251,18 +244,6 @@ def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase
     for given in ("look", {"name": "look"}, 3):
         with pytest.raises(RecordError, match="f:1: tools: expected"):
             read_tools(("f:1", {"tools": given}))
-
-
-@pytest.mark.parametrize("turns", [TALK[2:], [TALK[0], *TALK[2:]]])
-def test_an_answer_to_nothing_is_refused(turns: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(RecordError, match="f:1: begins with an answer"):
-        encode_chat(tokenizer, turns, place="f:1")
-    with pytest.raises(RecordError, match="f:1: begins with an answer"):
-        first_prompt(ChatTemplate(tokenizer), turns)
-
-
-def test_a_conversation_without_answer_has_no_document(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert encode_chat(tokenizer, TALK[:2]) == []
 
 
 def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,10 +3,10 @@
 from collections import Counter
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data.corpus import Corpus, Document, corpus_of
+from train.data.cache import Corpus, Document, corpus_of
 from train.data.packing import PATTERN, Mixture, Pool, best_fit, cut_document, shares
 
 
@@ -19,6 +19,7 @@ def texts(lengths: list[int]) -> Corpus:
     )
 
 
+@settings(deadline=None)  # a busy machine takes its time
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(8, 20))
 def test_every_token_of_a_text_is_packed_once_in_order(lengths: list[int], row_length: int) -> None:
     pool = Pool(texts(lengths), row_length)

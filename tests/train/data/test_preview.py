@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 from tests.chats import reader_of
 from tests.runs import Settings, WriteRecipe, train_in
-from train.data.corpus import open_entry
-from train.data.loading import read_source
+from train.data.cache import corpus_in
 from train.data.preview import preview
-from train.data.sources import ChatSource
+from train.data.sources import ChatSource, read_source
 
 TALK = [
     {"role": "user", "content": "hi"},
@@ -62,9 +62,9 @@ def test_a_run_sees_the_day_on_which_it_began(
     (tmp_path / "run").mkdir()
     (tmp_path / "run/data.json").write_text('{"date": "2001-02-03"}')
     train_in(chats, write_recipe)
-    (entry,) = (path for path in own_cache.iterdir() if path.is_dir())
-    corpus, tokenizer = open_entry(entry.name), AutoTokenizer.from_pretrained(chats["target"]["path"])
-    assert str(tokenizer.decode(corpus.tokens[: corpus.ends[0]])).startswith("2001<|user|>hi")
+    (entry,) = own_cache.rglob("cache-*.arrow")  # of the run
+    corpus, tokenizer = corpus_in(Dataset.from_file(str(entry))), AutoTokenizer.from_pretrained(chats["target"]["path"])
+    assert str(tokenizer.decode(next(iter(corpus)).ids)).startswith("2001<|user|>hi")
 
 
 def test_the_price_of_a_template_that_rewrites_is_said(chats: Settings) -> None:
@@ -79,5 +79,5 @@ def test_the_price_of_a_template_that_rewrites_is_said(chats: Settings) -> None:
     last = ChatSource(kind="chat", path=path, answers="last")
     only = read_source(last, "data.sources.0", reader_of(tokenizer, said))
     (line,) = (line for line in said if "rewrites" in line)
-    assert f"{len(corpus.tokens) / len(only.tokens):.2f} times" in line and "data.sources.0.answers=last" in line
+    assert f"{corpus.num_tokens / only.num_tokens:.2f} times" in line and "data.sources.0.answers=last" in line
     assert len(corpus) == 2 * len(only) == 38

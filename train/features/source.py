@@ -1,11 +1,13 @@
-"""The interface of sources of features, which are hidden states of the target for packed rows."""
+"""Features, which are hidden states of the target for packed rows, and the batch of them that a head's loss reads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from eval.runtime.memory import free_bytes
+from heads.base import Batch, SharedLayers
 from heads.target.model import FrozenTarget
 from train.data.packing import Mixture, Rows
 
@@ -54,3 +56,34 @@ def has_room(target: FrozenTarget) -> bool:
     on_gpu = target.device.type == "cuda"
     free = torch.cuda.mem_get_info(target.device)[0] if on_gpu else free_bytes() or 0
     return ROOM * size <= free
+
+
+def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], dtype: torch.dtype) -> Batch:
+    """Return the batch of `rows`, with features in the head's dtype, on the target's device.
+
+    Under autocast, the target's matrix products are in its dtype, like the head's; otherwise in the target's own dtype.
+    The target's logits, which the head learns, are always computed without autocast.
+    """
+    tokens, positions, documents = (
+        part.to(target.device, non_blocking=True) for part in (rows.tokens, rows.positions, rows.documents)
+    )
+    features = target.packed_features(tokens, positions, documents, aux_layer_ids)
+    with torch.no_grad():
+        embeddings = target.shared.embed_tokens(tokens)
+
+    def logits(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return target.shared.lm_head(hidden.to(target.dtype))
+
+    return Batch(
+        tokens=tokens,
+        loss_mask=rows.loss_mask.to(target.device, non_blocking=True),
+        positions=positions,
+        documents=documents,
+        embeddings=embeddings.to(dtype),
+        aux_hidden_states=features.aux_hidden_states.to(dtype),
+        hidden=features.hidden.to(dtype),
+        shared=SharedLayers(
+            embed_tokens=target.shared.embed_tokens, lm_head=logits, lm_head_weight=target.lm_head_weight
+        ),
+    )

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tests.heads.target.test_decoder import make_target
 from train.data.packing import Rows
-from train.features.batch import make_batch
+from train.features.source import make_batch
 
 AUX_LAYER_IDS = (0, 2, 3)
 

@@ -1,5 +1,6 @@
 """Answers of a server: the target's own, many at a time, and one clear line where they are not to be had."""
 
+import logging
 import os
 import signal
 import threading
@@ -14,13 +15,11 @@ from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from tests.answering import Stub, serving
-from train.data.answer_server import Client, answer_by_server
-from train.data.answer_store import AnswerStore
-from train.data.dialogues import Dialogue, Prompts, lone
-from train.data.settings import Server
-from train.http_client import HTTPClient
+from train.data.cache import AnswerStore
+from train.data.chats import Dialogue, Prompts, lone
+from train.data.server import AnsweringServer, ServerClient, answer_by_server
+from train.data.settings import KEY_VARIABLE
 from train.interrupts import Interrupted, Interrupts
-from train.strict_yaml import KEY_VARIABLE
 
 EOS = 1
 TOKENS = 6
@@ -32,31 +31,17 @@ def made_up(request: Request) -> list[int]:
 
 
 def ask(
-    stub: Stub,
-    dialogues: Sequence[Dialogue],
-    folder: Path,
-    *,
-    in_flight: int = 64,
-    patience: float = 0.0,
-    said: list[str] | None = None,
-    **settings: Any,
+    stub: Stub, dialogues: Sequence[Dialogue], folder: Path, *, in_flight: int = 64, retries: int = 0, url: str = ""
 ) -> None:
     """Have the stub answer dialogues into a folder."""
-    server = Server(url=settings.pop("url", stub.url), in_flight=in_flight, **settings)
-    lines: list[str] = [] if said is None else said
-    client = Client(
-        HTTPClient(server.url, lines.append, patience), server.model or "tiny", 128, (EOS,), lambda *_: None
-    )
-    with AnswerStore(folder, lines.append, 0) as store:
+    server = AnsweringServer(ServerClient(url or stub.url, retries), "tiny", 128, (EOS,), lambda *_: None)
+
+    def request(prompt: list[int]) -> Request:
+        return Request(prompt, TOKENS, Sampling(0.5, seed=len(prompt)))
+
+    with AnswerStore(folder, print, 0) as store:
         store.read()
-        answer_by_server(
-            iter(dialogues),
-            store,
-            lambda prompt: Request(prompt, TOKENS, Sampling(0.5, seed=len(prompt))),
-            client,
-            in_flight,
-            lambda dialogue: None,
-        )
+        answer_by_server(iter(dialogues), store, request, server, in_flight, lambda dialogue: None)
 
 
 def prompts(count: int) -> list[Dialogue]:
@@ -116,76 +101,76 @@ def test_a_dialogue_goes_on_from_the_servers_answers(speaks: str, tmp_path: Path
     assert alike[0].exchanges == alike[1].exchanges and len(asked) == 2  # alike prompts are asked once
 
 
-@pytest.mark.parametrize("status", [503, 429])
-def test_an_overloaded_server_is_asked_again(status: int, stub: Stub, tmp_path: Path) -> None:
-    said: list[str] = []
-    stub.fault = lambda number: (status, b"") if 3 < number < 8 else None
-    ask(stub, prompts(20), tmp_path, in_flight=4, patience=30, said=said)
-    assert said == [f"{stub.url}: status {status}; trying on for 30 s"] and kept(tmp_path) == 20
-
-
-def test_a_server_that_is_gone_for_a_while_is_waited_for(stub: Stub, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_server_that_is_overloaded_or_gone_for_a_while_is_waited_for(stub: Stub, tmp_path: Path) -> None:
+    stub.fault = lambda number: (503, b"") if 3 < number < 6 else (200, b'{"choices": []}') if number == 6 else None
+    ask(stub, prompts(20), tmp_path, in_flight=4, retries=4)
+    assert kept(tmp_path) == 20
     with serving(Stub(made_up, hold=lambda: time.sleep(0.02))) as first:
-        settings = {"in_flight": 4, "patience": 30, "said": said}
-        worker = threading.Thread(target=ask, args=(first, prompts(60), tmp_path), kwargs=settings)
+        worker = threading.Thread(
+            target=ask, args=(first, prompts(60), tmp_path / "b"), kwargs={"in_flight": 4, "retries": 9}
+        )
         worker.start()
         while first.answered < 8:
             time.sleep(0.01)
     time.sleep(0.5)
-    assert kept(tmp_path) < 60 and worker.is_alive()
+    assert kept(tmp_path / "b") < 60 and worker.is_alive()
     with serving(Stub(made_up), int(first.url.rpartition(":")[2])):
-        worker.join(timeout=30)
-    assert len(said) == 1 and "; trying on for 30 s" in said[0] and kept(tmp_path) == 60
+        worker.join(timeout=60)
+    assert kept(tmp_path / "b") == 60
 
 
-FAULTS: dict[str, tuple[Callable[[Stub], None], str]] = {
-    "text only": (lambda stub: setattr(stub, "speaks", "text"), "gives text and no token ids"),
-    "another model": (lambda stub: setattr(stub, "model", "big"), "expected a server of tiny, it serves big"),
-    "500": (lambda stub: setattr(stub, "fault", lambda n: (500, b"")), "status 500; start the server"),
-    "no JSON": (lambda stub: setattr(stub, "fault", lambda n: (200, b"<html>")), "gives no JSON, but '<html>'"),
+Fault = Callable[[int], tuple[int, bytes] | None]
+
+
+def faulty(fault: Fault) -> dict[str, Any]:
+    return {"fault": fault}
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "text only": ({"speaks": "text"}, "gives text and no token ids"),
+    "another model": ({"model": "big"}, "expected a server of tiny, it serves big"),
+    "500": (faulty(lambda n: (500, b"")), r"no answer in 1 trials \(status 500\); start the server"),
+    "no JSON": (faulty(lambda n: (200, b"<html>")), "gives no JSON"),
     "500 later": (
-        lambda stub: setattr(stub, "fault", lambda n: (500, b"") if n > 4 else None),
-        r"no answer in 1 s of trials \(status 500\); mend the server, and the same command goes on",
-    ),
-    "no JSON later": (
-        lambda stub: setattr(stub, "fault", lambda n: (200, b'{"choi') if n > 4 else None),
-        "gives no JSON, but",
+        faulty(lambda n: (500, b"") if n > 4 else None),
+        r"no answer in 2 trials \(status 500\); .* and the same command goes on",
     ),
     "refused": (
-        lambda stub: setattr(stub, "fault", lambda n: (400, b'{"error": {"message": "too\\nlong"}}')),
+        faulty(lambda n: (400, b'{"error": {"message": "too\\nlong"}}')),
         r"/v1/completions: refused, status 400 \(.*too\\nlong",
     ),
-    "no key": (lambda stub: setattr(stub, "key", "x"), "status 401 .*; put its key in DRAFTSMITH_SERVER_KEY"),
+    "no key": ({"key": "x"}, "status 401 .*; put its key in DRAFTSMITH_SERVER_KEY"),
     "outside the vocabulary": (
-        lambda stub: setattr(stub, "answer", lambda request: [5, 128, 1]),
+        {"answer": lambda request: [5, 128, 1]},
         "expected token ids below 128, got 128; it serves another model",
     ),
-    "broken off": (lambda stub: setattr(stub, "answer", lambda request: [5, 6]), "an answer of 2 tokens broke off"),
+    "broken off": ({"answer": lambda request: [5, 6]}, "an answer of 2 tokens broke off"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_a_server_cannot_do_is_one_line(fault: str, stub: Stub, tmp_path: Path) -> None:
-    spoil, line = FAULTS[fault]
-    spoil(stub)
+    changes, line = FAULTS[fault]
+    vars(stub).update(changes)
     with pytest.raises(UserError, match=line) as error:
-        ask(stub, prompts(20), tmp_path, in_flight=2, patience=1.0)
+        ask(stub, prompts(20), tmp_path, in_flight=2, retries=1)
     assert "\n" not in str(error.value) and str(error.value).startswith(stub.url)
 
 
 def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"http://127.0.0.1:9: .*; start the server, or mend it, and begin again"):
-        ask(Stub(made_up, url="http://127.0.0.1:9"), prompts(3), tmp_path, patience=60)
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9: no answer in 1 trials .*; start the server"):
+        ask(Stub(made_up, url="http://127.0.0.1:9"), prompts(3), tmp_path, retries=60)
 
 
-def test_the_key_is_sent_and_nowhere_told(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_sent_and_nowhere_told(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stub.key = "5ec2e7"
     monkeypatch.setenv(KEY_VARIABLE, stub.key)
-    said: list[str] = []
-    stub.fault = lambda number: (429, b"") if number == 2 else None
-    ask(stub, prompts(5), tmp_path, in_flight=1, patience=10, said=said)
-    assert said and not any(stub.key in line for line in said)
+    stub.fault = lambda number: (429, b"") if number == 2 else (400, b"your key is 5ec2e7") if number == 5 else None
+    with caplog.at_level(logging.DEBUG), pytest.raises(UserError, match=r"status 400 \(your key is \.\.\.\)"):
+        ask(stub, prompts(5), tmp_path, in_flight=1, retries=2)
+    assert caplog.records and stub.key not in caplog.text
     assert not any(stub.key.encode() in path.read_bytes() for path in tmp_path.iterdir())
 
 

@@ -70,11 +70,10 @@ class Toy:
 class EveryDraw:
     """A pick that enumerates all possible draws, one per row of the batch. `weight`: the probability of each row."""
 
-    def __init__(self, counts: Sequence[int], vocab: int, *, replace: bool) -> None:
+    def __init__(self, counts: Sequence[int], vocab: int) -> None:
         """`counts`: number of children that are drawn at each node, in order."""
-        ways = [list(product(range(vocab), repeat=n) if replace else permutations(range(vocab), n)) for n in counts]
-        self.ways = list(product(*ways))
-        self.replace, self.done = replace, 0
+        self.ways = list(product(*(permutations(range(vocab), n) for n in counts)))
+        self.done = 0
         self.weight = torch.ones(len(self.ways), dtype=torch.float64)
         self.likeliest = torch.ones(len(self.ways), dtype=torch.float64)  # 1 if all children are the likeliest
         self.distributions: list[Tensor] = []
@@ -96,8 +95,7 @@ class EveryDraw:
             lowest = min_unused(picked[..., :r], logits.shape[2])[..., None]
             chance = torch.where(mass > 0, left.gather(-1, x) / mass, (x == lowest).double())
             self.weight *= chance[..., 0].prod(1)
-            if not self.replace:
-                left = left.scatter(-1, x, 0.0)
+            left = left.scatter(-1, x, 0.0)
         return picked, logits.gather(-1, picked)
 
     def distribution(self, vocab: int) -> Tensor:

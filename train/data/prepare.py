@@ -1,6 +1,5 @@
 """Training rows for a recipe's `data`: from its sources, the target's answers, and the draft's own text."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -9,15 +8,12 @@ from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.hf import positions_of
 from heads.target.model import FrozenTarget
-from train.data.answers import Answering
-from train.data.corpus import Corpus, Tally, open_entry
-from train.data.dialogues import Dialogue
+from train.data.answers import describe_cut, find_prompts, read_answering
+from train.data.cache import Corpus, Reader
 from train.data.on_policy import Samples
-from train.data.packing import Mixture, Pool, shares
-from train.data.reader import Reader
-from train.data.settings import Answers, Data
-from train.data.sources import AnySource, ChatSource, describe_skipped
-from train.data.templates import ChatTemplate
+from train.data.packing import Mixture, Pool
+from train.data.settings import Data
+from train.data.sources import read_source
 
 
 def check_data(data: Data, target: FrozenTarget) -> None:
@@ -43,91 +39,6 @@ def check_data(data: Data, target: FrozenTarget) -> None:
             raise UserError(
                 f"data.{name}.train_on_prompts: an encoder-decoder target never writes prompts; leave it out"
             )
-
-
-def has_date(data: Data, rendering: ChatTemplate) -> bool:
-    """Return True if a chat template of the data prints the date."""
-    return any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource))
-
-
-def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, *, quiet: bool = False) -> Answering:
-    """Return the answering that `data.regenerate` describes, without generating any answer. `quiet`: do not report
-    skipped records."""
-    settings = data.regenerate
-    assert settings is not None
-    found = find_prompts(data, seed, settings, "data.regenerate", reader, quiet=quiet)
-
-    def dialogues() -> Iterator[Dialogue]:
-        for source, count, _ in found:
-            yield from source.dialogues(reader.rendering, Tally(), settings.prompt_tokens, count, seed)
-
-    return Answering(settings, dialogues, [entry for _, _, entry in found], target, reader)
-
-
-def find_prompts(
-    data: Data, seed: int, settings: Answers, name: str, reader: Reader, *, recorded: bool = False, quiet: bool
-) -> list[tuple[AnySource, int | None, str]]:
-    """Return the sources, each with its number of prompts, in proportion to its weight (None: all), and the entry that
-    holds them. `name`: the key of `settings` in the recipe. UserError if the prompts are too few, or too long to train
-    on."""
-    if settings.prompts is not None and settings.prompts < len(data.sources):
-        raise UserError(
-            f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
-        )
-    found: list[tuple[AnySource, int | None, str]] = []
-    wanted: list[int | None] = [None] * len(data.sources)
-    if settings.prompts is not None:
-        wanted = [*shares([source.weight or 1.0 for source in data.sources], settings.prompts)]
-    for source, count in zip(data.sources, wanted, strict=True):
-        entry = reader.prompts(source, settings.prompt_tokens, count, seed, recorded=recorded)
-        prompts = open_entry(entry)
-        if count is None or len(prompts) < count:  # the whole source has been read
-            source.check(prompts.tally)
-        if prompts.tally.skipped and not quiet:
-            reader.say(describe_skipped(prompts.tally, str(source)))
-        if len(prompts) < (count or 1):
-            mend = "raise prompt_tokens" if count is None else "lower prompts or raise prompt_tokens"
-            raise UserError(
-                f"{name}.prompts: {source} gives {len(prompts)} prompts of at most {settings.prompt_tokens} tokens, "
-                f"expected {count or 'at least 1'}; {mend}"
-            )
-        if count is None:
-            what = "conversations" if source.kind == "chat" else "texts"
-            long = f"; {prompts.tally.too_long:,} begin with a prompt of more than {settings.prompt_tokens:,} tokens"
-            left_out = f"{long} ({name}.prompt_tokens) and are left out" if prompts.tally.too_long else ""
-            reader.say(f"{name}: {source}: {len(prompts):,} {what} to answer{left_out}")
-        too_long = max(len(document.ids) for document in prompts) + settings.new_tokens
-        if too_long > data.context_length:
-            raise UserError(
-                f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
-                f"got {data.context_length}"
-            )
-        found.append((source, count, entry))
-    return found
-
-
-def describe_cut(tally: Tally) -> str:
-    """Return one line with the number of conversations that end early, by reason."""
-    reasons = ", ".join(f"{count} before {why}" for why, count in sorted(tally.skipped.items()))
-    return f"data.regenerate: {sum(tally.skipped.values())} of {tally.records} conversations end early: {reasons}"
-
-
-def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
-    """Return the documents of a source, and report skipped records and rewritten turns. `name`: the source's key in the
-    recipe. UserError if there is nothing to train on."""
-    corpus = reader.documents(source)
-    source.check(corpus.tally)
-    if corpus.tally.skipped:
-        reader.say(describe_skipped(corpus.tally, str(source)))
-    if corpus.num_labels == 0:
-        raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; give longer ones")
-    if 0 < corpus.tally.last_tokens < len(corpus.tokens):
-        factor = len(corpus.tokens) / corpus.tally.last_tokens
-        reader.say(
-            f"{name}: the chat template rewrites earlier turns, so answers are documents of their own: {factor:.2f} "
-            f"times the conversations' tokens; {name}.answers=last trains on their last answers alone"
-        )
-    return corpus
 
 
 def load_data(
@@ -184,7 +95,7 @@ def load_data(
     if data.on_policy is None:
         return mixture, None
     found = find_prompts(data, seed, data.on_policy, "data.on_policy", reader, recorded=True, quiet=True)
-    prompts = [document.ids.tolist() for _, _, entry in found for document in open_entry(entry)]
+    prompts = [document.ids.tolist() for each in found for document in each.documents]
     return mixture, Samples(mixture, prompts, data.on_policy, folder / "on_policy")
 
 

@@ -1,36 +1,32 @@
 """Training steps of a small head, as a program for any launch. It generates its own data, and measures nothing. The
 command is:
 
-    accelerate launch ... tests/steps.py JOB.json
+    accelerate launch ... tests/train/steps.py JOB.json
 """
 
 import json
 import os
 import sys
-import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from heads.registry import build_head
 from tests.small_targets import CPU, make_target
-from train.averages import Interval
 from train.checkpointing import RunState, load_checkpoint, save_checkpoint
-from train.data.corpus import Document, corpus_of
+from train.data.cache import Document, corpus_of
 from train.data.packing import Mixture, Pool
-from train.features.base import FeatureSource
+from train.features.source import FeatureSource
 from train.launch import leave, make_accelerator
+from train.parallel import Trained
 from train.recipe import Train
-from train.step import Stepper
-from train.trained import Trained
+from train.step import Interval, Stepper
 
-SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_attention_heads=4)
 T = 24
 
 
@@ -72,7 +68,7 @@ def make_steps(job: Job) -> None:
     dtype, folder = getattr(torch, job.dtype), Path(job.folder)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else CPU
     # Load the target before ZeRO-3 is on, which would shard it.
-    target, mixture = make_target("llama", dtype, device, **SIZES), make_mixture()
+    target, mixture = make_target("llama", dtype, device, initializer_range=0.1), make_mixture()
     accelerator = make_accelerator(settings)
     torch.manual_seed(1)
     head = cast(nn.Module, build_head(job.kind, job.head, target, mixture.label_counts(61)))
@@ -87,13 +83,8 @@ def make_steps(job: Job) -> None:
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint of any form."""
-    found: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    return tensors
+    """Return all tensors of a checkpoint."""
+    return load_file(folder / "head.safetensors") | load_file(folder / "optimizer.safetensors")
 
 
 if __name__ == "__main__":

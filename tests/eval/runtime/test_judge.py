@@ -1,0 +1,104 @@
+"""The audit of a text that differs: given token by token, and what counts as a near-tie."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from eval.runtime.engine import Request
+from eval.runtime.identity import FAR, NEAR, Flip, Judge, find_flips, pinned_engine
+from eval.runtime.round import TargetStep
+from eval.runtime.sampling import Sampling
+from heads.registry import build_untrained
+from heads.target.model import FrozenTarget
+from tests.small_targets import make_target, open_engine
+
+TargetOf = Callable[[str], FrozenTarget]
+WIDE: Any = dict(vocab_size=512, hidden_size=128, intermediate_size=256, initializer_range=0.1)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.9, seed=4), Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=5)]
+)
+def test_plain_decodings_own_text_has_no_flips_and_a_changed_token_is_one(
+    sampling: Sampling, target_of: TargetOf
+) -> None:
+    target = target_of("llama")
+    request = Request([5, 6, 7], 12, sampling, ignore_eos=True)
+    pinned = open_engine(target, None, batch_size=2, max_length=64, pinned=4)
+    tokens = pinned.generate([request])[0].tokens
+    assert find_flips(pinned, request, tokens) == []
+    changed = [*tokens[:6], (tokens[6] + 1) % 61, *tokens[7:]]
+    flips = find_flips(pinned, request, changed)
+    assert (flips[0].position, flips[0].token, flips[0].chosen) == (6, changed[6], tokens[6])
+    assert flips[0].gap > 0 and not flips[0].is_within(FAR)
+    first = find_flips(pinned, request, [(tokens[0] + 1) % 61, *tokens[1:]])[0]
+    assert first.position == 0 and not first.is_within(FAR)
+
+
+def test_the_gap_is_that_of_the_logits(target_of: TargetOf) -> None:
+    target = target_of("llama")
+    prompt = [5, 6, 7]
+    pinned = open_engine(target, None, max_length=64, pinned=3)
+    tokens = pinned.generate([Request(prompt, 3, ignore_eos=True)])[0].tokens
+    wrong = (tokens[2] + 1) % 61
+    (flip,) = find_flips(pinned, Request(prompt, 3, ignore_eos=True), [*tokens[:2], wrong])
+    logits = target.model(torch.tensor([[*prompt, *tokens[:2]]])).logits[0, -1]
+    assert flip.gap == pytest.approx(float(logits[tokens[2]] - logits[wrong]), rel=1e-5)
+
+
+def test_two_units_in_the_last_place_are_near() -> None:
+    assert Flip(3, 1, 2, gap=0.25, ulp=0.125).is_within(NEAR) and not Flip(3, 1, 2, gap=0.26, ulp=0.125).is_within(NEAR)
+
+
+def test_the_reference_has_the_rounds_shape(target_of: TargetOf) -> None:
+    target = target_of("llama")
+    engine = open_engine(target, build_untrained("early_exit:2", target), "tree:3x3x8", batch_size=2, max_length=64)
+    pinned = pinned_engine(engine)
+    assert (pinned.nodes, pinned.options.batch_size, pinned.options.max_length, pinned.head) == (8, 2, 64, None)
+
+
+def judged(target: FrozenTarget, shape: str, *, kind: str = "lookup:2", **options: Any) -> list[bool]:
+    """For every text that differs from plain decoding's, whether it is a near-tie. A wrong token never is."""
+    requests = [Request([5, 6, 7 + i, 5, 6], 24, ignore_eos=True) for i in range(6)]
+    plain = open_engine(target, None, max_length=64)
+    engine = open_engine(target, build_untrained(kind, target), shape, max_length=64, **options)
+    judge, found = Judge(engine, plain), []
+    for request, one, other in zip(requests, plain.generate(requests), engine.generate(requests), strict=True):
+        wrong = [*other.tokens[:9], (other.tokens[9] + 2) % 61, *other.tokens[10:]]
+        assert not judge.compare(request, one.tokens, wrong).is_near_tie
+        assert not judge.compare(request, one.tokens, one.tokens[:9]).is_near_tie, "it ends too early"
+        if one.tokens != other.tokens:
+            found.append(judge.compare(request, one.tokens, other.tokens).is_near_tie)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("bfloat16", "chain:5"), ("bfloat16", "tree:3x2x8"), ("float32", "chain:5")]
+)
+def test_what_rounding_changes_is_a_near_tie_in_every_type(dtype: str, shape: str) -> None:
+    """In bfloat16 texts of several rows differ on every processor tried."""
+    target = make_target("llama", getattr(torch, dtype), **WIDE)
+    assert all(judged(target, shape, kind="lookup:2" if shape.startswith("chain") else "early_exit:2"))
+
+
+@pytest.mark.parametrize(("error", "near"), [(1e-6, True), (30.0, False)])
+def test_an_error_that_both_texts_share_is_no_near_tie(
+    error: float, near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens 2k and 2k + 1 tie, and a pass over several nodes gives some of them more, by rounding or by a fault."""
+    target = make_target("llama", torch.float32, **WIDE)
+    weight = target.lm_head_weight
+    weight.copy_(weight[::2].repeat_interleave(2, dim=0))
+    choose = TargetStep.choose
+
+    def lean(self: TargetStep, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if hidden.shape[1] == 1:
+            return choose(self, hidden, *rest)
+        logits = self.logits(hidden)
+        return (logits + error * (torch.arange(logits.shape[-1]) % 4 == 1)).argmax(dim=-1)
+
+    monkeypatch.setattr(TargetStep, "choose", lean)
+    found = judged(target, "chain:4")
+    assert found and all(found) == near

@@ -1,0 +1,358 @@
+"""Tokenised documents in the cache of `datasets`, and a target's answers.
+
+A data set's fingerprint is a hash of everything on which its tokens depend, so a run that needs the same tokens maps
+them into memory. `datasets` writes a data set completely or not at all, and lets one process write at a time.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eval.benchmark.progress import Progress
+from heads.errors import UserError, first_line
+from heads.files import is_full_disk
+from train.interrupts import Interrupted
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from datasets import Dataset
+
+    from train.data.templates import ChatTemplate
+
+VERSION = 2
+"""Version of the code that makes documents, part of every fingerprint. Raise it when it makes others."""
+TOO_LONG = "a first prompt that is too long"
+"""Reason of a conversation whose first prompt is too long for `prompt_tokens`; it is counted apart."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids, with a mask of the labels: the tokens that the head learns to predict."""
+
+    ids: NDArray[np.int32]
+    labels: NDArray[np.bool_]
+    ends_record: bool = True
+    """True for the last document of a record."""
+    reason: str = ""
+    """Reason why the record was left out (there are no tokens then) or ends early, in general words."""
+    error: str = ""
+    """Location and fault of a record that was left out, without the name of the source."""
+
+    def __post_init__(self) -> None:
+        assert self.ids.shape == self.labels.shape, (self.ids.shape, self.labels.shape)
+
+    @classmethod
+    def of(cls, ids: Sequence[int], labels: ArrayLike, **more: Any) -> Self:
+        return cls(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.bool_), **more)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts of the records from which documents were made."""
+
+    records: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Number of records left out, or ending early, by reason."""
+    first_skipped: str = ""
+    """Location and fault of the first record left out, without the name of the source."""
+    too_long: int = 0
+    """Number of conversations left out because their first prompt is too long."""
+    last_tokens: int = 0
+    """Tokens of the records' last documents. A conversation's last document holds its whole text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Concatenated documents with N tokens in total, in one or more parts, which may be memory-mapped."""
+
+    parts: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]
+    """Pairs of tokens and labels. No document is in two parts."""
+    ends: NDArray[np.int64]
+    """For each document, the index after its last token."""
+    tally: Tally = field(default_factory=Tally)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[Document]:
+        start = 0
+        for end in self.ends.tolist():
+            yield Document(*self.span(start, end - start))
+            start = end
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *accumulate(len(tokens) for tokens, _ in self.parts)][:-1]
+
+    def span(self, start: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return tokens and labels of a stretch of one document, without copying them."""
+        number = bisect_right(self._starts, start) - 1
+        tokens, labels = self.parts[number]
+        piece = slice(start - self._starts[number], start - self._starts[number] + length)
+        return tokens[piece], labels[piece]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """How often each token occurs, and how often as a label, (2, V)."""
+        size = max((int(tokens.max()) + 1 for tokens, _ in self.parts), default=1)
+        counts = np.zeros((2, size), dtype=np.int64)
+        for tokens, labels in self.parts:
+            counts += [np.bincount(ids, minlength=size) for ids in (tokens, tokens[labels])]
+        return counts
+
+    @property
+    def num_labels(self) -> int:
+        return int(self.counts[1].sum())
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of every token, label and end."""
+        hashes = {name: hashlib.sha256() for name in ("tokens", "labels", "ends", "counts")}
+        for tokens, labels in self.parts:
+            hashes["tokens"].update(tokens.data)
+            hashes["labels"].update(labels.data)
+        hashes["ends"].update(self.ends.data)
+        hashes["counts"].update(self.counts.data)
+        digests = {name: value.hexdigest() for name, value in hashes.items()}
+        return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def corpus_of(documents: Iterable[Document]) -> Corpus:
+    held = list(documents)
+    if not held:
+        return Corpus([], np.zeros(0, np.int64))
+    whole = np.concatenate([document.ids for document in held]), np.concatenate([document.labels for document in held])
+    return Corpus([whole], np.cumsum([len(document.ids) for document in held], dtype=np.int64))
+
+
+def cache_root() -> Path:
+    """Return the folder for all tokenised data on this machine: `DRAFTSMITH_DATA_CACHE`, else a folder in
+    `XDG_CACHE_HOME`."""
+    named = os.environ.get("DRAFTSMITH_DATA_CACHE")
+    above = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(named) if named else above / "draftsmith" / "data"
+
+
+@contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """Turn an OSError from writing to a folder of the cache into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "free space there, or " * is_full_disk(error) + "name another folder with DRAFTSMITH_DATA_CACHE"
+        raise UserError(f"{folder}: cannot be written to ({error.strerror or error}); {remedy}") from error
+
+
+def fingerprint(key: dict[str, Any]) -> str:
+    """Return the fingerprint of data that depend on `key`, a dict of plain values, and on the code."""
+    return hashlib.sha256(json.dumps([VERSION, key], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def columns(documents: Iterable[Document]) -> dict[str, list[Any]]:
+    rows = [row(document) for document in documents]
+    return {name: [each[name] for each in rows] for name in document_features()}
+
+
+def row(document: Document) -> dict[str, Any]:
+    return vars(document) | {"labels": document.labels.view(np.uint8)}  # Arrow would pack bools into bits
+
+
+def document_features() -> Any:
+    from datasets import Features, List, Value
+
+    kinds = {"ids": List(Value("int32")), "labels": List(Value("uint8")), "ends_record": Value("bool")}
+    return Features({**kinds, "reason": Value("string"), "error": Value("string")})
+
+
+def stored(name: str, features: Any, rows: Callable[[], Iterable[dict[str, Any]]]) -> "Dataset":
+    """Return the data set with a fingerprint. `rows` yields its rows, if it is not in the cache."""
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    datasets.disable_progress_bars()
+    root = cache_root()
+    with unwritable(root):
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            return datasets.Dataset.from_generator(rows, features=features, cache_dir=str(root), fingerprint=name)
+        except DatasetGenerationError as error:
+            raise error.__cause__ or error from None
+
+
+def stored_documents(name: str, documents: Callable[[], Iterable[Document]]) -> Corpus:
+    """Return the documents with a fingerprint. `documents` makes them, if they are not in the cache."""
+    return corpus_in(stored(name, document_features(), lambda: map(row, documents())))
+
+
+def has_documents(name: str) -> bool:
+    """Return True if the documents with a fingerprint are in the cache."""
+    return any(cache_root().glob(f"generator/*={name}/*/dataset_info.json"))
+
+
+def corpus_in(rows: "Dataset") -> Corpus:
+    """Return the documents in a data set, memory-mapped."""
+    from pyarrow import compute
+
+    table = rows.data
+    lists = [table.column(name).chunks for name in ("ids", "labels")]
+    flat = [[chunk.flatten().to_numpy() for chunk in chunks] for chunks in lists]
+    parts = [(tokens, labels.view(np.bool_)) for tokens, labels in zip(*flat, strict=True) if len(tokens)]
+    lengths = compute.list_value_length(table.column("ids")).to_numpy().astype(np.int64)
+    ends_record = table.column("ends_record").to_numpy()
+    counted = compute.value_counts(table.column("reason")).to_pylist()
+    skipped = {entry["values"]: entry["counts"] for entry in counted if entry["values"]}
+    tally = Tally(
+        records=int(ends_record.sum()),
+        first_skipped=next((error for error in table.column("error").unique().to_pylist() if error), ""),
+        too_long=skipped.pop(TOO_LONG, 0),
+        skipped=skipped,
+        last_tokens=int(lengths[ends_record].sum()),
+    )
+    return Corpus(parts, np.cumsum(lengths[lengths > 0]), tally)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How the processes of a run read its data: the first process of each node writes what the cache lacks."""
+
+    rendering: "ChatTemplate"
+    accelerator: "Accelerator"
+    say: Callable[[str], None]
+
+    def read(self, what: str, read: Callable[[], Corpus]) -> Corpus:
+        """Return `read()`, which the first process of each node calls first, so that the others find data in the cache.
+        The first UserError or interruption is raised on all processes, so that none is left waiting. UserError if the
+        nodes have other data."""
+        from accelerate.utils import gather_object
+        from pyarrow import ArrowInvalid
+
+        corpus = None
+        faults: list[UserError | Interrupted] = []
+        if self.accelerator.is_local_main_process:
+            try:
+                with Progress(f"{what}: tokenising", announced=True):
+                    corpus = read()
+            except (UserError, Interrupted) as error:
+                faults = [error]
+            except ArrowInvalid as error:
+                faults = [
+                    UserError(f"{cache_root()}: a file in it is damaged ({first_line(error)}); delete the folder")
+                ]
+        if faults := gather_object(faults):
+            raise faults[0]
+        corpus = corpus or read()
+        if len(set(gather_object([corpus.digest]))) > 1:
+            raise UserError(f"{what}: the machines of this launch read different data; give all of them the same")
+        return corpus
+
+
+def prompt_key(prompt: Sequence[int]) -> bytes:
+    """Return a hash of a prompt's tokens, 16 bytes."""
+    return hashlib.sha256(np.array(prompt, dtype="<i4").tobytes()).digest()[:16]
+
+
+class AnswerStore:
+    """A target's answers in a folder, by their prompts, open for a `with` block. All heads of the target use it.
+
+    A folder belongs to one target and its sampling settings. Each process of a launch appends to its own file of JSON
+    lines, {"prompt": hash, "answer": token ids}. An answer is on disk as soon as it is added, however the process ends.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None], writer: int | None = None) -> None:
+        """`writer`: the number of the file to which answers are added; None opens the store read-only."""
+        self.folder, self.say = folder, say
+        self._own = None if writer is None else self._path(writer)
+        self._places: dict[bytes, tuple[BinaryIO, int, int]] = {}
+        self._files: dict[Path, BinaryIO] = {}
+
+    def __enter__(self) -> Self:
+        """Lock the file for writing. UserError if another run holds it or it is not writable."""
+        if self._own is None:
+            return self
+        with unwritable(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = self._files[self._own] = self._own.open("ab+", buffering=0)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.__exit__()
+                raise UserError(
+                    f"{self.folder}: another run has the same target answer into this folder; begin again when it has "
+                    "its answers, and they are this run's too"
+                ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def read(self, num_writers: int = 0) -> None:
+        """Index the answers in all files. UserError if the file of one of the launch's `num_writers` is missing."""
+        if not all(self._path(writer).is_file() for writer in range(num_writers)):
+            raise UserError(
+                f"{self.folder}: the machines of this launch do not share it; name a folder that they share with "
+                "DRAFTSMITH_DATA_CACHE"
+            )
+        for path in sorted(self.folder.glob("*.jsonl")):
+            with unwritable(self.folder):
+                if path not in self._files:
+                    self._files[path] = path.open("rb")
+                file, at, damaged, line = self._files[path], 0, 0, b""
+                with path.open("rb") as lines:
+                    for line in lines:
+                        try:
+                            key = bytes.fromhex(json.loads(line)["prompt"])
+                            self._places.setdefault(key, (file, at, len(line)))
+                        except (ValueError, TypeError, LookupError):
+                            damaged += 1
+                        at += len(line)
+                if damaged:
+                    self.say(f"{path}: {damaged} lines are no whole answers; they are asked for again")
+                if path == self._own and line and not line.endswith(b"\n"):
+                    file.write(b"\n")
+
+    def get(self, prompt: Sequence[int]) -> list[int] | None:
+        place = self._places.get(prompt_key(prompt))
+        if place is None:
+            return None
+        file, start, length = place
+        answer: list[int] = json.loads(os.pread(file.fileno(), length, start))["answer"]
+        return answer
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Store an answer, unless the prompt already has one."""
+        key = prompt_key(prompt)
+        if key in self._places:
+            return
+        assert self._own is not None
+        file = self._files[self._own]
+        begin = os.fstat(file.fileno()).st_size
+        line = json.dumps({"prompt": key.hex(), "answer": list(answer)}).encode() + b"\n"
+        with unwritable(self.folder):
+            if file.write(line) != len(line):
+                file.truncate(begin)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._places[key] = (file, begin, len(line))
+
+    def _path(self, writer: int) -> Path:
+        return self.folder / f"{writer}.jsonl"

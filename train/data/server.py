@@ -1,0 +1,226 @@
+"""Servers that run the target: vLLM, SGLang, or another one that accepts and returns token ids.
+
+Prompts and answers are token ids, since tokenising an answer's text again may give other tokens than the model
+generated. vLLM returns them from `/v1/completions` with `return_token_ids`, SGLang from `/generate`.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from heads.errors import UserError, first_line, shown
+from train.data.cache import AnswerStore
+from train.data.chats import Dialogue
+from train.data.settings import KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from eval.runtime.request import Request
+
+RETRIES = 90
+"""Retries of a request while the server is unreachable or overloaded: about ten minutes, at most 8 seconds apart."""
+TRIALS = 3
+"""Requests for an answer that comes back broken off."""
+CONNECT_SECONDS = 10.0
+SLOWEST = 1.0
+"""Time limit of an answer in seconds per token. One minute is added to it."""
+COMPLETIONS, GENERATE = "/v1/completions", "/generate"
+"""Paths that return token ids, of vLLM and of SGLang."""
+CHECKED_TOKENS = 16
+"""Tokens of the greedy answer with which a server is checked."""
+
+Check = Callable[[Sequence[int], Sequence[int]], str | None]
+"""(prompt, greedy answer) -> what is wrong with the answer, or None."""
+
+
+class ServerClient:
+    """A client of one server, in one event loop. It does not limit the number of concurrent requests."""
+
+    def __init__(self, url: str, retries: int = RETRIES) -> None:
+        from openai import AsyncOpenAI
+
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.checking = asyncio.Lock()
+        """A lock for the time in which the server is checked."""
+        self._key = os.environ.get(KEY_VARIABLE, "").strip()
+        self._openai = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self._key or "none", max_retries=retries)
+
+    async def aclose(self) -> None:
+        await self._openai.close()
+
+    def error(self, what: str) -> UserError:
+        return UserError(f"{self.url}: {what}")
+
+    async def models(self) -> list[str]:
+        """Return the names of the models on the server. It is not waited for."""
+        reply = await self.send("/v1/models", retries=0)
+        try:
+            return [str(model["id"]) for model in reply["data"]] or [""]
+        except (LookupError, TypeError):
+            raise self.error(f"/v1/models lists no models, but {shown(reply)}; start the server, or mend it") from None
+
+    async def send(self, path: str, body: Any = None, seconds: float = 60.0, retries: int | None = None) -> Any:
+        """Return the server's JSON reply to a POST of `body`, or to a GET without it, within `seconds` a trial.
+        UserError if it is refused, or fails in all trials."""
+        import openai
+
+        client = self._openai if retries is None else self._openai.with_options(max_retries=retries)
+        options: Any = {"timeout": openai.Timeout(seconds, connect=CONNECT_SECONDS)}
+        try:
+            if body is None:
+                return await client.get(self.url + path, cast_to=object, options=options)
+            return await client.post(self.url + path, cast_to=object, body=body, options=options)
+        except openai.APIStatusError as error:
+            status = error.status_code
+            if status in (404, 405):
+                raise self.error(
+                    f"status {status} of {path}; give the server's own address, such as http://localhost:8000"
+                ) from None
+            if status >= 500 or status in (408, 409, 429):
+                fault = f"status {status}"
+            else:
+                text = " ".join(error.response.text.split())[:300]
+                told = text.replace(self._key, "...") if self._key else text
+                remedy = f"put its key in {KEY_VARIABLE}" if status in (401, 403) else "let it take such requests"
+                raise self.error(f"{path}: refused, status {status} ({told}); {remedy}") from None
+        except openai.APIConnectionError as error:
+            fault = first_line(error.__cause__ or error)
+        except ValueError as error:
+            fault = f"{path} gives no JSON: {first_line(error)}"
+        raise self.error(
+            f"no answer in {client.max_retries + 1} trials ({fault}); start the server, or mend it, and the same "
+            "command goes on"
+        )
+
+
+def _body(path: str, model: str, request: "Request", eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the body of a request for token ids from the target's own distribution. It sets all sampling parameters,
+    since servers take missing ones from the model's generation_config.json."""
+    prompt, length, seed = list(request.prompt), request.max_new_tokens, request.sampling.seed
+    sampling = {
+        "temperature": request.sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": list(eos_token_ids),
+    }
+    if path == GENERATE:
+        length_and_seed = {"max_new_tokens": length, "sampling_seed": seed}
+        return {"input_ids": prompt, "sampling_params": sampling | length_and_seed}
+    return {"model": model, "prompt": prompt, "max_tokens": length, "seed": seed, "return_token_ids": True} | sampling
+
+
+@dataclass
+class AnsweringServer:
+    """A server that answers for a target."""
+
+    client: ServerClient
+    model: str
+    """Name of the target on the server."""
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+    check: Check
+    path: str = field(default="", init=False)
+    """The path that returns token ids; empty until the server has been checked."""
+
+    async def answer(self, request: "Request") -> list[int]:
+        """Return the answer to a request. UserError if the server refuses, or gives none in all trials."""
+        async with self.client.checking:
+            self.path = self.path or await self._check_server(request)
+        for _ in range(TRIALS):
+            ids = await self._ask(self.path, request)
+            if ids and (len(ids) == request.max_new_tokens or ids[-1] in self.eos_token_ids):
+                return ids
+        what = f"an answer of {len(ids)} tokens broke off" if ids else f"{self.path} gives no token ids"
+        raise self.client.error(f"{what}; mend the server, and the same command goes on")
+
+    async def _check_server(self, request: "Request") -> str:
+        """Check that the server is reachable and has the target, and return its path. The trial answer is not kept."""
+        models = await self.client.models()
+        if self.model not in models:
+            raise self.client.error(
+                f"expected a server of {self.model}, it serves {', '.join(models) or 'none'}; name the target there "
+                "with data.regenerate.server.model, or serve it"
+            )
+        trial = replace(
+            request,
+            max_new_tokens=min(request.max_new_tokens, CHECKED_TOKENS),
+            sampling=replace(request.sampling, temperature=0.0),
+        )
+        ids = await self._ask(COMPLETIONS, trial, retries=0)
+        path = COMPLETIONS if ids else GENERATE
+        if not ids:
+            try:
+                ids = await self._ask(GENERATE, trial, retries=0)
+            except UserError:
+                ids = None
+        if not ids:
+            raise self.client.error(
+                "gives text and no token ids, neither from /v1/completions nor from /generate; text may be tokenised "
+                "otherwise than it was written; use vLLM or SGLang"
+            )
+        if fault := self.check(trial.prompt, ids):
+            raise self.client.error(fault)
+        return path
+
+    async def _ask(self, path: str, request: "Request", retries: int | None = None) -> list[int] | None:
+        """Return the token ids in the server's reply, or None. UserError for ids that the target does not have."""
+        body = _body(path, self.model, request, self.eos_token_ids)
+        reply = await self.client.send(path, body, 60 + SLOWEST * request.max_new_tokens, retries)
+        try:
+            ids = reply["output_ids"] if path == GENERATE else reply["choices"][0]["token_ids"]
+        except (LookupError, TypeError):
+            return None
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+            return None
+        if not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise self.client.error(
+                f"expected token ids below {self.vocab_size}, got {max(ids, key=abs)}; it serves another model than "
+                "the target"
+            )
+        return ids
+
+
+def answer_by_server(
+    dialogues: Iterator[Dialogue],
+    store: AnswerStore,
+    request_of: Callable[[list[int]], "Request"],
+    server: AnsweringServer,
+    in_flight: int,
+    done: Callable[[Dialogue], None],
+) -> None:
+    """Let the server answer the dialogues, `in_flight` at a time, and store the answers."""
+    asked: dict[tuple[int, ...], asyncio.Task[list[int]]] = {}
+
+    async def ask(prompt: list[int]) -> list[int]:
+        ids = await server.answer(request_of(prompt))
+        store.add(prompt, ids)
+        return ids
+
+    async def work(group: asyncio.TaskGroup) -> None:
+        for dialogue in dialogues:
+            while (prompt := dialogue.prompt) is not None:
+                ids = store.get(prompt)
+                if ids is None:
+                    key = tuple(prompt)
+                    if key not in asked:  # by another dialogue
+                        asked[key] = group.create_task(ask(prompt))
+                    ids = await asked[key]
+                    asked.pop(key, None)
+                dialogue.answer(ids)
+            done(dialogue)
+
+    async def main() -> None:
+        async with aclosing(server.client), asyncio.TaskGroup() as group:
+            for _ in range(in_flight):
+                group.create_task(work(group))
+
+    try:
+        asyncio.run(main())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
