@@ -85,8 +85,8 @@ def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
                 assert visible is not None
                 if window is not None:
                     visible &= tree.positions[..., None] - tree.key_positions(S)[:, None] < window
-                wide = (x.double().transpose(1, 2) for x in (q, keys, values))  # (1, heads, N or S, d)
-                true = scaled_dot_product_attention(*wide, attn_mask=visible[:, None], enable_gqa=True).transpose(1, 2)
+                wide = [x.double().transpose(1, 2) for x in (q, keys, values)]  # (1, heads, N or S, d)
+                true = scaled_dot_product_attention(*wide, visible[:, None], enable_gqa=True).transpose(1, 2)
                 made = [tree_attention(q, keys, values, tree.sight(), window=window) for _ in range(3)]
                 error = float((made[0].double() - true).norm() / true.norm())
                 note(f"tree_attention, {N} nodes after {length} tokens, window {window}", made, error, limit)
@@ -154,7 +154,7 @@ def texts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
                     "tau": sum(len(b.tokens) - 1 for *_, b in pairs) / sum(b.rounds for *_, b in pairs),
                     **forms(engine),
                 }
-                fact["ok"] &= fact["identical"] + fact["near_ties"] == fact["texts"]
+                fact["ok"] = fact["ok"] and fact["identical"] + fact["near_ties"] == len(pairs)
     return found
 
 
@@ -170,7 +170,7 @@ def speed(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
     from heads.target.quantization import weight_bytes
     from heads.tree import ROOT_ONLY, parse_shape
 
-    target = random_target("llama", sizes.layers, sizes, device, dtype)
+    target: Any = random_target("llama", sizes.layers, sizes, device, dtype)
     buffer = torch.randn(sizes.buffer, device=device, dtype=dtype)
     bandwidth = buffer.nbytes / min(seconds(buffer.sum, device) for _ in range(10))
     bytes_read = weight_bytes(target.model) - sizes.vocab_size * sizes.hidden_size * dtype.itemsize  # no embeddings

@@ -70,7 +70,7 @@ def decode_tree(
         made.sight, made.window = sight, window
         return made
 
-    with attention_function(config, TREE):
+    with attention_function(base, TREE):
         hidden: Tensor = base(
             input_ids=tokens,
             attention_mask=masks_by_kind(config, mask),
@@ -101,7 +101,7 @@ def decode_packed(
         return decode(base, config, dtype, tokens, positions=positions, visible=visible, key_positions=positions)
     masks = masks_by_kind(config, lambda window: packed_mask(documents, window))
     is_long = tokens.shape[1] > TILE  # compiling kernels does not pay for short rows
-    with attention_function(config, attention or (FLEX if tokens.is_cuda and is_long else TILES)):
+    with attention_function(base, attention or (FLEX if tokens.is_cuda and is_long else TILES)):
         hidden: Tensor = base(
             input_ids=tokens, attention_mask=masks, position_ids=positions, use_cache=False
         ).last_hidden_state
@@ -122,14 +122,18 @@ def takes_block_masks(base: Any, config: Any) -> bool:
 
 
 @contextmanager
-def attention_function(config: Any, name: str) -> Iterator[None]:
-    """Make the layers of `config` call the attention function `name`."""
-    usual = config._attn_implementation
-    config._attn_implementation = name
+def attention_function(base: nn.Module, name: str) -> Iterator[None]:
+    """Make the layers of a decoder call the attention function `name`. Their configs name it: the decoder's own, or, if
+    it borrows layers as an early exit does, that of another."""
+    configs: list[Any] = [config for module in base.modules() if (config := vars(module).get("config")) is not None]
+    usual = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = usual
+        for config, own in zip(configs, usual, strict=True):
+            config._attn_implementation = own
 
 
 def by_tree(

@@ -9,11 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import warn_once
+from heads.registry import build_untrained
 from heads.target import forward
 from heads.target.cached import CacheSpec
 from heads.target.hf import HFDecoder
 from heads.target.model import Features, FrozenTarget
 from heads.target.slots import Drafted, Observed, Verified, ancestors
+from heads.tree import parse_shape
 from tests.closeness import assert_close
 from tests.heads.target.test_model import make_model
 from tests.switches import kernels_on_cpu
@@ -33,9 +35,9 @@ def run(target: FrozenTarget) -> list[Features]:
     draw = torch.Generator().manual_seed(1)
     decoder = HFDecoder(target, CacheSpec(batch_size=2, capacity=64, aux_layer_ids=(1, 3), nodes=6))
     lengths, made = (23, 9), []
-    for row, length in enumerate(lengths):
-        tokens = torch.randint(3, 40, (1, length), generator=draw)
-        known = Observed(torch.zeros(1, dtype=torch.int64), None, decoder.slot, length)
+    for row, count in enumerate(lengths):
+        tokens = torch.randint(3, 40, (1, count), generator=draw)
+        known = Observed(torch.zeros(1, dtype=torch.int64), None, decoder.slot, count)
         made.append(decoder.forward(tokens, known, extent=64, row=row, prompt=True))
     tokens, length = torch.randint(3, 40, (2, 6), generator=draw), torch.tensor(lengths)
     level = Drafted(length, torch.arange(4).expand(2, 4)[..., None], decoder.slot, chain=False, scratch=6)
@@ -91,3 +93,7 @@ def test_an_engine_finds_out_which_families_the_kernel_serves(family: str, uses_
         engine = Engine(target, None, EngineOptions(max_length=32))
         assert engine.decoder.step.decoder.reads_masks is not uses_kernel
         assert engine.generate(request)[0].tokens == expected
+        if uses_kernel:  # a draft that borrows the target's layers, whose config is not its own
+            draft: Any = build_untrained("early_exit:2", target)
+            options = EngineOptions(shape=parse_shape("chain:2"), max_length=32)
+            assert Engine(target, draft, options).generate(request)[0].tokens == expected
