@@ -32,8 +32,6 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.switches import kernels_on_cpu, need_c, without_c
-
 PROCESSES = 2
 
 
@@ -172,20 +170,3 @@ def tiny_run(once: Callable[[str, Callable[[Path], None]], Path], tiny_target_di
             forget_accelerator()
 
     return once("tiny-run", make)
-
-
-@pytest.fixture
-def interpreted() -> Iterator[None]:
-    with kernels_on_cpu():
-        yield
-
-
-@pytest.fixture(params=[True, False], ids=["C", "torch"])
-def with_c(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Both backends of a CPU: True with C, False without it."""
-    if request.param:
-        need_c()
-        yield True
-    else:
-        with without_c():
-            yield False

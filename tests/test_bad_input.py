@@ -1,7 +1,6 @@
 """Users' errors: exit status 2 and one clear line, nothing written and nothing lost; never a traceback."""
 
 import copy
-import errno
 import fcntl
 import json
 import os
@@ -22,10 +21,9 @@ from eval.benchmark.records import apply_template, read_records
 from eval.benchmark.results import read_results
 from eval.command import exit_status
 from eval.reporting.report import report_command
-from heads.checkpoint import find_head, load_head, read_config, save_head
+from heads.checkpoint import find_head, read_config
 from heads.errors import UserError
-from heads.files import check_file, file_hash, is_full_disk
-from tests.faults import small_files
+from heads.files import check_file, file_hash
 from tests.runs import forget_accelerator
 from train.entry import attempt
 
@@ -288,13 +286,6 @@ def test_a_head_that_was_damaged_is_neither_finished_nor_measured(here: Path, re
     file.write_bytes(file.read_bytes()[:-100])
     for command in (lambda: train("output_dir=run"), measure):
         assert f"run/head/{WEIGHTS}: truncated or damaged" in refused(command)
-
-
-def test_a_full_disk_is_named(here: Path) -> None:
-    head, target = load_head("run"), read_config(here / "run/head")["target"]
-    with small_files(1000), pytest.raises(UserError, match=r"new/head: no space left on the device for the head; free"):
-        save_head(head, here / "new/head", target=target)
-    assert not is_full_disk(OSError(errno.ENOENT, "no such file"))
 
 
 def test_no_memory_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,14 +11,17 @@ from heads.target.choose import choose_in_tiles, logits_in_tiles
 from heads.target.noise import gumbel
 from heads.target.slots import Sight, ancestors, bits
 from heads.target.tree_attention import tree_attention
+from tests.switches import kernels_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for CPUs")
 
 
 @pytest.fixture(autouse=True)
-def seeded(interpreted: None) -> None:
+def interpreted() -> Iterator[None]:
     torch.manual_seed(0)
+    with kernels_on_cpu():
+        yield
 
 
 def random_tree(B: int, N: int) -> tuple[Tensor, Tensor]:

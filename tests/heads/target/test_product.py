@@ -12,6 +12,17 @@ from heads.target.product import Product
 from tests.switches import forget_library, need_c, without_c
 
 
+@pytest.fixture(params=[True, False], ids=["C", "torch"])
+def with_c(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Both products of a CPU: True with C, False without it."""
+    if request.param:
+        need_c()
+        yield True
+    else:
+        with without_c():
+            yield False
+
+
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
