@@ -195,7 +195,8 @@ class Training:
             precision=self.accelerator.mixed_precision,
         )
         self.provenance: dict[str, Any] = {}
-        self.saved_step: int | None = None
+        self.saved_step = 0
+        """The step of the newest checkpoint. Before the first step there is nothing to save."""
         self.interval = Interval()
         self.samples_of = 0
         """The step at which the samples in the mixture were written."""

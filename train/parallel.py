@@ -209,9 +209,8 @@ class Zero(Replicas):
 
     @torch.no_grad()
     def load(self, weights: Tensors, moments: Tensors) -> None:
-        with self._gathered(modifier_rank=0):
-            own = self.head.state_dict()
-            check_alike(own, weights)
+        with self._gathered():
+            check_alike(self.head.state_dict(), weights)
             shapes = {f"{name}.{entry}": p for name, p in self.parameters.items() for entry in MOMENTS}
             check_alike(shapes | {f"{name}.step": torch.zeros(()) for name in self.parameters}, moments)
         with torch.enable_grad():  # DeepSpeed creates the optimizer's state in its first step
@@ -226,15 +225,16 @@ class Zero(Replicas):
             self._set(parameter, None, weights[name])
             for entry in MOMENTS:
                 self._set(parameter, entry, moments[f"{name}.{entry}"])
+        steps = moments[f"{next(iter(self.parameters))}.step"]  # every parameter has made as many
         for state in self.optimizer.state.values():
-            state["step"].copy_(moments[f"{name}.step"])
+            state["step"].copy_(steps)
 
     def _set(self, parameter: nn.Parameter, entry: str | None, whole: Tensor) -> None:
         """Set a parameter's entry of the optimizer's state, or its float32 values, from a tensor that all processes
         have."""
         from deepspeed import utils
 
-        name, values = ("full", whole.to(self.accelerator.device))
+        name, values = "full", whole.to(self.accelerator.device)
         if self.stage == 3:  # DeepSpeed's function for whole values fails where they cannot be divided equally
             world, rank = self.accelerator.num_processes, self.accelerator.process_index
             share = -(-values.numel() // world)

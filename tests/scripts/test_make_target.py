@@ -46,15 +46,7 @@ def chats(path: Path, count: int) -> Path:
 
 @pytest.mark.parametrize("path", TARGETS, ids=lambda path: path.name)
 def test_every_recipe_of_a_target_loads(path: Path) -> None:
-    recipe = load_target_recipe(path)
-    assert loop_settings(recipe).grad_accum >= 1
-    size = recipe.model
-    attention = size.hidden_size * size.head_dim * 2 * (size.num_attention_heads + size.num_key_value_heads)
-    layer = attention + 3 * size.hidden_size * size.intermediate_size
-    whole = layer * size.num_hidden_layers + recipe.tokenizer.vocab_size * size.hidden_size
-    name = path.stem.rpartition("-")[2]
-    if name.endswith("m"):
-        assert whole == pytest.approx(float(name[:-1]) * 1e6, rel=0.1)
+    assert loop_settings(load_target_recipe(path)).grad_accum >= 1
 
 
 def test_a_tiny_target_of_code_and_conversations(tmp_path: Path, small_corpus: None) -> None:

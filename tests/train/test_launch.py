@@ -36,11 +36,8 @@ def test_the_recipe_decides_precision_and_accumulation(monkeypatch: pytest.Monke
     assert accelerator.gradient_accumulation_steps == 3 and accelerator.mixed_precision == "bf16"
 
 
-@pytest.mark.parametrize("begun", ["bf16", "no"])
-def test_a_resumed_run_keeps_the_precision_that_auto_came_to(begun: str) -> None:
-    assert make_accelerator(Train(max_steps=1), begun).mixed_precision == begun
-
-
-def test_auto_is_what_the_processor_is_fast_in() -> None:
+@pytest.mark.parametrize("begun", ["bf16", "no", None])
+def test_auto_is_what_the_run_began_with_or_what_the_processor_is_fast_in(begun: str | None) -> None:
     fast = fastest_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    assert make_accelerator(Train(max_steps=1)).mixed_precision == ("bf16" if fast == torch.bfloat16 else "no")
+    wanted = begun or ("bf16" if fast == torch.bfloat16 else "no")
+    assert make_accelerator(SETTINGS, begun).mixed_precision == wanted
