@@ -30,8 +30,10 @@ from heads.dflash import DFlash, DFlashConfig
 from heads.errors import UserError, expect
 from heads.growth import SlotState
 from heads.initial.start import TargetProbe
-from heads.layers import MOST, Attend, Attention, CosSin, DecoderLayer
+from heads.layers import MOST, Attention, DecoderLayer
 from heads.settings import DFlash2Settings
+from heads.target.rotary import CosSin
+from heads.target.tree_attention import Attend
 from heads.tree import TreeShape, check_width
 
 

@@ -21,22 +21,14 @@ from torch import Tensor, nn
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, expect
 from heads.initial.start import AttentionProbe, TargetProbe, begin, directions
-from heads.layers import (
-    MLP,
-    MOST,
-    Attend,
-    Attention,
-    BlockConfig,
-    CosSin,
-    RMSNorm,
-    check_tensors,
-)
+from heads.layers import MLP, MOST, Attention, BlockConfig, RMSNorm, check_tensors
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent
 from heads.settings import Eagle3Settings
 from heads.target.head_shape import block_settings, check_aux_layer_ids, check_one_width, default_aux_layer_ids
 from heads.target.model import FrozenTarget
-from heads.target.rotary import rotary_of
+from heads.target.rotary import CosSin, rotary_of
+from heads.target.tree_attention import Attend
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 

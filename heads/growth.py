@@ -23,11 +23,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heads.layers import Attend, CosSin
 from heads.target.decoder import KVCache
 from heads.target.product import Product, ProductModule, with_products
+from heads.target.rotary import CosSin
 from heads.target.slots import round_up
-from heads.target.tree_attention import for_groups, masked_attention
+from heads.target.tree_attention import Attend, for_groups, masked_attention
 from heads.tree import Pick, Proposal, TreeShape, is_chain
 
 DEPTH_PENALTY = 1e-4

@@ -3,7 +3,7 @@
 Letters: B batch, T tokens, D hidden, H query heads, d head dimension, I intermediate width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,16 +13,11 @@ from torch.nn.functional import rms_norm
 
 from heads.errors import UserError, expect
 from heads.settings import BlockSettings
+from heads.target.rotary import CosSin, rotate
+from heads.target.tree_attention import Attend
 
 MOST = 2**53
 """Upper limit of a setting. Larger whole numbers are not exact as floating-point numbers."""
-
-CosSin = tuple[Tensor, Tensor]
-"""Cosines of rotary positions, and sines with the first half negated, (B, 1, T, d) each."""
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Only this differs between training and
-drafting."""
-
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of a layer's attention, as named in transformers."""
@@ -146,22 +141,6 @@ class DecoderLayer(nn.Module):
         """Apply the layer to x (B, T, D). `rows`: rows of a block in x, used by layers with convolutions."""
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
-
-
-def rotation(positions: Tensor, dtype: torch.dtype, *, head_dim: int, theta: float) -> CosSin:
-    """Return cosines, and sines with the first half negated, (B, 1, T, d) each, of rotary positions (B, T) (arXiv
-    2104.09864), with angles in float32 or wider."""
-    wide = torch.promote_types(dtype, torch.float32)
-    inverse = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim)
-    angles = positions[:, None, :, None] * inverse  # (B, 1, T, d / 2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
-
-
-def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
-    """Rotate the two halves of each head (B, H, T, d), as Llama-family checkpoints do."""
-    cos, sin = cos_sin
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -37,16 +37,7 @@ from torch import Tensor, nn
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, expect, expect_one_of, first_line
 from heads.initial.start import AttentionProbe, TargetProbe, begin, directions
-from heads.layers import (
-    Attend,
-    Attention,
-    BlockConfig,
-    CosSin,
-    DecoderLayer,
-    RMSNorm,
-    check_tensors,
-    is_float,
-)
+from heads.layers import Attention, BlockConfig, DecoderLayer, RMSNorm, check_tensors, is_float
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent
 from heads.settings import BlockSettings, MtpSettings
@@ -54,7 +45,8 @@ from heads.target.family_layers import BlockMaker, block_record
 from heads.target.head_shape import block_settings, check_one_width
 from heads.target.hub import read_tensors, tensor_files
 from heads.target.model import FrozenTarget
-from heads.target.rotary import rotary_of, rotation_by
+from heads.target.rotary import CosSin, rotary_of, rotation_by
+from heads.target.tree_attention import Attend
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 OF_THE_CHECKPOINT = {part.name for part in fields(BlockSettings)} | {"num_modules", "layout"}

@@ -22,8 +22,9 @@ def main(arguments: Sequence[str]) -> int:
     from heads.files import write_text
     from train.data.answers import read_answering
     from train.data.prepare import check_data
-    from train.launch import load_recipe_target, on_main
+    from train.launch import load_recipe_target
     from train.opening import open_reader, open_run, read_recipe
+    from train.processes import on_main
 
     recipe = read_recipe(arguments)
     if recipe.data.regenerate is None:

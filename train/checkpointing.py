@@ -22,8 +22,8 @@ from torch import Tensor
 
 from heads.errors import UserError, first_line
 from heads.files import file_hash, is_full_disk, whole_folder, write_json
-from train.launch import on_main
 from train.parallel import Replicas
+from train.processes import on_main
 from train.step import Sums
 
 Say = Callable[[str], None]

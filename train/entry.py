@@ -66,7 +66,7 @@ def say_why(text: str) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         print_line(text)
         return
-    from train.launch import tell_first
+    from train.processes import tell_first
 
     tell_first(text)
 
@@ -74,7 +74,7 @@ def say_why(text: str) -> None:
 def _end(status: int) -> None:
     """End the process, with `train.launch.leave` if accelerate has been imported."""
     if "accelerate" in sys.modules:
-        from train.launch import leave
+        from train.processes import leave
 
         leave(status)
     sys.exit(status)

@@ -6,19 +6,13 @@ under DeepSpeed, and a launcher killed by a signal leaves its process running. T
 that the loop need not.
 """
 
-import ctypes
 import fcntl
-import json
 import os
-import signal
-import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,10 +20,8 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     ProjectConfiguration,
-    broadcast_object_list,
     is_tensorboard_available,
 )
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported without being declared
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.loading import load_pair
@@ -37,10 +29,8 @@ from heads.errors import UserError
 from heads.target.load import Place
 from heads.target.model import FrozenTarget
 from train.fast_dtype import fastest_dtype
-from train.interrupts import Interrupted
+from train.processes import is_launched
 from train.recipe import Target, Tracking, Train
-
-T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=2)
 """Longest wait of a process for another one. It must exceed the time of a checkpoint or a measurement."""
@@ -109,11 +99,6 @@ def wanted_mode() -> str:
         if os.environ.get(f"ACCELERATE_USE_{mode.upper()}", "false").lower() == "true":
             return mode
     return "ddp"
-
-
-def is_launched() -> bool:
-    """Return True in a process that `accelerate launch` or torchrun has started."""
-    return "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _mixed_precision(settings: Train, device: torch.device, begun_in: str | None) -> str:
@@ -186,71 +171,6 @@ def load_recipe_target(
     if plugin is not None:
         plugin.set_deepspeed_weakref()
     return loaded
-
-
-def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
-    """Run `action` on the main process, and return its result on all processes. A UserError, a lack of GPU memory or an
-    interruption is raised on all of them, so that none is left waiting."""
-    if accelerator.num_processes == 1:
-        return action()
-    outcome: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            outcome[0] = action()
-        except (UserError, torch.OutOfMemoryError, Interrupted) as error:
-            outcome[1] = error
-    broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: T = outcome[0]
-    return result
-
-
-def tell_first(text: str) -> None:
-    """Print on standard error why this process ends, if it is the first process of its launch to end.
-
-    The other processes end for the same reason, or because the launcher or a broken connection stops them.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _is_first_to_end():
-        print(text, file=sys.stderr, flush=True)
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the launcher ends its own report with the text in it
-            Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
-
-
-def _is_first_to_end() -> bool:
-    """Return True if no process of this launch has ended before. They count in the store that the launcher or the first
-    process keeps. Without a store, return True."""
-    launch = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-    try:
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=5))
-        return bool(store.add("/".join(["draftsmith", "ended", *launch]), 1) == 1)
-    except (KeyError, ValueError, RuntimeError):
-        return True
-
-
-def is_lost_process(error: RuntimeError) -> bool:
-    """Return True for a collective that failed because another process has ended."""
-    # Neither gloo nor NCCL (the last text) has an exception class for it.
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exiting")
-    return any(text in str(error) for text in words)
-
-
-def die_with_launcher() -> None:
-    """Request SIGTERM for when the launcher dies: `accelerate launch` with one process does not pass signals on."""
-    if is_launched() and sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def leave(code: int) -> None:
-    """End the process without interpreter shutdown, which sometimes aborts with its own status after distributed
-    runs."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and code == 0:
-        torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _use_cores() -> None:

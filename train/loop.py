@@ -35,11 +35,12 @@ from train.features.opening import open_source
 from train.features.source import FeatureSource
 from train.head_settings import make_head, resolved_head
 from train.interrupts import Interrupted
-from train.launch import on_main, wanted_mode
+from train.launch import wanted_mode
 from train.measuring import Evaluation, Measured
 from train.opening import Run, open_reader
 from train.optim import lr_factor
 from train.parallel import Trained
+from train.processes import on_main
 from train.recipe import MOST_EPOCHS, Recipe, Train, plain_settings, with_steps
 from train.step import Interval, Stepper, rows_per_step
 

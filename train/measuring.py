@@ -31,7 +31,7 @@ from heads.target.model import FrozenTarget
 from heads.tree import is_chain, parse_shape
 from train.data.packing import Mixture, text_rows
 from train.features.source import FeatureSource, make_batch
-from train.launch import on_main
+from train.processes import on_main
 from train.recipe import Eval
 
 ESTIMATE_TOKENS = 2**15

@@ -17,7 +17,8 @@ from train.data.settings import Data
 from train.data.sources import ChatSource
 from train.data.templates import ChatTemplate
 from train.interrupts import Interrupts
-from train.launch import die_with_launcher, make_accelerator, on_main
+from train.launch import make_accelerator
+from train.processes import die_with_launcher, on_main
 from train.recipe import Recipe, load_recipe
 from train.run_folder import RunFolder
 from train.strict_yaml import suggest

@@ -9,9 +9,9 @@ from heads.checkpoint import check_loaders, load_head, weights_hash
 from heads.errors import UserError
 from heads.formats.engine import why_unfit
 from train.interrupts import Interrupted, Interrupts
-from train.launch import is_lost_process, on_main, tell_first
 from train.loop import Outcome, fit
 from train.opening import Run, open_run, read_recipe
+from train.processes import is_lost_process, on_main, tell_first
 from train.recipe import Eval, Recipe, load_recipe, plain_settings
 from train.run_folder import RunFolder
 

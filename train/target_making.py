@@ -24,8 +24,9 @@ from heads.files import check_folder, whole_folder, write_text
 from heads.target.load import load_target
 from train.checkpointing import list_checkpoints
 from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens
-from train.launch import make_accelerator, on_main
+from train.launch import make_accelerator
 from train.parallel import flat, unflat
+from train.processes import on_main
 from train.recipe import Train
 from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
 from train.unlikelihood import continuations, unlikelihood

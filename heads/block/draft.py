@@ -36,10 +36,8 @@ from heads.layers import (
     LAYER_TYPES,
     MOST,
     SLIDING,
-    Attend,
     Attention,
     BlockConfig,
-    CosSin,
     DecoderLayer,
     NormedAttention,
     RMSNorm,
@@ -49,8 +47,9 @@ from heads.settings import D_PACE, EXPONENTIAL, DraftBlockSettings
 from heads.target.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
 from heads.target.masks import additive
 from heads.target.model import FrozenTarget
-from heads.target.rotary import rotary_of
+from heads.target.rotary import CosSin, rotary_of
 from heads.target.slots import Observed
+from heads.target.tree_attention import Attend
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import read_vocab, vocab_tables
 

@@ -30,12 +30,12 @@ from heads.base import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick
 from heads.errors import UserError
 from heads.growth import Forms, SlotState, grow, take_newest
 from heads.labels import chain_metrics, counts_by_depth, label_slots
-from heads.layers import Attend, CosSin
 from heads.losses import draft_loss
 from heads.recurrent.attention import causal_attention
 from heads.target.masks import additive
-from heads.target.rotary import Rotary
+from heads.target.rotary import CosSin, Rotary
 from heads.target.slots import Drafted, Observed
+from heads.target.tree_attention import Attend
 from heads.tree import Proposal, TreeShape, check_width, scratch_slots
 
 AHEAD = 2

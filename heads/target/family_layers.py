@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel
 
 from heads.errors import UserError
-from heads.layers import Attend
 from heads.target.families import FIXED_ROTATIONS
+from heads.target.tree_attention import Attend
 
 ATTENTION = "draftsmith"
 """Name of the head's attention function in transformers' interface."""

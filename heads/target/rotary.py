@@ -10,9 +10,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.errors import UserError, expect, first_line
-from heads.layers import CosSin, rotation
 from heads.target.families import FIXED_ROTATIONS
 
+CosSin = tuple[Tensor, Tensor]
+"""Cosines of rotary positions, and sines with the first half negated, (B, 1, T, d) each."""
 Rotary = Callable[[Tensor, torch.dtype], CosSin]
 """Function that returns the `CosSin` (B, 1, T, d) of rotary positions (B, T), in the given dtype."""
 
@@ -56,3 +57,19 @@ def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> tupl
         positions = positions.expand(3, -1, -1)
     cos, sin = maker(like, positions)  # (B, T, d)
     return cos[:, None], sin[:, None]
+
+
+def rotation(positions: Tensor, dtype: torch.dtype, *, head_dim: int, theta: float) -> CosSin:
+    """Return cosines, and sines with the first half negated, (B, 1, T, d) each, of rotary positions (B, T) (arXiv
+    2104.09864), with angles in float32 or wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    inverse = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim)
+    angles = positions[:, None, :, None] * inverse  # (B, 1, T, d / 2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
+
+
+def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
+    """Rotate the two halves of each head (B, H, T, d), as Llama-family checkpoints do."""
+    cos, sin = cos_sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -13,6 +13,7 @@ per key head, S slots per row, d head width.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from heads.target.kernels import constexpr, jit, next_power_of_2, tl, triton
 from heads.target.slots import Sight
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A head's attention: q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Only this differs
+between training and drafting."""
 FINE, COARSE = 1024, 256
 """The first FINE slots are cut finely enough to give every processor work, later slots into splits of COARSE. Other
 values change the rounding."""

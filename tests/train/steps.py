@@ -22,8 +22,9 @@ from train.checkpointing import RunState, load_checkpoint, save_checkpoint
 from train.data.cache import Document, corpus_of
 from train.data.packing import Mixture, Pool
 from train.features.source import FeatureSource
-from train.launch import leave, make_accelerator
+from train.launch import make_accelerator
 from train.parallel import Trained
+from train.processes import leave
 from train.recipe import Train
 from train.step import Interval, Stepper
 

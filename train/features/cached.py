@@ -31,7 +31,7 @@ from heads.target.model import Features, FrozenTarget
 from train.data.packing import Mixture, Rows, text_rows
 from train.features.settings import CacheFeatures
 from train.features.source import FeatureSource
-from train.launch import on_main
+from train.processes import on_main
 
 FORMAT = 1
 DTYPES = {"fp8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -15,7 +15,8 @@ from train.features.cached import CachedFeatures
 from train.features.settings import AnyFeatures, CacheFeatures, ProcessFeatures, ShardedFeatures
 from train.features.source import FeatureSource, has_room
 from train.features.vllm import ServedFeatures
-from train.launch import load_recipe_target, on_main
+from train.launch import load_recipe_target
+from train.processes import on_main
 from train.recipe import Recipe
 from train.step import rows_per_step
 

@@ -36,7 +36,7 @@ from train.data.packing import Mixture, Rows
 from train.data.server import COMPLETIONS, RETRIES, TRIALS, ServerClient
 from train.features.settings import VllmFeatures
 from train.features.source import FeatureSource
-from train.launch import on_main
+from train.processes import on_main
 
 SECONDS = 600.0
 """Time limit of a request for the states of a document."""
