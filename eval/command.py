@@ -66,7 +66,6 @@ count, seed = partial(whole_number, 1), partial(whole_number, 0)
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse positive integers separated by commas."""
     return tuple(count(part) for part in text.split(","))
 
 
@@ -81,7 +80,6 @@ def temperatures(text: str) -> tuple[float, ...]:
 
 
 def temperature(text: str) -> float:
-    """Parse a temperature."""
     found = temperatures(text)
     if len(found) > 1:
         raise argparse.ArgumentTypeError(f"expected one number, got {text!r}")
@@ -97,7 +95,6 @@ def trees(text: str) -> tuple[str, ...]:
 
 
 def draft_tree(text: str) -> str:
-    """Parse the name of one tree with draft tokens."""
     found = trees(text)
     if len(found) > 1 or AUTO in found:
         raise argparse.ArgumentTypeError(f"expected one tree, such as chain:5, got {text!r}")

@@ -14,10 +14,9 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval import bench
+from eval import bench, report
 from eval.benchmark.results import read_results
 from eval.command import exit_status
-from eval.reporting.report import report_command
 from heads.checkpoint import load_head, read_config, save_head
 from heads.errors import UserError
 from tests.faults import small_files
@@ -296,7 +295,7 @@ def test_the_readme_of_something_else_is_not_replaced(here: Path, refused: Any) 
     assert "--out .: holds a README.md of something else" in refused(lambda: measure("run", "--out", "."))
     assert "output_dir .: holds a README.md of something else" in refused(lambda: train("output_dir=."))
     shutil.copy(here / "run/results.json", here)
-    assert "holds a README.md of something else" in refused(lambda: exit_status(lambda: report_command(here)))
+    assert "holds a README.md of something else" in refused(lambda: exit_status(lambda: report.main([str(here)])))
 
 
 def test_an_output_dir_in_use(here: Path, refused: Any) -> None:
@@ -350,7 +349,7 @@ def test_a_comparison_is_not_rendered_again(here: Path, refused: Any) -> None:
     (here / "out").mkdir()
     (here / "out/compare.json").write_text('{"schema_version": 1}')
     for path in (here / "out", here / "out/compare.json"):
-        assert "compare again" in refused(lambda path=path: exit_status(lambda: report_command(path)))
+        assert "by comparing again" in refused(lambda path=path: exit_status(lambda: report.main([str(path)])))
 
 
 def test_a_run_with_other_settings(refused: Any) -> None:

@@ -22,7 +22,7 @@ import yaml
 
 from eval.benchmark.records import read_messages, read_records
 from eval.benchmark.settings import to_settings
-from eval.benchmark.sweep_file import KEYS
+from eval.sweep import Sweep
 from heads.checkpoint import save_head, target_record
 from heads.formats.base import ENGINES, SGLANG, VLLM
 from heads.formats.dflash import TARGETS as BLOCK_TARGETS
@@ -64,7 +64,6 @@ TINY = {
     "eval/bench.py": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
     "eval/compare.py": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
     "eval/sweep.py": "--count 1",
-    "scripts/audit.py": "--num-prompts 2 --max-new-tokens 8",
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
     "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1 --long 9",
 }
@@ -339,7 +338,7 @@ def test_every_recipe_is_listed() -> None:
 def test_every_key_of_a_sweep_is_listed() -> None:
     section = (ROOT / "recipes/README.md").read_text().partition("## Keys of a sweep")[2]
     named = {name for line in section.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
-    assert named == {*KEYS}
+    assert named == Sweep.model_fields.keys()
 
 
 def measurements(record: str) -> dict[tuple[str, str], dict[str, Any]]:

@@ -13,10 +13,10 @@ from markdown_it import MarkdownIt
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from eval import bench as module
+from eval.benchmark.bench_heads import fitting_shapes, head_names
 from eval.benchmark.results import Results
 from eval.benchmark.settings import to_settings
 from eval.command import exit_status
-from eval.commands.bench_run import fitting_shapes, head_names
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
@@ -49,7 +49,7 @@ def test_all_heads_run_in_one_comparison_with_the_trees_they_can_draft(
     read = json.loads((out / "compare.json").read_text())
     assert read["measurements"][0]["tau"]["mean"] == results["measurements"][0]["tau"]["mean"]
     lines = [line for line in (out / "compare.md").read_text().splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + 10 and "| early_exit:6 | early_exit | 0 | tree:2x2x5 | greedy |" in "\n".join(lines)
+    assert len(lines) == 2 + 10 and "| early_exit:6 | early_exit | 0 | tree:2x2x5, greedy |" in "\n".join(lines)
     assert "40 of 40 prompts" in text and text.count("4 of 4") == 10
     page = (out / "compare.html").read_text()
     assert "40 of 40 prompts" in page and page.count("<td>4 of 4</td>") == 10 and page.count("var(--draft)") > 10
@@ -118,7 +118,7 @@ def test_the_command_compares_trained_heads_with_others(
     arguments = [str(tmp_path / "one"), "lookup:2", *given, "--repeats", "1"]
     assert exit_status(lambda: module.main(arguments)) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "4 of 4" in line]
-    assert [row[1:4:2] for row in rows] == [["medusa", "chain:2"], ["lookup", "chain:2"], ["lookup", "chain:3"]]
+    assert [row[1:4:2] for row in rows] == [["medusa", "chain:2,"], ["lookup", "chain:2,"], ["lookup", "chain:3,"]]
     assert json.loads((out / "compare.json").read_text())["exact"]["identical"] == 12
 
 
