@@ -33,7 +33,8 @@ class Found:
     measured: list[Measured] = field(default_factory=list)
     unrepeatable: list[Divergence] = field(default_factory=list)
     """Places where plain decoding did not repeat its own tokens, in another repeat or at another batch size."""
-    searches: list[Results] = field(default_factory=list)
+    searches: list[tuple[int, Results]] = field(default_factory=list)
+    """Records of searches, each with the index of its head."""
     plain: dict[tuple[int | None, float], Comparison] = field(default_factory=dict)
     """Plain decoding at the first batch size, by context and temperature."""
 
@@ -73,23 +74,23 @@ def bench_heads(
         for m in found.measured:
             for figures in (m.figures, *m.suites.values()):
                 figures["speedup"] = None
-    facts = [head_facts(head, path) for path, head in heads.items()]
-    measurements = [{**({"head": names[m.head]} if several else {}), **m.figures} for m in found.measured]
     every = [prompt for chosen in prompts.values() for prompt in chosen]
     results: Results = {"schema_version": SCHEMA_VERSION, "target": target_facts(target)}
     results |= {**environment(target), "settings": settings.record(every)}
     results["command"] = measuring_command(target, list(heads), settings)
-    results |= {"heads": [{"name": n, **f} for n, f in zip(names, facts, strict=True)]} if several else {}
-    if not several and settings.timing:
-        best = found.measured[headline(measurements)]
-        results |= {**best.figures, "suites": best.suites, "samples": best.samples}
-    results |= {} if several else {"head": facts[0]}
+    owner: list[Results] = [{"head": name} if several else {} for name in names]
+    measurements = [owner[m.head] | m.figures for m in found.measured]
+    facts = [{"name": name} | head_facts(head, path) for name, (path, head) in zip(names, heads.items(), strict=True)]
+    if several:
+        results["heads"] = facts
+    else:
+        if settings.timing:
+            best = found.measured[headline(measurements)]
+            results |= {**best.figures, "suites": best.suites, "samples": best.samples}
+        results["head"] = {name: fact for name, fact in facts[0].items() if name != "name"}
     results |= {"exact": exact, "measurements": measurements}
     if found.searches:
-        results["auto"] = [
-            {**search, "head": names[search["head"]]} if several else {k: v for k, v in search.items() if k != "head"}
-            for search in found.searches
-        ]
+        results["auto"] = [owner[n] | search for n, search in found.searches]
     if with_roofline:
         results["roofline"] = parts_of_headline(target, next(iter(heads.values())), every, settings, results)
     return results
@@ -127,7 +128,7 @@ def measure_point(
             unrepeatable += [difference for difference in across if not difference["near_tie"]]
         for n, search in enumerate(searches):
             search.take(m.figures for m in fresh if m.head == n)
-            found.searches.append({"head": n, **point, **search.record(temperature)})
+            found.searches.append((n, point | search.record(temperature)))
         for m in fresh:
             m.figures |= point
         found.measured += fresh

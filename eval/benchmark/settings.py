@@ -171,6 +171,8 @@ def to_settings(options: argparse.Namespace) -> BenchSettings:
         for name in ("rule", "top_k", "top_p", "min_p"):
             if getattr(options, name) != getattr(BenchSettings, name):
                 raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
+    if AUTO in options.trees and not options.timing:
+        raise UserError(f"--tree {AUTO}: searches by time; leave --no-timing out, or name trees")
     given = {field.name: getattr(options, field.name) for field in fields(BenchSettings) if field.name in options}
     given |= {"batch_size": options.batch_sizes[0], "repeats": options.repeats if options.timing else 1}
     return BenchSettings(**given | {"batch_sizes": options.batch_sizes if len(options.batch_sizes) > 1 else ()})

@@ -84,7 +84,7 @@ def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
     for along, by in (("batch_size", "context"), ("context", "batch_size")):
         if len(measured := along_points(results, along)) >= FEWEST:
             note = f"{results['tree']}: speculative decoding; dotted, plain decoding of the same prompts."
-            title = f"Tokens/s by {POINTS[along]}"
+            title = f"Tokens/s by {along.replace('_', ' ')}"
             add(along.replace("_", "-"), title, note, draw_rates, measured=measured, along=along, by=by)
     note = f"Share of rounds in which the k-th draft token was accepted, where those before it were ({setting})."
     add("acceptance", "Acceptance by depth", note, draw_acceptance, alpha=reached(results["alpha"]))

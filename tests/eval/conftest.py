@@ -230,9 +230,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> tuple[di
 
 @pytest.fixture
 def results(measured: tuple[dict[str, Any], str, Path]) -> dict[str, Any]:
-    """A whole results.json: those, with a search, an adapter, and a head trained to one depth."""
+    """A whole results.json: those, with a search, and a head trained to one depth."""
     found: dict[str, Any] = json.loads((measured[2] / "results.json").read_text())
-    found["target"]["adapter"] = {"rank": 4, "parameters": 1000}
     found["head"]["config"] = {"depth": 1}
     chain, tree = found["measurements"][:2]
     curve = [{"tree": m["tree"], "depth": 2, "width": n, "speedup": 1.25} for n, m in enumerate((chain, tree), start=1)]

@@ -354,9 +354,7 @@ def test_the_newest_measurement_is_published_or_the_one_that_is_named(
         named = [] if folder is None else ["--results", str(folder)]
         assert call(run, REPO, "--dry-run", *named) == 0
         shown = capsys.readouterr().out
-        assert (
-            f"| tau, tokens per target pass | {tau:.2f}" in shown and f"figures: {folder or run / 'bench/a'}\n" in shown
-        )
+        assert f"| {tau:.2f} " in shown and f"figures: {folder or run / 'bench/a'}\n" in shown
     assert call(run, REPO, "--dry-run", "--unmeasured", "--results", str(run / "bench")) == 2
     assert "no results.json in it" in capsys.readouterr().err
 
