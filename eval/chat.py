@@ -26,11 +26,10 @@ from eval.command import (
     add_head_options,
     count,
     draft_shapes,
-    draft_tree,
     exit_status,
     print_line,
     seed,
-    temperature,
+    trees,
 )
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from heads.tree import TreeShape
 
 DEFAULT_TREES = ("chain:5", "chain:3", "chain:1")
-"""Default trees: the first one that the head can draft is used."""
 LEAST_ROOM = 1024
 """Minimum number of slots of an engine. If a conversation needs more, a new engine with the next power of two is
 built."""
@@ -201,10 +199,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--prompt", help="answer this prompt and exit; without it, each line of the input is a prompt")
     add(
         "--tree",
-        type=draft_tree,
-        help="draft: chain:5, tree:5x8x24, static:3.2.1 or head; default: chain:5, or chain:3",
+        dest="trees",
+        type=trees,
+        default=DEFAULT_TREES,
+        help="draft: chain:5, tree:5x8x24, static:3.2.1 or head; of several, the first that the head can draft",
     )
-    add("--temperature", type=temperature, default="0", help="0 is greedy")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--seed", type=seed, default=0, help="seed of the sampling; each further answer adds 1")
     add("--max-new-tokens", type=count, default=256, help="most new tokens of each answer")
     return parser.parse_args(arguments)
@@ -219,11 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("standard input is closed, and prompts are read from it; name one with --prompt")
     if isinstance(sys.stdin, io.TextIOWrapper):  # of bytes that are not UTF-8, only their prompt is refused
         sys.stdin.reconfigure(errors="surrogateescape")
+    sampling = Sampling(options.temperature, seed=options.seed)
     opened = open_head(options)
-    shapes = draft_shapes([options.tree] if options.tree else DEFAULT_TREES, opened.head)
+    shapes = draft_shapes(options.trees, opened.head)
     fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
     shape = (fitting or shapes)[0]  # if none fits, the engine raises the error that says why
-    console, sampling = Console(), Sampling(options.temperature, seed=options.seed)
+    console = Console()
     conversation = Conversation(opened, shape, sampling, options.max_new_tokens, console)
     if options.prompt is not None:
         with interruptible() as is_interrupted:

@@ -71,19 +71,8 @@ def counts(text: str) -> tuple[int, ...]:
 
 def temperatures(text: str) -> tuple[float, ...]:
     """Parse temperatures separated by commas."""
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, got {text!r}") from None
     with _shown():
-        return tuple(Sampling(temperature).temperature for temperature in found)
-
-
-def temperature(text: str) -> float:
-    found = temperatures(text)
-    if len(found) > 1:
-        raise argparse.ArgumentTypeError(f"expected one number, got {text!r}")
-    return found[0]
+        return tuple(Sampling(float(part)).temperature for part in text.split(","))
 
 
 def trees(text: str) -> tuple[str, ...]:
@@ -92,13 +81,6 @@ def trees(text: str) -> tuple[str, ...]:
     with _shown():
         draft_shapes([part for part in parts if part not in (AUTO, HEAD_TREE)])
     return tuple(parts)
-
-
-def draft_tree(text: str) -> str:
-    found = trees(text)
-    if len(found) > 1 or AUTO in found:
-        raise argparse.ArgumentTypeError(f"expected one tree, such as chain:5, got {text!r}")
-    return found[0]
 
 
 def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[TreeShape]:

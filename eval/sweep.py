@@ -171,6 +171,7 @@ def run_agent(file: Path, most: int | None) -> int:
     """Create a sweep from a file on the server, and run its measurements here."""
     import wandb
 
+    os.environ["WANDB_MODE"] = "online"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     config = yaml.safe_load(file.read_text(encoding="utf-8"))
     if "--wandb" not in config.get("command", ()):
@@ -223,7 +224,7 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, names: dict[str, str],
             done = run(command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **mode, **names})
         if done.returncode == 130:
             raise KeyboardInterrupt
-        results = found(folder)
+        status, results = done.returncode, found(folder)
         if results is None:
             lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
             error = next((line.removeprefix("error: ") for line in reversed(lines) if line.strip()), "wrote nothing")

@@ -14,7 +14,6 @@ from matplotlib.ticker import MaxNLocator
 from eval.benchmark.results import Results
 from eval.reporting.drawing import COLOURS, FONT_SIZE, Chart
 from eval.reporting.format import (
-    count,
     number,
     percent,
     reached,
@@ -225,7 +224,8 @@ def draw_positions(axes: Axes, *, bins: Sequence[Results]) -> None:
         axes.plot([n, n], shared(part["mean"], part["ci95"]), color=COLOURS["accept"], lw=2.5)
         axes.plot(n, part["mean"], "o", color=COLOURS["accept"], ms=7)
     every = math.ceil(len(bins) / MOST_LABELS)
-    axes.set_xticks(range(0, len(bins), every), [count(part["from"]) for part in bins[::every]])
+    starts = [part["from"] for part in bins[::every]]
+    axes.set_xticks(range(0, len(bins), every), [f"{n // 1024}k" if n >= 1024 else str(n) for n in starts])
     axes.set_xlim(-0.5, len(bins) - 0.5)
     axes.set_xlabel("first position of each bin, in tokens")
     axes.margins(y=0.15)

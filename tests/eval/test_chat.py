@@ -160,8 +160,8 @@ def test_what_cannot_be_answered_is_refused_in_one_line(
     refused: list[tuple[list[object], str]] = [
         (["lookup:2", "--prompt", "x"], "give --target"),
         (["--prompt", "x"], "head"),
-        (["lookup:2", "--tree", "chain:2,chain:3"], "one tree"),
-        (["lookup:2", "--temperature", "0,1"], "one number"),
+        (["lookup:2", "--tree", "none"], "--tree"),
+        (["lookup:2", "--temperature", "0,1"], "--temperature"),
         (["no-such-folder", "--prompt", "x"], "no-such-folder"),
         (["lookup:2", "--target", tiny_target_dir], "standard input is closed"),
     ]
