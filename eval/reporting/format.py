@@ -170,9 +170,15 @@ def sampling_text(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"T = {temperature:g}"
 
 
+def device_text(results: Results) -> str:
+    device = results["device"]
+    threads = f", {plural(device['threads'], 'thread')}" if "threads" in device else ""
+    return f"{device['name']}{threads}, {results['dtype']}"
+
+
 def setting_line(results: Results) -> str:
     """Return the prompts and the device of a measurement in a line."""
-    settings, device = results["settings"], results["device"]
+    settings = results["settings"]
     names = ", ".join(map(short_name, settings["suites"]))
     count, conversations = settings["num_prompts"], settings.get("conversations", settings["num_prompts"])
     prompts = plural(count, "prompt")
@@ -180,11 +186,8 @@ def setting_line(results: Results) -> str:
         prompts = f"{plural(conversations, 'conversation')}, {plural(count, 'turn')}"
     batch = ", ".join(map(str, settings.get("batch_sizes") or [settings["batch_size"]]))
     rule = "" if results.get("rule", "match") == "match" else f", rule {results['rule']}"
-    threads = f", {plural(device['threads'], 'thread')}" if "threads" in device else ""
-    return (
-        f"{prompts} of {names}, {settings['max_new_tokens']} new tokens, batch {batch}{rule}; "
-        f"{device['name']}{threads}, {results['dtype']}"
-    )
+    new = f"{settings['max_new_tokens']} new tokens"
+    return f"{prompts} of {names}, {new}, batch {batch}{rule}; {device_text(results)}"
 
 
 def subtitle(results: Results) -> str:

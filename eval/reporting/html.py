@@ -154,7 +154,7 @@ def head_facts(head: Results) -> Facts:
 
 def measurement_facts(results: Results) -> list[tuple[str, Facts]]:
     """Return the facts of the measurement and the machine."""
-    settings, device = results["settings"], results["device"]
+    settings = results["settings"]
     measurement: Facts = [
         ("prompts", f"{settings['num_prompts']} of {settings['prompts']}"),
         ("prompt hash", settings["prompts_hash"]),
@@ -164,6 +164,5 @@ def measurement_facts(results: Results) -> list[tuple[str, Facts]]:
         ("repeats", settings["repeats"]),
         ("seed", settings["seed"]),
     ]
-    threads = f", {format.plural(device['threads'], 'thread')}" if "threads" in device else ""
-    machine: Facts = [("device", f"{device['name']}{threads}, {results['dtype']}"), *results["versions"].items()]
+    machine: Facts = [("device", format.device_text(results)), *results["versions"].items()]
     return [("Measurement", measurement), ("Machine", machine)]
