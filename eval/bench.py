@@ -2,10 +2,12 @@
 
     python eval/bench.py runs/quickstart
     python eval/bench.py HEAD_DIR_OR_HUB_ID --prompts mt_bench,humaneval --tree chain:5,tree:5x8x24 --temperature 0,1
+    python eval/bench.py runs/quickstart --batch-size 1,2,4,8 --context 64,256,768    # each combination is a setting
     python eval/bench.py runs/eagle runs/medusa runs/mtp runs/draft lookup:3
+    python eval/bench.py runs/quickstart --no-timing --batch-size 1,8                 # an audit alone
 
 One head: writes results.json, report.html, plots and a model card into a new folder, here in runs/quickstart/bench, or
-into --out.
+into --out. --wandb also makes it a wandb run, as a sweep's agent does.
 
 Several heads: all are measured in one comparison, on the target of the first head that names one. Each head drafts
 every tree that it can, or with `--tree auto` the fastest trees that a search finds for it. Writes compare.json,
@@ -16,16 +18,30 @@ target's own (then no speedup is reported); 2, with one line, for an error that 
 """
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from eval.benchmark.settings import add_measure_options
-from eval.command import Parser, add_head_options, exit_status
+from eval.benchmark.folders import BENCH, own_folder, plain_name, short_name
+from eval.benchmark.results import Results, write_record, write_results
+from eval.benchmark.settings import BenchSettings, add_measure_options, to_settings
+from eval.command import Parser, add_head_options, exit_status, print_line
 from heads.base import HEAD_TREE
+from heads.files import check_folder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+    from heads.base import Drafter
+    from heads.target.model import FrozenTarget
 
 TREES = ("chain:5",)
 TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
 """Default trees for several heads. They include one for heads with a depth below 5."""
+COMPARISONS = Path("runs/compare")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,12 +53,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--roofline", action="store_true", help="compare the time of every part of a round with its lower bound"
     )
+    parser.add_argument("--wandb", action="store_true", help="log the report as a wandb run; WANDB_MODE applies")
     options = parser.parse_args([hyphenated(word) for word in (sys.argv[1:] if arguments is None else arguments)])
     if bool(options.heads) == bool(options.head):
         parser.error("expected a head, or several")
     options.heads = options.heads or [options.head]
-    if options.roofline and len(options.heads) > 1:
-        parser.error("--roofline: is of one head; name one")
+    for name in ("roofline", "wandb"):
+        if getattr(options, name) and (len(options.heads) > 1 or not options.timing):
+            parser.error(f"--{name}: is of one head that is timed; name one")
     options.trees = options.trees or (TREES if len(options.heads) == 1 else TREES_OF_SEVERAL)
     return options
 
@@ -55,9 +73,82 @@ def hyphenated(word: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.commands.bench_run import bench_command
+    settings, paths = to_settings(options), options.heads
+    from eval.benchmark.bench_heads import head_names
+    from eval.benchmark.environment import contention
+    from eval.benchmark.loading import fitting_head, open_target_of
+    from eval.reporting.card import check_card
+    from eval.reporting.format import is_exact
+    from eval.reporting.wandb_run import tracked
+    from heads.published import is_published
+    from heads.registry import untrained_kind
 
-    return bench_command(options)
+    head_names(paths)  # raises UserError if a head is named twice
+    parent = default_out(paths[0]) if len(paths) == 1 else COMPARISONS
+    check_folder(options.out or parent, "--out")
+    if options.out and len(paths) == 1:
+        check_card(options.out, "--out")
+    trained = [path for path in paths if not untrained_kind(path)]
+    ours = [path for path in trained if not is_published(path)]  # these name their target
+    with own_folder(parent, settings, options) as out, tracked(options, out) as log:
+        target, tokenizer = open_target_of((ours or trained or paths)[0], options)
+        heads = {path: fitting_head(path, target) for path in paths}
+        print_line(contention(target.device))
+        results = run_bench(target, heads, tokenizer, settings, out=out, with_roofline=options.roofline)
+        log(results)
+    print(f"written to {out}", file=sys.stderr)
+    return 0 if is_exact(results) else 1
+
+
+def run_bench(
+    target: "FrozenTarget",
+    heads: "Mapping[str, Drafter]",
+    tokenizer: "PreTrainedTokenizerBase",
+    settings: BenchSettings,
+    *,
+    out: Path | None = None,
+    console: "Console | None" = None,
+    with_roofline: bool = False,
+) -> Results:
+    """Measure heads, given by their paths. Write and print the report, and return the contents of results.json, or of
+    compare.json for several heads, or of audit.json without timing."""
+    from rich.console import Console
+
+    from eval.benchmark.bench_heads import bench_heads
+    from eval.benchmark.progress import Progress
+    from eval.benchmark.roofline import lines
+    from eval.reporting.report import print_audit_report, print_report, write_report
+
+    console = console or Console()
+    results = bench_heads(target, heads, tokenizer, settings, with_roofline=with_roofline)
+    if not settings.timing:
+        print_audit_report(results, console)
+        if out is not None:
+            write_record(results, out / "audit.json")
+        return results
+    if out is not None:
+        write: Any = write_record if "heads" in results else write_results
+        write(results, out / ("compare.json" if "heads" in results else "results.json"))
+        with Progress("writing the report", announced=True):
+            write_report(results, out)
+    print_report(results, console)
+    if with_roofline:
+        console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
+    return results
+
+
+def default_out(head: str) -> Path:
+    """Return the parent folder for measurements of a head: bench/ in its run, else runs/bench-NAME."""
+    from heads.checkpoint import find_head
+    from heads.published import is_published
+    from heads.registry import untrained_kind
+
+    if not untrained_kind(head) and not is_published(head):
+        folder = Path(os.path.abspath(find_head(head)))  # without resolving links: their targets are not in the run
+        if folder.name == "head" and (folder.parent / "recipe.yaml").is_file():
+            return folder.parent / BENCH
+    name = os.path.abspath(head) if os.path.exists(head) else head
+    return Path("runs", plain_name(f"bench-{short_name(name)}"))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,185 @@ or during the answer to --prompt.
 """
 
 import argparse
+import io
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from eval.command import Parser, add_head_options, count, draft_tree, exit_status, seed, temperature
+from rich.console import Console
+from rich.text import Text
+
+from eval.command import (
+    Parser,
+    add_head_options,
+    count,
+    draft_shapes,
+    exit_status,
+    print_line,
+    seed,
+    trees,
+)
+from eval.runtime.sampling import Sampling
+from heads.errors import UserError
+
+if TYPE_CHECKING:
+    from eval.benchmark.loading import Opened
+    from eval.benchmark.records import Message
+    from eval.runtime.engine import Engine, Output
+    from heads.tree import TreeShape
+
+DEFAULT_TREES = ("chain:5", "chain:3", "chain:1")
+LEAST_ROOM = 1024
+"""Minimum number of slots of an engine. If a conversation needs more, a new engine with the next power of two is
+built."""
+DRAFTED, QUIET = "green", "dim"
+QUIT, RESET, HELP = "/quit", "/reset", "/help"
+USAGE = (
+    f"{QUIT} or Ctrl-D ends, {RESET} forgets what was said, {HELP} prints this line; {DRAFTED} text was drafted and "
+    "accepted; tau: tokens per pass of the target"
+)
+PROBE = 16
+"""Tokens of the first answer that are also decoded plainly, for plain decoding's speed."""
+INVISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Replacements for control characters, which a model may emit and a terminal would execute."""
+
+
+class Conversation:
+    """Conversation with a target and a head, with all messages so far."""
+
+    def __init__(
+        self, opened: "Opened", shape: "TreeShape", sampling: Sampling, max_new_tokens: int, console: Console
+    ) -> None:
+        """`console`: place of answers. If it is no terminal, only their text is written to it."""
+        self.head, self.target, self.tokenizer = opened
+        self.shape, self.sampling, self.max_new_tokens, self.console = shape, sampling, max_new_tokens, console
+        self.messages: list[Message] = []
+        self.marks: list[bool] = []
+        """True for each token of the last answer that was drafted."""
+        self.answers = 0
+        self.engine: Engine | None = None
+        self.plain_speed: float | None = None
+        """Tokens/s of plain decoding; None before the first answer."""
+
+    def show(self, text: str, style: str = "") -> None:
+        """Write a piece of an answer."""
+        if self.console.is_terminal:
+            self.console.print(Text(text.translate(INVISIBLE), style), end="", soft_wrap=True)
+        elif style != QUIET:  # the prompt is not part of the output
+            self.console.file.write(text)
+            self.console.file.flush()
+
+    def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> "Output":
+        """Show the answer to a prompt while it is decoded, then its figures. `is_asked_to_stop` is called after each
+        round and ends the answer if it returns True. Raise UserError if the prompt is empty or too long."""
+        from eval.benchmark.loading import prompt_room
+        from eval.benchmark.metrics import tau
+        from eval.benchmark.prompts import render
+        from eval.runtime.engine import Request
+
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UserError("the prompt: expected UTF-8 text, got bytes of another encoding; convert it") from None
+        talks = self.tokenizer.chat_template is not None
+        messages = [*self.messages, {"role": "user", "content": prompt}] if talks else [{"content": prompt}]
+        _, ids = render(messages, self.tokenizer)
+        room = prompt_room(self.target, self.max_new_tokens, self.shape.nodes)
+        if not 1 <= len(ids) <= room:
+            raise UserError(
+                f"the prompt, with what was said before, has {len(ids)} tokens; expected 1 to {room}, which leave room "
+                f"for {self.max_new_tokens} new ones; begin anew, or with another --max-new-tokens"
+            )
+        engine = self.engine_for(len(ids) + self.max_new_tokens + self.shape.nodes)
+        sampling = Sampling(self.sampling.temperature, seed=self.sampling.seed + self.answers)
+        request = Request(ids, self.max_new_tokens, sampling)
+        if not talks:
+            self.show(prompt, QUIET)
+        output = self.stream(engine, request, is_asked_to_stop)
+        self.answers += 1
+        if talks:
+            text = str(self.tokenizer.decode(output.tokens, skip_special_tokens=True))
+            self.messages = [*messages, {"role": "assistant", "content": text}]
+        speed = output.decoded / max(engine.timings.decode_seconds, 1e-9)
+        if self.plain_speed is None and output.decoded > 1 and not is_asked_to_stop():
+            self.plain_speed = self.decode_plainly(ids, sampling)
+        beside = "" if self.plain_speed is None else f" (plain decoding {self.plain_speed:,.1f})"
+        count, length = len(output.tokens), f"{tau([output]):.2f}" if output.rounds else "-"
+        figures = f"{count} token{'s' * (count != 1)}, tau {length}, {speed:,.1f} tokens/s{beside}"
+        if self.console.is_terminal:
+            self.console.print(figures, style=QUIET, highlight=False)
+        else:
+            print_line(figures)
+        return output
+
+    def stream(self, engine: "Engine", request: Any, is_asked_to_stop: Callable[[], bool]) -> "Output":
+        """Decode, and show each round's tokens, of which all but the last were drafted. How many tokens of the answer's
+        last round were drafted is known only from the output."""
+        from eval.runtime.request import Detokenizer
+
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=True)
+        marks: list[bool] = []
+        held: list[int] = []
+
+        def add(token: int, drafted: bool) -> None:
+            marks.append(drafted)
+            self.show(detokenizer.push(token), DRAFTED if drafted else "")
+
+        def take(_: int, tokens: list[int]) -> bool:
+            if len(marks) + len(tokens) == self.max_new_tokens or tokens[-1] in self.target.eos_token_ids:
+                held.extend(tokens)
+            else:
+                for n, token in enumerate(tokens, start=1):
+                    add(token, n < len(tokens))
+            return is_asked_to_stop()
+
+        (output,) = engine.generate([request], on_tokens=take)
+        for token, drafted in zip(held, output.drafted()[len(marks) :], strict=True):
+            add(token, drafted)
+        self.show(f"{detokenizer.flush()}\n")
+        self.marks = marks
+        return output
+
+    def decode_plainly(self, ids: Sequence[int], sampling: Sampling) -> float | None:
+        """Return the tokens/s of plain decoding after a prompt, or None if the answer ends at once."""
+        from eval.runtime.engine import Engine, EngineOptions, Request
+
+        plain = Engine(self.target, None, EngineOptions(max_length=len(ids) + PROBE + 1))
+        for tokens in (2, PROBE):  # the first call may compile or capture
+            (output,) = plain.generate([Request(ids, tokens, sampling)])
+        return output.decoded / plain.timings.decode_seconds if output.decoded > 1 else None
+
+    def engine_for(self, needed: int) -> "Engine":
+        """Return an engine with room for `needed` tokens."""
+        from eval.runtime.engine import Engine, EngineOptions
+
+        if self.engine is None or self.engine.options.max_length < needed:
+            self.engine = None  # frees its caches before new ones are allocated
+            length = max(LEAST_ROOM, 1 << (needed - 1).bit_length())
+            options = EngineOptions(shape=self.shape, max_length=min(length, self.target.context_length))
+            self.engine = Engine(self.target, self.head, options)
+        return self.engine
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True once Ctrl-C was pressed. A second Ctrl-C raises KeyboardInterrupt."""
+    asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before: Any = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -24,10 +199,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--prompt", help="answer this prompt and exit; without it, each line of the input is a prompt")
     add(
         "--tree",
-        type=draft_tree,
-        help="draft: chain:5, tree:5x8x24, static:3.2.1 or head; default: chain:5, or chain:3",
+        dest="trees",
+        type=trees,
+        default=DEFAULT_TREES,
+        help="draft: chain:5, tree:5x8x24, static:3.2.1 or head; of several, the first that the head can draft",
     )
-    add("--temperature", type=temperature, default="0", help="0 is greedy")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--seed", type=seed, default=0, help="seed of the sampling; each further answer adds 1")
     add("--max-new-tokens", type=count, default=256, help="most new tokens of each answer")
     return parser.parse_args(arguments)
@@ -35,9 +212,44 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.commands.chat_run import chat
+    from eval.benchmark.auto import can_draft
+    from eval.benchmark.loading import open_head
 
-    return chat(options)
+    if options.prompt is None and sys.stdin is None:
+        raise UserError("standard input is closed, and prompts are read from it; name one with --prompt")
+    if isinstance(sys.stdin, io.TextIOWrapper):  # of bytes that are not UTF-8, only their prompt is refused
+        sys.stdin.reconfigure(errors="surrogateescape")
+    sampling = Sampling(options.temperature, seed=options.seed)
+    opened = open_head(options)
+    shapes = draft_shapes(options.trees, opened.head)
+    fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
+    shape = (fitting or shapes)[0]  # if none fits, the engine raises the error that says why
+    console = Console()
+    conversation = Conversation(opened, shape, sampling, options.max_new_tokens, console)
+    if options.prompt is not None:
+        with interruptible() as is_interrupted:
+            conversation.answer(options.prompt, is_interrupted)
+            return 130 if is_interrupted() else 0
+    if console.is_terminal:
+        print_line(USAGE)
+    while True:
+        try:
+            prompt = input(f"\n{opened.target.name}> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        if prompt.strip() == QUIT:
+            return 0
+        if prompt.strip() == HELP:
+            print_line(USAGE)
+        elif prompt.strip() == RESET:
+            conversation.messages.clear()
+        elif prompt.strip():
+            try:
+                with interruptible() as is_interrupted:
+                    conversation.answer(prompt, is_interrupted)
+            except UserError as error:  # about this prompt; the next one may be shorter
+                print_line(f"error: {error}")
+                conversation.messages.clear()
 
 
 if __name__ == "__main__":

@@ -66,26 +66,13 @@ count, seed = partial(whole_number, 1), partial(whole_number, 0)
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse positive integers separated by commas."""
     return tuple(count(part) for part in text.split(","))
 
 
 def temperatures(text: str) -> tuple[float, ...]:
     """Parse temperatures separated by commas."""
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, got {text!r}") from None
     with _shown():
-        return tuple(Sampling(temperature).temperature for temperature in found)
-
-
-def temperature(text: str) -> float:
-    """Parse a temperature."""
-    found = temperatures(text)
-    if len(found) > 1:
-        raise argparse.ArgumentTypeError(f"expected one number, got {text!r}")
-    return found[0]
+        return tuple(Sampling(float(part)).temperature for part in text.split(","))
 
 
 def trees(text: str) -> tuple[str, ...]:
@@ -94,14 +81,6 @@ def trees(text: str) -> tuple[str, ...]:
     with _shown():
         draft_shapes([part for part in parts if part not in (AUTO, HEAD_TREE)])
     return tuple(parts)
-
-
-def draft_tree(text: str) -> str:
-    """Parse the name of one tree with draft tokens."""
-    found = trees(text)
-    if len(found) > 1 or AUTO in found:
-        raise argparse.ArgumentTypeError(f"expected one tree, such as chain:5, got {text!r}")
-    return found[0]
 
 
 def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[TreeShape]:

@@ -7,11 +7,13 @@ For a run that was measured several times, the newest results are rendered. No m
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from eval.command import Parser, exit_status
+from heads.errors import UserError
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -26,10 +28,28 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    from eval.reporting.report import report_command
+    path = parse_arguments(arguments).results
+    from rich.console import Console
 
-    return report_command(options.results)
+    from eval.benchmark.folders import folders_of, newest_results
+    from eval.benchmark.results import read_results
+    from eval.reporting.card import check_card
+    from eval.reporting.report import print_report, write_report
+
+    compared = path if path.name == "compare.json" else path / "compare.json"
+    if os.path.isdir(path) and (newest := newest_results([*folders_of(path), *sorted(path.glob("*"))])):
+        folder, results = newest
+    elif os.path.isfile(compared):
+        raise UserError(f"{compared}: a comparison of several heads, which is rendered anew only by comparing again")
+    elif os.path.isdir(path):
+        raise UserError(f"{path}: no results.json in it; measure with eval/bench.py")
+    else:
+        folder, results = path.parent, read_results(path)
+    check_card(folder, "the folder")
+    write_report(results, folder)
+    print_report(results, Console())
+    print(f"written to {folder}", file=sys.stderr)
+    return 0
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace) -> int:
     """Time all variants, print a table and write the record."""
     from eval.benchmark.environment import machine, target_facts
     from eval.benchmark.loading import chosen_prompts, open_target_of
-    from eval.benchmark.results import write_results
+    from eval.benchmark.results import write_record
     from eval.command import draft_shapes
     from eval.runtime.engine import Request
     from eval.runtime.sampling import Sampling
@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace) -> int:
         print(f"C against the best without it, {draft}, T = {T:g}: {best[0] / best[1]:.2f}, needed {NEEDED}")
     if options.out:
         facts = {"target": target_facts(target), "head": options.head, **machine(target.device)}
-        write_results({**facts, "rounds": record, "gain_of_c": gains}, options.out)
+        write_record({**facts, "rounds": record, "gain_of_c": gains}, options.out)
     return 0
 
 

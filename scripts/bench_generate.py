@@ -2,32 +2,107 @@
 
     python scripts/bench_generate.py recipes/quickstart/target
 
-Plain decoding is the baseline of every speedup here, so it must be at least as fast as the library's own loop.
+Plain decoding is the baseline of every speedup here, so it must be at least as fast as the library's own loop. Exit
+status 1 if their outputs differ.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from eval.benchmark.prompts import prompts_hash
 from eval.benchmark.settings import add_prompt_options
 from eval.command import Parser, add_target_options, count, exit_status
+from heads.files import check_file
+
+if TYPE_CHECKING:
+    from heads.target.model import FrozenTarget
+
+WARM_UP_TOKENS = 16
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed command line."""
     parser = Parser("Plain decoding here against transformers generate.")
-    parser.add_argument("target", help="a folder or a hub id")
+    add: Any = parser.add_argument
+    add("target", help="a folder or a hub id")
     add_target_options(parser)
-    parser.add_argument("--repeats", type=count, default=3, help="times that each decodes each prompt")
+    add("--repeats", type=count, default=3, help="times that each decodes each prompt")
     add_prompt_options(parser, num_prompts=16, max_prompt_tokens=512, max_new_tokens=128)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.commands.generate_run import compare
+    from eval.benchmark.environment import environment, target_facts
+    from eval.benchmark.loading import chosen_prompts, open_target
+    from eval.benchmark.metrics import rate_ratio, rate_ratio_interval
+    from eval.benchmark.results import write_record
+    from eval.reporting.format import with_interval
+    from eval.runtime.engine import Engine, EngineOptions, Request
 
-    return compare(options)
+    if options.out:
+        check_file(options.out, "--out")
+    target, tokenizer = open_target(options.target, options)
+    prompts = chosen_prompts(options, target, tokenizer, most_nodes=1)
+    longest = max(len(prompt.ids) for prompt in prompts)
+    engine = Engine(target, None, EngineOptions(max_length=longest + options.max_new_tokens + 1))
+    ways: list[Callable[[Sequence[int], int], list[int]]] = [
+        lambda ids, most: engine.generate([Request(ids, most)])[0].tokens,
+        lambda ids, most: run_generate(target, ids, most),
+    ]
+    for way in ways:
+        way(prompts[0].ids, min(WARM_UP_TOKENS, options.max_new_tokens))
+    seconds = [[0.0] * len(prompts) for _ in ways]
+    tokens = [[0] * len(prompts) for _ in ways]
+    different = 0
+    for repeat in range(options.repeats):
+        for i, prompt in enumerate(prompts):
+            texts: list[list[int]] = [[], []]
+            for n in (0, 1) if (repeat + i) % 2 == 0 else (1, 0):  # so that neither always finds the caches warm
+                started = time.perf_counter()
+                texts[n] = ways[n](prompt.ids, options.max_new_tokens)
+                seconds[n][i] += time.perf_counter() - started
+                tokens[n][i] += len(texts[n])
+            different += texts[0] != texts[1]
+    ours, theirs = zip(tokens, seconds, strict=True)
+    ratio, interval = rate_ratio(ours, theirs), rate_ratio_interval(ours, theirs)
+    print(f"{len(prompts)} prompts, {options.max_new_tokens} new tokens, {options.repeats} repeats, prefill included")
+    print(f"transformers generate   {sum(theirs[0]) / sum(theirs[1]):10.1f} tokens/s")
+    print(f"engine, plain           {sum(ours[0]) / sum(ours[1]):10.1f} tokens/s")
+    print(f"ratio                   {with_interval(ratio, interval)}")
+    print(f"texts that differ       {different} of {len(prompts) * options.repeats}")
+    if options.out:
+        record = {
+            **{"target": target_facts(target), **environment(target)},
+            **{"prompts": options.prompts, "num_prompts": len(prompts), "prompts_hash": prompts_hash(prompts)},
+            **{"max_new_tokens": options.max_new_tokens, "tokens": sum(ours[0])},
+            **{"engine_seconds": sum(ours[1]), "generate_seconds": sum(theirs[1])},
+            **{"ratio": {"mean": ratio, "ci95": interval}, "different": different},
+        }
+        write_record(record, options.out)
+    return 1 if different else 0
+
+
+def run_generate(target: "FrozenTarget", prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """Return the tokens of `generate`, called as a user would call it."""
+    import torch
+
+    ids = torch.tensor([prompt], device=target.device)
+    generate: Any = target.model.generate  # Any, because in the library's types it is not callable
+    with torch.inference_mode():
+        output = generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            use_cache=True,  # even if the target's config disables it: without a cache the comparison makes no sense
+            pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
+        )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
 
 
 if __name__ == "__main__":

@@ -54,12 +54,12 @@ WINDOW = 48
 
 def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
     import torch
-    from torch.nn.functional import scaled_dot_product_attention
 
     from heads.target.choose import choose_in_tiles, logits_in_tiles
+    from heads.target.masks import additive
     from heads.target.noise import gumbel
     from heads.target.slots import Verified, ancestors
-    from heads.target.tree_attention import tree_attention
+    from heads.target.tree_attention import for_groups, masked_attention, tree_attention
 
     found: dict[str, Any] = {}
     H, Hkv, d = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
@@ -85,8 +85,8 @@ def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
                 assert visible is not None
                 if window is not None:
                     visible &= tree.positions[..., None] - tree.key_positions(S)[:, None] < window
-                wide = [x.double().transpose(1, 2) for x in (q, keys, values)]  # (1, heads, N or S, d)
-                true = scaled_dot_product_attention(*wide, visible[:, None], enable_gqa=True).transpose(1, 2)
+                mask = for_groups(additive(visible, torch.float64)[:, 0], H // Hkv)
+                true = masked_attention(q.double(), keys.double(), values.double(), mask)
                 made = [tree_attention(q, keys, values, tree.sight(), window=window) for _ in range(3)]
                 error = float((made[0].double() - true).norm() / true.norm())
                 note(f"tree_attention, {N} nodes after {length} tokens, window {window}", made, error, limit)

@@ -91,11 +91,12 @@ def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **c
     """Return a random target of a family, the same at every call."""
     if family in HYBRIDS | OTHER_HYBRIDS:
         return make_hybrid(family, dtype, **changes)
-    config = AutoConfig.for_model(family, **(T5 if family == "t5" else BASE | FAMILIES.get(family, {})) | changes)
+    config: Any = AutoConfig.for_model(family, **(T5 if family == "t5" else BASE | FAMILIES.get(family, {})) | changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if family == "t5":
-            model: Any = with_wide_weights(T5ForConditionalGeneration(config).to(dtype), 0.35)
+            made: Any = T5ForConditionalGeneration(config)  # type: ignore[arg-type]
+            model: Any = with_wide_weights(made.to(dtype), 0.35)
         else:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return FrozenTarget(with_plain_experts(model).to(device), family)
@@ -104,7 +105,9 @@ def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **c
 def make_hybrid(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> FrozenTarget:
     """Return a random target with recurrent layers, the same at every call."""
     own = (HYBRIDS | OTHER_HYBRIDS).get(family, {})
-    config = AutoConfig.for_model(family, **BASE | dict(num_hidden_layers=4, initializer_range=0.02) | own | changes)
+    config: Any = AutoConfig.for_model(
+        family, **BASE | dict(num_hidden_layers=4, initializer_range=0.02) | own | changes
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = with_wide_weights(AutoModelForCausalLM.from_config(config, dtype=dtype), 0.3)

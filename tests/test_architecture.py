@@ -141,7 +141,7 @@ def test_every_recipe_loads(path: Path) -> None:
     assert load_recipe(path)
 
 
-STAGES = ("files", "runtime", "command", "benchmark", "reporting", "commands")  # of eval/; entries come last
+STAGES = ("files", "runtime", "command", "benchmark", "reporting")  # of eval/; entries come last
 
 
 def stage(module: str) -> int:
@@ -151,8 +151,8 @@ def stage(module: str) -> int:
 
 
 def test_eval_measures_before_it_reports() -> None:
-    """Entries import commands, commands import reports, reports import measurements, and measurements import the
-    runtime. There are no imports in the other direction."""
+    """Entries import reports, reports import measurements, and measurements import the runtime. There are no imports in
+    the other direction."""
     for path in modules("eval"):
         own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         names = [name for name in imported_names(path) if name.startswith("eval.")]

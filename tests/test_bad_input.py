@@ -15,12 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from eval import bench
+from eval import bench, report
 from eval.benchmark.prompts import held_out_prompts, suite_records
 from eval.benchmark.records import apply_template, read_records
 from eval.benchmark.results import read_results
 from eval.command import exit_status
-from eval.reporting.report import report_command
 from heads.checkpoint import find_head, read_config
 from heads.errors import UserError
 from heads.files import check_file, file_hash
@@ -252,7 +251,7 @@ def test_a_comparison_is_not_rendered_again(here: Path, refused: Any) -> None:
     (here / "out").mkdir()
     (here / "out/compare.json").write_text('{"schema_version": 1}')
     for path in (here / "out", here / "out/compare.json"):
-        assert "compare again" in refused(lambda path=path: exit_status(lambda: report_command(path)))
+        assert "by comparing again" in refused(lambda path=path: exit_status(lambda: report.main([str(path)])))
 
 
 def test_nothing_to_draft_is_given_at_the_first_measurement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,8 +300,8 @@ def test_what_no_one_means_is_refused(tmp_path: Path, tiny_target_dir: Path) -> 
         return apply_template([{"role": "user", "content": "hi"}], tokenizer, "place")
 
     actions: list[Callable[[], object]] = [
-        *(lambda read=read: read("x" * 300 + ".jsonl") for read in (read_records, suite_records, find_head)),  # type: ignore[misc]
-        *(lambda text=text: chat(text) for text in ("{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")),  # type: ignore[misc]
+        *(lambda read=read: read("x" * 300 + ".jsonl") for read in (read_records, suite_records, find_head)),
+        *(lambda text=text: chat(text) for text in ("{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")),
         lambda: held_out_prompts(tokenizer, 10**8, 64, 0),
         lambda: check_file(tmp_path, "--out"),
     ]
@@ -366,7 +365,7 @@ COMMANDS: dict[str, Callable[[], int]] = {
     "prompts.jsonl": measure,
     "run/head/config.json": measure,
     f"run/head/{WEIGHTS}": measure,
-    "run/results.json": lambda: exit_status(lambda: report_command(Path("run"))),
+    "run/results.json": lambda: exit_status(lambda: report.main(["run"])),
     "run/checkpoints/step-1/state.json": lambda: train("output_dir=run", "train.max_steps=2"),
     "target/config.json": lambda: measure("run", "--target", "target"),
     "target/tokenizer.json": lambda: measure("run", "--target", "target"),

@@ -21,8 +21,8 @@ import yaml
 
 from eval.benchmark.records import read_messages, read_records
 from eval.benchmark.settings import to_settings
-from eval.benchmark.sweep_file import KEYS
 from eval.command import exit_status
+from eval.sweep import Sweep
 from heads.checkpoint import save_head, target_record
 from heads.formats.blocks import SCALED
 from heads.formats.blocks import TARGETS as BLOCK_TARGETS
@@ -69,7 +69,6 @@ TINY = {
     "eval/compare.py": MEASURE,
     "eval/sweep.py": "--count 1",
     "eval/chat.py": "--max-new-tokens 4",
-    "scripts/audit.py": "--num-prompts 2 --max-prompt-tokens 32 --max-new-tokens 4",
     "scripts/bench_backends.py": "--num-prompts 1 --max-new-tokens 4 --repeats 1 --tree chain:2",
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 4 --repeats 1",
     "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1",
@@ -361,7 +360,7 @@ def test_every_recipe_is_listed() -> None:
 def test_every_key_of_a_sweep_is_listed() -> None:
     section = (ROOT / "recipes/README.md").read_text().partition("## Keys of a sweep")[2]
     named = {name for line in section.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
-    assert named == {*KEYS}
+    assert named == Sweep.model_fields.keys()
 
 
 def measurements(record: str) -> dict[tuple[str, str], dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from eval.bench import run_bench
 from eval.benchmark.results import read_results
-from eval.commands.bench_run import run_bench
 from eval.reporting.report import write_report
 from heads.checkpoint import check_loaders, load_head, weights_hash
 from heads.errors import UserError

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any, TextIO
 from accelerate import Accelerator
 
 from eval.benchmark.progress import Progress
-from eval.benchmark.results import Results, figures_of
-from eval.reporting.format import count, short_name, why_unreliable
+from eval.benchmark.results import Results
+from eval.reporting.format import count
+from eval.reporting.wandb_run import known_figures, log_outcome, quiet_settings, run_place, tags
 from heads.errors import UserError, first_line
 from heads.files import write_text
 from train.recipe import Tracking
@@ -20,10 +20,8 @@ from train.run_folder import RunFolder
 
 Metrics = dict[str, Any]
 
-NOT_TRACKED = ("step", "accepted", "chains", "overlap")
-"""Metrics that only metrics.jsonl holds: the step, which is the trackers' axis, and parts of the loss by depth."""
-LONGEST_TAG = 64
-"""Number of letters of a tag that wandb allows."""
+NOT_TRACKED = ("accepted", "chains", "overlap")
+"""Metrics by depth that only metrics.jsonl holds: parts of the loss, which no chart explains."""
 
 
 class Tracker:
@@ -190,61 +188,6 @@ def flat(metrics: Metrics) -> dict[str, float]:
         numbers = {end: part for end, part in each.items() if isinstance(part, int | float)}
         out |= {f"{metrics['kind']}/{name}{end}": part for end, part in numbers.items()}
     return out
-
-
-def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None = None) -> None:
-    """Log a report in `folder` to a wandb run: the figures as its summary, which a sweep can optimise, the page, a
-    table with a row for every setting, the charts, and the head, if given, as an artifact."""
-    import wandb
-
-    figures, exact = known_figures(results), results["exact"]
-    names = ["tau", "tau_low", "tau_high", *("speedup", "speedup_low", "speedup_high")]
-    names += ["tokens_per_second", "plain_tokens_per_second"]
-    rows = [
-        [m["tree"], float(m["temperature"]), *map(known_figures(m).get, names), why_unreliable(m) is None]
-        for m in results["measurements"]
-    ]
-    media: Metrics = {f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))}
-    page = folder / "report.html"
-    if page.is_file():
-        media["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
-    run.log({"measurements": wandb.Table(["draft", "temperature", *names, "reliable"], rows), **media})
-    audit = {"prompts": exact["prompts"], "divergences": len(exact["divergences"])}
-    run.summary.update({**figures, **audit, "reliable": why_unreliable(results) is None})
-    run.tags = tags(results["head"]["kind"], results["target"]["name"])
-    if head is not None:
-        about = {"kind": results["head"]["kind"], "draft": results["tree"], **figures}
-        artifact = wandb.Artifact(f"head-{run.id}", type="model", metadata=about)
-        for file in sorted(path for path in head.rglob("*") if path.is_file()):  # add_dir would print to the terminal
-            artifact.add_file(str(file), name=str(file.relative_to(head)))
-        run.log_artifact(artifact)
-
-
-def known_figures(results: Results) -> dict[str, float]:
-    """Return the figures of a report that were measured, without those of a speedup that is not reliable."""
-    return {name: value for name, value in figures_of(results).items() if value is not None}
-
-
-def tags(kind: str, target: str) -> tuple[str, ...]:
-    """Return the tags of a wandb run."""
-    return kind, short_name(target)[-LONGEST_TAG:]
-
-
-def run_place(run: Any) -> str:
-    """Return a line with the address of a wandb run, or with the command that uploads an offline run."""
-    if run.offline:
-        path = Path(run.sync_dir)
-        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        return f"wandb: offline; upload the run with: wandb sync {shlex.quote(str(path))}"
-    return f"wandb: {run.url}"
-
-
-def quiet_settings() -> Any:
-    """Return settings that keep wandb from uploading the code, the git remote and all output, which may contain
-    tokens."""
-    import wandb
-
-    return wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)
 
 
 def _percent(rates: Sequence[float | None]) -> str:

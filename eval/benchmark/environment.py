@@ -65,13 +65,11 @@ def head_facts(head: Drafter, path: str) -> dict[str, Any]:
 
 
 def environment(target: FrozenTarget) -> dict[str, Any]:
-    """Return the time and the machine of a measurement of the target."""
     dtype, decoder = str(target.dtype).removeprefix("torch."), decoder_facts(target)
     return {**machine(target.device), "dtype": dtype, "decoder": decoder}
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return the time, the device and the versions of a measurement."""
     measured_at = datetime.now(UTC).isoformat(timespec="milliseconds")
     return {"measured_at": measured_at, "device": device_facts(device), "versions": versions()}
 
@@ -82,7 +80,6 @@ def num_parameters(module: nn.Module) -> int:
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Return the name and the size (memory or threads) of a device."""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return {"type": "cuda", "name": facts.name, "memory_gib": round(facts.total_memory / 2**30, 1)}

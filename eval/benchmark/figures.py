@@ -9,7 +9,7 @@ must emit the same tokens again.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -34,33 +34,29 @@ Divergence = dict[str, Any]
 
 
 @dataclass
-class Judged:
-    """Figures of comparisons, with an item for each variant, and the places where plain decoding did not repeat its
-    own tokens."""
+class Measured:
+    """One setting of one head, audited."""
 
-    measurements: list[Results] = field(default_factory=list)
-    suites: list[dict[str, Results]] = field(default_factory=list)
-    samples: list[list[Results]] = field(default_factory=list)
-    unrepeatable: list[Results] = field(default_factory=list)
-
-    def add(self, other: "Judged") -> None:
-        """Append the figures of another comparison."""
-        self.measurements += other.measurements
-        self.suites += other.suites
-        self.samples += other.samples
-        self.unrepeatable += other.unrepeatable
+    head: int
+    """Index of the head."""
+    figures: Results
+    suites: dict[str, Results]
+    samples: list[Results]
 
 
-def judge(result: Comparison, tokenizer: PreTrainedTokenizerBase) -> Judged:
-    """Return the audited figures of every variant. Raise UserError if no output is longer than the prefill's token."""
+def judge(
+    result: Comparison, tokenizer: PreTrainedTokenizerBase, owners: Sequence[int]
+) -> tuple[list[Measured], list[Divergence]]:
+    """Return the audited figures of every variant, and the places where plain decoding did not repeat its own tokens.
+    `owners`: index of each variant's head. Raise UserError if no output is longer than the prefill's token."""
     suites = ", ".join(sorted({prompt.suite for prompt in result.prompts}))
     check_decoded(result.plain.outputs[0].values(), suites)
-    judged = Judged(unrepeatable=find_divergences(result, result.plain, tokenizer))
-    for variant, divergences in zip(result.drafting, audit(result, tokenizer), strict=True):
-        judged.measurements.append(figures(result, variant, divergences, range(len(result.units))))
-        judged.suites.append(by_suite(result, variant, divergences))
-        judged.samples.append(samples(result, variant, tokenizer))
-    return judged
+    measured = []
+    for owner, variant, divergences in zip(owners, result.drafting, audit(result, tokenizer), strict=True):
+        whole = figures(result, variant, divergences, range(len(result.units)))
+        parts = by_suite(result, variant, divergences)
+        measured.append(Measured(owner, whole, parts, samples(result, variant, tokenizer)))
+    return measured, find_divergences(result, result.plain, tokenizer)
 
 
 def audit(comparison: Comparison, tokenizer: PreTrainedTokenizerBase) -> list[list[Divergence]]:
@@ -170,35 +166,37 @@ def figures(
     identical = len(indices) - len({(d["suite"], d["prompt"]) for d in own if not d.get("near_tie")})
     exact = exactness(len(indices), len(indices), identical, own, in_distribution=comparison.in_distribution)
     outputs = [variant.outputs[0][i] for i in indices]
-    depth, tau = variant.shape.depth, metrics.tau(outputs)
-    turns, timed = comparison.turns(units), comparison.timed_turns(units)
-    (tokens, plain), (made, drafted) = (comparison.rate(who, timed) for who in (comparison.plain, variant))
-    steps, rounds = (who.round_seconds(timed) for who in (comparison.plain, variant))
-    step_ms, round_ms = ({"mean": 1e3 * mean(s), "median": 1e3 * middle(s)} for s in (steps, rounds))
-    phases = comparison.breakdowns[comparison.drafting.index(variant)]
-    speedup = None
-    if identical == len(indices):
-        rates = (made, drafted), (tokens, plain)
-        whole = sum(phases[phase] for phase in PHASES)
-        medians = {"plain_seconds": step_ms["median"], "round_seconds": round_ms["median"]}
-        speedup = {
-            "measured": metrics.rate_ratio(*rates),
-            "ci95": metrics.rate_ratio_interval(*rates),
-            "predicted": metrics.predicted_speedup(tau, plain_seconds=phases["plain"], round_seconds=whole),
-            "ratio_of_medians": metrics.predicted_speedup(tau, **medians),
-            "tokens": min(sum(tokens), sum(made)),
-        }
-    record = {
+    tau = metrics.tau(outputs)
+    record: Results = {
         "tree": str(variant.shape),
-        "depth": depth,
+        "depth": variant.shape.depth,
         "nodes": variant.shape.nodes,
         "temperature": comparison.requests[0].sampling.temperature,
         "rule": variant.engine.options.rule,
         "exact": exact,
         "tau": {"mean": tau, "ci95": metrics.tau_interval(outputs)},
         "tau_by_position": metrics.tau_by_position(outputs),
-        "alpha": metrics.acceptance_by_depth(outputs, depth),
-        "accepted_histogram": metrics.accepted_histogram(outputs, depth),
+        "alpha": metrics.acceptance_by_depth(outputs, variant.shape.depth),
+        "accepted_histogram": metrics.accepted_histogram(outputs, variant.shape.depth),
+        "loop_share": metrics.loop_share([output.tokens for output in outputs]),
+        "tokens": sum(len(output.tokens) for output in outputs),
+        "undecoded": sum(len(output.tokens) == 1 for output in outputs),
+    }
+    if comparison.breakdowns:
+        record |= speeds(comparison, variant, units, tau, is_exact=identical == len(indices))
+    return record
+
+
+def speeds(comparison: Comparison, variant: Variant, units: Sequence[int], tau: float, *, is_exact: bool) -> Results:
+    """Return the times of one setting over some units, and its speedup if every output was exact."""
+    turns, timed = comparison.turns(units), comparison.timed_turns(units)
+    (tokens, plain), (made, drafted) = (comparison.rate(who, timed) for who in (comparison.plain, variant))
+    steps, rounds = (who.round_seconds(timed) for who in (comparison.plain, variant))
+    step_ms, round_ms = (
+        {"mean": 1e3 * fmean(s or [0.0]), "median": 1e3 * median(s or [float("nan")])} for s in (steps, rounds)
+    )
+    phases = comparison.breakdowns[comparison.drafting.index(variant)]
+    record: Results = {
         "baseline": {
             "tokens_per_second": metrics.tokens_per_second(tokens, plain),
             "ms_per_token": 1e3 * sum(plain) / max(sum(tokens), 1),
@@ -213,25 +211,22 @@ def figures(
             "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
             "plain_step_ms": 1e3 * phases["plain"],
         },
-        "speedup": speedup,
+        "speedup": None,
         "turns": {"timed": len(timed), "left_out": len(turns) - len(timed)},
-        "loop_share": metrics.loop_share([output.tokens for output in outputs]),
-        "tokens": sum(len(output.tokens) for output in outputs),
-        "undecoded": sum(len(output.tokens) == 1 for output in outputs),
     }
-    if speedup is not None:
-        speedup["reliable"] = why_unreliable(record) is None
+    if is_exact:
+        rates = (made, drafted), (tokens, plain)
+        whole = sum(phases[phase] for phase in PHASES)
+        medians = {"plain_seconds": step_ms["median"], "round_seconds": round_ms["median"]}
+        record["speedup"] = {
+            "measured": metrics.rate_ratio(*rates),
+            "ci95": metrics.rate_ratio_interval(*rates),
+            "predicted": metrics.predicted_speedup(tau, plain_seconds=phases["plain"], round_seconds=whole),
+            "ratio_of_medians": metrics.predicted_speedup(tau, **medians),
+            "tokens": min(sum(tokens), sum(made)),
+        }
+        record["speedup"]["reliable"] = why_unreliable({"tau": {"mean": tau}} | record) is None
     return record
-
-
-def mean(seconds: Sequence[float]) -> float:
-    """Return the mean; 0 of nothing."""
-    return fmean(seconds or [0.0])
-
-
-def middle(seconds: Sequence[float]) -> float:
-    """Return the median; NaN of nothing."""
-    return median(seconds or [float("nan")])
 
 
 def exactness(
@@ -268,12 +263,6 @@ def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[Div
     in_distribution = any("kind" in m["exact"] for m in measurements)
     whole = sum(exact["prompts"] for exact in compared)
     return exactness(prompts, whole, identical, [*unrepeatable, *found], in_distribution=in_distribution)
-
-
-def withhold_speed(measurements: Sequence[Results]) -> None:
-    """Remove every speedup, because the audit failed."""
-    for measurement in measurements:
-        measurement["speedup"] = None
 
 
 def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Results]:

@@ -8,10 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from eval.benchmark.environment import environment, setup_line, target_facts
+from eval.benchmark.environment import setup_line
 from eval.benchmark.progress import Progress
-from eval.benchmark.prompts import Prompt, follow_up, load_prompts, prompts_hash, split_prompts
-from eval.benchmark.results import Results
+from eval.benchmark.prompts import Prompt, follow_up, load_prompts, split_prompts, windows
 from eval.benchmark.settings import BenchSettings
 from eval.benchmark.templates import arguments_read, with_arguments
 from eval.command import print_line
@@ -36,7 +35,6 @@ class Opened(NamedTuple):
 
 
 def open_head(options: argparse.Namespace) -> Opened:
-    """Load the head that the command line names, and its target."""
     target, tokenizer = open_target_of(options.head, options)
     return Opened(fitting_head(options.head, target), target, tokenizer)
 
@@ -159,16 +157,29 @@ def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> i
 
 
 def choose_prompts(
-    target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, settings: BenchSettings, most_nodes: int
+    target: FrozenTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: BenchSettings,
+    most_nodes: int,
+    context: int | None = None,
 ) -> list[Prompt]:
     """Return the prompts of every suite that fit with their output and a tree of `most_nodes`, including later turns of
-    conversations. A later turn follows the target's own greedy answers."""
+    conversations. A later turn follows the target's own greedy answers. With a `context`, return prompts of so many
+    tokens, cut from the suites' texts: `num_prompts` of each, or two of the largest batches."""
     room = prompt_room(target, settings.max_new_tokens, most_nodes)
     limit = min(settings.max_prompt_tokens or room, room)
-    prompts = []
-    for suite in split_prompts(settings.prompts):
-        if not suite:
-            raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, separated by commas")
+    suites, prompts = split_prompts(settings.prompts), []
+    if not all(suites):
+        raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, separated by commas")
+    if context is not None:
+        if context > room:
+            raise UserError(
+                f"--context {context}: with {settings.max_new_tokens} new tokens and a tree of {most_nodes} nodes "
+                f"{target.name} has room for {room}; ask for shorter ones"
+            )
+        count = settings.num_prompts or 2 * max(batch_size for _, batch_size in settings.points)
+        return [prompt for suite in suites for prompt in windows(suite, tokenizer, context, count)]
+    for suite in suites:
         prompts += load_prompts(
             suite,
             tokenizer,
@@ -203,16 +214,3 @@ def chosen_prompts(
         seed=options.seed,
         skip_long=True,
     )
-
-
-def facts_of(options: argparse.Namespace, target: FrozenTarget, prompts: list[Prompt]) -> Results:
-    """Return the record of the target, of the head if there is one, of the machine and of the prompts."""
-    return {
-        "target": target_facts(target),
-        **({"head": options.head} if "head" in options else {}),
-        **environment(target),
-        "prompts": options.prompts,
-        "num_prompts": len(prompts),
-        "prompts_hash": prompts_hash(prompts),
-        "max_new_tokens": options.max_new_tokens,
-    }

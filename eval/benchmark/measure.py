@@ -22,7 +22,6 @@ from eval.benchmark.roofline import phase_seconds
 from eval.benchmark.settings import BenchSettings
 from eval.runtime.engine import PHASES, Engine, EngineOptions, Output, Request, Timings
 from eval.runtime.round import read_prompts
-from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.target.model import FrozenTarget
@@ -53,7 +52,6 @@ class Variant:
 
     @property
     def shape(self) -> TreeShape:
-        """Shape of its drafts."""
         return self.engine.options.shape
 
     def run(self, unit: int, indices: Sequence[int], requests: Sequence[Request], repeat: int) -> None:
@@ -66,11 +64,9 @@ class Variant:
         self.timings[repeat][unit] = self.engine.timings
 
     def timings_of(self, turns: Sequence[Turn]) -> list[Timings]:
-        """Return the timings of some turns."""
         return [self.timings[repeat][unit] for repeat, unit in turns]
 
     def round_seconds(self, turns: Sequence[Turn]) -> list[float]:
-        """Return the seconds of every round of some turns."""
         return [seconds for timings in self.timings_of(turns) for seconds in timings.round_seconds]
 
 
@@ -95,7 +91,6 @@ class Comparison:
         return sampled and any(variant.engine.options.rule != "match" for variant in self.drafting)
 
     def turns(self, units: Sequence[int]) -> list[Turn]:
-        """Return the turns of some units."""
         return [(repeat, unit) for repeat in range(len(self.plain.outputs)) for unit in units]
 
     def timed_turns(self, units: Sequence[int]) -> list[Turn]:
@@ -136,9 +131,11 @@ def compare(
     temperature: float,
     settings: BenchSettings,
     where: str = "",
+    *,
+    phases: bool = True,
 ) -> Comparison:
     """Decode `prompts` plainly and with every draft in turns, `settings.repeats` times. `where`: more words for the
-    lines of progress."""
+    lines of progress. `phases`: also measure the phases of a round."""
     names = ", ".join(dict.fromkeys(str(shape) for _, shape in drafts))
     what = f"measuring {names} {'greedy' if temperature == 0 else f'at T = {temperature:g}'}{where}"
     with Progress(f"{what}: output", settings.repeats * (1 + len(drafts)) * len(prompts)) as progress:
@@ -150,8 +147,9 @@ def compare(
                 for variant in variants[first:] + variants[:first]:
                     variant.run(unit, indices, result.requests, repeat)
                     progress.advance(len(indices))
-    with Progress(f"{what}: phases of a round", announced=True):
-        result.breakdowns = replayed_phases(result) or profile(result)
+    if phases:
+        with Progress(f"{what}: phases of a round", announced=True):
+            result.breakdowns = replayed_phases(result) or profile(result)
     return result
 
 
@@ -162,10 +160,19 @@ def line_up(
     temperature: float,
     settings: BenchSettings,
 ) -> Comparison:
-    """Return a comparison without measurements. Its engines are warmed up."""
+    """Return a comparison without measurements. Its engines are warmed up. Prompt i has seed `settings.seed` + i."""
     longest = max(len(prompt.ids) for prompt in prompts)
     room = longest + settings.max_new_tokens + max(shape.nodes for _, shape in drafts)
-    requests = make_requests(prompts, settings.sampling(temperature), settings.max_new_tokens)
+    sampling = settings.sampling(temperature)
+    requests = [
+        Request(
+            list(prompt.ids),
+            settings.max_new_tokens,
+            replace(sampling, seed=sampling.seed + i),
+            ignore_eos=not settings.timing,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
     plain = Variant(Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=room)))
     drafting = [Variant(Engine(target, head, engine_options(settings, shape, room))) for head, shape in drafts]
     result = Comparison(prompts, requests, split_units(prompts, settings.batch_size), plain, drafting)
@@ -176,23 +183,7 @@ def line_up(
 
 
 def engine_options(settings: BenchSettings, shape: TreeShape, max_length: int) -> EngineOptions:
-    """Return the options of an engine that drafts with these settings."""
-    return EngineOptions(
-        shape=shape,
-        rule=settings.rule,
-        batch_size=settings.batch_size,
-        max_length=max_length,
-    )
-
-
-def make_requests(
-    prompts: Sequence[Prompt], sampling: Sampling, max_new_tokens: int, *, ignore_eos: bool = False
-) -> list[Request]:
-    """Return a request for each prompt. Prompt i has seed `sampling.seed` + i."""
-    return [
-        Request(list(prompt.ids), max_new_tokens, replace(sampling, seed=sampling.seed + i), ignore_eos=ignore_eos)
-        for i, prompt in enumerate(prompts)
-    ]
+    return EngineOptions(shape=shape, rule=settings.rule, batch_size=settings.batch_size, max_length=max_length)
 
 
 def relative_pace(timings: Sequence[Timings]) -> list[float]:
@@ -212,7 +203,7 @@ def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
     return units
 
 
-def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list[dict[str, float]]:
+def profile(comparison: Comparison) -> list[dict[str, float]]:
     """Return seconds of one round by phase for each drafting variant, over the first prompts that have rounds. The
     rounds run without graphs, and the host waits after each phase.
 
@@ -230,7 +221,7 @@ def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list
             for phase, spent in variant.engine.timings.breakdown.items():
                 by_phase[phase] += spent
         profiled += sum(output.rounds > 0 for output in outputs)
-        if profiled >= num_prompts:
+        if profiled >= PROFILED_PROMPTS:
             break
     typical = [{phase: median(spent or [0.0]) for phase, spent in by_phase.items()} for by_phase in seconds]
     plain = sum(typical[0].values())

@@ -38,7 +38,6 @@ def tau(outputs: Sequence[Output]) -> float:
 
 
 def tau_interval(outputs: Sequence[Output]) -> Interval | None:
-    """Return the 95% interval of `tau` over prompts."""
     return ratio_interval([o.decoded for o in outputs], [o.rounds for o in outputs])
 
 
@@ -98,7 +97,6 @@ def counted(output: Output) -> list[tuple[int, int]]:
 
 
 def accepted_histogram(outputs: Iterable[Output], depth: int) -> list[int]:
-    """Return the number of rounds that gained 0, 1, .. `depth` draft tokens."""
     counts = Counter(gain for output in outputs for gain, _ in counted(output))
     return [counts[n] for n in range(depth + 1)]
 
@@ -162,7 +160,6 @@ def is_loop(tokens: Sequence[int]) -> bool:
 
 
 def loop_share(generations: Sequence[Sequence[int]]) -> float:
-    """Return the fraction of outputs for which `is_loop` is True."""
     return sum(map(is_loop, generations)) / len(generations) if generations else 0.0
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,26 @@ def load_prompts(
     if not prompts:
         raise UserError(f"{suite_or_path}: no prompt of at most {max_prompt_tokens} tokens; nothing to measure")
     return prompts
+
+
+def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> list[Prompt]:
+    """Return `count` prompts of `length` tokens, cut one after another from the texts of a suite: whole modules for the
+    held-out suite, else its prompts."""
+    ids: list[int] = []
+    if suite == HELD_OUT_SUITE:
+        texts: Iterator[Sequence[int]] = (encode(text, tokenizer) for _, text in read_split(held_out=True))
+    else:
+        texts = (prompt.ids for prompt in load_prompts(suite, tokenizer, max_prompt_tokens=sys.maxsize))
+    while len(ids) < length * count:
+        if (text := next(texts, None)) is None:
+            raise UserError(
+                f"{suite}: its texts have {len(ids)} tokens, {count} prompts of {length} need {length * count}; ask "
+                "for fewer prompts, a shorter --context or another suite"
+            )
+        ids += text
+    cuts = [tuple(ids[i * length : (i + 1) * length]) for i in range(count)]
+    name = suite_name(suite)
+    return [Prompt(str(i), name, name, str(tokenizer.decode(list(cut))), cut) for i, cut in enumerate(cuts)]
 
 
 def split_prompts(text: str) -> list[str]:

@@ -25,7 +25,6 @@ SKIPPED_FOLDERS = frozenset(
 
 
 def standard_library() -> tuple[Path, ...]:
-    """Return the folder of the running interpreter's standard library."""
     return (Path(sysconfig.get_paths()["stdlib"]),)
 
 
@@ -81,7 +80,6 @@ def long_lines(text: str) -> set[str]:
 
 @cache
 def protected_lines(roots: tuple[Path, ...]) -> frozenset[str]:
-    """Return every long line of the held-out split."""
     return frozenset().union(*(long_lines(text) for _, text in read_split(held_out=True, roots=roots)))
 
 

@@ -8,7 +8,6 @@ Each phase is timed separately; on a GPU, in a CUDA graph. What a round takes be
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,26 +29,6 @@ BELIEVABLE = 1.25
 """Maximum plausible bandwidth of a plain step, relative to copying: it only reads, which may be faster than copying."""
 ROUNDS, TRIES = {"cpu": 1, "cuda": 16}, {"cpu": 12, "cuda": 4}
 """Number of runs timed together, and number of such timings, of which the best counts."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One phase of a round."""
-
-    name: str
-    bytes: int
-    """Minimum number of bytes to read and write: weights, and the cache of all tokens."""
-    seconds: float
-
-    def record(self, bandwidth: float) -> dict[str, Any]:
-        floor = self.bytes / bandwidth
-        return {
-            "part": self.name,
-            "bytes": self.bytes,
-            "floor_us": 1e6 * floor,
-            "us": 1e6 * self.seconds,
-            "over_floor": self.seconds / floor if self.bytes else None,
-        }
 
 
 @torch.inference_mode()
@@ -82,14 +61,11 @@ def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidt
     for name, each in (("round", engine), ("plain", plain)):
         fill_batch(each, length)
         extent = min(round_up(length + (ROUNDS[each.target.device.type] + 1) * each.nodes), each.decoder.step.capacity)
-        parts, seconds = parts_of(each, length), best_seconds(each, partial(each.rounds, extent))
-        left = max(0.0, seconds - sum(part.seconds for part in parts))
-        gaps = {"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": 1e6 * left, "over_floor": None}
-        found |= {
-            name: [*(part.record(bandwidth) for part in parts), gaps],
-            f"{name}_us": 1e6 * seconds,
-            f"{name}_floor_us": 1e6 * sum(part.bytes for part in parts) / bandwidth,
-        }
+        parts, seconds = parts_of(each, length, bandwidth), best_seconds(each, partial(each.rounds, extent))
+        left = max(0.0, 1e6 * seconds - sum(part["us"] for part in parts))
+        parts.append({"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": left, "over_floor": None})
+        floor = sum(part["floor_us"] for part in parts)
+        found |= {name: parts, f"{name}_us": 1e6 * seconds, f"{name}_floor_us": floor}
     return {
         "tree": str(engine.options.shape),
         "batch_size": engine.options.batch_size,
@@ -118,19 +94,25 @@ def fill_batch(engine: Engine, length: int) -> None:
     read_prompts(engine.decoder, dict.fromkeys(range(engine.options.batch_size), request))
 
 
-def parts_of(engine: Engine, length: int) -> list[Part]:
-    """Return the phases of a round in order."""
+def parts_of(engine: Engine, length: int, bandwidth: float) -> list[dict[str, Any]]:
+    """Return the phases of a round in order: the least bytes to read and write (weights, and the cache of all tokens),
+    their time at the bandwidth, and the time that the phase takes."""
     head, target = engine.decoder.head, engine.target
-    extent = min(round_up(length + engine.nodes), engine.decoder.step.capacity)
-    seconds = phase_seconds(engine, extent)
+    seconds = phase_seconds(engine, min(round_up(length + engine.nodes), engine.decoder.step.capacity))
     cache = length * engine.decoder.step.decoder.slot_bytes + (1 + engine.nodes) * target.state_bytes
     reads = None if head is None else head.bytes_per_round(engine.decoder.head_state)
-    parts = [Part("draft", reads.propose, seconds["draft"])] if reads is not None else []
     verified = weight_bytes(target.model) + engine.options.batch_size * cache
+    phases = [
+        *([("draft", reads.propose, seconds["draft"])] if reads is not None else []),
+        ("verify and choose", verified, seconds["verify"]),
+        ("accept and commit", 0 if reads is None else reads.extend, seconds["accept"] + seconds["commit"]),
+    ]
     return [
-        *parts,
-        Part("verify and choose", verified, seconds["verify"]),
-        Part("accept and commit", 0 if reads is None else reads.extend, seconds["accept"] + seconds["commit"]),
+        {
+            **{"part": name, "bytes": moved, "floor_us": 1e6 * moved / bandwidth, "us": 1e6 * spent},
+            "over_floor": spent * bandwidth / moved if moved else None,
+        }
+        for name, moved, spent in phases
     ]
 
 

@@ -3,13 +3,14 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, LATER_TURN, Prompt, prompts_hash, split_prompts
-from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
+from eval.command import AUTO, Parser, count, counts, draft_shapes, seed, temperatures, trees
 from eval.runtime.sampling import RULES, Rule, Sampling, check_rule
 from heads.base import HEAD_TREE, Drafter
 from heads.errors import UserError
@@ -59,10 +60,20 @@ class BenchSettings:
     """Number of times that each variant decodes each prompt."""
     seed: Seed = 0
     """Seed for choosing held-out prompts and for sampling."""
+    batch_sizes: tuple[int, ...] = ()
+    """Several batch sizes, each of which is measured; empty: `batch_size` alone."""
+    contexts: tuple[int, ...] = ()
+    """Numbers of tokens to which prompts are cut, each of which is measured; empty: the prompts as they are."""
+    timing: bool = True
+    """False: only compare tokens. Each prompt is then decoded once, and EOS tokens are ignored."""
+
+    @property
+    def points(self) -> list[tuple[int | None, int]]:
+        """Context and batch size of each point that is measured; the context is None if prompts are not cut."""
+        return list(product(self.contexts or (None,), self.batch_sizes or (self.batch_size,)))
 
     @property
     def is_auto(self) -> bool:
-        """True if the fastest draft is searched for."""
         return AUTO in self.trees
 
     def shapes(self, head: Drafter, target: "FrozenTarget") -> list[TreeShape]:
@@ -88,16 +99,19 @@ class BenchSettings:
         """Return the options of eval/bench.py that give these settings, without those that have their defaults."""
         words = ["--tree", ",".join(self.trees)]
         for field in fields(BenchSettings):
-            value = getattr(self, field.name)
-            if value == field.default or field.name == "trees":
+            value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
+            if value == field.default or field.name in ("trees", "batch_size" if self.batch_sizes else None):
                 continue
-            option = "--temperature" if field.name == "temperatures" else f"--{field.name.replace('_', '-')}"
-            text = ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
-            words += [option] if value is True else [option, text]
+            match value:
+                case bool():
+                    words.append(option if value else "--no-timing")
+                case tuple():  # an option that takes several is in the singular
+                    words += [option.removesuffix("s"), ",".join(f"{part:.15g}" for part in value)]
+                case _:
+                    words += [option, str(value)]
         return words
 
     def sampling(self, temperature: float) -> Sampling:
-        """Return the sampling settings at one of the temperatures."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)
 
 
@@ -137,8 +151,29 @@ def add_measure_options(parser: Parser) -> None:
     add("--top-p", type=float, default=known.top_p, help="sample from the likeliest tokens up to this sum; 1: all")
     add("--min-p", type=float, default=known.min_p, help="least probability, relative to the likeliest; 0: all")
     add("--max-new-tokens", type=count, default=known.max_new_tokens, help="most new tokens of each prompt")
-    add("--batch-size", type=count, default=known.batch_size, help="prompts decoded together")
+    add(
+        "--batch-size",
+        dest="batch_sizes",
+        type=counts,
+        default="1",
+        help="prompts decoded together; separate several with commas, and each is measured",
+    )
+    add(
+        "--context",
+        dest="contexts",
+        type=counts,
+        default=(),
+        metavar="TOKENS",
+        help="cut prompts of so many tokens from the texts of --prompts; separate several with commas; default: the "
+        "prompts as they are",
+    )
     add("--repeats", type=count, default=known.repeats, help="times that each setting decodes each prompt")
+    add(
+        "--no-timing",
+        dest="timing",
+        action="store_false",
+        help="only compare every token with plain decoding's, past EOS; writes audit.json",
+    )
     add("--seed", type=seed, default=known.seed, help="seed of the sampling and of the held-out prompts")
     add(
         "--out",
@@ -147,17 +182,6 @@ def add_measure_options(parser: Parser) -> None:
         "and the settings, in bench/ of the head's run or under runs/; eval/report.py RUN and scripts/publish.py RUN "
         "take the newest results of a run, including those from the end of its training",
     )
-
-
-def to_settings(options: argparse.Namespace) -> BenchSettings:
-    """Return the settings of a command. Raise UserError if they contradict each other."""
-    for temperature in options.temperatures:
-        Sampling(temperature, options.top_k, options.top_p, options.min_p, options.seed)
-    if not any(options.temperatures):
-        for name in ("rule", "top_k", "top_p", "min_p"):
-            if getattr(options, name) != getattr(BenchSettings, name):
-                raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
-    return BenchSettings(**{field.name: getattr(options, field.name) for field in fields(BenchSettings)})
 
 
 def add_prompt_options(parser: Parser, *, num_prompts: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
@@ -169,3 +193,18 @@ def add_prompt_options(parser: Parser, *, num_prompts: int, max_prompt_tokens: i
     add("--max-new-tokens", type=count, default=max_new_tokens, help="most new tokens of each prompt")
     add("--seed", type=seed, default=0, help="seed of the sampling and of the held-out prompts")
     add("--out", type=Path, help="JSON file to write the record to")
+
+
+def to_settings(options: argparse.Namespace) -> BenchSettings:
+    """Return the settings of a command. Raise UserError if they contradict each other."""
+    for temperature in options.temperatures:
+        Sampling(temperature, options.top_k, options.top_p, options.min_p, options.seed)
+    if not any(options.temperatures):
+        for name in ("rule", "top_k", "top_p", "min_p"):
+            if getattr(options, name) != getattr(BenchSettings, name):
+                raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
+    if AUTO in options.trees and not options.timing:
+        raise UserError(f"--tree {AUTO}: searches by time; leave --no-timing out, or name trees")
+    given = {field.name: getattr(options, field.name) for field in fields(BenchSettings) if field.name in options}
+    given |= {"batch_size": options.batch_sizes[0], "repeats": options.repeats if options.timing else 1}
+    return BenchSettings(**given | {"batch_sizes": options.batch_sizes if len(options.batch_sizes) > 1 else ()})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eval.benchmark.environment import machine
-from eval.benchmark.results import write_results
+from eval.benchmark.results import write_record
 from heads.base import Batch, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
@@ -49,7 +49,7 @@ def compare(options: argparse.Namespace, variants: Sequence[str], labels: Sequen
     if options.out:
         settings = {name: value for name, value in vars(options).items() if name not in ("out", "variant", "labels")}
         facts = {"settings": settings, "variants": records}
-        write_results({**machine(torch.device(options.device)), **facts}, options.out)
+        write_record({**machine(torch.device(options.device)), **facts}, options.out)
     for part, by in records.items():
         loss = by["plain"]["loss"]
         for variant, record in by.items():

@@ -1,21 +1,27 @@
 """The charts of reports: of one head, of its training, and of a comparison of several heads."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from eval.benchmark.reliability import is_believable
 from eval.benchmark.results import Results
 from eval.reporting.drawing import COLOURS, FONT_SIZE, Chart
-from eval.reporting.format import number, percent, reached, sampling_text, setting_text, speedup_text, why_unreliable
+from eval.reporting.format import (
+    number,
+    percent,
+    reached,
+    sampling_text,
+    setting_text,
+    speedup_text,
+    why_unreliable,
+)
 
 SMALL = FONT_SIZE - 1
 MOST_LABELS = 11
@@ -41,67 +47,73 @@ FEWEST = 4
 """Number of points below which a curve says less than a sentence."""
 HEAD_COLOURS = ("draft", "verify", "accept", "commit")
 """Colours of the heads in a comparison, in turn."""
+POINTS = {"batch_size": "batch", "context": "context"}
 KINDS = {"chain": "draft", "tree": "verify"}
 """Kind of draft -> name of its colour."""
 
 
 def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
     """Return the charts of a results.json, and of the training `log` (metrics.jsonl) if there is one: speed first, then
-    acceptance. A curve of fewer than FEWEST points is left to `remarks`."""
+    acceptance, then training. A curve of fewer than FEWEST points is left to `remarks`."""
+    found: list[Chart] = []
+
+    def add(name: str, title: str, note: str, draw: Callable[..., None], height: float = 2.7, **given: Any) -> None:
+        found.append(Chart(name, title, note, partial(draw, **given), height))
+
     setting = setting_text(results)
-    found = speed_charts(results)
-    accepted = f"Share of rounds in which the k-th draft token was accepted, where those before it were ({setting})."
-    emitted = f"Share of rounds by the tokens they emitted, the target's own token included ({setting})."
-    alpha = reached(results["alpha"])
-    found += [
-        Chart("acceptance", "Acceptance by depth", accepted, partial(draw_acceptance, alpha=alpha)),
-        Chart("tokens", "Tokens per round", emitted, partial(draw_tokens, results=results)),
-    ]
-    if len(bins := results.get("tau_by_position", ())) >= FEWEST:
-        note = (
-            f"tau of the rounds by where in the text they begin, the prompt included, with 95% intervals ({setting})."
-        )
-        found.append(Chart("position", "tau by position", note, partial(draw_positions, bins=bins)))
-    return [*found, *training_charts(log)]
-
-
-def speed_charts(results: Results) -> list[Chart]:
-    """Return the charts of a results.json that are of reliable times."""
-    found = []
     if len(known := reliable(results["measurements"])) >= FEWEST:
-        found.append(speedups("speedup", known))
+        found.append(row_chart("speedup", known))
     if why_unreliable(results) is None:
-        phases = (
+        note = (
             "One round by phase, above the time that plain decoding takes for as many tokens. The ratio of the two "
             f"bars is the speedup that the costs predict, {number(results['speedup']['predicted'])}x; measured: "
             f"{speedup_text(results)}."
         )
-        found.append(Chart("round", "Where a round's time goes", phases, partial(draw_round, results=results), 2.4))
-    if (curves := depth_curves(results)) is not None:
-        model = "; the broken lines are what the costs promise" if any(curves.model.values()) else ""
-        sampling = sampling_text(results["temperature"]).capitalize()
-        note = f"{sampling}: measured, with 95% intervals{model}. 1x is plain decoding."
-        found.append(Chart("depth", "Speedup by depth", note, partial(draw_depths, curves=curves)))
+        add("round", "Where a round's time goes", note, draw_round, 2.4, results=results)
+    if len(measured := at_headline(results)) >= FEWEST:
+        note = (
+            f"{sampling_text(results['temperature']).capitalize()}: measured, with 95% intervals. 1x is plain decoding."
+        )
+        add("depth", "Speedup by depth", note, draw_depths, measured=measured)
         note = (
             "A round's time, shared among its tokens: the median (dot), and how far 95% (tick) and 99% (end of the "
             "line) reach. Dotted: the median of plain decoding."
         )
-        found.append(Chart("latency", "Time between tokens", note, partial(draw_latency, curves=curves)))
-    return found
-
-
-def training_charts(log: Sequence[Results]) -> list[Chart]:
-    """Return the charts of loss and tau over the training steps."""
-    losses, taus = points(log, "train", "loss"), points(log, "eval", "tau")
-    found = []
-    if len(losses) >= FEWEST:
+        add("latency", "Time between tokens", note, draw_latency, measured=measured)
+    for along, by in (("batch_size", "context"), ("context", "batch_size")):
+        if len(measured := along_points(results, along)) >= FEWEST:
+            note = f"{results['tree']}: speculative decoding; dotted, plain decoding of the same prompts."
+            title = f"Tokens/s by {along.replace('_', ' ')}"
+            add(along.replace("_", "-"), title, note, draw_rates, measured=measured, along=along, by=by)
+    note = f"Share of rounds in which the k-th draft token was accepted, where those before it were ({setting})."
+    add("acceptance", "Acceptance by depth", note, draw_acceptance, alpha=reached(results["alpha"]))
+    note = f"Share of rounds by the tokens they emitted, the target's own token included ({setting})."
+    add("tokens", "Tokens per round", note, draw_tokens, results=results)
+    if len(bins := results.get("tau_by_position", ())) >= FEWEST:
+        note = "tau of the rounds by where in the text they begin, the prompt included, with 95% intervals"
+        add("position", "tau by position", f"{note} ({setting}).", draw_positions, bins=bins)
+    if len(losses := points(log, "train", "loss")) >= FEWEST:
         note = "Loss of the head over the training steps, all depths together."
-        found.append(Chart("loss", "Training loss", note, partial(draw_curve, points=losses, label="loss")))
-    if len(taus) >= FEWEST:
+        add("loss", "Training loss", note, draw_curve, points=losses, label="loss")
+    if len(taus := points(log, "eval", "tau")) >= FEWEST:
         note = "tau measured by the runtime during training. The ring is the head that was kept."
-        draw = partial(draw_curve, points=taus, label="tau", dots=True)
-        found.append(Chart("training-tau", "tau over training", note, draw))
+        add("training-tau", "tau over training", note, draw_curve, points=taus, label="tau", dots=True)
     return found
+
+
+def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
+    known = reliable(shown)
+    return [*([row_chart("compare-speedup", known)] if known else []), row_chart("compare-tau", shown)]
+
+
+def row_chart(name: str, measured: Sequence[Results]) -> Chart:
+    """Return the chart of the speedup, or of tau, of each setting."""
+    note = "Over plain decoding on the same prompts in the same run, with 95% intervals. The line is 1x."
+    if name == "compare-tau":
+        note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
+    figure, title, colour = ("tau", "tau", "accept") if name == "compare-tau" else ("speedup", "Speedup", "draft")
+    draw = partial(draw_rows, measured=measured, figure=figure, colour=colour)
+    return Chart(name, title, note, draw, 0.5 + ROW * len(measured))
 
 
 def remarks(results: Results, log: Sequence[Results] = ()) -> list[str]:
@@ -111,6 +123,13 @@ def remarks(results: Results, log: Sequence[Results] = ()) -> list[str]:
     if 1 < len(bins) < FEWEST:
         parts = [f"{number(part['mean'])} from token {part['from']} on" for part in bins]
         found.append(f"tau by position in the text ({setting_text(results)}): {', '.join(parts)}")
+    for along, name in POINTS.items():
+        if 1 < len(measured := along_points(results, along)) < FEWEST:
+            rates = [
+                [number(m[side]["tokens_per_second"], 1) for side in ("speculative", "baseline")] for m in measured
+            ]
+            parts = [f"{r[0]} at {name} {m[along]} (plain {r[1]})" for r, m in zip(rates, measured, strict=True)]
+            found.append(f"tokens/s by {name} ({results['tree']}): {', '.join(parts)}")
     for kind, name in (("train", "loss"), ("eval", "tau")):
         if 1 < len(curve := points(log, kind, name)) < FEWEST:
             parts = [f"{number(value)} at step {step:,}" for step, value in curve]
@@ -128,29 +147,22 @@ def points(log: Sequence[Results], kind: str, name: str) -> list[tuple[int, floa
     ]
 
 
-def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
-    """Return the charts of speedup and tau of the measurements in a comparison's table."""
-    note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
-    draw = partial(draw_rows, measured=shown, figure="tau", colour="accept")
-    tau = Chart("compare-tau", "tau", note, draw, rows_height(shown))
-    return [*([speedups("compare-speedup", known)] if (known := reliable(shown)) else []), tau]
-
-
 def reliable(measured: Sequence[Results]) -> list[Results]:
-    """Return the measurements whose speedup may be drawn."""
     return [m for m in measured if why_unreliable(m) is None]
 
 
-def speedups(name: str, measured: Sequence[Results]) -> Chart:
-    """Return the chart of the speedup of each setting."""
-    note = "Over plain decoding on the same prompts in the same run, with 95% intervals. The line is 1x."
-    draw = partial(draw_rows, measured=measured, figure="speedup", colour="draft")
-    return Chart(name, "Speedup", note, draw, rows_height(measured))
+def at_headline(results: Results) -> list[Results]:
+    """Return the reliable measurements at the headline's temperature, batch size and context."""
+    names = ("temperature", "batch_size", "context")
+    return [m for m in reliable(results["measurements"]) if all(m.get(name) == results.get(name) for name in names)]
 
 
-def rows_height(rows: Sequence[Results]) -> float:
-    """Return the height of a chart of rows, with its axis, in inches."""
-    return 0.5 + ROW * len(rows)
+def along_points(results: Results, along: str) -> list[Results]:
+    """Return the reliable measurements of the headline's draft and temperature if they differ in the batch size or the
+    context, `along`; else none."""
+    own = [m for m in reliable(results["measurements"]) if m["tree"] == results["tree"] and along in m]
+    own = [m for m in own if m["temperature"] == results["temperature"]]
+    return own if len({m[along] for m in own}) > 1 else []
 
 
 def draw_rows(axes: Axes, *, measured: Sequence[Results], figure: str, colour: str) -> None:
@@ -212,16 +224,12 @@ def draw_positions(axes: Axes, *, bins: Sequence[Results]) -> None:
         axes.plot([n, n], shared(part["mean"], part["ci95"]), color=COLOURS["accept"], lw=2.5)
         axes.plot(n, part["mean"], "o", color=COLOURS["accept"], ms=7)
     every = math.ceil(len(bins) / MOST_LABELS)
-    axes.set_xticks(range(0, len(bins), every), [short(part["from"]) for part in bins[::every]])
+    starts = [part["from"] for part in bins[::every]]
+    axes.set_xticks(range(0, len(bins), every), [f"{n // 1024}k" if n >= 1024 else str(n) for n in starts])
     axes.set_xlim(-0.5, len(bins) - 0.5)
     axes.set_xlabel("first position of each bin, in tokens")
     axes.margins(y=0.15)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-
-
-def short(count: int) -> str:
-    """Return a number of tokens as a short text."""
-    return f"{count // 1024}k" if count >= 1024 else str(count)
 
 
 def draw_tokens(axes: Axes, *, results: Results) -> None:
@@ -266,89 +274,83 @@ def draw_round(axes: Axes, *, results: Results) -> None:
     put_legend(axes, axes.get_legend_handles_labels()[0], columns=2)
 
 
-class Dot(NamedTuple):
-    """A measured setting on an axis of depths."""
-
-    at: float
-    """Depth of the draft, shifted slightly if several settings have the same depth."""
-    kind: str
-    """One of KINDS."""
-    figures: Results
-
-
-@dataclass(frozen=True)
-class Curves:
-    """All settings at the headline's temperature, and the cost model's predictions if there are any."""
-
-    dots: list[Dot]
-    model: dict[str, list[tuple[int, float]]]
-    """`chain` and `tree` -> (depth, speedup by the cost model), with the best draft of each depth."""
-    plain_ms: dict[str, float]
-
-
-def depth_curves(results: Results) -> Curves | None:
-    """Return the curves of a results.json, or None if fewer than FEWEST settings have a
-    reliable speedup."""
-    measured = [m for m in reliable(results["measurements"]) if m["temperature"] == results["temperature"]]
-    if len(measured) < FEWEST:
-        return None
-    searches = [search for search in results.get("auto", ()) if search["temperature"] == results["temperature"]]
-    model: dict[str, dict[int, float]] = {"chain": {}, "tree": {}}
-    curve = searches[0]["curve"] if searches else []
-    for point in curve if all(is_believable(p["speedup"], p.get("tokens", math.inf)) for p in curve) else ():
-        line = model["chain" if point["width"] == 1 else "tree"]
-        line[point["depth"]] = max(point["speedup"], line.get(point["depth"], 0.0))
-    dots = []
+def dots(measured: Sequence[Results]) -> list[tuple[float, Results]]:
+    """Return each setting with its depth. Settings of one depth are shifted so that they stand beside each other."""
+    found = []
     for m in measured:
         level = [other["tree"] for other in measured if other["depth"] == m["depth"]]
         step = min(STEP, SPREAD / max(len(level) - 1, 1))
-        at = m["depth"] + step * (level.index(m["tree"]) - (len(level) - 1) / 2)
-        dots.append(Dot(at, "chain" if m["nodes"] == m["depth"] + 1 else "tree", m))
-    lines = {name: sorted(line.items()) for name, line in model.items()}
-    return Curves(dots, lines, measured[0]["baseline"]["token_ms"])
+        found.append((m["depth"] + step * (level.index(m["tree"]) - (len(level) - 1) / 2), m))
+    return found
 
 
-def draw_depths(axes: Axes, *, curves: Curves) -> None:
-    """Draw speedup against the depth of the draft: measured, with intervals, and by the cost model."""
+def kind_of(m: Results) -> str:
+    return "chain" if m["nodes"] == m["depth"] + 1 else "tree"
+
+
+def draw_depths(axes: Axes, *, measured: Sequence[Results]) -> None:
+    """Draw speedup against the depth of the draft."""
     axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
-    for kind, line in curves.model.items():
-        depths, speeds = [depth for depth, _ in line], [speed for _, speed in line]
-        axes.plot(depths, speeds, "--", color=COLOURS[KINDS[kind]], alpha=0.7, lw=1.3)
-    for dot in curves.dots:
-        speedup, colour = dot.figures["speedup"], COLOURS[KINDS[dot.kind]]
-        axes.plot([dot.at] * 2, shared(speedup["measured"], speedup["ci95"]), color=colour, lw=2.2)
-        axes.plot(dot.at, speedup["measured"], "o", color=colour, ms=6)
+    for at, m in dots(measured):
+        speedup, colour = m["speedup"], COLOURS[KINDS[kind_of(m)]]
+        axes.plot([at, at], shared(speedup["measured"], speedup["ci95"]), color=colour, lw=2.2)
+        axes.plot(at, speedup["measured"], "o", color=colour, ms=6)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    mark_depths(axes, curves.dots, [1, *(depth for line in curves.model.values() for depth, _ in line)])
+    mark_depths(axes, measured, 1)
 
 
-def draw_latency(axes: Axes, *, curves: Curves) -> None:
+def draw_latency(axes: Axes, *, measured: Sequence[Results]) -> None:
     """Draw the time between tokens against the depth of the draft; plain decoding is at 0."""
-    axes.axhline(curves.plain_ms["p50"], color=COLOURS["faded"], lw=1, ls=":", zorder=0)
-    marks = [(0.0, "faded", curves.plain_ms)]
-    marks += [(dot.at, KINDS[dot.kind], dot.figures["speculative"]["token_ms"]) for dot in curves.dots]
+    plain = measured[0]["baseline"]["token_ms"]
+    axes.axhline(plain["p50"], color=COLOURS["faded"], lw=1, ls=":", zorder=0)
+    marks = [(0.0, "faded", plain)]
+    marks += [(at, KINDS[kind_of(m)], m["speculative"]["token_ms"]) for at, m in dots(measured)]
     for at, colour, spread in marks:
         axes.plot([at, at], [spread["p50"], spread["p99"]], color=COLOURS[colour], lw=2.2)
         axes.plot(at, spread["p50"], "o", color=COLOURS[colour], ms=6)
         axes.plot(at, spread["p95"], "_", color=COLOURS[colour], ms=9, mew=2)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} ms")
-    mark_depths(axes, curves.dots, [0])
+    mark_depths(axes, measured, 0)
 
 
-def mark_depths(axes: Axes, dots: Sequence[Dot], others: Sequence[int]) -> None:
-    """Draw the axis of depths, of the dots and of `others`, with a margin at both ends, and the legend of colours."""
-    first, last = min(others), max(*others, *(round(dot.at) for dot in dots))
-    every = math.ceil((last - first + 1) / MOST_LABELS)
-    ticks = list(range(first, last + 1, every))
+def mark_depths(axes: Axes, measured: Sequence[Results], first: int) -> None:
+    """Draw the axis of depths from `first` on, with a margin at both ends, and the legend of colours."""
+    last = max(m["depth"] for m in measured)
+    ticks = range(first, last + 1, math.ceil((last - first + 1) / MOST_LABELS))
     axes.set_xticks(ticks, [str(depth) if depth else "plain" for depth in ticks])
     axes.set_xlim(first - 0.6, last + 0.6)
     axes.set_xlabel("depth of the draft")
+    grid(axes)
+    kinds = [kind for kind in KINDS if any(kind_of(m) == kind for m in measured)]
+    put_legend(axes, [Patch(color=COLOURS[KINDS[kind]], label=f"{kind}s") for kind in kinds], columns=2)
+
+
+def draw_rates(axes: Axes, *, measured: Sequence[Results], along: str, by: str) -> None:
+    """Draw tokens/s of speculative and (dotted) of plain decoding against the batch size or the context, `along`, with
+    a line for each value of the other, `by`."""
+    values = list(dict.fromkeys(m.get(by) for m in measured))
+    for n, value in enumerate(values):
+        line = sorted((m for m in measured if m.get(by) == value), key=lambda m: m[along])
+        places, colour = [m[along] for m in line], COLOURS[HEAD_COLOURS[n % len(HEAD_COLOURS)]]
+        label = "speculative" if value is None else f"{POINTS[by]} {value}"
+        axes.plot(places, [m["speculative"]["tokens_per_second"] for m in line], "o-", color=colour, ms=5, label=label)
+        axes.plot(places, [m["baseline"]["tokens_per_second"] for m in line], "o:", color=colour, ms=3)
+    places = sorted({m[along] for m in measured})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places])
+    axes.minorticks_off()
+    axes.margins(x=0.08, y=0.1)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("prompts decoded together" if along == "batch_size" else "tokens of the prompt")
+    axes.set_ylabel("tokens/s")
+    grid(axes)
+    put_legend(axes, axes.get_legend_handles_labels()[0], columns=3)
+
+
+def grid(axes: Axes) -> None:
     axes.grid(axis="y", color=COLOURS["line"], lw=0.6)
     axes.set_axisbelow(True)
-    kinds = [kind for kind in KINDS if any(dot.kind == kind for dot in dots)]
-    handles = [Patch(color=COLOURS[KINDS[kind]], label=f"{kind}s") for kind in kinds]
-    put_legend(axes, handles, columns=2)
 
 
 def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> None:
@@ -371,12 +373,10 @@ def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, d
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(6))
-    axes.grid(axis="y", color=COLOURS["line"], lw=0.6)
-    axes.set_axisbelow(True)
+    grid(axes)
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """Return a curve of at most MOST_POINTS points, averaging neighbours."""
     size = math.ceil(len(points) / MOST_POINTS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [(fmean(step for step, _ in group), fmean(value for _, value in group)) for group in groups]

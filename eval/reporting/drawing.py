@@ -89,11 +89,16 @@ def inline_svg(chart: Chart) -> str:
 
 
 def write_charts(charts: Sequence[Chart], caption: str, folder: Path) -> list[Path]:
-    """Write each chart as NAME.png and NAME.svg, with its title above and the caption below. Return the files."""
+    """Write each chart as NAME.png and NAME.svg, with its title above and the caption below, and without a date, so
+    that equal results give equal files. Return the files."""
     files = []
     for chart in charts:
         with drawn(chart, caption) as figure:
-            files += save(figure, folder / chart.name)
+            png = io.BytesIO()
+            figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
+            for ending, data in (("png", png.getvalue()), ("svg", to_svg(figure, chart.name).encode())):
+                files.append(folder / f"{chart.name}.{ending}")
+                write_bytes(files[-1], data)
     return files
 
 
@@ -102,38 +107,17 @@ def drawn(chart: Chart, caption: str | None = None) -> Iterator[Figure]:
     """Draw a chart as a figure. If there is a caption, add the title and the caption."""
     lines = textwrap.wrap(caption or "", LETTERS)
     extra = 0.4 + 0.17 * len(lines) if caption else 0.0
-    with style():
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # letters that the font of a PNG lacks
         figure = Figure(figsize=(WIDTH, chart.height + extra), layout="constrained")
         chart.draw(figure.subplots())
         if caption:
-            title(figure, chart.title, "\n".join(lines))
+            figure.suptitle(chart.title, x=0.02, ha="left", fontsize=FONT_SIZE + 1, fontweight="bold")
+            small: Any = {"fontsize": FONT_SIZE - 3, "color": COLOURS["soft"]}
+            figure.supxlabel("\n".join(lines), x=0.02, ha="left", **small)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # computed once, not for each file
         yield figure
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Apply the style of all charts, without warnings about letters that the font of a PNG lacks."""
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        yield
-
-
-def title(figure: Figure, text: str, caption: str) -> None:
-    """Add a title above a figure and a caption below it."""
-    figure.suptitle(text, x=0.02, ha="left", fontsize=FONT_SIZE + 1, fontweight="bold")
-    figure.supxlabel(caption, x=0.02, ha="left", fontsize=FONT_SIZE - 3, color=COLOURS["soft"])
-
-
-def save(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure as PNG and SVG, without a date, so that equal results give equal files. `path` has no suffix."""
-    png, svg = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=200, metadata={"Software": None})
-    write_bytes(png, buffer.getvalue())
-    write_bytes(svg, to_svg(figure, path.name).encode())
-    return [png, svg]
 
 
 def to_svg(figure: Figure, name: str, *, transparent: bool = False) -> str:

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from eval.benchmark.folders import short_name as short_name
 from eval.benchmark.reliability import AUDIT_FAILED, MACHINE_BUSY, TOO_FEW_TOKENS, is_believable, is_uneven, most_uneven
 from eval.benchmark.reliability import headline as headline
 from eval.benchmark.reliability import why_unreliable as why_unreliable
@@ -12,7 +13,6 @@ from eval.benchmark.results import Results
 from eval.command import AUTO
 
 MISSING = "–"  # noqa: RUF001
-VAGUE_NAMES = ("head", "target", "model")
 NOT_RELIABLE = "not measured"
 """Text in the place of a speedup that is not reliable. The reason follows it."""
 FEW = 8
@@ -41,7 +41,6 @@ def with_interval(
 
 
 def tau_text(figures: Results) -> str:
-    """Return tau and its interval."""
     return with_interval(figures["tau"]["mean"], figures["tau"]["ci95"])
 
 
@@ -52,8 +51,7 @@ def accepted_text(figures: Results) -> str:
 
 def speculative_text(figures: Results) -> str:
     """Return speculative tokens/s, or a note that they are withheld or were not measured."""
-    why = why_unreliable(figures)
-    if why is not None:
+    if (why := why_unreliable(figures)) is not None:
         return "withheld" if why == AUDIT_FAILED else NOT_RELIABLE
     return number(figures["speculative"]["tokens_per_second"], 1)
 
@@ -66,17 +64,14 @@ def left_out_text(figures: Results) -> str:
 
 
 def sentence(line: str) -> str:
-    """Return a line as a sentence."""
     return f"{line[:1].upper()}{line[1:]}."
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a count and its noun, as in `1 prompt`, `3 prompts`."""
     return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def percent(share: float | None, digits: int = 0) -> str:
-    """Return a share in percent, as in `64%`."""
     return MISSING if share is None else f"{100 * share:.{digits}f}%"
 
 
@@ -119,7 +114,6 @@ def near_tie_text(exact: Results) -> str:
 
 
 def is_exact(results: Results) -> bool:
-    """Return True if the audit passed."""
     return not results["exact"]["divergences"]
 
 
@@ -133,11 +127,8 @@ def exact_cell(figures: Results) -> str:
 
 def speedup_text(figures: Results) -> str:
     """Return `1.62x [1.55, 1.70]`, `not measured: the machine was busy`, or `withheld`."""
-    why = why_unreliable(figures)
-    if why == AUDIT_FAILED:
-        return "withheld"
-    if why is not None:
-        return f"{NOT_RELIABLE}: {why}"
+    if (why := why_unreliable(figures)) is not None:
+        return "withheld" if why == AUDIT_FAILED else f"{NOT_RELIABLE}: {why}"
     return with_interval(figures["speedup"]["measured"], figures["speedup"]["ci95"], unit="x")
 
 
@@ -151,7 +142,6 @@ def robust_text(figures: Results) -> str | None:
 
 
 def speedup_cell(figures: Results) -> str:
-    """Return `speedup_text`, followed by `robust_text` if the speedup is not reliable."""
     robust = robust_text(figures) if why_unreliable(figures) else None
     return speedup_text(figures) + (f"; {robust}" if robust else "")
 
@@ -168,37 +158,21 @@ def code_span(name: str) -> str:
     return f"{fence}{space}{name}{space}{fence}"
 
 
-def short_name(path: str) -> str:
-    """Return a Hub id unchanged, or the last part of a path (the last two parts if the last one is uninformative).
-    Control characters are replaced."""
-    path = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in path)
-    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
-    if not parts or (len(parts) == 2 and not path.startswith(("/", "."))):
-        return path
-    return "/".join(parts[-2:]) if parts[-1] in VAGUE_NAMES else parts[-1]
-
-
-def target_text(target: Results) -> str:
-    """Return the name of a target from its record."""
-    return short_name(target["name"])
-
-
 def heading(results: Results) -> str:
     """Return the heading of a report: the head, or the number of heads, and the target."""
+    target = short_name(results["target"]["name"])
     if "heads" in results:
-        return f"{plural(len(results['heads']), 'head')} on {target_text(results['target'])}"
-    return f"{results['head']['kind']} on {target_text(results['target'])}"
+        return f"{plural(len(results['heads']), 'head')} on {target}"
+    return f"{results['head']['kind']} on {target}"
 
 
 def sampling_text(temperature: float) -> str:
-    """Return `greedy` or `T = 1`."""
     return "greedy" if temperature == 0 else f"T = {temperature:g}"
 
 
 def device_text(results: Results) -> str:
-    """Return the device and its data type."""
     device = results["device"]
-    threads = f", {device['threads']} thread{'s' if device['threads'] != 1 else ''}" if "threads" in device else ""
+    threads = f", {plural(device['threads'], 'thread')}" if "threads" in device else ""
     return f"{device['name']}{threads}, {results['dtype']}"
 
 
@@ -206,15 +180,14 @@ def setting_line(results: Results) -> str:
     """Return the prompts and the device of a measurement in a line."""
     settings = results["settings"]
     names = ", ".join(map(short_name, settings["suites"]))
-    rule = results.get("rule", "match")
     count, conversations = settings["num_prompts"], settings.get("conversations", settings["num_prompts"])
     prompts = plural(count, "prompt")
     if conversations < count:
         prompts = f"{plural(conversations, 'conversation')}, {plural(count, 'turn')}"
-    return (
-        f"{prompts} of {names}, {settings['max_new_tokens']} new tokens, "
-        f"batch {settings['batch_size']}{'' if rule == 'match' else f', rule {rule}'}; {device_text(results)}"
-    )
+    batch = ", ".join(map(str, settings.get("batch_sizes") or [settings["batch_size"]]))
+    rule = "" if results.get("rule", "match") == "match" else f", rule {results['rule']}"
+    new = f"{settings['max_new_tokens']} new tokens"
+    return f"{prompts} of {names}, {new}, batch {batch}{rule}; {device_text(results)}"
 
 
 def subtitle(results: Results) -> str:
@@ -231,9 +204,9 @@ def fastest(results: Results) -> list[Results]:
     head at each temperature."""
     if AUTO not in results["settings"]["trees"] or not is_exact(results):
         return list(results["measurements"])
-    groups: dict[tuple[str, float], list[Results]] = {}
+    groups: dict[tuple[str, float, str], list[Results]] = {}
     for m in results["measurements"]:
-        groups.setdefault((m["head"], m["temperature"]), []).append(m)
+        groups.setdefault((m["head"], m["temperature"], point_text(m)), []).append(m)
     return [group[headline(group)] for group in groups.values()]
 
 
@@ -260,16 +233,6 @@ def busy_warning(measurements: Sequence[Results]) -> str | None:
         seen = f"{kind} took {number(mean)} ms on average and {number(median)} in the median"
     without = no_speedup(disturbed, measurements)
     return f"{seen}: something else used this machine; {without}; measure again while the machine is idle"
-
-
-def short_warning(measurements: Sequence[Results]) -> str | None:
-    """Return a warning that too few tokens were timed, or None."""
-    short = [m for m in measurements if why_unreliable(m) == TOO_FEW_TOKENS]
-    if not short:
-        return None
-    return (
-        f"{TOO_FEW_TOKENS} were timed: {no_speedup(short, measurements)}; allow more new tokens, or take more prompts"
-    )
 
 
 def no_speedup(unreliable: Sequence[Results], measurements: Sequence[Results]) -> str:
@@ -320,7 +283,12 @@ def warnings(results: Results) -> list[str]:
         found = [f"head {head['name']}: {line}" for head, ms in own for line in head_warnings(head, ms)]
     else:
         found = head_warnings(results["head"], measurements)
-    if slow := [sampling_text(temperature) for temperature in slow_temperatures(measurements)]:
+    slow = []
+    for temperature, own_figures in by_temperature(measurements).items():
+        known = [m for m in own_figures if why_unreliable(m) is None]
+        if len(known) == len(own_figures) and all(m["speedup"]["measured"] < 1 for m in known):
+            slow.append(sampling_text(temperature))
+    if slow:
         found.append(f"plain decoding is faster than every draft measured ({', '.join(slow)})")
     if few := few_warning(measurements):
         found.append(few)
@@ -328,49 +296,43 @@ def warnings(results: Results) -> list[str]:
     if (distinct := results["settings"].get("distinct_prompts", prompts)) != prompts:
         different = f"{distinct} of {prompts} prompts are different"
         found.append(f"{different}: the intervals, which take each for another, are too narrow")
-    return found + [warning for warning in (short_warning(measurements), busy_warning(measurements)) if warning]
+    if short := [m for m in measurements if why_unreliable(m) == TOO_FEW_TOKENS]:
+        without = no_speedup(short, measurements)
+        found.append(f"{TOO_FEW_TOKENS} were timed: {without}; allow more new tokens, or take more prompts")
+    return found + [busy for busy in [busy_warning(measurements)] if busy]
 
 
-def slow_temperatures(measurements: Sequence[Results]) -> list[float]:
-    """Return the temperatures at which plain decoding is faster than every draft. Nothing is concluded where a speedup
-    is not reliable."""
-    temperatures = dict.fromkeys(m["temperature"] for m in measurements)
-    by_temperature = {t: [m for m in measurements if m["temperature"] == t] for t in temperatures}
-    return [
-        temperature
-        for temperature, found in by_temperature.items()
-        if not any(map(why_unreliable, found)) and all(m["speedup"]["measured"] < 1 for m in found)
-    ]
+def by_temperature(measurements: Sequence[Results]) -> dict[float, list[Results]]:
+    groups: dict[float, list[Results]] = {}
+    for m in measurements:
+        groups.setdefault(m["temperature"], []).append(m)
+    return groups
 
 
 def search_line(search: Results) -> str:
-    """Return a line with the result of a search for the best draft."""
-    model = {point["tree"]: point for point in search["curve"]}
-    proposed = " and ".join(map(promise, (model[tree] for tree in search["proposed"])))
-    return f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; {verdict(search)}"
-
-
-def promise(point: Results) -> str:
-    """Return a draft and the speedup that its costs promise, unless that cannot be true."""
-    believable = is_believable(point["speedup"], point.get("tokens", math.inf))
-    return f"{point['tree']} ({point['speedup']:.2f}x)" if believable else point["tree"]
-
-
-def verdict(search: Results) -> str:
-    """Return the result of a search. Speedups that are not reliable are no part of it."""
-    measured, chosen = search["measured"], search["chosen"]
-    left_out = search.get("unreliable", ())
+    """Return a line with the result of a search for the best draft. Speedups that are not reliable are no part of
+    it."""
+    measured, chosen, left_out = search["measured"], search["chosen"], search.get("unreliable", ())
+    looked = f"looked at {len(search['curve'])} drafts, " if search["curve"] else ""
+    sampling = sampling_text(search["temperature"])
+    line = f"auto{point_text(search)}, {sampling}: {looked}measured {', '.join(search['proposed'])}"
     if chosen is None:
-        return "no speedup of those measured is reliable, so none of them is chosen"
+        return f"{line}; no speedup of those measured is reliable, so none of them is chosen"
     named = f"{len(measured)} measured" + (f" reliably and {len(left_out)} not" if left_out else "")
     if measured[chosen] < 1 and not left_out:
-        return f"plain decoding is faster than all {named}, {chosen} is next ({measured[chosen]:.2f}x)"
-    return f"of {named}, {chosen} is the fastest ({measured[chosen]:.2f}x)"
+        return f"{line}; plain decoding is faster than all {named}, {chosen} is next ({measured[chosen]:.2f}x)"
+    return f"{line}; of {named}, {chosen} is the fastest ({measured[chosen]:.2f}x)"
 
 
 def setting_text(figures: Results) -> str:
-    """Return a draft and its sampling, as in `chain:5, greedy`."""
-    return f"{figures['tree']}, {sampling_text(figures['temperature'])}"
+    """Return a draft, its sampling, and the batch size and context if several were measured, as in `chain:5, batch 4,
+    greedy`."""
+    return f"{figures['tree']}{point_text(figures)}, {sampling_text(figures['temperature'])}"
+
+
+def point_text(figures: Results) -> str:
+    names = {"batch_size": "batch", "context": "context"}
+    return "".join(f", {word} {figures[name]}" for name, word in names.items() if figures.get(name))
 
 
 def verdict_line(results: Results) -> str:
@@ -380,8 +342,7 @@ def verdict_line(results: Results) -> str:
         wrong = plural(len(results["exact"]["divergences"]), "output")
         return f"{wrong} differed from plain decoding: no speedup is stated"
     measurements = results["measurements"]
-    temperatures = dict.fromkeys(m["temperature"] for m in measurements)
-    parts = [verdict_at([m for m in measurements if m["temperature"] == temperature]) for temperature in temperatures]
+    parts = list(map(verdict_at, by_temperature(measurements).values()))
     if all(map(why_unreliable, measurements)):
         parts.insert(0, f"speedup {speedup_text(measurements[0])}")
     return "; ".join(parts)
@@ -406,11 +367,9 @@ def verdict_at(measurements: Sequence[Results]) -> str:
 
 def draft_name(figures: Results) -> str:
     """Return the draft of a setting, with its head's name in a comparison."""
-    return " ".join(
-        filter(None, (figures.get("head", "") if isinstance(figures.get("head"), str) else "", figures["tree"]))
-    )
+    head = figures["head"] if isinstance(figures.get("head"), str) else ""
+    return f"{head} {figures['tree']}{point_text(figures)}".strip()
 
 
 def command_text(results: Results) -> str | None:
-    """Return the command that measures again, or None if the file does not hold it."""
-    return shlex.join(results["command"]) if "command" in results else None
+    return shlex.join(results["command"]) if results.get("command") else None

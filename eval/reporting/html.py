@@ -11,7 +11,8 @@ from jinja2 import Environment, StrictUndefined
 from eval.benchmark.results import Results
 from eval.reporting import format
 from eval.reporting.drawing import COLOURS, Chart, inline_svg
-from eval.reporting.format import BRACKETS, NOT_RELIABLE, TURNS
+from eval.reporting.format import NOT_RELIABLE
+from eval.reporting.tables import comparison_table, settings_table, suites_table
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 DARK = {
@@ -40,18 +41,6 @@ class Tile:
     note: str
     caution: str = ""
     """Reason not to trust the figure."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of cells. The first cell of a row is its name. A cell that contains NOT_RELIABLE is highlighted."""
-
-    title: str
-    notes: Sequence[str]
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    marked: frozenset[int] = frozenset()
-    """Indices of rows in bold."""
 
 
 def render_page(
@@ -128,53 +117,6 @@ def interval_note(interval: Sequence[float | None] | None, otherwise: str) -> st
     return f"95% interval {format.number(interval[0])} to {format.number(interval[1])}"
 
 
-def settings_table(results: Results) -> Table:
-    """Return the table of all measured settings."""
-    exact, rows = format.is_exact(results), []
-    for m in results["measurements"]:
-        speed, plain = m["speedup"], format.number(m["baseline"]["tokens_per_second"], 1)
-        last = format.exact_cell(m)
-        if exact:
-            last = f"{format.number(speed['predicted'])}x" if format.why_unreliable(m) is None else format.MISSING
-        cells = [format.setting_text(m), format.speedup_cell(m), format.tau_text(m), plain]
-        rows.append([*cells, format.speculative_text(m), last])
-    searches = [format.search_line(search) for search in results.get("auto", ()) if exact]
-    left_out = format.left_out_text(results)
-    turns = f"Plain and speculative decoding took turns on the same prompts. {BRACKETS} {left_out}".rstrip()
-    headline = (results["tree"], results["temperature"])
-    return Table(
-        "Settings measured",
-        [*map(format.sentence, searches), turns],
-        ["draft", "speedup", "tau", "plain tok/s", "speculative tok/s", "predicted" if exact else "identical"],
-        rows,
-        frozenset(n for n, m in enumerate(results["measurements"]) if (m["tree"], m["temperature"]) == headline),
-    )
-
-
-def suites_table(results: Results) -> list[Table]:
-    """Return the table of suites and their categories, or no table if there is one suite without categories."""
-    if len(results["suites"]) < 2:
-        return []
-    rows = []
-    for name, m in results["suites"].items():
-        shown = format.short_name(name) if "/" not in name else f"\N{EN SPACE}{name.split('/', 1)[1]}"
-        cells = [shown, format.speedup_cell(m), format.tau_text(m)]
-        rows.append([*cells, str(m["exact"]["prompts"]), format.percent(m["loop_share"])])
-    note = f"{format.setting_text(results)}. Loops: outputs whose end repeats itself, which are easy to draft."
-    return [Table("By suite", [note], ["suite", "speedup", "tau", "prompts", "loops"], rows)]
-
-
-def comparison_table(results: Results) -> Table:
-    """Return the table of several heads, without their kinds and sizes, which the page shows below."""
-    rows = []
-    for m in format.fastest(results):
-        name = f"{m['head']}, {format.setting_text(m)}"
-        rows.append([name, format.speedup_cell(m), format.tau_text(m), format.accepted_text(m), format.exact_cell(m)])
-    columns = ["head and draft", "speedup", "tau", "accepted by depth", "identical"]
-    turns = f"{TURNS} {format.left_out_text(results['measurements'][0])}".rstrip()
-    return Table("Heads and drafts", [turns], columns, rows)
-
-
 def sample_rounds(sample: Results) -> Results:
     """Return a sample with its text grouped by round, and adjacent pieces of one kind joined."""
     rounds = []
@@ -192,34 +134,35 @@ def sample_rounds(sample: Results) -> Results:
 
 def target_facts(target: Results) -> Facts:
     """Return the facts of the target that are needed to repeat the measurement."""
-    facts: Facts = [("name", target["name"])]
     size = f"{format.count(target['parameters'])} parameters, {target['layers']} layers of {target['hidden_size']}"
-    facts += [("architecture", target["architecture"]), ("size", size), ("vocabulary", f"{target['vocab_size']:,}")]
-    if weights := target.get("weight_bytes"):
-        facts.append(("weights", f"{weights / 1e6:,.1f} MB"))
-    facts.append(("fingerprint", target["fingerprint"]))
-    return facts
+    return [
+        ("name", target["name"]),
+        ("architecture", target["architecture"]),
+        ("size", size),
+        ("vocabulary", f"{target['vocab_size']:,}"),
+        ("weights", f"{target['weight_bytes'] / 1e6:,.1f} MB"),
+        ("fingerprint", target["fingerprint"]),
+    ]
 
 
 def head_facts(head: Results) -> Facts:
-    """Return the facts of a head."""
+    form = [("read as", origin["form"])] if (origin := head.get("origin")) else []
     layers = ", ".join(map(str, head["aux_layer_ids"])) or "none"
     size = f"{format.count(head['parameters'])} parameters"
-    form = [("read as", origin["form"])] if (origin := head.get("origin")) else []
     return [("kind", head["kind"]), ("path", head["path"]), *form, ("size", size), ("aux_layer_ids", layers)]
 
 
 def measurement_facts(results: Results) -> list[tuple[str, Facts]]:
     """Return the facts of the measurement and the machine."""
     settings = results["settings"]
-    measurement = [
+    measurement: Facts = [
         ("prompts", f"{settings['num_prompts']} of {settings['prompts']}"),
         ("prompt hash", settings["prompts_hash"]),
         ("new tokens", f"{settings['max_new_tokens']} at most"),
         ("rule", settings.get("rule", "match")),
-        ("batch", settings["batch_size"]),
+        ("batch", ", ".join(map(str, settings.get("batch_sizes") or [settings["batch_size"]]))),
         ("repeats", settings["repeats"]),
         ("seed", settings["seed"]),
     ]
-    machine = [("device", format.device_text(results)), *results["versions"].items()]
+    machine: Facts = [("device", format.device_text(results)), *results["versions"].items()]
     return [("Measurement", measurement), ("Machine", machine)]

@@ -8,18 +8,19 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from eval.benchmark.results import RESULTS, Results, folders_of, newest_results, read_log
-from eval.reporting.card import CARD, fenced, front_matter, hub_datasets, model_card, quoted
+from eval.benchmark.folders import RESULTS, folders_of, newest_results
+from eval.benchmark.results import Results, read_log
+from eval.reporting.card import CARD, quoted, render_card
 from eval.reporting.format import LOCAL_MODEL, as_markdown, is_exact, why_unreliable
 from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config
-from heads.errors import UserError, first_line
+from heads.errors import UserError
 from heads.formats.engine import ENGINES, Verdict, why_unfit
 from heads.registry import HEADS, untrained_kind
 from heads.target.hub import is_hub_id, repo_and_revision, with_names
@@ -46,21 +47,13 @@ class Publication:
     """The files of a publication by their names in the repository, each a local path or bytes, with their facts."""
 
     files: Contents
+    card: str
     kind: str
     base_model: str | None
     measurement: Path | None
     """Folder of the measurement in the card."""
-    results: Results | None
-
-    @property
-    def card(self) -> str:
-        """Return the model card."""
-        data = self.files[CARD]
-        assert isinstance(data, bytes)
-        return data.decode()
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each file in bytes."""
         return {
             name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.files.items()
         }
@@ -86,49 +79,49 @@ def collect(
         raise UserError(f"{run}: no such folder; expected a run directory")
     folder = find_head(run)
     head, record = load_head(folder), read_config(folder)
-    found = measured(folder, record, unmeasured, results)
+    place, figures = measured(folder, record, unmeasured, results) or (None, None)
     name = record["target"]["name"]
     beside = folder.resolve().parents  # a relative path may start at any of them
     here = any(os.path.exists(parent / str(name)) for parent in beside)
     base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not here else None)
     base = base or base_of_copy(str(name))
     target = base or Path(str(name or LOCAL_MODEL)).name
-    files = head_files(folder, record, base)
-    verdicts = head_verdicts(folder, record, found[1] if found else None, repo_id, base or target)
+    verdicts = head_verdicts(folder, record, figures, repo_id, base or target)
     if (doubt := why_unfit(verdicts)) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
-    serve = next((verdict.command for verdict in verdicts if verdict.reader in ENGINES and verdict.serves), None)
-    about = f"{use(repo_id, base, target)}\n\n{served_by(verdicts, record, repo_id, base, target)}"
-    shown_serve = fenced(serve)
-    if serve and base is None:
-        shown_serve += f"\n\n{quoted(target)} is a folder: put the path of your copy of that model there."
-    trained = trained_on(record, folder.parent)
-    data: dict[str, Any] = {
-        "rights": rights(base or ""),
-        "datasets": hub_datasets(record.get("provenance")),
-        "name": repo_id.partition("/")[2],
-    }
-    if found is None:
-        parameters = sum(weight.numel() for weight in head.parameters())
-        intro = f"A draft head (`{record['kind']}`, {parameters:,} parameters) for {quoted(target)}."
-        parts = [front_matter(record["kind"], base or LOCAL_MODEL, **data), f"# {record['kind']} on {target}", intro]
-        parts += [shown_serve, "\n".join(["## Trained on", "", *(f"- {line}" for line in trained)])]
-        card = "\n\n".join([*filter(None, parts), "## Measured with", "Not measured.", about]) + "\n"
-    else:
-        place, figures = found
+    weights = HEADS[record["kind"]].format.weights_file
+    files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
+    files |= {other: folder / other for other in OTHERS if (folder / other).is_file()}
+    shown = None
+    if figures is not None and place is not None:
         shown = public_results(figures, repo_id, target)
         files[RESULTS] = as_json(shown)
-        card = model_card(shown, serve=shown_serve, trained=trained, about=about, data=data)
-        plot = place / PLOT
-        if plot.is_file():
-            files[PLOT] = plot
-        else:
-            card = "\n".join(line for line in card.splitlines() if PLOT not in line).rstrip() + "\n"
-    if (recipe := folder.parent / RECIPE).is_file():
-        files[RECIPE] = public_recipe(recipe, base or target)
+        if (place / PLOT).is_file():
+            files[PLOT] = place / PLOT
+    if (folder.parent / RECIPE).is_file():
+        recipe = with_names(read_recipe(folder.parent / RECIPE))
+        recipe.get("target", {})["path"] = base or target
+        files[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).encode()
+    card = render_card(
+        record["kind"],
+        base or (target if shown else LOCAL_MODEL),
+        sum(weight.numel() for weight in head.parameters()),
+        shown,
+        name=repo_id.partition("/")[2],
+        rights=rights(base or ""),
+        datasets=hub_datasets(record.get("provenance")),
+        serve=engine_command(verdicts),
+        local=None if base else quoted(target),
+        trained=trained_on(record, folder.parent),
+        plot=PLOT in files,
+        again=f"python eval/bench.py {repo_id}" + ("" if base else f" --target {shlex.quote(target)}"),
+        engines=[verdict for verdict in verdicts if verdict.reader in ENGINES],
+        others=[verdict for verdict in verdicts if verdict.reader not in ENGINES],
+        converters=HEADS[record["kind"]].format.converters(repo_id, base or target, record["config"]),
+    )
     files[CARD] = card.encode(errors="backslashreplace")  # names from a damaged file may not be valid text
     check_private(files)
-    return Publication(files, record["kind"], base, *(found or (None, None)))
+    return Publication(files, card, record["kind"], base, place)
 
 
 def measured(
@@ -169,17 +162,17 @@ def serve_command(results: Results) -> str | None:
     if "heads" in results or not is_exact(results) or untrained_kind(results["head"]["path"]):
         return None
     reliable = [m["speedup"]["measured"] for m in results["measurements"] if why_unreliable(m) is None]
-    if reliable and max(reliable) <= 1:
+    if (reliable and max(reliable) <= 1) or not os.path.isdir(results["head"]["path"]):
         return None
     try:
-        folder = find_head(results["head"]["path"]) if os.path.isdir(results["head"]["path"]) else None
-        verdicts = (
-            []
-            if folder is None
-            else head_verdicts(folder, read_config(folder), results, str(folder), results["target"]["name"])
-        )
+        folder = find_head(results["head"]["path"])
+        verdicts = head_verdicts(folder, read_config(folder), results, str(folder), results["target"]["name"])
     except (UserError, OSError):
         return None
+    return engine_command(verdicts)
+
+
+def engine_command(verdicts: Sequence[Verdict]) -> str | None:
     return next((verdict.command for verdict in verdicts if verdict.reader in ENGINES and verdict.serves), None)
 
 
@@ -191,18 +184,8 @@ def head_verdicts(
     config = record["config"]
     depth = (results or {}).get("depth") or config.get("depth") or STEPS
     modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or several times
-    return check_loaders(
-        folder, name=repo_id, base=repo_and_revision(base)[0], steps=max(depth // modules, 1) * modules
-    )
-
-
-def use(repo_id: str, base: str | None, target: str) -> str:
-    """Return the card's section on this project's own command."""
-    command = f"python eval/bench.py {repo_id}" + ("" if base else f" --target {shlex.quote(target)}")
-    return (
-        f"## Measure it again\n\ndraftsmith trained and measured this head. In a clone of it:\n\n{fenced(command)}\n\n"
-        f"`{RESULTS}` holds every figure; `{RECIPE}` is the recipe with every default."
-    )
+    steps = max(depth // modules, 1) * modules
+    return check_loaders(folder, name=repo_id, base=repo_and_revision(base)[0], steps=steps)
 
 
 def trained_on(record: dict[str, Any], run: Path) -> list[str]:
@@ -245,35 +228,9 @@ def base_of_copy(path: str) -> str | None:
     return name if isinstance(name, str) and is_hub_id(name) else None
 
 
-def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str, base: str | None, target: str) -> str:
-    """Return the card's section on engines, with the command of each engine that serves the head."""
-    engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
-    lines = ["## Served by", ""]
-    for verdict in (verdict for verdict in engines if verdict.serves):
-        lines += [f"{verdict.reader}:", "", "```", verdict.command, "```", ""]
-    lines += [f"- {verdict.reader}: no, it {verdict.reason}" for verdict in engines if not verdict.serves]
-    others = [verdict for verdict in verdicts if verdict.reader not in ENGINES and verdict.serves]
-    lines += [f"- {verdict.reader}: `{verdict.command}`" for verdict in others]
-    lines += [
-        f"- {line}" for line in HEADS[record["kind"]].format.converters(repo_id, base or target, record["config"])
-    ]
-    lines += ["", "Names, shapes and fields were compared with what these versions' sources load; they were not run."]
-    return "\n".join(lines)
-
-
-def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Contents:
-    """Return the files of a head, with the target's public name in its config."""
-    weights = HEADS[record["kind"]].format.weights_file
-    files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
-    for name in OTHERS:
-        if (folder / name).is_file():
-            files[name] = folder / name
-    return files
-
-
 def public_config(file: Path, base: str | None) -> bytes:
     """Return a head's config.json for publication, with the target's public name."""
-    config = read_object(file)
+    config = json.loads(file.read_text(encoding="utf-8"))
     if "base_model_name_or_path" in config:
         config["base_model_name_or_path"] = base
     if base and isinstance(config.get("auto_map"), dict):  # its code is in the target's folder, not in the head's
@@ -295,13 +252,6 @@ def public_results(results: Results, repo_id: str, target: str) -> Results:
     }
 
 
-def public_recipe(file: Path, target: str) -> bytes:
-    """Return a recipe for publication: with names in the place of paths."""
-    recipe = with_names(read_recipe(file))
-    recipe.get("target", {})["path"] = target
-    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).encode()
-
-
 def read_recipe(file: Path) -> dict[str, Any]:
     """Return the settings of a run's recipe.yaml, or none if it cannot be read."""
     try:
@@ -309,6 +259,20 @@ def read_recipe(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def hub_datasets(provenance: Any) -> list[str]:
+    """Return the Hub ids among the data paths in a head's provenance."""
+
+    def paths(value: Any) -> Iterator[str]:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if key == "path" and isinstance(item, str):
+                yield item
+            elif isinstance(item, dict | list):
+                yield from paths(item)
+
+    data = provenance.get("data") if isinstance(provenance, dict) else None
+    return list(dict.fromkeys(repo_and_revision(path)[0] for path in paths(data or {}) if is_hub_id(path)))
 
 
 def check_private(files: Contents) -> None:
@@ -320,17 +284,5 @@ def check_private(files: Contents) -> None:
             raise UserError(f"{name}: would name a path in {home}; take it out of the run's own file of that name")
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. UserError if the file does not hold one."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not a JSON object ({first_line(error)}); fetch or train the head again") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: not a JSON object; fetch or train the head again")
-    return found
-
-
 def as_json(value: Any) -> bytes:
-    """Return a value as JSON in the layout of a head's files."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

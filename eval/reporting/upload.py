@@ -10,10 +10,12 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of its HTTP client
 
-from eval.reporting.card import RIGHTS
 from eval.reporting.publication import Publication, collect
 from heads.checkpoint import CONFIG, WEIGHTS
 from heads.errors import UserError, first_line
+
+RIGHTS = ("license", "license_name", "license_link")
+"""The license keys of a model card on the Hub."""
 
 
 def publish(options: argparse.Namespace) -> int:

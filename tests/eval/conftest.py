@@ -17,10 +17,10 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from eval.bench import run_bench
 from eval.benchmark import reliability
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
-from eval.commands.bench_run import run_bench
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import Batch, Drafter, HeadLoss, Observation, Pick, SharedLayers
 from heads.errors import UserError

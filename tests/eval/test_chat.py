@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from eval import chat as module
 from eval.benchmark.loading import Opened
 from eval.benchmark.prompts import render
+from eval.chat import Conversation, interruptible
 from eval.command import exit_status
-from eval.commands.chat_run import Conversation, Screen, interruptible
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling import Sampling
@@ -46,71 +46,68 @@ def terminal(**options: Any) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=60, **options)
 
 
+def conversation(opened: Opened, length: int, console: Console | None = None, **sampling: Any) -> Conversation:
+    return Conversation(opened, parse_shape("chain:3"), Sampling(**sampling), length, console or Console())
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("tree", ["chain:3", "tree:3x2x6"])
 def test_an_answer_is_plain_decodings_text(
-    opened: Opened, temperature: float, tree: str, capsys: pytest.CaptureFixture[str]
+    opened: Opened, temperature: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sampling = Sampling(temperature, seed=5)
-    conversation = Conversation(opened, parse_shape(tree), sampling, 40, None)
-    output = conversation.answer(PROMPT)
-    plain = plainly(opened, PROMPT, 40, sampling)
-    said = capsys.readouterr()
+    """Its tokens are marked as the output says, also if its last round is cut on a draft token."""
+    plain = plainly(opened, PROMPT, 40, Sampling(temperature, seed=5))
+    capsys.readouterr()
+    talk = conversation(opened, 40, temperature=temperature, seed=5)
+    output, said = talk.answer(PROMPT), capsys.readouterr()
     text = str(opened.tokenizer.decode(plain.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     assert output.tokens == plain.tokens and said.out.rstrip("\n") == text.rstrip("\n") and text
     assert said.err.startswith(f"{len(plain.tokens)} tokens, tau ") and "tokens/s" in said.err
-
-
-def test_tokens_are_marked_as_the_output_says(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the last round cut on a draft token, too: answers of many lengths."""
     drafted_last = 0
     for length in range(1, 24):
-        conversation = Conversation(opened, parse_shape("chain:3"), Sampling(), length, None)
-        assert conversation.answer(PROMPT).drafted() == conversation.marks
-        drafted_last += conversation.marks[-1]
-    assert drafted_last and not all(conversation.marks)
+        talk = conversation(opened, length, temperature=temperature)
+        assert talk.answer(PROMPT).drafted() == talk.marks
+        drafted_last += talk.marks[-1]
+    assert drafted_last and not all(talk.marks)
 
 
 def test_a_terminal_shows_drafts_in_colour_and_the_figures_below(opened: Opened) -> None:
     console = terminal()
-    output = Conversation(opened, parse_shape("chain:3"), Sampling(), 30, console).answer(PROMPT)
+    output = conversation(opened, 30, console).answer(PROMPT)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert any(output.drafted()) and "\x1b[32m" in shown and "tokens/s" in shown
     console = terminal(no_color=True)
-    Conversation(opened, parse_shape("chain:3"), Sampling(), 30, console).answer(PROMPT)
+    conversation(opened, 30, console).answer(PROMPT)
     assert "\x1b[32m" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_what_a_terminal_would_obey_is_not_written_to_it() -> None:
+def test_what_a_terminal_would_obey_is_not_written_to_it(opened: Opened) -> None:
     console = terminal()
-    with Screen(console) as screen:
-        screen.add("a\x1b]0;title\x07\tb\nc\x9b31m", "green")
-        screen.draw("1 tokens")
-    shown = Text.from_ansi(console.file.getvalue()).plain  # type: ignore[attr-defined]
-    assert "title" in shown and "\x1b]" not in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "\x9b" not in console.file.getvalue() and "\x07" not in shown  # type: ignore[attr-defined]
+    conversation(opened, 9, console).show("a\x1b]0;title\x07\tb\nc\x9b31m", "green")
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = Text.from_ansi(written).plain
+    assert "title" in shown and "\x1b]" not in written and "\x9b" not in written and "\x07" not in shown
 
 
 def test_a_conversation_remembers_what_was_said(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
-    conversation = Conversation(opened, parse_shape("chain:3"), Sampling(), 12, None)
-    first = conversation.answer(PROMPT)
-    second = conversation.answer("and then?")
+    talk = conversation(opened, 12)
+    first = talk.answer(PROMPT)
+    second = talk.answer("and then?")
     text = str(opened.tokenizer.decode(first.tokens, skip_special_tokens=True))
     turns = [("user", PROMPT), ("assistant", text), ("user", "and then?")]
     _, ids = render([{"role": role, "content": content} for role, content in turns], opened.tokenizer)
     engine = Engine(opened.target, None, EngineOptions(max_length=len(ids) + 13))
     assert second.tokens == engine.generate([Request(ids, 12)])[0].tokens
     with pytest.raises(UserError, match=r"tokens; expected 1 to \d+"):
-        conversation.answer("x " * 600)
-    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+        talk.answer("x " * 600)
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 2
 
 
 def test_ctrl_c_ends_the_answer_after_the_round(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
-    conversation = Conversation(opened, parse_shape("chain:3"), Sampling(), 40, None)
-    whole = conversation.answer(PROMPT)
+    talk = conversation(opened, 40)
+    whole = talk.answer(PROMPT)
     asked = iter([False, False, True])
-    conversation.messages.clear()
-    cut = conversation.answer(PROMPT, lambda: next(asked))
+    talk.messages.clear()
+    cut = talk.answer(PROMPT, lambda: next(asked))
     assert cut.finish_reason == "stop" and cut.rounds == 2 and cut.tokens == whole.tokens[: len(cut.tokens)]
     with interruptible() as is_interrupted:
         assert not is_interrupted()
@@ -120,15 +117,13 @@ def test_ctrl_c_ends_the_answer_after_the_round(opened: Opened, capsys: pytest.C
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("text", ["naïve façade, 日本語 and 😀👩‍👩‍👧!", "  two spaces\n\tand a tab\n", "ünïcödé" * 5])
-def test_pieces_are_whole_characters(text: str) -> None:
+def test_pieces_are_whole_characters() -> None:
     tokenizer = load_tokenizer(str(ROOT / "recipes/quickstart/target"))
-    tokens = tokenizer(text)["input_ids"]
-    detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.push(token) for token in tokens]
-    assert "".join(pieces) == text and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    assert len(tokens) > len([piece for piece in pieces if piece]) or text.isascii()
-    assert detokenizer.flush() == ""
+    for text in ("naïve façade, 日本語 and 😀👩‍👩‍👧!", "  two spaces\n\tand a tab\n"):
+        detokenizer = Detokenizer(tokenizer)
+        pieces = [detokenizer.push(token) for token in tokenizer(text)["input_ids"]]
+        assert "".join(pieces) == text and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+        assert detokenizer.flush() == ""
     half = tokenizer("日")["input_ids"][:-1]
     assert [detokenizer.push(token) for token in half] == [""] * len(half)
     assert detokenizer.flush() == tokenizer.decode(half) != ""
@@ -159,29 +154,19 @@ def test_lines_are_answered_one_by_one_until_the_input_ends(tiny_target_dir: Pat
     assert "expected UTF-8 text" in said[2]
 
 
-def test_closed_input_is_refused(
+def test_what_cannot_be_answered_is_refused_in_one_line(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    assert call(["lookup:2", "--target", tiny_target_dir]) == 2
-    assert capsys.readouterr().err == (
-        "error: standard input is closed, and prompts are read from it; name one with --prompt\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+    refused: list[tuple[list[object], str]] = [
         (["lookup:2", "--prompt", "x"], "give --target"),
         (["--prompt", "x"], "head"),
-        (["lookup:2", "--tree", "chain:2,chain:3"], "one tree"),
-        (["lookup:2", "--temperature", "0,1"], "one number"),
+        (["lookup:2", "--tree", "none"], "--tree"),
+        (["lookup:2", "--temperature", "0,1"], "--temperature"),
         (["no-such-folder", "--prompt", "x"], "no-such-folder"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused_in_one_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and said in line
+        (["lookup:2", "--target", tiny_target_dir], "standard input is closed"),
+    ]
+    for words, said in refused:
+        assert call(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and said in line

@@ -8,14 +8,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.auto import calibrate
 from eval.benchmark.figures import figures, find_differences, find_divergences, top_two_margin
 from eval.benchmark.measure import Comparison, compare, split_units
 from eval.benchmark.metrics import tau
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
 from eval.runtime.engine import Engine, Timings
-from eval.runtime.identity import first_difference
 from heads.target.model import FrozenTarget
 from heads.tree import Proposal, parse_shape
 from tests.eval.runtime.test_graph import Tape
@@ -51,22 +49,6 @@ def test_drafts_are_accepted_and_the_text_is_the_targets(
         assert all(tau(list(c.outputs[0].values())) > 1.2 for c in run.drafting)
 
 
-def test_a_divergence_is_recorded_with_its_place_tokens_and_margin(
-    run: Comparison, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    variant = run.drafting[0]
-    i = next(i for i, output in run.plain.outputs[0].items() if len(output.tokens) == 24)
-    tokens = variant.outputs[1][i].tokens
-    kept, tokens[7] = tokens[7], (tokens[7] + 1) % 128
-    try:
-        (found,) = find_divergences(run, variant, tiny_tokenizer)
-    finally:
-        tokens[7] = kept
-    assert (found["prompt"], found["position"], found["repeat"], found["tree"]) == (str(i), 7, 1, "chain:3")
-    assert (found["plain_token"], found["token"]) == (kept, (kept + 1) % 128)
-    assert found["top_two_margin"] > 0
-
-
 def test_the_margin_is_by_how_much_the_chosen_token_won(run: Comparison, tiny_target: FrozenTarget) -> None:
     prompt, request = run.prompts[0], run.requests[0]
     output = run.plain.outputs[0][0].tokens
@@ -78,13 +60,6 @@ def test_the_margin_is_by_how_much_the_chosen_token_won(run: Comparison, tiny_ta
         best = logits.topk(2)
         assert int(best.indices[0]) == output[5]
         assert margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
-
-
-def test_first_difference_sees_a_missing_end() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
-    assert first_difference([], [4]) == 0
 
 
 def test_units_hold_one_suite_and_category_each() -> None:
@@ -139,8 +114,9 @@ def test_a_speedup_is_of_each_sides_own_tokens_and_seconds(run: Comparison) -> N
 
 
 @pytest.mark.parametrize("repeat", [0, 1])
-def test_no_repeat_hides_behind_another(run: Comparison, tiny_tokenizer: PreTrainedTokenizerBase, repeat: int) -> None:
-    """A wrong text is a divergence in whichever repeat it is."""
+def test_a_divergence_in_any_repeat_is_recorded_with_its_place_tokens_and_margin(
+    run: Comparison, tiny_tokenizer: PreTrainedTokenizerBase, repeat: int
+) -> None:
     variant = run.drafting[1]
     i = next(i for i, output in run.plain.outputs[0].items() if len(output.tokens) == 24)
     tokens = variant.outputs[repeat][i].tokens
@@ -150,24 +126,25 @@ def test_no_repeat_hides_behind_another(run: Comparison, tiny_tokenizer: PreTrai
     finally:
         tokens[5] = kept
     assert not found["near_tie"] and (found["prompt"], found["position"], found["repeat"]) == (str(i), 5, repeat)
-    assert found["flips"][0]["position"] == 5
+    assert (found["plain_token"], found["token"], found["tree"]) == (kept, (kept + 1) % 128, "tree:3x2x6")
+    assert found["top_two_margin"] > 0 and found["flips"][0]["position"] == 5
 
 
-PYTHON = 0.02
+PYTHON = 0.1
 """Seconds that a head's own code takes beside its operations."""
 
 
 def test_on_a_gpu_the_phases_are_those_of_the_graphs(
     tiny_target: FrozenTarget, tiny_prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They leave out the time of Python, in a comparison and in a calibration, which still sees every outcome."""
+    """They leave out the time of Python."""
 
     def taped(*arguments: Any) -> Engine:
         engine = Engine(*arguments)
         engine.rounds.capture = Tape
         return engine
 
-    settings, shape = BenchSettings(max_new_tokens=8, batch_size=2, repeats=1), parse_shape("chain:2")
+    settings, shape = BenchSettings(max_new_tokens=6, batch_size=2, repeats=1), parse_shape("chain:2")
     head = make_drafter("early_exit:2", tiny_target)
     propose = head.propose
 
@@ -177,14 +154,11 @@ def test_on_a_gpu_the_phases_are_those_of_the_graphs(
 
     monkeypatch.setattr(head, "propose", slowly)
     with as_on_a_gpu():
-        (launched,) = compare(tiny_target, [(head, shape)], tiny_prompts, 0.0, settings).breakdowns
-        (expected,) = calibrate(tiny_target, head, [shape], tiny_prompts, 0.0, settings)
+        (launched,) = compare(tiny_target, [(head, shape)], tiny_prompts[:2], 0.0, settings).breakdowns
         monkeypatch.setattr("eval.benchmark.measure.Engine", taped)
-        run = compare(tiny_target, [(head, shape)], tiny_prompts, 0.0, settings)
-        (calibration,) = calibrate(tiny_target, head, [shape], tiny_prompts, 0.0, settings)
+        run = compare(tiny_target, [(head, shape)], tiny_prompts[:2], 0.0, settings)
     (replayed,) = run.breakdowns
-    assert launched["draft"] > PYTHON > replayed["draft"] > 0 and PYTHON > calibration.draft > 0
-    assert replayed.keys() == launched.keys() and min(replayed.values()) > 0 and calibration.plain > 0
+    assert launched["draft"] > PYTHON > replayed["draft"] > 0
+    assert replayed.keys() == launched.keys() and min(replayed.values()) > 0
     outputs = run.drafting[0].outputs[0]
     assert [o.tokens for o in outputs.values()] == [o.tokens for o in run.plain.outputs[0].values()]
-    assert expected.draft > PYTHON and len(expected.ranks) and torch.equal(calibration.ranks, expected.ranks)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from eval.benchmark.results import folders_of, measurement_name, newest_results, own_folder
+from eval import report
+from eval.benchmark.folders import folders_of, measurement_name, newest_results, own_folder
 from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
-from eval.reporting.report import report_command
 from heads.errors import UserError
 
 OPTIONS = argparse.Namespace(out=None, dtype="auto", quantize=None)
@@ -78,14 +78,14 @@ def test_the_newest_report_is_rendered(place: str, results: dict[str, Any], tmp_
     for folder in (root, root / "bench/a") if root.name == "run" else (root / "a",):
         write(folder, results, "03T10:00")
     write(tmp_path / place, results, "04T10:00")
-    assert exit_status(lambda: report_command(root)) == 0
+    assert exit_status(lambda: report.main([str(root)])) == 0
     assert [page.parent for page in tmp_path.rglob("report.html")] == [tmp_path / place]
 
 
-@pytest.mark.parametrize("path", ["", "nowhere", "x" * 300, "a\0b"])
 def test_where_there_are_no_results(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert exit_status(lambda: report_command(Path(path))) == 2
-    assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.iterdir())
+    for path in ("", "nowhere", "x" * 300, "a\0b"):
+        assert exit_status(lambda path=path: report.main([path])) == 2  # type: ignore[misc]
+        assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.iterdir())

@@ -12,7 +12,6 @@ from eval.benchmark.metrics import (
     accepted_histogram,
     is_loop,
     loop_share,
-    predicted_speedup,
     rate_ratio,
     rate_ratio_interval,
     ratio_interval,
@@ -21,7 +20,6 @@ from eval.benchmark.metrics import (
     tau_interval,
     token_percentiles,
     token_seconds,
-    tokens_per_second,
 )
 from eval.runtime.request import Output
 
@@ -63,21 +61,6 @@ def test_acceptance_is_conditional_on_the_depths_before() -> None:
     short = [made(3, (0, 0, 1), (1, 1, 1)), made(1, (1,), (1,))]
     assert (tau(short), acceptance_by_depth(short, 2), accepted_histogram(short, 2)) == (1, [0.0, None], [4, 0, 0])
     assert sum(k * n for k, n in enumerate(accepted_histogram([WHOLE, CUT], 3))) / 5 + 1 == tau([WHOLE, CUT])
-
-
-def test_acceptance_and_histogram_give_tau_back_when_nothing_is_cut() -> None:
-    rng = np.random.default_rng(0)
-    accepted = tuple(int(x) for x in rng.integers(0, 5, size=200))
-    output = made(sum(accepted) + 200, accepted, tuple(min(n + 1, 4) for n in accepted))
-    reach = np.cumprod([alpha or 0.0 for alpha in acceptance_by_depth([output], 4)])
-    assert 1 + reach.sum() == pytest.approx(tau([output]))
-    histogram = accepted_histogram([output], 4)
-    assert sum(k * n for k, n in enumerate(histogram)) / 200 + 1 == pytest.approx(tau([output]))
-
-
-def test_speed_is_total_over_total() -> None:
-    assert tokens_per_second([100, 10], [1.0, 1.0]) == 55
-    assert predicted_speedup(3.0, plain_seconds=4e-3, round_seconds=8e-3) == pytest.approx(1.5)
 
 
 def there(interval: Interval | None) -> Interval:

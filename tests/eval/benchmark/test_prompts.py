@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eval.benchmark.prompts import Prompt, follow_up, held_out_prompts, load_prompts, prompts_hash, split_prompts
+from eval.benchmark.prompts import (
+    Prompt,
+    follow_up,
+    held_out_prompts,
+    load_prompts,
+    prompts_hash,
+    split_prompts,
+    windows,
+)
 from eval.benchmark.python_source import read_split
 from heads.errors import UserError
 
@@ -84,39 +92,35 @@ def test_fewer_prompts_are_spread_over_the_suite(tmp_path: Path, tokenizer: PreT
     assert [prompt.category for prompt in chosen] == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"answer": "x"}\n', "a.jsonl:1: expected one of turns, messages"),
-        ('{"prompt": ""}\n', "a.jsonl:1: prompt: expected a prompt, got ''; write one"),
-        ('{"turns": []}\n', r"a.jsonl:1: turns: expected a prompt, got \[\]"),
-        ('{"turns": [1, 2]}\n', "a.jsonl:1: turns: expected text"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "a.jsonl:1: messages: expected a message of role"),
-        ('{"messages": ["x"]}\n', "a.jsonl:1: messages\\[0\\]: expected a turn"),
-        (
-            '{"turns": ["a", "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]}\n',
-            "a.jsonl:1: turns: expected a prompt, got SPEED-Bench's placeholder; .* prepare_data.py, or take them out",
-        ),
-    ],
-)
-def test_a_bad_file_is_named_with_its_line(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, content: str, message: str
-) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(UserError, match=message):
-        load(str(tmp_path / "a.jsonl"), tokenizer)
+REFUSED = {
+    '{"answer": "x"}': "expected one of turns, messages",
+    '{"prompt": ""}': "prompt: expected a prompt, got ''; write one",
+    '{"turns": [1, 2]}': "turns: expected text",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "messages: expected a message of role",
+    '{"turns": ["a", "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]}': "SPEED-Bench's placeholder",
+}
 
 
-def test_an_unknown_suite_lists_the_known_ones(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_bad_prompt_is_named_with_its_line(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for content, said in REFUSED.items():
+        (tmp_path / "a.jsonl").write_text(f"{content}\n")
+        with pytest.raises(UserError, match=f"a.jsonl:1: .*{said}|a.jsonl:1: {said}"):
+            load(str(tmp_path / "a.jsonl"), tokenizer)
     with pytest.raises(UserError, match="no suite of that name; known suites: python-heldout, spec_bench"):
         load("speck_bench", tokenizer)
-
-
-def test_a_long_prompt_is_refused_or_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "short"}, {"prompt": "x" * 500})
     with pytest.raises(UserError, match=r"a.jsonl:2: the prompt has 50\d tokens where at most 400 fit"):
         load(path, tokenizer)
     assert [prompt.id for prompt in load(path, tokenizer, skip_long=True)] == ["1"]
+
+
+def test_windows_are_cut_one_after_another(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "abcabcabc " * 20}, {"prompt": "abcabcabc " * 20})
+    whole = [token for prompt in load(path, plain_tokenizer) for token in prompt.ids]
+    cut = windows(path, plain_tokenizer, 16, 3)
+    assert [token for prompt in cut for token in prompt.ids] == whole[:48] and cut[2].suite == "a"
+    with pytest.raises(UserError, match=f"texts have {len(whole)} tokens, 3 prompts of 999 need 2997"):
+        windows(path, plain_tokenizer, 999, 3)
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +157,6 @@ def test_held_out_prompts_depend_on_the_seed_and_on_no_other_module(
     name = first[1].id.rsplit(":", 1)[0]
     (tmp_path / name).write_text(texts_of(held_out)[name])
     assert held_out_prompts(tokenizer, 1, 400, 0, (tmp_path,)) == first[1:]
-
-
-def test_a_machine_without_held_out_modules_is_given(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no held-out module"):
-        held_out_prompts(tokenizer, 2, 400, 0, (tmp_path,))
 
 
 def test_a_file_may_have_commas_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from eval.benchmark.python_source import is_held_out, list_modules, read_split, standard_library
-from heads.errors import UserError
 
 
 def source(name: str) -> str:
@@ -33,15 +32,6 @@ def test_the_split_is_a_function_of_the_path(root: Path) -> None:
     assert all(is_held_out(name) == held_out for held_out, names in splits.items() for name in names)
 
 
-def test_modules_are_read_one_by_one(root: Path) -> None:
-    """A module that goes while others are read is left out, and no longer one that was read already."""
-    modules = read_split(held_out=True, roots=(root,))
-    read = [next(modules)]
-    for _, path in list_modules((root,))[True]:
-        path.unlink()
-    assert [*read, *modules] == read
-
-
 def test_a_near_copy_of_a_held_out_module_is_left_out(root: Path) -> None:
     _, text = next(read_split(held_out=True, roots=(root,)))
     copy = next(name for name in (f"copy{n}.py" for n in range(9)) if not is_held_out(name))
@@ -58,8 +48,3 @@ def test_text_comes_from_the_standard_library_alone() -> None:
     assert not any(part in name for name in names for part in ("site-packages", "dist-packages", "encodings/"))
     first = next(name for name, _ in read_split(held_out=False))
     assert (library / first).is_file()
-
-
-def test_a_root_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="expected a folder of Python source"):
-        next(read_split(held_out=True, roots=(tmp_path / "nowhere",)))

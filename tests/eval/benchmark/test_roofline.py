@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.benchmark.roofline import Part, copy_bandwidth, lines, roofline
+from eval.benchmark.roofline import copy_bandwidth, lines, roofline
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
@@ -62,11 +62,6 @@ def test_what_other_drafts_read(kind: str, tiny_target: FrozenTarget) -> None:
     )
     draft = next(part for part in record["round"] if part["part"] == "draft")
     assert draft["bytes"] == read * (4 if load() is None else 2)
-
-
-def test_a_part_beside_its_floor() -> None:
-    record = Part("draft", 2_000_000, 3e-3).record(1e9)
-    assert (record["floor_us"], record["us"], record["over_floor"]) == (pytest.approx(2000), pytest.approx(3000), 1.5)
 
 
 def test_a_context_without_room_is_refused(tiny_target: FrozenTarget) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from eval.reporting.charts import comparison_charts, depth_curves, draw_depths, head_charts, remarks
+from eval.reporting.charts import at_headline, comparison_charts, dots, head_charts, remarks
 from eval.reporting.drawing import COLOURS, Chart, drawn, inline_svg, write_charts
 from eval.reporting.html import DARK
 
@@ -34,8 +33,13 @@ def measurement(tree: str, depth: int, nodes: int, speed: float, temperature: fl
             for n in range(1, 11)
         ],
         "speedup": {"measured": speed, "ci95": [speed - 0.2, speed + 0.1], "predicted": speed},
-        "speculative": {"token_ms": spread, "breakdown_ms": phases, "plain_step_ms": 4.0},
-        "baseline": {"token_ms": {"p50": 4.0, "p95": 4.5, "p99": 5.0}, "ms_per_token": 4.0},
+        "speculative": {
+            "tokens_per_second": 250.0 * speed,
+            "token_ms": spread,
+            "breakdown_ms": phases,
+            "plain_step_ms": 4.0,
+        },
+        "baseline": {"tokens_per_second": 250.0, "token_ms": {"p50": 4.0, "p95": 4.5, "p99": 5.0}, "ms_per_token": 4.0},
     }
 
 
@@ -50,60 +54,55 @@ def results(**changes: Any) -> dict[str, Any]:
     return {**measured[1], "measurements": measured, **changes}
 
 
-def model(*points: tuple[str, int, int, float]) -> list[dict[str, Any]]:
-    curve = [{"tree": t, "depth": d, "width": w, "speedup": s} for t, d, w, s in points]
-    return [{"temperature": 1.0, "curve": []}, {"temperature": 0.0, "curve": curve}]
-
-
 def log(steps: int) -> list[dict[str, Any]]:
     losses = [{"kind": "train", "step": step, "loss": 9 / step} for step in range(1, steps + 1)]
     return losses + [{"kind": "eval", "step": steps // n, "tau": 3.0 - n / 3} for n in (4, 3, 2, 1)]
 
 
+def at_points() -> dict[str, Any]:
+    """Two batch sizes at two contexts."""
+    places = [{"batch_size": batch, "context": context} for batch in (1, 8) for context in (64, 512)]
+    measured = [measurement("chain:2", 2, 3, 1.2) | place for place in places]
+    return {**measured[0], "measurements": measured}
+
+
 def every_chart() -> list[Chart]:
-    one = head_charts(results(auto=model(("chain:1", 1, 1, 1.1), ("chain:6", 6, 1, 1.4))), log(12))
+    one = head_charts(results(), log(12))
     heads = [{"head": f"{'a-long-name-' * 4}{n}", **m} for n, m in enumerate(results()["measurements"])]
     heads[0]["baseline"] = {**heads[0]["baseline"], "ms_per_token": 40.0}  # on a busy machine
-    return [*one, *comparison_charts(heads)]
+    several = [chart for chart in head_charts(at_points()) if chart.name in ("batch-size", "context")]
+    return [*one, *several, *comparison_charts(heads)]
 
 
 CHARTS = pytest.mark.parametrize("chart", every_chart(), ids=lambda chart: chart.name)
 
 
+def test_every_kind_of_chart_is_drawn() -> None:
+    names = {"speedup", "round", "depth", "latency", "acceptance", "tokens", "position", "loss", "training-tau"}
+    assert {chart.name for chart in every_chart()} == names | {
+        "batch-size",
+        "context",
+        "compare-speedup",
+        "compare-tau",
+    }
+
+
 def test_settings_of_the_headlines_temperature_are_drawn_at_their_depth() -> None:
-    curves = depth_curves(results())
-    assert curves is not None
-    assert [(dot.figures["tree"], round(dot.at), dot.kind) for dot in curves.dots] == [
-        *(("chain:2", 2, "chain"), ("chain:4", 4, "chain")),
-        *(("tree:4x2x8", 4, "tree"), ("chain:3", 3, "chain")),
+    places = dots(at_headline(results()))
+    assert [(m["tree"], round(at)) for at, m in places] == [
+        *(("chain:2", 2), ("chain:4", 4), ("tree:4x2x8", 4), ("chain:3", 3))
     ]
-    assert curves.dots[1].at < 4 < curves.dots[2].at, "two of one depth stand beside each other"
-    crowd = [measurement(f"tree:4x{n}x9", 4, 9, 1.0) for n in range(40)]
-    many = depth_curves(results(measurements=crowd))
-    assert many is not None and max(abs(dot.at - 4) for dot in many.dots) < 0.5, "and never at another depth"
+    assert places[1][0] < 4 < places[2][0], "two of one depth stand beside each other"
+    crowd = dots([measurement(f"tree:4x{n}x9", 4, 9, 1.0) for n in range(40)])
+    assert max(abs(at - 4) for at, _ in crowd) < 0.5, "and never at another depth"
 
 
-def test_the_cost_models_best_of_each_depth_is_a_line() -> None:
-    searches = model(("chain:1", 1, 1, 1.1), ("chain:6", 6, 1, 1.4), ("a", 2, 2, 1.2), ("b", 2, 4, 1.3))
-    curves = depth_curves(results(auto=searches))
-    assert curves is not None
-    assert curves.model == {"chain": [(1, 1.1), (6, 1.4)], "tree": [(2, 1.3)]}
-    axes = Figure().subplots()
-    draw_depths(axes, curves=curves)
-    assert axes.get_xlim() == (0.4, 6.6), "as far as anything is known"
-
-
-@pytest.mark.parametrize("reason", ["failed audit", "one setting"])
-def test_nothing_is_drawn_of_too_little(reason: str) -> None:
+def test_nothing_is_drawn_of_a_failed_audit() -> None:
     given = results()
-    if reason == "failed audit":
-        for m in (given, *given["measurements"]):
-            m["speedup"] = None
-        assert [chart.name for chart in head_charts(given)] == ["acceptance", "tokens", "position"]
-        assert [chart.name for chart in comparison_charts(given["measurements"])] == ["compare-tau"]
-    else:
-        del given["measurements"][1:3]
-    assert depth_curves(given) is None
+    for m in (given, *given["measurements"]):
+        m["speedup"] = None
+    assert [chart.name for chart in head_charts(given)] == ["acceptance", "tokens", "position"]
+    assert [chart.name for chart in comparison_charts(given["measurements"])] == ["compare-tau"]
 
 
 def test_few_points_are_a_sentence() -> None:
@@ -114,6 +113,9 @@ def test_few_points_are_a_sentence() -> None:
     position, loss = remarks(few, log(2)[:2])
     assert position == "tau by position in the text (chain:4, greedy): 2.80 from token 128 on, 2.60 from token 256 on"
     assert loss == "loss over training: 9.00 at step 1, 4.50 at step 2"
+    two = [{**measurement("chain:2", 2, 3, 1.2), "batch_size": n} for n in (1, 8)]
+    line = remarks({**two[0], "tau_by_position": [], "measurements": two})
+    assert line == ["tokens/s by batch (chain:2): 300.0 at batch 1 (plain 250.0), 300.0 at batch 8 (plain 250.0)"]
 
 
 @CHARTS

@@ -204,7 +204,9 @@ REFUSED: dict[str, tuple[Request | dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("given", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_decoded_is_refused(given: Request | dict[str, Any], words: str) -> None:
-    options = {"shape": CHAIN, "head": "lookup:3", "request": given} if isinstance(given, Request) else dict(given)
+    options: dict[str, Any] = (
+        {"shape": CHAIN, "head": "lookup:3", "request": given} if isinstance(given, Request) else dict(given)
+    )
     sizes = {name: options.pop(name) for name in JAMBA if name in options}
     target = make_target(options.pop("family", "llama"), torch.float32, **sizes)
     request, head = options.pop("request", Request([3], 2)), make_drafter(options.pop("head", "none"), target)

@@ -34,6 +34,9 @@ WAITS = {
 class NoWaiting(TorchDispatchMode):
     """A mode that fails at the first operation for which the host would wait."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         assert name not in WAITS, f"{name} waits for the device"
@@ -53,7 +56,7 @@ class Tape(NoWaiting):
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
         with self:
             work()
