@@ -1,4 +1,4 @@
-"""What is kept on disk: tokens are mapped as they were written, and answers are found by their prompts."""
+"""The cache: tokens are mapped as they were written, and answers are found by their prompts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
