@@ -95,7 +95,7 @@ def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **c
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if family == "t5":
-            made: Any = T5ForConditionalGeneration(config)  # type: ignore[arg-type]
+            made: Any = T5ForConditionalGeneration(config)
             model: Any = with_wide_weights(made.to(dtype), 0.35)
         else:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -250,40 +250,36 @@ class Answering:
         longest = min(settings.prompt_tokens + settings.new_tokens + 1, target.context_length)
         options = EngineOptions(batch_size=settings.batch_size, max_length=longest)
         engine: Engine | None = None
-        begun: list[Dialogue] = []
+        held: list[Dialogue] = []
 
-        def take(dialogue: Dialogue) -> bool:
-            """Add the stored answers to a dialogue, and return True if it goes on."""
-            before = dialogue.prompt
+        def take(dialogue: Dialogue) -> None:
             dialogue.take(store.get)
-            if dialogue.prompt is None and before is not None:
+            if dialogue.prompt is None:
                 finished(dialogue)
-            return dialogue.prompt is not None
-
-        while held := [*begun, *islice(dialogues, max(0, BATCHES * settings.batch_size - len(begun)))]:
-            begun = [dialogue for dialogue in held if take(dialogue)]
-            if begun:
-                engine = engine or Engine(target, None, options)
-                self._generate(engine, begun, store, take)
-
-    def _generate(
-        self, engine: Engine, dialogues: Sequence[Dialogue], store: AnswerStore, take: Callable[[Dialogue], bool]
-    ) -> None:
-        """Generate the next answer of each dialogue. When it is complete, store it, and let the dialogue `take` it."""
-        asking: dict[tuple[int, ...], list[Dialogue]] = {}
-        for dialogue in dialogues:
-            asking.setdefault(tuple(dialogue.prompt or ()), []).append(dialogue)
-        prompts = [list(prompt) for prompt in asking]
-        made: list[list[int]] = [[] for _ in prompts]
 
         def keep(number: int, fresh: list[int]) -> None:
+            """Store an answer when it is complete, and let the dialogues that ask for it go on."""
             made[number] += fresh
-            if len(made[number]) == self.settings.new_tokens or fresh[-1] in self.target.eos_token_ids:
+            if len(made[number]) == settings.new_tokens or fresh[-1] in target.eos_token_ids:
                 store.add(prompts[number], made[number])
-                for dialogue in asking[tuple(prompts[number])]:
+                for dialogue in asking[prompts[number]]:
                     take(dialogue)
 
-        engine.generate([self.request(prompt) for prompt in prompts], on_tokens=keep)
+        while True:
+            begun = list(islice(dialogues, max(0, BATCHES * settings.batch_size - len(held))))
+            for dialogue in begun:
+                take(dialogue)
+            held = [dialogue for dialogue in (*held, *begun) if dialogue.prompt is not None]
+            if not begun and not held:
+                return
+            asking: dict[tuple[int, ...], list[Dialogue]] = {}
+            for dialogue in held:
+                asking.setdefault(tuple(dialogue.prompt or ()), []).append(dialogue)
+            prompts = list(asking)
+            made: list[list[int]] = [[] for _ in prompts]
+            if prompts:
+                engine = engine or Engine(target, None, options)
+                engine.generate([self.request(list(prompt)) for prompt in prompts], on_tokens=keep)
 
     def _fault_of(self, prompt: Sequence[int], answer: Sequence[int]) -> str | None:
         """Return what is wrong with a server's greedy answer: a token whose logit is far below the target's highest.

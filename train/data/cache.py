@@ -110,7 +110,7 @@ class Corpus:
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
-        """Counts of each token, and of each token as a label, (2, V)."""
+        """Number of times that each token occurs, and that it is a label, (2, V)."""
         size = max((int(tokens.max()) + 1 for tokens, _ in self.parts), default=1)
         counts = np.zeros((2, size), dtype=np.int64)
         for tokens, labels in self.parts:
@@ -152,12 +152,16 @@ def cache_root() -> Path:
 
 @contextmanager
 def unwritable(folder: Path) -> Iterator[None]:
-    """Turn an OSError from writing to a folder of the cache into a UserError."""
+    """Turn an error from writing to a folder of the cache, or from a damaged file in it, into a UserError."""
+    from pyarrow import ArrowInvalid
+
     try:
         yield
-    except OSError as error:
+    except (OSError, ArrowInvalid) as error:
+        if isinstance(error, ArrowInvalid) or error.errno is None:
+            raise UserError(f"{folder}: holds a damaged file ({first_line(error)}); delete the folder") from error
         remedy = "free space there, or " * is_full_disk(error) + "name another folder with DRAFTSMITH_DATA_CACHE"
-        raise UserError(f"{folder}: cannot be written to ({error.strerror or error}); {remedy}") from error
+        raise UserError(f"{folder}: cannot be written to ({error.strerror}); {remedy}") from error
 
 
 def fingerprint(key: dict[str, Any]) -> str:
@@ -187,13 +191,11 @@ def stored(name: str, features: Any, rows: Callable[[], Iterable[dict[str, Any]]
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
-    root = cache_root()
-    with unwritable(root):
-        root.mkdir(parents=True, exist_ok=True)
-        try:
-            return datasets.Dataset.from_generator(rows, features=features, cache_dir=str(root), fingerprint=name)
-        except DatasetGenerationError as error:
-            raise error.__cause__ or error from None
+    where = {"cache_dir": str(cache_root()), "fingerprint": name}
+    try:
+        return datasets.Dataset.from_generator(rows, features=features, **where)
+    except DatasetGenerationError as error:
+        raise error.__cause__ or error from None
 
 
 def stored_documents(name: str, documents: Callable[[], Iterable[Document]]) -> Corpus:
@@ -230,7 +232,7 @@ def corpus_in(rows: "Dataset") -> Corpus:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reading of data by the processes of a run: the first process of each node writes what the cache lacks."""
+    """A reader of a run's data, in all its processes: the first one of each node writes what the cache lacks."""
 
     rendering: "ChatTemplate"
     accelerator: "Accelerator"
@@ -241,23 +243,18 @@ class Reader:
         The first UserError or interruption is raised on all processes, so that none is left waiting. UserError if the
         nodes have other data."""
         from accelerate.utils import gather_object
-        from pyarrow import ArrowInvalid
 
         corpus = None
         faults: list[UserError | Interrupted] = []
         if self.accelerator.is_local_main_process:
             try:
-                with Progress(f"{what}: tokenising", announced=True):
+                with unwritable(cache_root()), Progress(f"{what}: tokenising", announced=True):
                     corpus = read()
             except (UserError, Interrupted) as error:
                 faults = [error]
-            except ArrowInvalid as error:
-                faults = [
-                    UserError(f"{cache_root()}: a file in it is damaged ({first_line(error)}); delete the folder")
-                ]
         if faults := gather_object(faults):
             raise faults[0]
-        corpus = corpus or read()
+        corpus = read() if corpus is None else corpus
         if len(set(gather_object([corpus.digest]))) > 1:
             raise UserError(f"{what}: the machines of this launch read different data; give all of them the same")
         return corpus

@@ -73,7 +73,13 @@ class Samples:
                 f"{file}: missing: what the draft wrote at step {begin}, which the run was learning from; restore it, "
                 "or begin anew in another output_dir"
             )
-        answers, prompts = read_answers(file), [list(request.prompt) for request in self.requests(begin)]
+        prompts = [list(request.prompt) for request in self.requests(begin)]
+        try:
+            answers = [[int(token) for token in json.loads(line)] for line in file.read_text("utf-8").splitlines()]
+        except (ValueError, TypeError):
+            raise UserError(
+                f"{file}: expected a list of token ids a line; restore the file, or begin anew in another output_dir"
+            ) from None
         if len(answers) != len(prompts):
             raise UserError(f"{file}: expected {len(prompts)} samples, found {len(answers)}; begin anew elsewhere")
         documents = [
@@ -90,13 +96,3 @@ class Samples:
             return Mixture([pool], [1.0], self.base.seed)
         weights = [count * (1 - settings.share) for count in self.base.counts]
         return Mixture([*self.base.pools, pool], [*weights, PATTERN * settings.share], self.base.seed)
-
-
-def read_answers(path: Path) -> list[list[int]]:
-    """Return token ids from a file with one list per line. UserError for any other content."""
-    try:
-        return [[int(token) for token in json.loads(line)] for line in path.read_text(encoding="utf-8").splitlines()]
-    except (ValueError, TypeError):
-        raise UserError(
-            f"{path}: expected a list of token ids a line; restore the file, or begin anew in another output_dir"
-        ) from None

@@ -7,7 +7,7 @@ generated. vLLM returns them from `/v1/completions` with `return_token_ids`, SGL
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -152,13 +152,10 @@ class AnsweringServer:
             max_new_tokens=min(request.max_new_tokens, CHECKED_TOKENS),
             sampling=replace(request.sampling, temperature=0.0),
         )
-        ids = await self._ask(COMPLETIONS, trial, retries=0)
-        path = COMPLETIONS if ids else GENERATE
+        ids, path = await self._ask(COMPLETIONS, trial, retries=0), COMPLETIONS
         if not ids:
-            try:
-                ids = await self._ask(GENERATE, trial, retries=0)
-            except UserError:
-                ids = None
+            with suppress(UserError):
+                ids, path = await self._ask(GENERATE, trial, retries=0), GENERATE
         if not ids:
             raise self.client.error(
                 "gives text and no token ids, neither from /v1/completions nor from /generate; text may be tokenised "

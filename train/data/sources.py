@@ -161,7 +161,8 @@ class RecordSource(Settings):
 
     def content(self) -> dict[str, Any]:
         """Return the plain values on which the records depend."""
-        return {"content": content_hash(self.path, split=self.split), "limit": self.limit}
+        form = Path(self.path).suffix if self.is_local else ""
+        return {"content": content_hash(self.path, split=self.split), "form": form, "limit": self.limit}
 
 
 class TextSource(RecordSource, Texts):
@@ -281,7 +282,6 @@ def report_skipped(source: AnySource, tally: Tally, say: Callable[[str], None] |
 def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
     """Return the documents of a source, and report skipped records and rewritten turns. `name`: the source's key in the
     recipe. UserError if there is nothing to train on."""
-
     corpus = reader.read(str(source), lambda: _tokenised(source, reader.rendering))
     report_skipped(source, corpus.tally, reader.say, whole=True)
     if corpus.num_labels == 0:

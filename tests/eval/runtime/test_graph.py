@@ -56,7 +56,7 @@ class Tape(NoWaiting):
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
         with self:
             work()

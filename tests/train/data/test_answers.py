@@ -1,8 +1,6 @@
 """The target's own answers: what the runtime gives, asked for once for all heads and any number of processes."""
 
 import json
-import math
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,23 +30,13 @@ def target(tiny_target_dir: Path) -> FrozenTarget:
 
 
 class Noting(Engine):
-    """An engine that notes the requests that it is given, and is interrupted after some answers."""
+    """An engine that notes the requests that it is given."""
 
     noted: ClassVar[list[Request]] = []
-    answers_left: ClassVar[float] = math.inf
 
     def generate(self, requests: Any, *, on_tokens: Any = None) -> Any:
         self.noted.extend(requests)
-        lengths: Counter[int] = Counter()
-
-        def on(index: int, tokens: list[int]) -> None:
-            if Noting.answers_left == 0:
-                raise KeyboardInterrupt
-            on_tokens(index, tokens)
-            lengths[index] += len(tokens)
-            Noting.answers_left -= tokens[-1] == 1 or lengths[index] == requests[index].max_new_tokens
-
-        return super().generate(requests, on_tokens=on)
+        return super().generate(requests, on_tokens=on_tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +44,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """Requests that engines were given."""
     monkeypatch.setattr("train.data.answers.Engine", Noting)
     Noting.noted.clear()
-    Noting.answers_left = math.inf
     return Noting.noted
 
 
@@ -146,12 +133,19 @@ def test_another_number_of_processes_makes_no_answer_anew(
     assert sum(size > 0 for size in sizes) == before
 
 
-def test_an_interruption_loses_the_rows_in_flight(make: Make, asked: list[Request]) -> None:
-    answering = make(turns=1)
-    Noting.answers_left = 7
-    with pytest.raises(KeyboardInterrupt):
+def test_an_interruption_loses_the_rows_in_flight(
+    make: Make, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering, add = make(turns=1), AnswerStore.add
+
+    def some(store: AnswerStore, prompt: list[int], answer: list[int]) -> None:
+        if len(store) == 7:
+            raise KeyboardInterrupt
+        add(store, prompt, answer)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(AnswerStore, "add", some)
         answering.ask()
-    Noting.answers_left = math.inf
     asked.clear()
     answering.ask()
     assert len(asked) == 20 - 7

@@ -1,4 +1,4 @@
-"""Data that are kept on disk: tokens are mapped as they were written, and answers are found by their prompts."""
+"""The cache: tokens are mapped as they were written, and answers are found by their prompts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +55,18 @@ def test_a_fault_on_the_way_leaves_nothing() -> None:
     assert not has_documents("entry") and len(stored_documents("entry", lambda: some([5]))) == 1
 
 
+def test_a_cache_that_cannot_be_written_is_one_line(
+    tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reader = tmp_path / "a.txt", reader_of(AutoTokenizer.from_pretrained(tiny_target_dir))
+    path.write_text("the sea " * 9999)
+    with small_files(5000), pytest.raises(UserError, match=r"cache: cannot be written to .*; free space there, or"):
+        read_source(TextSource(kind="text", path=str(path)), "s", reader)
+    monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(path))
+    with pytest.raises(UserError, match=r"a\.txt: cannot be written to .*; name another folder"):
+        read_source(TextSource(kind="text", path=str(path)), "s", reader)
+
+
 def test_the_fingerprint_is_what_the_tokens_depend_on(
     tmp_path: Path, tiny_target_dir: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +99,7 @@ def test_the_fingerprint_is_what_the_tokens_depend_on(
     assert entries(source=TextSource) == 9
     for entry in own_cache.rglob("cache-*.arrow"):
         entry.write_bytes(entry.read_bytes()[:-50])
-    with pytest.raises(UserError, match=r"cache: a file in it is damaged \(.*\); delete the folder"):
+    with pytest.raises(UserError, match=r"cache: holds a damaged file \(.*\); delete the folder"):
         entries(source=TextSource)
 
 

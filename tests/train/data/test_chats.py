@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -106,6 +106,7 @@ MARKED = (
 WORDS = st.text(st.sampled_from("the sander\n é</|>"), max_size=12) | st.sampled_from(["</s>", "<|assistant|>", "th"])
 
 
+@settings(deadline=None)
 @given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))
 @pytest.mark.parametrize("template", [None, CHATML, FORGETFUL, REWRITING, THINKING, RUNNING_ON, MARKED])
 def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
@@ -148,13 +149,6 @@ def test_a_template_that_drops_reasoning_which_the_record_holds_is_refused(
     assert caught.value.reason == "with reasoning that the chat template drops"
     (document,) = encode_chat(tokenizer, talk, keeping, place="f:1")
     assert "so" in str(tokenizer.decode(document.ids[document.labels]))
-
-
-def test_the_last_answer_alone(tokenizer: PreTrainedTokenizerBase) -> None:
-    (whole,) = encode_chat(tokenizer, TALK)
-    (last,) = encode_chat(tokenizer, TALK, last_only=True)
-    assert last.ids.tolist() == whole.ids.tolist()
-    assert str(tokenizer.decode(last.ids[last.labels])) == "sand</s>"
 
 
 def test_arguments_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> None:

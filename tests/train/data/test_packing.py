@@ -19,7 +19,7 @@ def texts(lengths: list[int]) -> Corpus:
     )
 
 
-@settings(deadline=None)  # a busy machine takes its time
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(8, 20))
 def test_every_token_of_a_text_is_packed_once_in_order(lengths: list[int], row_length: int) -> None:
     pool = Pool(texts(lengths), row_length)
@@ -43,6 +43,7 @@ def talks(draw: st.DrawFn) -> list[bool]:
     return [label for prompt, answer in turns for label in [False] * prompt + [True] * answer]
 
 
+@settings(deadline=None)
 @given(st.lists(talks(), min_size=1, max_size=4), st.integers(8, 50))
 def test_every_label_of_conversations_is_trained_on_once_where_it_stands(
     conversations: list[list[bool]], row_length: int
@@ -57,6 +58,7 @@ def test_every_label_of_conversations_is_trained_on_once_where_it_stands(
     assert trained == Counter(n for labels in conversations for n, label in enumerate(labels) if label)
 
 
+@settings(deadline=None)
 @given(talks(), st.integers(8, 50))
 def test_a_conversation_is_cut_behind_answers(labels: list[bool], row_length: int) -> None:
     behind = {n for n in range(1, len(labels) + 1) if labels[n - 1] and (n == len(labels) or not labels[n])}
