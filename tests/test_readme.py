@@ -205,7 +205,7 @@ def marked(command: Command) -> Any:
     return pytest.param(command, marks=[pytest.mark.slow] if slow else [])
 
 
-@pytest.mark.parametrize("command", map(marked, RUN), ids=lambda command: f"{command.page}: {command.text}")
+@pytest.mark.parametrize("command", [*map(marked, RUN)], ids=lambda command: f"{command.page}: {command.text}")
 def test_a_command_runs(
     command: Command, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
