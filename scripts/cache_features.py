@@ -24,9 +24,8 @@ def main(arguments: Sequence[str]) -> int:
 
     from train.data.prepare import load_data
     from train.features.cached import fill_folder
-    from train.features.opening import open_source
     from train.head_settings import make_head
-    from train.opening import open_reader, open_run, read_recipe
+    from train.opening import open_reader, open_run, open_source, read_recipe
 
     recipe = read_recipe(arguments)
     settings = recipe.features

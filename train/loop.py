@@ -31,13 +31,12 @@ from train.checkpointing import (
 from train.data.on_policy import Samples
 from train.data.packing import Mixture
 from train.data.prepare import load_data
-from train.features.opening import open_source
 from train.features.source import FeatureSource
 from train.head_settings import make_head, resolved_head
 from train.interrupts import Interrupted
 from train.launch import wanted_mode
 from train.measuring import Evaluation, Measured
-from train.opening import Run, open_reader
+from train.opening import Run, open_reader, open_source
 from train.optim import lr_factor
 from train.parallel import Trained
 from train.processes import on_main

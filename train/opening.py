@@ -1,26 +1,35 @@
 """An open run: its folder, its processes, its tracker, and the signals that may stop it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
 from eval.command import print_line
 from heads.errors import UserError
-from heads.target.load import load_tokenizer
+from heads.target.load import Place, load_tokenizer
+from heads.target.model import FrozenTarget
+from heads.target.placement import drop_layers, shard_layers
 from train.checkpointing import begun_in
 from train.data.cache import Reader
 from train.data.settings import Data
 from train.data.sources import ChatSource
 from train.data.templates import ChatTemplate
+from train.features.cached import CachedFeatures
+from train.features.settings import AnyFeatures, CacheFeatures, ProcessFeatures, ShardedFeatures
+from train.features.source import FeatureSource, has_room
+from train.features.vllm import ServedFeatures
 from train.interrupts import Interrupts
-from train.launch import make_accelerator
+from train.launch import load_recipe_target, make_accelerator
 from train.processes import die_with_launcher, on_main
 from train.recipe import Recipe, load_recipe
 from train.run_folder import RunFolder
+from train.step import rows_per_step
 from train.strict_yaml import suggest
 from train.tracker import Tracker
 
@@ -91,3 +100,49 @@ def open_reader(data: Data, tokenizer: PreTrainedTokenizerBase, run: Run) -> Rea
     if any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource)):
         rendering = replace(rendering, day=on_main(run.accelerator, run.folder.first_day))
     return Reader(rendering, run.accelerator, run.tracker.say)
+
+
+def open_source(
+    settings: AnyFeatures,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    say: Callable[[str], None],
+) -> tuple[FeatureSource, PreTrainedTokenizerBase]:
+    """Return the source of features for `settings`, with the target of a recipe, and the target's tokenizer. Called by
+    every process."""
+    load = partial(load_recipe_target, recipe.target, accelerator)
+    if isinstance(settings, ProcessFeatures):
+        target, tokenizer = load()
+        return FeatureSource(target), tokenizer
+    if isinstance(settings, ShardedFeatures):
+        target, tokenizer = load(place=sharding(accelerator))
+        return FeatureSource(target, _copy(load, target, accelerator, say)), tokenizer
+    target, tokenizer = load(place=drop_layers)
+    load_whole = _copy(load, target, accelerator, say)
+    if isinstance(settings, CacheFeatures):
+        return CachedFeatures(target, settings, accelerator.mixed_precision, load_whole=load_whole), tokenizer
+    world = accelerator.num_processes
+    rows = rows_per_step(recipe.train, recipe.data.context_length, world) // world
+    return ServedFeatures(target, settings, rows, accelerator, load_whole=load_whole), tokenizer
+
+
+def sharding(accelerator: Accelerator) -> Place:
+    """Return the placement that shards the target's layers over all processes. Called by every process."""
+    if accelerator.num_processes == 1:
+        raise UserError("features.kind: sharded needs several processes; launch them, or use features.kind=process")
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    return lambda target, _, dtype: shard_layers(target, mesh, dtype)
+
+
+def _copy(
+    load: Callable[[], tuple[FrozenTarget, PreTrainedTokenizerBase]],
+    target: FrozenTarget,
+    accelerator: Accelerator,
+    say: Callable[[str], None],
+) -> Callable[[], FrozenTarget] | None:
+    """Return a function that loads a whole copy of the target, or None if the main process has no room for it."""
+    if on_main(accelerator, lambda: has_room(target)):
+        say("tau is measured on the main process, by a whole copy of the target that is loaded for it")
+        return lambda: load()[0]
+    say("tau is an estimate by the training step: the main process has no room for a whole copy of the target")
+    return None
