@@ -24,19 +24,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.benchmark.folders import BENCH, own_folder, plain_name, short_name
-from eval.benchmark.results import Results, write_record, write_results
-from eval.benchmark.settings import BenchSettings, add_measure_options, to_settings
-from eval.command import Parser, add_head_options, exit_status, print_line
-from heads.base import HEAD_TREE
-from heads.files import check_folder
+from eval.measure.command import Parser, add_head_options, exit_status, print_line
+from eval.measure.folders import BENCH, own_folder, plain_name, short_name
+from eval.measure.results import Results, write_record, write_results
+from eval.measure.settings import BenchSettings, add_measure_options, to_settings
+from heads.core.contract import HEAD_TREE
+from heads.core.files import check_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-    from heads.base import Drafter
-    from heads.target.model import FrozenTarget
+    from heads.core.contract import Drafter
+    from heads.targets.model import FrozenTarget
 
 TREES = ("chain:5",)
 TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
@@ -74,12 +74,12 @@ def hyphenated(word: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     settings, paths = to_settings(options), options.heads
-    from eval.benchmark.bench_heads import head_names
-    from eval.benchmark.environment import contention
-    from eval.benchmark.loading import fitting_head, open_target_of
-    from eval.reporting.card import check_card
-    from eval.reporting.format import is_exact
-    from eval.reporting.wandb_run import tracked
+    from eval.measure.bench_heads import head_names
+    from eval.measure.environment import contention
+    from eval.measure.loading import fitting_head, open_target_of
+    from eval.pages.card import check_card
+    from eval.pages.format import is_exact
+    from eval.pages.wandb_run import tracked
     from heads.published import is_published
     from heads.registry import untrained_kind
 
@@ -114,10 +114,10 @@ def run_bench(
     compare.json for several heads, or of audit.json without timing."""
     from rich.console import Console
 
-    from eval.benchmark.bench_heads import bench_heads
-    from eval.benchmark.progress import Progress
-    from eval.benchmark.roofline import lines
-    from eval.reporting.report import print_audit_report, print_report, write_report
+    from eval.measure.bench_heads import bench_heads
+    from eval.measure.progress import Progress
+    from eval.measure.roofline import lines
+    from eval.pages.report import print_audit_report, print_report, write_report
 
     console = console or Console()
     results = bench_heads(target, heads, tokenizer, settings, with_roofline=with_roofline)
@@ -139,9 +139,9 @@ def run_bench(
 
 def default_out(head: str) -> Path:
     """Return the parent folder for measurements of a head: bench/ in its run, else runs/bench-NAME."""
-    from heads.checkpoint import find_head
     from heads.published import is_published
     from heads.registry import untrained_kind
+    from heads.saved import find_head
 
     if not untrained_kind(head) and not is_published(head):
         folder = Path(os.path.abspath(find_head(head)))  # without resolving links: their targets are not in the run

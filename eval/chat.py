@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from eval.command import (
+from eval.measure.command import (
     Parser,
     add_head_options,
     count,
@@ -32,13 +32,13 @@ from eval.command import (
     trees,
 )
 from eval.runtime.sampling import Sampling
-from heads.errors import UserError
+from heads.core.errors import UserError
 
 if TYPE_CHECKING:
-    from eval.benchmark.loading import Opened
-    from eval.benchmark.records import Message
+    from eval.measure.loading import Opened
+    from eval.measure.records import Message
     from eval.runtime.engine import Engine, Output
-    from heads.tree import TreeShape
+    from heads.core.tree import TreeShape
 
 DEFAULT_TREES = ("chain:5", "chain:3", "chain:1")
 LEAST_ROOM = 1024
@@ -84,9 +84,9 @@ class Conversation:
     def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> "Output":
         """Show the answer to a prompt while it is decoded, then its figures. `is_asked_to_stop` is called after each
         round and ends the answer if it returns True. Raise UserError if the prompt is empty or too long."""
-        from eval.benchmark.loading import prompt_room
-        from eval.benchmark.metrics import tau
-        from eval.benchmark.prompts import render
+        from eval.measure.loading import prompt_room
+        from eval.measure.metrics import tau
+        from eval.measure.prompts import render
         from eval.runtime.engine import Request
 
         try:
@@ -212,8 +212,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.benchmark.auto import can_draft
-    from eval.benchmark.loading import open_head
+    from eval.measure.auto import can_draft
+    from eval.measure.loading import open_head
 
     if options.prompt is None and sys.stdin is None:
         raise UserError("standard input is closed, and prompts are read from it; name one with --prompt")

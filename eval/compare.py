@@ -6,7 +6,7 @@ python eval/compare.py runs/eagle runs/medusa runs/mtp runs/draft lookup:3 --tre
 import sys
 
 from eval.bench import main
-from eval.command import exit_status
+from eval.measure.command import exit_status
 
 if __name__ == "__main__":
     sys.exit(exit_status(main))

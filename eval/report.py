@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.command import Parser, exit_status
-from heads.errors import UserError
+from eval.measure.command import Parser, exit_status
+from heads.core.errors import UserError
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -31,10 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = parse_arguments(arguments).results
     from rich.console import Console
 
-    from eval.benchmark.folders import folders_of, newest_results
-    from eval.benchmark.results import read_results
-    from eval.reporting.card import check_card
-    from eval.reporting.report import print_report, write_report
+    from eval.measure.folders import folders_of, newest_results
+    from eval.measure.results import read_results
+    from eval.pages.card import check_card
+    from eval.pages.report import print_report, write_report
 
     compared = path if path.name == "compare.json" else path / "compare.json"
     if os.path.isdir(path) and (newest := newest_results([*folders_of(path), *sorted(path.glob("*"))])):

@@ -35,14 +35,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from eval.bench import parse_arguments as parse_bench
-from eval.benchmark.progress import Progress
-from eval.benchmark.prompts import split_prompts
-from eval.benchmark.results import Results, figures_of, read_results
-from eval.benchmark.settings import to_settings
-from eval.command import Parser, count, exit_status, seed
-from eval.reporting.format import busy_warning, exact_cell
-from heads.errors import UserError, first_line
-from heads.files import check_folder, is_file, read_given, write_json, write_text
+from eval.measure.command import Parser, count, exit_status, seed
+from eval.measure.progress import Progress
+from eval.measure.prompts import split_prompts
+from eval.measure.results import Results, figures_of, read_results
+from eval.measure.settings import to_settings
+from eval.pages.format import busy_warning, exact_cell
+from heads.core.errors import UserError, first_line
+from heads.core.files import check_folder, is_file, read_given, write_json, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second", "ms_per_round", "loop_share")
@@ -193,9 +193,9 @@ def bench_arguments(setting: Setting) -> list[str]:
 def place_of(sweep: Sweep, setting: Setting) -> str:
     """Return the name of a setting's folder. It depends on everything that the figures depend on: arguments, head and
     prompt files. Raise UserError for arguments that eval/bench.py would refuse."""
-    from heads.checkpoint import find_head, weights_hash
     from heads.published import is_published
     from heads.registry import untrained_kind
+    from heads.saved import find_head, weights_hash
 
     try:
         options = parse_bench(bench_arguments(setting))

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from heads.base import Origin
-from heads.checkpoint import check_fits, find_head, load_head, restore_head
-from heads.errors import UserError, first_line
-from heads.files import file_hash
+from heads.core.contract import Origin
+from heads.core.errors import UserError, first_line
+from heads.core.files import file_hash
 from heads.formats.source import foreign_config, open_source
+from heads.methods.settings import SETTINGS
 from heads.registry import HEADS, kind_of
-from heads.settings import SETTINGS
-from heads.target.model import FrozenTarget
+from heads.saved import check_fits, find_head, load_head, restore_head
+from heads.targets.model import FrozenTarget
 
 
 def is_published(path: str) -> bool:

@@ -5,20 +5,20 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import from_plain
-from heads.dflash import DFlash
-from heads.dflash2 import DFlash2
-from heads.draft_model import Draft
-from heads.dspark import DSpark
-from heads.eagle3 import Eagle3
-from heads.errors import UserError
+from heads.core.contract import from_plain
+from heads.core.errors import UserError
 from heads.formats import blocks, draft_model, eagle3, medusa, mtp
 from heads.formats.engine import Format
-from heads.medusa import Medusa
-from heads.mtp import Mtp
-from heads.settings import SETTINGS
-from heads.target.model import FrozenTarget
-from heads.untrained.untrained import EarlyExit, Lookup
+from heads.methods.dflash import DFlash
+from heads.methods.dflash2 import DFlash2
+from heads.methods.draft_model import Draft
+from heads.methods.dspark import DSpark
+from heads.methods.eagle3 import Eagle3
+from heads.methods.medusa import Medusa
+from heads.methods.mtp import Mtp
+from heads.methods.settings import SETTINGS
+from heads.methods.untrained import EarlyExit, Lookup
+from heads.targets.model import FrozenTarget
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Method:
     """Method of drafting whose heads are trained."""
 
     head: type[Any]
-    """Class that implements `heads.base.DraftHead`."""
+    """Class that implements `heads.core.contract.DraftHead`."""
     format: Format
     """Format of the folder in which the head is saved."""
     training: frozenset[str] = frozenset({"depth", "depth_decay", "loss"})
@@ -49,7 +49,7 @@ HEADS = {
 it. Draft models come last, because the folders of other heads look like models, too."""
 
 UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
-"""Class of each kind. It implements `heads.base.Drafter`; its `for_target` takes a number and a target."""
+"""Class of each kind. It implements `heads.core.contract.Drafter`; its `for_target` takes a number and a target."""
 
 
 def kind_of(head: Any) -> str:

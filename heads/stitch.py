@@ -16,15 +16,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads.checkpoint import CONFIG
-from heads.errors import UserError, first_line
-from heads.files import whole_folder
+from heads.core.errors import UserError, first_line
+from heads.core.files import whole_folder
 from heads.formats.engine import named_class, tensors
 from heads.formats.mtp import MTP, MtpLoader, module_shapes
-from heads.mtp import LAYOUTS, SHARED, Mtp, find_modules, module_names
+from heads.methods.mtp import LAYOUTS, SHARED, Mtp, find_modules, module_names
 from heads.published import open_any
-from heads.target.hub import INDEX, is_here, read_tensors, tensor_files
-from heads.target.load import load_target
+from heads.saved import CONFIG
+from heads.targets.hub import INDEX, is_here, read_tensors, tensor_files
+from heads.targets.load import load_target
 
 ADDED = "model-mtp.safetensors"
 """Additional file for modules that the checkpoint did not have."""

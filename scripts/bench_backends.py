@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from eval.benchmark.settings import add_prompt_options
-from eval.command import Parser, add_head_options, count, exit_status, trees
+from eval.measure.command import Parser, add_head_options, count, exit_status, trees
+from eval.measure.settings import add_prompt_options
 
 VARIANTS = (("torch", "float32"), ("torch", "bfloat16"), ("oneDNN", "float32"), ("C", "float32"), ("C", "bfloat16"))
 TEMPERATURES = (0.0, 1.0)
@@ -40,8 +40,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 @contextmanager
 def only(product: str) -> Iterator[None]:
     """Let products that are built inside be those of one kind."""
-    from heads.target import decoder
-    from heads.target import product as products
+    from heads.targets import decoder
+    from heads.targets import product as products
 
     kept = products.load, products._has_onednn
     decoder._made.clear()
@@ -59,8 +59,8 @@ def open_engines(product: str, dtype: str, options: argparse.Namespace, length: 
     """Return the engines of one variant by the names of their drafts."""
     import torch
 
-    from eval.benchmark.loading import fitting_head, open_target_of
-    from eval.command import draft_shapes
+    from eval.measure.command import draft_shapes
+    from eval.measure.loading import fitting_head, open_target_of
     from eval.runtime.engine import Engine, EngineOptions
 
     options.dtype = dtype if product == "torch" else "float32"
@@ -79,14 +79,14 @@ def open_engines(product: str, dtype: str, options: argparse.Namespace, length: 
 
 def measure(options: argparse.Namespace) -> int:
     """Time all variants, print a table and write the record."""
-    from eval.benchmark.environment import machine, target_facts
-    from eval.benchmark.loading import chosen_prompts, open_target_of
-    from eval.benchmark.results import write_record
-    from eval.command import draft_shapes
+    from eval.measure.command import draft_shapes
+    from eval.measure.environment import machine, target_facts
+    from eval.measure.loading import chosen_prompts, open_target_of
+    from eval.measure.results import write_record
     from eval.runtime.engine import Request
     from eval.runtime.sampling import Sampling
-    from heads.errors import UserError
-    from heads.target.product import load
+    from heads.core.errors import UserError
+    from heads.targets.product import load
 
     options.device = "cpu"
     if load() is None:

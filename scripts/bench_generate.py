@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from eval.benchmark.prompts import prompts_hash
-from eval.benchmark.settings import add_prompt_options
-from eval.command import Parser, add_target_options, count, exit_status
-from heads.files import check_file
+from eval.measure.command import Parser, add_target_options, count, exit_status
+from eval.measure.prompts import prompts_hash
+from eval.measure.settings import add_prompt_options
+from heads.core.files import check_file
 
 if TYPE_CHECKING:
-    from heads.target.model import FrozenTarget
+    from heads.targets.model import FrozenTarget
 
 WARM_UP_TOKENS = 16
 
@@ -36,11 +36,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.benchmark.environment import environment, target_facts
-    from eval.benchmark.loading import chosen_prompts, open_target
-    from eval.benchmark.metrics import rate_ratio, rate_ratio_interval
-    from eval.benchmark.results import write_record
-    from eval.reporting.format import with_interval
+    from eval.measure.environment import environment, target_facts
+    from eval.measure.loading import chosen_prompts, open_target
+    from eval.measure.metrics import rate_ratio, rate_ratio_interval
+    from eval.measure.results import write_record
+    from eval.pages.format import with_interval
     from eval.runtime.engine import Engine, EngineOptions, Request
 
     if options.out:

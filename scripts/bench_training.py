@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.command import Parser, count, exit_status
+from eval.measure.command import Parser, count, exit_status
 
 VARIANTS = ("plain", "ours", "recomputed")
 LABELS = ("all", "half")
@@ -42,7 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.benchmark.training_step import compare, measure
+    from eval.measure.training_step import compare, measure
 
     return measure(options) if options.variant else compare(options, VARIANTS, LABELS)
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.command import Parser, exit_status
+from eval.measure.command import Parser, exit_status
 
 if TYPE_CHECKING:
     import torch
 
     from eval.runtime.engine import Engine
-    from heads.target.model import FrozenTarget
+    from heads.targets.model import FrozenTarget
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ WINDOW = 48
 def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
     import torch
 
-    from heads.target.choose import choose_in_tiles, logits_in_tiles
-    from heads.target.masks import additive
-    from heads.target.noise import gumbel
-    from heads.target.slots import Verified, ancestors
-    from heads.target.tree_attention import for_groups, masked_attention, tree_attention
+    from heads.targets.choose import choose_in_tiles, logits_in_tiles
+    from heads.targets.masks import additive
+    from heads.targets.noise import gumbel
+    from heads.targets.slots import Verified, ancestors
+    from heads.targets.tree_attention import for_groups, masked_attention, tree_attention
 
     found: dict[str, Any] = {}
     H, Hkv, d = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
@@ -108,7 +108,7 @@ def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
 def random_target(family: str, layers: int, sizes: Sizes, device: Any, dtype: Any, **more: Any) -> "FrozenTarget":
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from heads.target.model import FrozenTarget
+    from heads.targets.model import FrozenTarget
 
     shape: dict[str, Any] = {name: value for name, value in vars(sizes).items() if "size" in name or "head" in name}
     shape |= {"num_hidden_layers": layers, "max_position_embeddings": 4096, "tie_word_embeddings": False}
@@ -128,8 +128,8 @@ def texts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
     from eval.runtime.engine import Engine, EngineOptions, Request
     from eval.runtime.identity import Judge
     from eval.runtime.sampling import Sampling
+    from heads.core.tree import parse_shape
     from heads.registry import build_untrained
-    from heads.tree import parse_shape
 
     found: dict[str, Any] = {}
     room = sizes.prompt + sizes.tokens + max(parse_shape(tree).nodes for tree in sizes.trees)
@@ -166,9 +166,9 @@ def speed(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
     import torch
 
     from eval.runtime.engine import Engine, EngineOptions, Request
+    from heads.core.tree import ROOT_ONLY, parse_shape
     from heads.registry import build_head
-    from heads.target.quantization import weight_bytes
-    from heads.tree import ROOT_ONLY, parse_shape
+    from heads.targets.quantization import weight_bytes
 
     target: Any = random_target("llama", sizes.layers, sizes, device, dtype)
     buffer = torch.randn(sizes.buffer, device=device, dtype=dtype)
@@ -227,8 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     import torch
 
-    from eval.benchmark.environment import machine
-    from heads.target import kernels
+    from eval.measure.environment import machine
+    from heads.targets import kernels
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels.ON_CPU = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,7 +1,7 @@
 """Train a small target from scratch: accelerate launch -q scripts/make_target.py recipes/quickstart/target.yaml
 
 Trains a byte-level BPE tokenizer and a Llama-architecture model on the Python source of this machine, with whole
-modules held out (`eval.benchmark.python_source`), and on conversations if the recipe names some. recipes/targets/*.yaml
+modules held out (`eval.measure.python_source`), and on conversations if the recipe names some. recipes/targets/*.yaml
 train larger ones on a GPU. Matrices are trained with Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon),
 embeddings and norms with AdamW. The run folder gets `model/` (bfloat16, with the tokenizer and a README of the measured
 values) and `checkpoints/`. A stopped run continues from the newest checkpoint.
@@ -9,7 +9,7 @@ values) and `checkpoints/`. A stopped run continues from the newest checkpoint.
 
 from collections.abc import Sequence
 
-from eval.command import asks_usage
+from eval.measure.command import asks_usage
 from train.entry import LAUNCH, run_script
 from train.target_recipe import TargetRecipe
 from train.usage import keys_of

@@ -4,7 +4,7 @@
     python scripts/publish.py runs/quickstart OWNER/NAME --dry-run        # what would be published; no network
 
 The commit holds the head's folder, the card, results.json (without the texts of prompts) and recipe.yaml, all without
-this machine's paths (`eval.reporting.publication`). Every
+this machine's paths (`eval.pages.publish`). Every
 command that takes a head then accepts OWNER/NAME. The card names the engines that serve the head, with their commands.
 A head that no engine serves, or that one engine would misread, is refused without --unserved. The token comes from
 `hf auth login` or HF_TOKEN.
@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.command import Parser, exit_status
-from heads.target.hub import is_hub_id
+from eval.measure.command import Parser, exit_status
+from heads.targets.hub import is_hub_id
 
 
 def hub_id(text: str) -> str:
@@ -53,7 +53,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.reporting.upload import publish
+    from eval.pages.upload import publish
 
     return publish(options)
 

@@ -7,8 +7,8 @@ answers are also kept with the tokenised data, so no later run generates them wi
 import json
 from collections.abc import Sequence
 
-from eval.command import asks_usage
-from heads.errors import UserError
+from eval.measure.command import asks_usage
+from heads.core.errors import UserError
 from train.entry import run_script
 from train.recipe import Recipe
 from train.usage import keys_of
@@ -19,12 +19,12 @@ USAGE = "usage: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...]"
 def main(arguments: Sequence[str]) -> int:
     if asks_usage(USAGE, arguments, keys=lambda: keys_of(Recipe)):
         return 0
-    from heads.files import write_text
+    from heads.core.files import write_text
+    from train.core.processes import on_main
     from train.data.answers import read_answering
     from train.data.prepare import check_data
     from train.launch import load_recipe_target
     from train.opening import open_reader, open_run, read_recipe
-    from train.processes import on_main
 
     recipe = read_recipe(arguments)
     if recipe.data.regenerate is None:

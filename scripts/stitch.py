@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.command import Parser, exit_status
-from heads.files import check_folder
+from eval.measure.command import Parser, exit_status
+from heads.core.files import check_folder
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from eval.benchmark.loading import load_pair
+from eval.measure.loading import load_pair
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
-from heads.target.model import FrozenTarget
+from heads.targets.model import FrozenTarget
 
 Answer = Callable[[Request], list[int]]
 Reply = tuple[int, bytes]

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.records import Message, RecordError
+from eval.measure.records import Message, RecordError
 from train.data.cache import Document, Reader
 from train.data.chats import encode_conversations, read_conversation
 from train.data.preview import CLOSE, OPEN, marked

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from heads.errors import UserError
+from heads.core.errors import UserError
 
 
 def refused(action: Callable[..., object], *arguments: object, **settings: object) -> str:

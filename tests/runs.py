@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.base import shape_for
-from heads.target.model import FrozenTarget
+from heads.core.contract import shape_for
+from heads.targets.model import FrozenTarget
 from train.entry import attempt
 from train.loop import Outcome, fit
 from train.opening import open_run

@@ -6,9 +6,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGeneration
 
 from eval.runtime.engine import Engine, EngineOptions, Output
+from heads.core.tree import ROOT_ONLY, TreeShape, parse_shape
 from heads.registry import build_head, build_untrained
-from heads.target.model import FrozenTarget
-from heads.tree import ROOT_ONLY, TreeShape, parse_shape
+from heads.targets.model import FrozenTarget
 
 CPU = torch.device("cpu")
 VOCAB = 61

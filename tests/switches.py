@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from heads.target import decoder, kernels, product
+from heads.targets import decoder, kernels, product
 
 LOADERS = (product.find_compiler, product.load)
 
@@ -45,7 +45,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Take the same code path as on a GPU: no C, experts' weights gathered for each row, and heads do not read the
     lengths of their texts."""
     with without_c(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("heads.growth.SlotState.extent", lambda state, tokens: len(state.slot))
+        patch.setattr("heads.methods.growth.SlotState.extent", lambda state, tokens: len(state.slot))
         patch.setattr(decoder.Experts, "by_expert", decoder.Experts.gathered)
         yield
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself and the ones before it
 LEAN = {"torch", "transformers", "safetensors", "numpy", "triton"}  # what heads/ and eval/runtime/ may import
-OPTIONAL = {"heads/target/quantization.py": {"torchao"}, "heads/target/load.py": {"peft"}}
+OPTIONAL = {"heads/targets/quantization.py": {"torchao"}, "heads/targets/load.py": {"peft"}}
 DEPENDENCIES = LEAN | {
     *("accelerate", "datasets", "deepspeed", "huggingface_hub", "hypothesis", "jinja2", "matplotlib", "openai"),
     "omegaconf",
@@ -61,51 +61,52 @@ def test_what_runs_a_head_needs_few_packages(folder: str) -> None:
         here = allowed | OPTIONAL.get(str(path.relative_to(ROOT)), set())
         wrong = [name for name in imported_names(path) if name.split(".")[0] not in here]
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
-        if folder == "eval/runtime":
-            outside = [name for name in imported_names(path) if name.startswith("eval.") and ".runtime" not in name]
-            assert not outside, f"{path.relative_to(ROOT)} imports {outside}"
 
 
-def imported_files(path: Path) -> Iterator[str]:
-    """Yield the modules of this repository that a file imports, without imports under TYPE_CHECKING."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    hidden = {id(node) for block in typing for node in ast.walk(block)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in hidden:
-            for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
-                if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file():
-                    yield name
+ROOMS = {
+    "heads": ("core", "targets", "methods", "formats"),
+    "eval": ("runtime", "measure", "pages"),
+    "train": ("core", "data", "features"),
+}
+"""Rooms of each package. A room imports only itself and the rooms before it. The package's own files, its roof, import
+every room."""
+ENTRIES = {"train/data/preview.py"}
+"""Commands that stand in a room, and are nobody's import."""
 
 
-def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
-    """Return the sets of nodes that can reach each other."""
-    reach = {node: set(near) for node, near in graph.items()}
-    for middle in graph:
-        for node in graph:
-            if middle in reach[node]:
-                reach[node] |= reach[middle]
-    return [{b for b in reach[a] if a in reach.get(b, ())} for a in graph if a in reach[a]]
+def room_of(package: str, name: str) -> int:
+    """Return the index of the room of a module or a package, that of the roof for all others."""
+    rooms, parts = ROOMS[package], name.split(".")
+    return rooms.index(parts[1]) if len(parts) > 1 and parts[1] in rooms else len(rooms)
 
 
-def folder_of(name: str) -> str:
-    """Return the node of a module: its folder, or the module itself if its folder has subfolders."""
-    parts = name.split(".")
-    beside = any(path.is_dir() and path.name != "__pycache__" for path in (ROOT / "/".join(parts[:-1])).iterdir())
-    return name if beside else ".".join(parts[:-1])
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_only_rooms_to_their_left(package: str) -> None:
+    for path in modules(package):
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if str(path.relative_to(ROOT)) in ENTRIES:
+            continue
+        names = [name for name in imported_names(path) if name.split(".")[0] == package]
+        wrong = [name for name in names if room_of(package, name) > room_of(package, own)]
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+        called = {name.replace(".", "/") + ".py" for name in names} & ENTRIES
+        assert not called, f"{path.relative_to(ROOT)} imports {called}"
 
 
 def test_no_two_files_import_each_other() -> None:
-    """The same is true of the folders of heads/, including those of C and Triton."""
-    paths = [path for folder in ORDER[:-1] for path in modules(folder)]
-    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
-    files = {names[path]: set(imported_files(path)) for path in paths}
-    assert not cycles(files)
-    folders: dict[str, set[str]] = {folder_of(name): set() for name in files if name.startswith("heads")}
-    for name, imported in files.items():
-        if name.startswith("heads"):
-            folders[folder_of(name)] |= {folder_of(other) for other in imported} - {folder_of(name)}
-    assert not cycles(folders)
+    def imports(path: Path) -> set[Path]:
+        """Return the files that a file imports, without imports under TYPE_CHECKING."""
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        hidden = {id(node) for block in typing for node in ast.walk(block)}
+        found = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and id(n) not in hidden]
+        names = {name for n in found for name in (n.module, *(f"{n.module}.{alias.name}" for alias in n.names))}
+        return {(ROOT / name.replace(".", "/")).with_suffix(".py") for name in names}
+
+    left = {path: imports(path) for folder in ORDER[:-1] for path in modules(folder)}
+    while free := {path for path, near in left.items() if not near & left.keys()}:
+        left = {path: near for path, near in left.items() if path not in free}
+    assert not left, f"these import each other, or a file of them: {sorted(left)}"
 
 
 def test_no_file_shadows_another_module() -> None:
@@ -139,25 +140,6 @@ def test_every_recipe_loads(path: Path) -> None:
     from train.recipe import load_recipe
 
     assert load_recipe(path)
-
-
-STAGES = ("files", "runtime", "command", "benchmark", "reporting")  # of eval/; entries come last
-
-
-def stage(module: str) -> int:
-    """Return the index of a module of eval/ in the order of STAGES."""
-    part = module.split(".")[1]
-    return STAGES.index(part) if part in STAGES else len(STAGES)
-
-
-def test_eval_measures_before_it_reports() -> None:
-    """Entries import reports, reports import measurements, and measurements import the runtime. There are no imports in
-    the other direction."""
-    for path in modules("eval"):
-        own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        names = [name for name in imported_names(path) if name.startswith("eval.")]
-        wrong = [name for name in names if stage(name) > stage(own)]
-        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
 @pytest.mark.parametrize("folder", ORDER)

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from eval import bench, report
-from eval.benchmark.prompts import held_out_prompts, suite_records
-from eval.benchmark.records import apply_template, read_records
-from eval.benchmark.results import read_results
-from eval.command import exit_status
-from heads.checkpoint import find_head, read_config
-from heads.errors import UserError
-from heads.files import check_file, file_hash
+from eval.measure.command import exit_status
+from eval.measure.prompts import held_out_prompts, suite_records
+from eval.measure.records import apply_template, read_records
+from eval.measure.results import read_results
+from heads.core.errors import UserError
+from heads.core.files import check_file, file_hash
+from heads.saved import find_head, read_config
 from tests.runs import forget_accelerator
 from train.entry import attempt
 

@@ -19,23 +19,23 @@ import pytest
 import torch
 import yaml
 
-from eval.benchmark.records import read_messages, read_records
-from eval.benchmark.settings import to_settings
-from eval.command import exit_status
+from eval.measure.command import exit_status
+from eval.measure.records import read_messages, read_records
+from eval.measure.settings import to_settings
 from eval.sweep import Sweep
-from heads.checkpoint import save_head, target_record
 from heads.formats.blocks import SCALED
 from heads.formats.blocks import TARGETS as BLOCK_TARGETS
 from heads.formats.eagle3 import EAGLE3
 from heads.formats.engine import ENGINES, SGLANG, VLLM
 from heads.formats.medusa import OLD_VLLM
 from heads.registry import HEADS, build_head
-from heads.target.load import load_target, load_tokenizer
+from heads.saved import save_head, target_record
+from heads.targets.load import load_target, load_tokenizer
 from tests.chats import encode_chat
 from tests.runs import forget_accelerator
 from tests.switches import forget_library
 from train.entry import LAUNCH, attempt
-from train.planning.plan import parse_arguments as plan_arguments
+from train.plan import parse_arguments as plan_arguments
 from train.recipe import load_recipe
 from train.target_recipe import load_target_recipe
 

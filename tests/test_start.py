@@ -42,7 +42,7 @@ print(json.dumps([found, [name for name in json.loads(HEAVY) if sys.modules.get(
 """
 TABLE = """
 from rich.console import Console
-from eval.command import exit_status
+from eval.measure.command import exit_status
 
 def show() -> int:
     for _ in range(9999):

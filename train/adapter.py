@@ -9,8 +9,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from heads.base import DraftHead
-from heads.errors import UserError
+from heads.core.contract import DraftHead
+from heads.core.errors import UserError
 
 
 def add_adapters(head: DraftHead) -> None:

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from eval.command import asks_usage, exit_status, print_line
+from eval.measure.command import asks_usage, exit_status, print_line
 from train.recipe import Recipe, load_recipe
 from train.usage import keys_of
 
@@ -50,7 +50,7 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
         if asks_usage(USAGE.format(name=name), arguments, keys=lambda: f"{PLANNING}\n\n{keys_of(Recipe, KINDS[name])}"):
             return 0
         if PLAN in arguments:
-            from train.planning.plan import plan
+            from train.plan import plan
 
             return plan(arguments, name, KINDS)
         load_recipe(arguments[0], arguments[1:])  # an error in the recipe comes before torch is imported
@@ -66,7 +66,7 @@ def say_why(text: str) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         print_line(text)
         return
-    from train.processes import tell_first
+    from train.core.processes import tell_first
 
     tell_first(text)
 
@@ -74,7 +74,7 @@ def say_why(text: str) -> None:
 def _end(status: int) -> None:
     """End the process, with `train.launch.leave` if accelerate has been imported."""
     if "accelerate" in sys.modules:
-        from train.processes import leave
+        from train.core.processes import leave
 
         leave(status)
     sys.exit(status)

@@ -4,7 +4,7 @@ Training may run its products in bfloat16. On a GPU and on processors with bfloa
 times faster than float32; on all other processors it is several times slower. No flag shows which case applies: a
 library may use fewer instructions than the processor has, or emulate missing ones. So both dtypes are timed.
 
-Two dtypes are not chosen here. A target decodes in its own dtype, float32 on a CPU. There `heads.target.product`
+Two dtypes are not chosen here. A target decodes in its own dtype, float32 on a CPU. There `heads.targets.product`
 computes in float32 and holds a draft's weights in bfloat16. Each weight is widened with a shift, on any processor, and
 a draft step of one row takes the time to read the weights.
 """

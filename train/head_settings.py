@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 from pydantic import BaseModel, Field, create_model
 from pydantic_core import to_json
 
-from heads.settings import SETTINGS
-from train.strict_yaml import Settings
+from heads.methods.settings import SETTINGS
+from train.core.strict_yaml import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from heads.target.model import FrozenTarget
+    from heads.targets.model import FrozenTarget
 
 INIT_FROM: Any = (
     str | None,

@@ -24,12 +24,12 @@ from accelerate.utils import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.loading import load_pair
-from heads.errors import UserError
-from heads.target.load import Place
-from heads.target.model import FrozenTarget
+from eval.measure.loading import load_pair
+from heads.core.errors import UserError
+from heads.targets.load import Place
+from heads.targets.model import FrozenTarget
+from train.core.processes import is_launched
 from train.fast_dtype import fastest_dtype
-from train.processes import is_launched
 from train.recipe import Target, Tracking, Train
 
 TIMEOUT = timedelta(hours=2)

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.environment import contention, setup_line
-from eval.benchmark.progress import Progress
-from eval.benchmark.templates import with_arguments
-from eval.command import print_line
-from heads.base import DraftHead
-from heads.checkpoint import save_head, target_record
-from heads.errors import UserError
+from eval.measure.chat_template import with_arguments
+from eval.measure.command import print_line
+from eval.measure.environment import contention, setup_line
+from eval.measure.progress import Progress
+from heads.core.contract import DraftHead
+from heads.core.errors import UserError
+from heads.saved import save_head, target_record
 from train.adapter import add_adapters
-from train.checkpointing import (
+from train.checkpoints import (
     RunState,
     check_continues,
     load_checkpoint,
@@ -28,18 +28,18 @@ from train.checkpointing import (
     save_checkpoint,
     save_measurement,
 )
+from train.core.interrupts import Interrupted
+from train.core.processes import on_main
 from train.data.on_policy import Samples
 from train.data.packing import Mixture
 from train.data.prepare import load_data
 from train.features.source import FeatureSource
 from train.head_settings import make_head, resolved_head
-from train.interrupts import Interrupted
 from train.launch import wanted_mode
 from train.measuring import Evaluation, Measured
 from train.opening import Run, open_reader, open_source
 from train.optim import lr_factor
 from train.parallel import Trained
-from train.processes import on_main
 from train.recipe import MOST_EPOCHS, Recipe, Train, plain_settings, with_steps
 from train.step import Interval, Stepper, rows_per_step
 

@@ -16,22 +16,22 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.auto import LARGEST_TREE
-from eval.benchmark.measure import check_decoded
-from eval.benchmark.metrics import acceptance_by_depth, tau
-from eval.benchmark.progress import Progress
-from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
-from eval.command import AUTO
+from eval.measure.auto import LARGEST_TREE
+from eval.measure.command import AUTO
+from eval.measure.measure import check_decoded
+from eval.measure.metrics import acceptance_by_depth, tau
+from eval.measure.progress import Progress
+from eval.measure.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import Sampling
-from heads.base import HEAD_TREE, Batch, DraftHead, most_nodes, shape_for
-from heads.errors import UserError
-from heads.target.masks import TILE
-from heads.target.model import FrozenTarget
-from heads.tree import is_chain, parse_shape
+from heads.core.contract import HEAD_TREE, Batch, DraftHead, most_nodes, shape_for
+from heads.core.errors import UserError
+from heads.core.tree import is_chain, parse_shape
+from heads.targets.masks import TILE
+from heads.targets.model import FrozenTarget
+from train.core.processes import on_main
 from train.data.packing import Mixture, text_rows
 from train.features.source import FeatureSource, make_batch
-from train.processes import on_main
 from train.recipe import Eval
 
 ESTIMATE_TOKENS = 2**15

@@ -10,12 +10,15 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
-from eval.command import print_line
-from heads.errors import UserError
-from heads.target.load import Place, load_tokenizer
-from heads.target.model import FrozenTarget
-from heads.target.placement import drop_layers, shard_layers
-from train.checkpointing import begun_in
+from eval.measure.command import print_line
+from heads.core.errors import UserError
+from heads.targets.load import Place, load_tokenizer
+from heads.targets.model import FrozenTarget
+from heads.targets.placement import drop_layers, shard_layers
+from train.checkpoints import begun_in
+from train.core.interrupts import Interrupts
+from train.core.processes import die_with_launcher, on_main
+from train.core.strict_yaml import suggest
 from train.data.cache import Reader
 from train.data.settings import Data
 from train.data.sources import ChatSource
@@ -24,14 +27,11 @@ from train.features.cached import CachedFeatures
 from train.features.settings import AnyFeatures, CacheFeatures, ProcessFeatures, ShardedFeatures
 from train.features.source import FeatureSource, has_room
 from train.features.vllm import ServedFeatures
-from train.interrupts import Interrupts
 from train.launch import load_recipe_target, make_accelerator
-from train.processes import die_with_launcher, on_main
 from train.recipe import Recipe, load_recipe
 from train.run_folder import RunFolder
 from train.step import rows_per_step
-from train.strict_yaml import suggest
-from train.tracker import Tracker
+from train.tracking import Tracker
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from heads.base import Batch, DraftHead
+from heads.core.contract import Batch, DraftHead
 from train.launch import wanted_mode
 from train.optim import make_optimizer
 from train.recipe import Train

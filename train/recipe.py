@@ -7,18 +7,14 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, Field
 
-from eval.benchmark.prompts import HELD_OUT_SUITE
-from eval.benchmark.settings import IN_A_RECIPE, BenchSettings
-from eval.command import AUTO
+from eval.measure.command import AUTO
+from eval.measure.prompts import HELD_OUT_SUITE
+from eval.measure.settings import IN_A_RECIPE, BenchSettings
 from eval.runtime.sampling import check_rule
-from heads.base import HEAD_TREE
-from heads.errors import UserError
-from heads.tree import parse_shape
-from train.data.settings import Data
-from train.data.sources import RecordSource
-from train.features.settings import AnyFeatures, ProcessFeatures
-from train.head_settings import AnyHead, section
-from train.strict_yaml import (
+from heads.core.contract import HEAD_TREE
+from heads.core.errors import UserError
+from heads.core.tree import parse_shape
+from train.core.strict_yaml import (
     Count,
     Fraction,
     Key,
@@ -34,6 +30,10 @@ from train.strict_yaml import (
     dotted,
     read_settings,
 )
+from train.data.settings import Data
+from train.data.sources import RecordSource
+from train.features.settings import AnyFeatures, ProcessFeatures
+from train.head_settings import AnyHead, section
 
 
 def _check_project(name: str) -> str:

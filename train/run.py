@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 
 from eval.bench import run_bench
-from eval.benchmark.results import read_results
-from eval.reporting.report import write_report
-from heads.checkpoint import check_loaders, load_head, weights_hash
-from heads.errors import UserError
+from eval.measure.results import read_results
+from eval.pages.report import write_report
+from heads.core.errors import UserError
 from heads.formats.engine import why_unfit
-from train.interrupts import Interrupted, Interrupts
+from heads.saved import check_loaders, load_head, weights_hash
+from train.core.interrupts import Interrupted, Interrupts
+from train.core.processes import is_lost_process, on_main, tell_first
 from train.loop import Outcome, fit
 from train.opening import Run, open_run, read_recipe
-from train.processes import is_lost_process, on_main, tell_first
 from train.recipe import Eval, Recipe, load_recipe, plain_settings
 from train.run_folder import RunFolder
 

@@ -10,13 +10,13 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from eval.benchmark.environment import device_facts, versions
-from eval.reporting.card import check_card
-from heads.errors import UserError, first_line, shown
-from heads.files import check_folder, write_json, write_text
-from heads.target.model import FrozenTarget
+from eval.measure.environment import device_facts, versions
+from eval.pages.card import check_card
+from heads.core.errors import UserError, first_line, shown
+from heads.core.files import check_folder, write_json, write_text
+from heads.targets.model import FrozenTarget
+from train.core.strict_yaml import read_settings
 from train.recipe import dump_recipe
-from train.strict_yaml import read_settings
 
 FREE_SETTINGS = (
     ("output_dir",),

@@ -16,11 +16,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from heads.errors import UserError
+from heads.core.errors import UserError
 from train.adapter import merged_weights
+from train.core.interrupts import Interrupted
 from train.data.packing import Mixture, Rows
 from train.features.source import FeatureSource, make_batch
-from train.interrupts import Interrupted
 from train.optim import set_lr
 from train.parallel import Trained, make_form
 from train.recipe import Train

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eval.benchmark.metrics import is_loop
+from eval.measure.metrics import is_loop
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.errors import UserError
-from heads.files import check_folder, whole_folder, write_text
-from heads.target.load import load_target
-from train.checkpointing import list_checkpoints
+from heads.core.errors import UserError
+from heads.core.files import check_folder, whole_folder, write_text
+from heads.targets.load import load_target
+from train.checkpoints import list_checkpoints
+from train.core.processes import on_main
 from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens
 from train.launch import make_accelerator
 from train.parallel import flat, unflat
-from train.processes import on_main
 from train.recipe import Train
 from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
 from train.unlikelihood import continuations, unlikelihood
@@ -271,7 +271,7 @@ heads can be trained and measured without a hub.
 | | |
 |---|---|
 | data | {source}, {tokens / 1e6:.1f} million tokens |
-| held out | modules, by a hash of their path (`eval/benchmark/python_source.py`); near copies are not trained on |
+| held out | modules, by a hash of their path (`eval/measure/python_source.py`); near copies are not trained on |
 | tokens seen | {seen / 1e6:.1f} million |
 | held-out bits per byte | {nats / math.log(2) / size:.3f} over {count / 1e6:.2f} million tokens, context {CONTEXT} |
 | held-out next-token accuracy | {hits / count:.3f} |

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from heads.errors import UserError
+from heads.core.errors import UserError
+from train.core.strict_yaml import Count, Seed, Settings, check, read_settings
 from train.data.target_text import DataSettings, TokenizerSettings
-from train.strict_yaml import Count, Seed, Settings, check, read_settings
 
 Rate = Annotated[float, Field(gt=0)]
 

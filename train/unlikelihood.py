@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from eval.benchmark.metrics import LOOP_PERIOD
+from eval.measure.metrics import LOOP_PERIOD
 
 TOKENS = 128
 """New tokens per continuation."""

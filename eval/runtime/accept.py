@@ -9,14 +9,14 @@ the lowest node.
 import torch
 from torch import Tensor
 
-from heads.tree import Acceptance, Proposal
+from heads.core.tree import Acceptance, Proposal
 
 
 def match(proposal: Proposal, choice: Tensor, above: Tensor | None, depth: int) -> Acceptance:
     """Accept the deepest path of chosen tokens.
 
     choice (B, N): the token that the target chose after each node; above (B, N, N):
-    `heads.target.slots.ancestors` of the proposal, None for a chain; depth: K, the maximum number of levels of
+    `heads.targets.slots.ancestors` of the proposal, None for a chain; depth: K, the maximum number of levels of
     this tree shape. A node whose parent is not exactly one level above it is never accepted.
     """
     if above is None:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from eval.runtime.round import TargetStep
-from heads.errors import UserError, first_line, warn_once
-from heads.target.cache import HFCache
-from heads.target.cached import CachedDecoder, CacheSpec
-from heads.target.decoder import NativeDecoder, why_not_native
-from heads.target.hf import HFDecoder
-from heads.target.mixers import single_steps
-from heads.target.model import FrozenTarget, why_not_finite
-from heads.target.slots import Verified, ancestors, round_up
-from heads.tree import Proposal
+from heads.core.errors import UserError, first_line, warn_once
+from heads.core.tree import Proposal
+from heads.targets.cache import HFCache
+from heads.targets.cached_decoder import CachedDecoder, CacheSpec
+from heads.targets.decoder import NativeDecoder, why_not_native
+from heads.targets.hf import HFDecoder
+from heads.targets.mixers import single_steps
+from heads.targets.model import FrozenTarget, why_not_finite
+from heads.targets.slots import Verified, ancestors, round_up
 
 ALIBI_FAMILIES = {"bloom", "mpt"}
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narrower types

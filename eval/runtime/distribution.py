@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from eval.runtime.sampling import Sampling
-from heads.target.noise import gumbel
-from heads.tree import Pick
+from heads.core.tree import Pick
+from heads.targets.noise import gumbel
 
 SHARPNESS = 1.5
 """Factor on a greedy row's logits in the probabilities that rank a tree's nodes. A greedy target always takes its
@@ -78,7 +78,7 @@ class RowSampling:
     def pick_likeliest(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Pick the likeliest tokens; a `heads.tree.Pick`."""
+        """Pick the likeliest tokens; a `heads.core.tree.Pick`."""
         W = logits.shape[1]
         if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # independent heads: one distribution for all
             ids, logp = self.pick_likeliest(logits[:, :1], positions[:, :1], count, token_ids)

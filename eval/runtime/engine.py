@@ -29,12 +29,12 @@ from eval.runtime.round import Decoder, read_prompts
 from eval.runtime.rules import make_rule
 from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.sampling import check_rule
-from heads.base import Drafter
-from heads.errors import UserError
-from heads.target.cached import CacheSpec
-from heads.target.model import FrozenTarget
-from heads.target.slots import round_up
-from heads.tree import ROOT_ONLY, TreeShape
+from heads.core.contract import Drafter
+from heads.core.errors import UserError
+from heads.core.tree import ROOT_ONLY, TreeShape
+from heads.targets.cached_decoder import CacheSpec
+from heads.targets.model import FrozenTarget
+from heads.targets.slots import round_up
 
 PHASES = ("draft", "verify", "accept", "commit")
 OnTokens = Callable[[int, list[int]], bool | None]

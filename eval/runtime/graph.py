@@ -18,7 +18,7 @@ import torch
 
 from eval.runtime.commit import RoundState
 from eval.runtime.round import Decoder
-from heads.errors import first_line
+from heads.core.errors import first_line
 
 SMALLEST_EXTENT = 256
 WARM_UPS = 2

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from heads.errors import UserError
-from heads.target.families import layer_setting
-from heads.target.model import FrozenTarget
-from heads.target.slots import round_up
+from heads.core.errors import UserError
+from heads.targets.families import layer_setting
+from heads.targets.model import FrozenTarget
+from heads.targets.slots import round_up
 
 RESERVE = 0.05
 """Share of free memory kept for the allocator."""

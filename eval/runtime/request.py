@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eval.runtime.sampling import Sampling
-from heads.errors import UserError
-from heads.target.model import FrozenTarget
+from heads.core.errors import UserError
+from heads.targets.model import FrozenTarget
 
 SLACK = 16
 """Number of tokens searched in addition to the longest possible stop string, because some tokens have no text."""

@@ -26,11 +26,11 @@ from eval.runtime.commit import Commit, RoundState
 from eval.runtime.distribution import RowSampling
 from eval.runtime.request import Request
 from eval.runtime.rules import Rule
-from heads.base import Drafter, Observation
-from heads.target.cached import CachedDecoder
-from heads.target.model import Features, FrozenTarget
-from heads.target.slots import Observed, Verified, ancestors, round_up
-from heads.tree import Acceptance, Proposal, TreeShape, is_chain
+from heads.core.contract import Drafter, Observation
+from heads.core.tree import Acceptance, Proposal, TreeShape, is_chain
+from heads.targets.cached_decoder import CachedDecoder
+from heads.targets.model import Features, FrozenTarget
+from heads.targets.slots import Observed, Verified, ancestors, round_up
 
 CHUNK = 256
 """Maximum number of prompt tokens in one prefill step."""
@@ -68,7 +68,7 @@ class TargetStep:
     def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int) -> Features:
         """Run one pass over a tree: node j of row b is in slot length[b] + j, at position length[b] + its depth.
 
-        above (B, N, N): `heads.target.slots.ancestors`, or None for a chain; length (B,): tokens in the cache; extent:
+        above (B, N, N): `heads.targets.slots.ancestors`, or None for a chain; length (B,): tokens in the cache; extent:
         slots visible to attention, at least length + N of every row.
         """
         mapping = Verified(length, proposal.parents, proposal.depths, above, self.slot)

@@ -44,9 +44,9 @@ from torch import Tensor
 from eval.runtime.accept import deepest_path, match
 from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import check_rule
-from heads.errors import UserError
-from heads.target.noise import gumbel, stream, uniform
-from heads.tree import MOST_NODES, Acceptance, Pick, Proposal, TreeShape, is_chain
+from heads.core.errors import UserError
+from heads.core.tree import MOST_NODES, Acceptance, Pick, Proposal, TreeShape, is_chain
+from heads.targets.noise import gumbel, stream, uniform
 
 if TYPE_CHECKING:
     from eval.runtime.round import TargetStep
@@ -67,7 +67,7 @@ class Rule(Protocol):
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         """Decide which draft tokens are accepted. consulted: from `consult`; above (B, N, N):
-        `heads.target.slots.ancestors`, or None for a chain."""
+        `heads.targets.slots.ancestors`, or None for a chain."""
 
 
 def make_rule(name: str, shape: TreeShape, sampling: RowSampling) -> Rule:
@@ -146,8 +146,8 @@ def draw_counters(positions: Tensor, level: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """Parents and children of the nodes of a shape. Nodes are in the order of `heads.growth.grow`, so siblings are in
-    the order in which they were drawn."""
+    """Parents and children of the nodes of a shape. Nodes are in the order of `heads.methods.growth.grow`, so siblings
+    are in the order in which they were drawn."""
 
     parents: Tensor  # (I,) int64, the nodes that have children, ascending: the order in which `grow` draws children
     children: Tensor  # (I, R) int64, in the order drawn; 0 for padding

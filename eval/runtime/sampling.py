@@ -14,8 +14,8 @@ The command line reads these settings, so this file does not import torch.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from heads.errors import UserError
-from heads.tree import TreeShape, is_chain
+from heads.core.errors import UserError
+from heads.core.tree import TreeShape, is_chain
 
 COLDEST, HOTTEST = 1e-6, 1e6
 Rule = Literal["match", "ratio", "block"]

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.errors import UserError, shown
+from heads.core.errors import UserError, shown
 from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, MULTIMODAL, hooked, sort_vocab
 from heads.formats.engine import (
     DECODER_SIZES,
@@ -39,9 +39,9 @@ from heads.formats.engine import (
     vllm,
 )
 from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
-from heads.layers import FULL, LAYER_TYPES, SLIDING
-from heads.target.head_shape import spread_layer_ids
-from heads.target.model import FrozenTarget
+from heads.methods.head_shape import spread_layer_ids
+from heads.methods.layers import FULL, LAYER_TYPES, SLIDING
+from heads.targets.model import FrozenTarget
 
 HOOKS_OF_SGLANG = """
 Beam DeepseekV2 DeepseekV3 Gemma4 Glm4MoeLite GptOss InternLM3 Laguna Lfm2 Lfm2Moe Llama Mellum MiMoV2 MiMoV2Flash

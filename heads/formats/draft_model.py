@@ -5,9 +5,9 @@ from typing import Any
 
 from heads.formats.engine import SGLANG, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
 from heads.formats.source import Source
-from heads.target.load import load_tokenizer
-from heads.target.model import FrozenTarget
-from heads.target.smaller import fit_vocabulary, load_smaller, model_record, own_weights
+from heads.targets.load import load_tokenizer
+from heads.targets.model import FrozenTarget
+from heads.targets.smaller import fit_vocabulary, load_smaller, model_record, own_weights
 
 
 def draft_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.errors import UserError, shown
+from heads.core.errors import UserError, shown
 from heads.formats.engine import (
     DECODER_SIZES,
     SGLANG,
@@ -38,8 +38,8 @@ from heads.formats.engine import (
     window_option,
 )
 from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
-from heads.target.head_shape import low_middle_high
-from heads.target.model import FrozenTarget
+from heads.methods.head_shape import low_middle_high
+from heads.targets.model import FrozenTarget
 
 EAGLE = "the EAGLE repository (cb7e084)"
 EMBEDDING = "embed_tokens.weight"
@@ -266,8 +266,9 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
 
 
 def sort_vocab(path: str, weights: dict[str, Tensor], V: int, Vd: int) -> None:
-    """Convert the tables of a draft vocabulary to the form of `heads.vocab`, with draft ids in the order of their
-    target ids, and reorder the tensors that have a row per draft id. Afterwards both tables are present, or neither."""
+    """Convert the tables of a draft vocabulary to the form of `heads.methods.vocab`, with draft ids in the order of
+    their target ids, and reorder the tensors that have a row per draft id. Afterwards both tables are present, or
+    neither."""
     d2t = weights.get("d2t")
     if d2t is None or d2t.shape != (Vd,) or d2t.is_floating_point():
         return  # reported when the tables are read

@@ -18,9 +18,9 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from heads.errors import UserError, first_line
+from heads.core.errors import UserError, first_line
 from heads.formats.source import DAMAGE, Source
-from heads.target.model import FrozenTarget
+from heads.targets.model import FrozenTarget
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 ENGINES = (VLLM, SGLANG)
@@ -70,7 +70,7 @@ class Format:
     weights_file: str = "model.safetensors"
     """File in which engines look for the tensors."""
     engine_config: Callable[[Any, dict[str, Any], str], dict[str, Any]]
-    """(the head's config, `heads.checkpoint.target_record` with `config`, dtype) -> config.json for engines."""
+    """(the head's config, `heads.saved.target_record` with `config`, dtype) -> config.json for engines."""
     readers: Mapping[str, Command]
     """Command for each reader, by the reader's name."""
     check: Callable[[Folder, str], tuple[str | None, list[str]]]

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from heads.errors import UserError
+from heads.core.errors import UserError
 from heads.formats.engine import Folder, Format, Reading, Shapes, fields, sizes, tensors, vllm
 from heads.formats.source import Source, check_same
-from heads.target.model import FrozenTarget
+from heads.targets.model import FrozenTarget
 
 OLD_VLLM = "vLLM 0.32.0"
 """Last version with Medusa. SGLang never supported it."""

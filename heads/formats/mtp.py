@@ -1,5 +1,6 @@
 """Folder of an MTP head: config.json is the target's own, and the weights are only the modules, under the names of the
-target's family (`heads.mtp`). Engines load it together with the target, whose embeddings and output head they use.
+target's family (`heads.methods.mtp`). Engines load it together with the target, whose embeddings and output head they
+use.
 """
 
 from collections.abc import Collection, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from heads.errors import first_line
+from heads.core.errors import first_line
 from heads.formats.engine import (
     SGLANG,
     VLLM,
@@ -24,14 +25,14 @@ from heads.formats.engine import (
     vllm,
 )
 from heads.formats.source import Source, check_same
-from heads.mtp import LAYOUTS, PARTS, Layout, count_modules, read_native, to_field
-from heads.target.families import register_mimo
-from heads.target.family_layers import BlockMaker, block_record
-from heads.target.model import FrozenTarget
+from heads.methods.family_layers import BlockMaker, block_record
+from heads.methods.mtp import LAYOUTS, PARTS, Layout, count_modules, read_native, to_field
+from heads.targets.families import register_mimo
+from heads.targets.model import FrozenTarget
 
 
 def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return config.json: the target's own, from `heads.checkpoint.target_record`. Engines find the modules' class with
+    """Return config.json: the target's own, from `heads.saved.target_record`. Engines find the modules' class with
     it.
 
     The modules are not quantised, even if the target's checkpoint is.

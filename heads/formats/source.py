@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
-from heads.errors import UserError, first_line
-from heads.target.families import FIXED_ROTATIONS
-from heads.target.hub import is_hub_id, read_tensors, repo_and_revision, tensor_files
-from heads.target.model import FrozenTarget
+from heads.core.errors import UserError, first_line
+from heads.targets.families import FIXED_ROTATIONS
+from heads.targets.hub import is_hub_id, read_tensors, repo_and_revision, tensor_files
+from heads.targets.model import FrozenTarget
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")
@@ -110,7 +110,7 @@ def check_same(source: Source, target: FrozenTarget, **found: Any) -> None:
 
 def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target: FrozenTarget) -> tuple[Any, Any]:
     """Return the transformers config for the part `said` of config.json, of type `kind` if it names none, and the
-    settings of a `heads.layers.BlockConfig` for it, with `rope_scaling` None for plain positions."""
+    settings of a `heads.methods.layers.BlockConfig` for it, with `rope_scaling` None for plain positions."""
     try:
         config: Any = AutoConfig.for_model(**{"model_type": kind, **said})
         rope = dict(config.rope_parameters or {})

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.bench import run_bench
-from eval.benchmark import reliability
-from eval.benchmark.prompts import Prompt
-from eval.benchmark.settings import BenchSettings
+from eval.measure import reliability
+from eval.measure.prompts import Prompt
+from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.base import Batch, Drafter, HeadLoss, Observation, Pick, SharedLayers
-from heads.errors import UserError
-from heads.growth import grow
+from heads.core.contract import Batch, Drafter, HeadLoss, Observation, Pick, SharedLayers
+from heads.core.errors import UserError
+from heads.core.tree import MOST_NODES, Proposal, TreeShape
+from heads.methods.growth import grow
 from heads.registry import UNTRAINED
-from heads.target.load import load_target, load_tokenizer
-from heads.target.model import FrozenTarget
-from heads.tree import MOST_NODES, Proposal, TreeShape
+from heads.targets.load import load_target, load_tokenizer
+from heads.targets.model import FrozenTarget
 
 Bench = Callable[..., tuple[dict[str, Any], str]]
 

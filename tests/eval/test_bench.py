@@ -16,12 +16,12 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from eval.bench import default_out, parse_arguments
-from eval.benchmark.prompts import load_prompts
-from eval.benchmark.results import Results, read_log, read_results
-from eval.benchmark.settings import to_settings
-from eval.reporting.card import model_card
-from eval.reporting.charts import head_charts, points
-from eval.reporting.format import (
+from eval.measure.prompts import load_prompts
+from eval.measure.results import Results, read_log, read_results
+from eval.measure.settings import to_settings
+from eval.pages.card import model_card
+from eval.pages.charts import head_charts, points
+from eval.pages.format import (
     MISSING,
     audit_line,
     heading,
@@ -31,10 +31,10 @@ from eval.reporting.format import (
     warnings,
     why_unreliable,
 )
-from eval.reporting.html import render_page
-from eval.reporting.report import print_report, write_report
+from eval.pages.html import render_page
+from eval.pages.report import print_report, write_report
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.target.model import FrozenTarget
+from heads.targets.model import FrozenTarget
 
 Bench = Callable[..., tuple[Results, str]]
 KEYS = {

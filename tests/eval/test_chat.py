@@ -15,17 +15,17 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from eval import chat as module
-from eval.benchmark.loading import Opened
-from eval.benchmark.prompts import render
 from eval.chat import Conversation, interruptible
-from eval.command import exit_status
+from eval.measure.command import exit_status
+from eval.measure.loading import Opened
+from eval.measure.prompts import render
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling import Sampling
-from heads.errors import UserError
-from heads.target.load import load_tokenizer
-from heads.target.model import FrozenTarget
-from heads.tree import parse_shape
+from heads.core.errors import UserError
+from heads.core.tree import parse_shape
+from heads.targets.load import load_tokenizer
+from heads.targets.model import FrozenTarget
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def main(x):"

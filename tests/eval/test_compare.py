@@ -11,15 +11,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from eval import bench as module
-from eval.benchmark.bench_heads import fitting_shapes, head_names
-from eval.benchmark.results import Results
-from eval.benchmark.settings import to_settings
-from eval.command import exit_status
-from heads.checkpoint import save_head, target_record
-from heads.errors import UserError
+from eval.measure.bench_heads import fitting_shapes, head_names
+from eval.measure.command import exit_status
+from eval.measure.results import Results
+from eval.measure.settings import to_settings
+from heads.core.errors import UserError
 from heads.registry import build_head, build_untrained
-from heads.target.load import load_target
-from heads.target.model import FrozenTarget
+from heads.saved import save_head, target_record
+from heads.targets.load import load_target
+from heads.targets.model import FrozenTarget
 
 Bench = Callable[..., tuple[Results, str]]
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from eval import bench, sweep
-from eval.benchmark.results import read_results
-from eval.command import exit_status
+from eval.measure.command import exit_status
+from eval.measure.results import read_results
 from eval.sweep import Metric, Sweep, bench_arguments, best_line, place_of, rank, read_sweep
 from tests.wandb_file import identity, outcome
 

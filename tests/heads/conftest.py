@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads.target.load import load_target
-from heads.target.model import FrozenTarget
+from heads.targets.load import load_target
+from heads.targets.model import FrozenTarget
 
 
 @pytest.fixture(scope="module")

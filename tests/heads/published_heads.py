@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from heads.dflash import DFlash, DFlashConfig
-from heads.dflash2 import DFlash2, DFlash2Config
-from heads.dspark import DSpark, DSparkConfig
-from heads.eagle3 import Eagle3, Eagle3Config
-from heads.medusa import Medusa, MedusaConfig
-from heads.vocab import build_vocab
+from heads.methods.dflash import DFlash, DFlashConfig
+from heads.methods.dflash2 import DFlash2, DFlash2Config
+from heads.methods.dspark import DSpark, DSparkConfig
+from heads.methods.eagle3 import Eagle3, Eagle3Config
+from heads.methods.medusa import Medusa, MedusaConfig
+from heads.methods.vocab import build_vocab
 
 D, V, LAYERS = 32, 128, 8
 """Of the tiny target."""

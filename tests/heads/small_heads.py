@@ -7,15 +7,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from heads.base import Batch, DraftHead, Observation, SharedLayers
-from heads.eagle3 import Eagle3, Eagle3Config
-from heads.initial.start import TargetProbe
-from heads.mtp import Mtp, MtpConfig
-from heads.recurrent.draft import Recurrent
-from heads.tree import Proposal, parse_shape
-from heads.vocab import build_vocab
+from heads.core.contract import Batch, DraftHead, Observation, SharedLayers
+from heads.core.tree import Proposal, parse_shape
+from heads.methods.eagle3 import Eagle3, Eagle3Config
+from heads.methods.mtp import Mtp, MtpConfig
+from heads.methods.recycling import Recycling
+from heads.methods.start import TargetProbe
+from heads.methods.vocab import build_vocab
 
-Head = TypeVar("Head", bound=Recurrent)
+Head = TypeVar("Head", bound=Recycling)
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -142,7 +142,7 @@ def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | No
     return columns if token_ids is None else token_ids[columns], logp
 
 
-def kept_log_probabilities(head: Recurrent, batch: Batch, state: Tensor) -> dict[int, float]:
+def kept_log_probabilities(head: Recycling, batch: Batch, state: Tensor) -> dict[int, float]:
     """Target id -> log q of a normed state (D,), for each token that the head drafts."""
     logq = head.logits(state, head.lm_head_weight(batch.shared)).log_softmax(-1)
     return dict(zip(head.kept.tolist(), logq.tolist(), strict=True))

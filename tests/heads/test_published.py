@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Batch
-from heads.checkpoint import load_head, save_head, target_record
+from heads.core.contract import Batch
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
-from heads.target.load import load_target
-from heads.target.model import FrozenTarget
+from heads.saved import load_head, save_head, target_record
+from heads.targets.load import load_target
+from heads.targets.model import FrozenTarget
 from tests.heads.published_heads import LLAMA3, RAW, SPECULATORS, D, V, eagle3, layers_0, medusa, write
 from tests.heads.small_heads import greedy, seen
 from tests.native_mtp import change_config, write_native

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.block.draft import DraftBlockHead
+from heads.methods.block import DraftBlockHead
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
-from heads.target.model import FrozenTarget
+from heads.targets.model import FrozenTarget
 from tests.conftest import make_tiny_tokenizer
 from tests.heads.published_heads import (
     DEEPSPEC,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.errors import UserError
+from heads.core.errors import UserError
 from heads.registry import build_head
-from heads.target.families import final_norm_scale, rope_theta
-from heads.target.model import FrozenTarget
+from heads.targets.families import final_norm_scale, rope_theta
+from heads.targets.model import FrozenTarget
 from tests.closeness import assert_close
 
 COUNTS = torch.arange(128)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from eval.command import exit_status
-from heads.checkpoint import load_head, save_head, target_record
-from heads.errors import UserError
-from heads.mtp import SHARED
+from eval.measure.command import exit_status
+from heads.core.errors import UserError
+from heads.methods.mtp import SHARED
 from heads.published import read_published, start_from
 from heads.registry import build_head
+from heads.saved import load_head, save_head, target_record
 from heads.stitch import ADDED, ONLY, stitch
-from heads.target.hub import INDEX, read_tensors, tensor_files
-from heads.target.load import load_target
+from heads.targets.hub import INDEX, read_tensors, tensor_files
+from heads.targets.load import load_target
 from scripts.stitch import main
 from tests.native_mtp import V, change_config, change_weights, make_multimodal, shard, write_native
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from heads.errors import UserError
-from heads.target.load import load_target
+from heads.core.errors import UserError
+from heads.targets.load import load_target
 from train.data.target_text import CHAT_TEMPLATE, chat_text
 from train.target_making import loop_settings, make_target
 from train.target_recipe import load_target_recipe

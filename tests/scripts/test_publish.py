@@ -23,14 +23,14 @@ from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[att
 from rich.console import Console
 
 from eval.bench import run_bench
-from eval.benchmark.results import read_results
-from eval.benchmark.settings import BenchSettings
-from eval.command import exit_status
-from eval.reporting import upload
-from eval.reporting.publication import base_of_copy, collect
-from heads.checkpoint import load_head, read_config, save_head, target_record
+from eval.measure.command import exit_status
+from eval.measure.results import read_results
+from eval.measure.settings import BenchSettings
+from eval.pages import upload
+from eval.pages.publish import base_of_copy, collect
 from heads.registry import build_head
-from heads.target.load import load_target, load_tokenizer
+from heads.saved import load_head, read_config, save_head, target_record
+from heads.targets.load import load_target, load_tokenizer
 from scripts import publish
 from tests.native_mtp import change_config, write_native
 
@@ -213,7 +213,7 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     words += ["--prompts", str(run.parent / "prompts.jsonl"), "--out", str(tmp_path / "out")]
     (run.parent / "prompts.jsonl").write_text('{"text": "import os"}\n')
     measure = (
-        "import json, sys; from eval import bench; from eval.command import exit_status\n"
+        "import json, sys; from eval import bench; from eval.measure.command import exit_status\n"
         "print([exit_status(lambda: bench.main(words)) for words in json.loads(sys.argv[1])])"
     )
     done = with_hub(hub, measure, json.dumps([words, [*words, "--target", str(tiny_target_dir)]]))
@@ -416,7 +416,7 @@ def test_anothers_repository_and_another_model_are_left_alone(
 @pytest.mark.slow
 def test_a_head_is_loaded_at_the_revision_that_its_name_asks_for(run: Path, hub: StandInHub) -> None:
     assert call(run, REPO) == call(run, REPO, "--revision", "v2", "--license", "mit") == 0
-    ask = "import sys; from heads.checkpoint import find_head; print([find_head(name).name for name in sys.argv[1:]])"
+    ask = "import sys; from heads.saved import find_head; print([find_head(name).name for name in sys.argv[1:]])"
     found = with_hub(hub, ask, REPO, f"{REPO}@v2", f"{REPO}@{hub.commits[0]}")
     first, second = hub.commits
     assert first != second and found.stdout.strip() == str([first, second, first])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from heads.target.load import load_target
+from heads.targets.load import load_target
 from tests.answering import Stub, by_engine, serving
 from tests.conftest import CHAT_TEMPLATE
 from tests.processes import ROOT, finish, launcher, start

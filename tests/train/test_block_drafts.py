@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from eval.runtime.engine import Request, Sampling
-from heads.checkpoint import load_head
-from heads.target.load import load_target
+from heads.saved import load_head
+from heads.targets.load import load_target
 from tests.runs import Settings, WriteRecipe, audit, measured_run, same, the_error, train_in, weights
 from train.entry import attempt
 

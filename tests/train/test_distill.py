@@ -9,20 +9,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.checkpoint import load_head
-from heads.errors import UserError
+from heads.core.errors import UserError
 from heads.registry import build_head
-from heads.target.load import load_target, load_tokenizer
-from heads.target.model import FrozenTarget
+from heads.saved import load_head
+from heads.targets.load import load_target, load_tokenizer
+from heads.targets.model import FrozenTarget
 from tests.chats import reader_of
 from tests.closeness import assert_close
 from tests.faults import signal_at
 from tests.runs import Settings, WriteRecipe, measured_run, same, the_error, weights
 from tests.runs import train_in as run
 from train.adapter import add_adapters, merged_weights
+from train.core.interrupts import Interrupted
 from train.data.prepare import load_data
 from train.entry import attempt
-from train.interrupts import Interrupted
 from train.optim import make_optimizer
 from train.recipe import Train, load_recipe
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from eval.benchmark.loading import load_pair
-from eval.benchmark.prompts import load_prompts
+from eval.measure.loading import load_pair
+from eval.measure.prompts import load_prompts
 from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
-from heads.checkpoint import load_head
-from heads.errors import UserError
-from heads.target.encoder_decoder import give_template
-from heads.target.load import load_tokenizer
+from heads.core.errors import UserError
+from heads.saved import load_head
+from heads.targets.encoder_decoder import give_template
+from heads.targets.load import load_tokenizer
 from tests.chats import encode_chat
 from tests.runs import Settings, WriteRecipe, audit, lines, train
 

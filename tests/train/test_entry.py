@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from eval.benchmark.results import read_results
+from eval.measure.results import read_results
 from heads.registry import HEADS
 from tests.faults import signal_at
 from tests.runs import Settings, WriteRecipe, measured_run

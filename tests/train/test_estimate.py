@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from eval.runtime.engine import Engine, EngineOptions, Request
+from heads.core.tree import parse_shape
 from heads.registry import HEADS, build_head
-from heads.target.load import load_target
-from heads.target.model import FrozenTarget
-from heads.tree import parse_shape
+from heads.targets.load import load_target
+from heads.targets.model import FrozenTarget
 from train.data.packing import text_rows
 from train.features.source import make_batch
 from train.measuring import answer_batches, answers_in, foreseen, known_text_tau, walk

@@ -10,14 +10,14 @@ import torch
 from transformers import AutoConfig
 
 from eval.bench import parse_arguments
-from eval.benchmark.loading import open_target_of
+from eval.measure.loading import open_target_of
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
-from heads.checkpoint import check_fits, load_head
-from heads.target.load import auto_class, load_target, load_tokenizer
-from heads.target.model import FrozenTarget
-from heads.target.quantization import weight_bytes
-from heads.tree import Proposal
+from heads.core.tree import Proposal
+from heads.saved import check_fits, load_head
+from heads.targets.load import auto_class, load_target, load_tokenizer
+from heads.targets.model import FrozenTarget
+from heads.targets.quantization import weight_bytes
 from tests.runs import Settings, WriteRecipe, audit, lines, train
 
 BASE: dict[str, Any] = dict(

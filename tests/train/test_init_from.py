@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads.checkpoint import load_head
+from heads.saved import load_head
 from tests.closeness import assert_close
 from tests.heads.published_heads import DEEPSPEC, RAW, ZLAB, ZLAB2, dflash, dflash2, dspark, eagle3, write
 from tests.runs import Settings, WriteRecipe, the_error

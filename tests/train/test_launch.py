@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heads.errors import UserError
+from heads.core.errors import UserError
 from train.fast_dtype import fastest_dtype
 from train.launch import make_accelerator
 from train.recipe import Train

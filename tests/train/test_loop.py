@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from heads.errors import UserError
+from heads.core.errors import UserError
 from tests.faults import full_disk, nan_at, signal_at
 from tests.runs import Settings, WriteRecipe, lines, same, train, weights
 from tests.runs import train_in as run
-from train.checkpointing import list_checkpoints, read_state
-from train.interrupts import Interrupted
+from train.checkpoints import list_checkpoints, read_state
+from train.core.interrupts import Interrupted
 from train.recipe import load_recipe
 
 

@@ -7,9 +7,9 @@ import pytest
 from safetensors.torch import load_file
 
 from eval.runtime.engine import Request, Sampling
-from heads.checkpoint import load_head
-from heads.errors import UserError
-from heads.target.load import load_target
+from heads.core.errors import UserError
+from heads.saved import load_head
+from heads.targets.load import load_target
 from tests.runs import Settings, WriteRecipe, audit, measured_run, train_in
 
 

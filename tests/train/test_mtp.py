@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head
-from heads.target.load import load_target
+from heads.targets.load import load_target
 from tests.conftest import make_tiny_tokenizer
 from tests.native_mtp import write_native
 from tests.runs import Settings, WriteRecipe, audit, measured_run

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from heads.errors import UserError
+from heads.core.errors import UserError
 from train.recipe import dump_recipe, load_recipe, plain_settings
 
 ANSWERS = "prompts: 4, prompt_tokens: 8, new_tokens: 8, batch_size: 2, seed: 0, temperature: 0.5, share: 0.5"

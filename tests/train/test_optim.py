@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from heads.dflash2 import BlockConvolution
+from heads.methods.dflash2 import BlockConvolution
 from tests.closeness import assert_close
 from train.optim import Muon, lr_factor, make_optimizer, orthogonal
 from train.recipe import Train

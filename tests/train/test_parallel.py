@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from heads.errors import UserError
+from heads.core.errors import UserError
 from tests.processes import ROOT, finish, launcher, start
 from tests.train.steps import Job, stored
 from train.recipe import Train

@@ -13,19 +13,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads.checkpoint import save_head, target_record
-from heads.errors import UserError
-from heads.target.load import load_shape, load_target
+from heads.core.errors import UserError
+from heads.saved import save_head, target_record
+from heads.targets.load import load_shape, load_target
 from tests.heads.published_heads import eagle3
 from tests.runs import Settings, WriteRecipe, the_error
 from train.adapter import add_adapters
+from train.counting import Shapes, count_run, count_target
 from train.data.packing import Rows
 from train.entry import KINDS, attempt
 from train.features.source import make_batch
 from train.head_settings import make_head
 from train.parallel import Trained
-from train.planning.counting import Shapes, count_run, count_target
-from train.planning.plan import SHARINGS, STATE, Launch, Plan
+from train.plan import SHARINGS, STATE, Launch, Plan
 from train.recipe import load_recipe
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}

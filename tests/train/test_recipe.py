@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from eval.benchmark.settings import BenchSettings
-from heads.errors import UserError
+from eval.measure.settings import BenchSettings
+from heads.core.errors import UserError
 from train.recipe import dump_recipe, load_recipe, plain_settings, with_steps
 
 GOOD = """\

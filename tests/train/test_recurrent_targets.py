@@ -9,10 +9,10 @@ import torch
 
 from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
-from heads.checkpoint import load_head
-from heads.errors import UserError
+from heads.core.errors import UserError
 from heads.registry import build_head
-from heads.target.load import load_target, load_tokenizer
+from heads.saved import load_head
+from heads.targets.load import load_target, load_tokenizer
 from tests.runs import Settings, WriteRecipe, audit, measured_run, the_error
 from tests.small_targets import make_hybrid
 from train.entry import attempt

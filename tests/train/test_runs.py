@@ -100,7 +100,7 @@ TWO_MACHINES = """
 import os
 from train import step
 from train.entry import run_entry
-from heads.errors import UserError
+from heads.core.errors import UserError
 
 rank, make_batch = os.environ["RANK"], step.make_batch
 os.environ["LOCAL_RANK"] = "0"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from eval import bench, chat
-from eval.command import exit_status, template_arguments
-from heads.target.load import load_tokenizer
+from eval.measure.command import exit_status, template_arguments
+from heads.targets.load import load_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 from tests.runs import Settings, WriteRecipe, measured_run, the_error
 from train.entry import attempt

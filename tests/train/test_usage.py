@@ -5,11 +5,11 @@ from dataclasses import fields
 
 import pytest
 
-from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES
-from heads.losses import LOSSES
-from heads.mtp import LAYOUTS
+from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES
+from heads.methods.losses import LOSSES
+from heads.methods.mtp import LAYOUTS
+from heads.methods.settings import DIVERGENCES, SETTINGS
 from heads.registry import HEADS
-from heads.settings import DIVERGENCES, SETTINGS
 from train.entry import KINDS, attempt
 from train.recipe import Recipe
 from train.usage import keys_of

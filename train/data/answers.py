@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from eval.benchmark.progress import Progress
-from eval.benchmark.records import RecordError
+from eval.measure.progress import Progress
+from eval.measure.records import RecordError
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
-from heads.errors import UserError
-from heads.target.model import FrozenTarget
+from heads.core.errors import UserError
+from heads.targets.model import FrozenTarget
 from train.data.cache import (
     AnswerStore,
     Corpus,

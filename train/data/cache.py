@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eval.benchmark.progress import Progress
-from heads.errors import UserError, first_line
-from heads.files import is_full_disk
-from train.interrupts import Interrupted
+from eval.measure.progress import Progress
+from heads.core.errors import UserError, first_line
+from heads.core.files import is_full_disk
+from train.core.interrupts import Interrupted
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

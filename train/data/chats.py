@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eval.benchmark.records import Message, RecordError
+from eval.measure.records import Message, RecordError
 from train.data.cache import Document
 from train.data.templates import ChatTemplate
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
-from heads.base import DraftHead
-from heads.errors import UserError
-from heads.files import write_text
-from heads.target.model import FrozenTarget
+from heads.core.contract import DraftHead
+from heads.core.errors import UserError
+from heads.core.files import write_text
+from heads.targets.model import FrozenTarget
 from train.data.answers import answer_documents
 from train.data.cache import corpus_of
 from train.data.packing import PATTERN, Mixture, Pool

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from heads.base import DraftHead
-from heads.errors import UserError
-from heads.target.hf import positions_of
-from heads.target.model import FrozenTarget
+from heads.core.contract import DraftHead
+from heads.core.errors import UserError
+from heads.targets.hf import positions_of
+from heads.targets.model import FrozenTarget
 from train.data.answers import describe_cut, find_prompts, read_answering
 from train.data.cache import Corpus, Reader
 from train.data.on_policy import Samples

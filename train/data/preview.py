@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from eval.command import asks_usage, exit_status
+from eval.measure.command import asks_usage, exit_status
 from train.recipe import Recipe
 from train.usage import keys_of
 
@@ -34,7 +34,7 @@ def preview(arguments: Sequence[str]) -> int:
     """Print the data of a recipe with its overrides, and return the exit status 0."""
     from accelerate import Accelerator
 
-    from heads.target.load import load_tokenizer
+    from heads.targets.load import load_tokenizer
     from train.data.answers import find_prompts
     from train.data.cache import Reader
     from train.data.packing import Pool

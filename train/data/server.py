@@ -11,7 +11,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from heads.errors import UserError, first_line, shown
+from heads.core.errors import UserError, first_line, shown
 from train.data.cache import AnswerStore
 from train.data.chats import Dialogue
 from train.data.settings import KEY_VARIABLE

@@ -5,8 +5,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
+from train.core.strict_yaml import Count, Name, Seed, Settings, Share, Temperature
 from train.data.sources import AnySource
-from train.strict_yaml import Count, Name, Seed, Settings, Share, Temperature
 
 KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from eval.benchmark.python_source import read_split
-from eval.benchmark.records import (
+from eval.measure.python_source import read_split
+from eval.measure.records import (
     Record,
     RecordError,
     content_hash,
@@ -25,8 +25,9 @@ from eval.benchmark.records import (
     read_text,
     read_tools,
 )
-from heads.errors import UserError
-from heads.files import is_file, read_given
+from heads.core.errors import UserError
+from heads.core.files import is_file, read_given
+from train.core.strict_yaml import Count, Name, Settings, Weight
 from train.data.cache import (
     TOO_LONG,
     Corpus,
@@ -49,7 +50,6 @@ from train.data.chats import (
     read_conversation,
 )
 from train.data.templates import ChatTemplate, tokenizer_key
-from train.strict_yaml import Count, Name, Settings, Weight
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -1,6 +1,6 @@
 """Training text of a target from scratch: this machine's Python source, and optionally conversations.
 
-Both are split into training and held-out text by a hash (`eval.benchmark.python_source`). Conversations are rendered as
+Both are split into training and held-out text by a hash (`eval.measure.python_source`). Conversations are rendered as
 by the tokenizer's chat template: each turn follows a token for its role, and each answer ends with the end-of-document
 token.
 """
@@ -13,11 +13,11 @@ import numpy as np
 from pydantic import Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from eval.benchmark.progress import Progress
-from eval.benchmark.python_source import installed_source, is_held_out, read_split
-from eval.benchmark.records import Message, read_messages, read_records
-from heads.errors import UserError
-from train.strict_yaml import Settings
+from eval.measure.progress import Progress
+from eval.measure.python_source import installed_source, is_held_out, read_split
+from eval.measure.records import Message, read_messages, read_records
+from heads.core.errors import UserError
+from train.core.strict_yaml import Settings
 
 WORDS = r" ?\p{L}+|\d| ?[^\s\p{L}\d]+|\n+ *| +|\s"
 """Pieces into which text is split before merges: words, digits, runs of symbols, newlines with indentation."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from eval.benchmark.records import Message, RecordError, apply_template
-from eval.benchmark.templates import arguments_read
-from heads.errors import UserError, shown
+from eval.measure.chat_template import arguments_read
+from eval.measure.records import Message, RecordError, apply_template
+from heads.core.errors import UserError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

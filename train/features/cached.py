@@ -24,14 +24,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from heads.errors import UserError, first_line
-from heads.files import check_folder, write_bytes, write_json
-from heads.initial.start import probe_tokens, probed_rows
-from heads.target.model import Features, FrozenTarget
+from heads.core.errors import UserError, first_line
+from heads.core.files import check_folder, write_bytes, write_json
+from heads.methods.start import probe_tokens, probed_rows
+from heads.targets.model import Features, FrozenTarget
+from train.core.processes import on_main
 from train.data.packing import Mixture, Rows, text_rows
 from train.features.settings import CacheFeatures
 from train.features.source import FeatureSource
-from train.processes import on_main
 
 FORMAT = 1
 DTYPES = {"fp8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float32": torch.float32}

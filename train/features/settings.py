@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from train.core.strict_yaml import Name, Settings
 from train.data.settings import Url
-from train.strict_yaml import Name, Settings
 
 
 class ProcessFeatures(Settings):

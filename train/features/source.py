@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from eval.runtime.memory import free_bytes
-from heads.base import Batch, SharedLayers
-from heads.target.model import FrozenTarget
+from heads.core.contract import Batch, SharedLayers
+from heads.targets.model import FrozenTarget
 from train.data.packing import Mixture, Rows
 
 ROOM = 1.2

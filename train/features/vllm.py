@@ -29,14 +29,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from heads.errors import UserError, first_line
-from heads.target.families import final_norm
-from heads.target.model import Features, FrozenTarget
+from heads.core.errors import UserError, first_line
+from heads.targets.families import final_norm
+from heads.targets.model import Features, FrozenTarget
+from train.core.processes import on_main
 from train.data.packing import Mixture, Rows
 from train.data.server import COMPLETIONS, RETRIES, TRIALS, ServerClient
 from train.features.settings import VllmFeatures
 from train.features.source import FeatureSource
-from train.processes import on_main
 
 SECONDS = 600.0
 """Time limit of a request for the states of a document."""

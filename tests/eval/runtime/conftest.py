@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from eval.runtime.engine import Output, Request
-from heads.base import Drafter, Observation, Pick, SharedLayers
-from heads.target.model import FrozenTarget
-from heads.tree import Proposal, TreeShape
+from heads.core.contract import Drafter, Observation, Pick, SharedLayers
+from heads.core.tree import Proposal, TreeShape
+from heads.targets.model import FrozenTarget
 from tests.small_targets import VOCAB, make_target, open_engine
 
 Sequences = Sequence[Sequence[int]]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from eval.runtime.rules import Rejection, Verdict
-from heads.growth import grow
-from heads.target.slots import ancestors
-from heads.tree import Pick, Proposal, TreeShape, is_chain
+from heads.core.tree import Pick, Proposal, TreeShape, is_chain
+from heads.methods.growth import grow
+from heads.targets.slots import ancestors
 
 
 class Toy:
@@ -48,7 +48,7 @@ class Toy:
         return distribution
 
     def grow(self, shape: TreeShape, pick: Pick, rows: int) -> tuple[Proposal, Tensor]:
-        """Return `rows` trees from `heads.growth.grow`, and the prefixes of the nodes, (rows, N) numbers in base V."""
+        """Return `rows` trees from `grow`, and the prefixes of the nodes, (rows, N) numbers in base V."""
         V, codes = self.vocab, torch.zeros(rows, 1, dtype=torch.int64)
 
         def expand(tokens: Tensor, above: Tensor, paths: Tensor, level: int) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 
 from eval.runtime.accept import match, match_chain
 from eval.runtime.commit import Commit, RoundState
-from heads.target.slots import ancestors
-from heads.tree import Proposal
+from heads.core.tree import Proposal
+from heads.targets.slots import ancestors
 
 
 def walk(tokens: list[int], parents: list[int], choice: list[int]) -> list[int]:

@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.checks import check_family
 from eval.runtime.engine import Request
-from heads.errors import UserError, warn_once
-from heads.target import cached, decoder
-from heads.target.choose import choose_in_tiles
-from heads.target.model import FrozenTarget
-from heads.target.tree_attention import tree_attention
+from heads.core.errors import UserError, warn_once
+from heads.targets import cached_decoder, decoder
+from heads.targets.choose import choose_in_tiles
+from heads.targets.model import FrozenTarget
+from heads.targets.tree_attention import tree_attention
 from tests.small_targets import make_drafter, make_target, open_engine, texts
 from tests.switches import kernels_on_cpu
 
@@ -54,7 +54,7 @@ def next_token(*given: Any, **options: Any) -> Tensor:
         (decoder, "tree_attention", failing, "OutOfResources: shared memory"),
         (decoder, "tree_attention", off, "tree_attention is off by"),
         (decoder, "tree_attention", unsteady, "tree_attention repeats itself differently"),
-        (cached, "choose_in_tiles", next_token, "choose takes a token"),
+        (cached_decoder, "choose_in_tiles", next_token, "choose takes a token"),
     ],
 )
 def test_a_kernel_that_is_wrong_is_left_out(

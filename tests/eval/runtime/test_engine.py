@@ -13,10 +13,10 @@ from eval.runtime.memory import check_memory, row_bytes
 from eval.runtime.request import Reports, StopWatch
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.errors import UserError
-from heads.target.load import load_target, load_tokenizer
-from heads.target.model import FrozenTarget
-from heads.tree import ROOT_ONLY, parse_shape
+from heads.core.errors import UserError
+from heads.core.tree import ROOT_ONLY, parse_shape
+from heads.targets.load import load_target, load_tokenizer
+from heads.targets.model import FrozenTarget
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences
 from tests.small_targets import make_drafter, make_target, open_engine, texts
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.target.model import FrozenTarget
-from heads.tree import parse_shape
+from heads.core.tree import parse_shape
+from heads.targets.model import FrozenTarget
 from tests.small_targets import make_drafter, make_target, open_engine
 from tests.switches import as_on_a_gpu, kernels_on_cpu
 

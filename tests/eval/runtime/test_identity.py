@@ -11,8 +11,8 @@ import torch
 
 from eval.runtime.engine import Output, Request
 from eval.runtime.sampling import Sampling
-from heads.target.model import FrozenTarget
-from heads.tree import is_chain, parse_shape
+from heads.core.tree import is_chain, parse_shape
+from heads.targets.model import FrozenTarget
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of
 from tests.small_targets import FAMILIES, HYBRIDS, OTHER_HYBRIDS, make_drafter, open_engine, texts, with_plain_experts
 

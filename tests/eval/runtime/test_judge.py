@@ -11,7 +11,7 @@ from eval.runtime.identity import FAR, NEAR, Flip, Judge, find_flips, pinned_eng
 from eval.runtime.round import TargetStep
 from eval.runtime.sampling import Sampling
 from heads.registry import build_untrained
-from heads.target.model import FrozenTarget
+from heads.targets.model import FrozenTarget
 from tests.small_targets import make_target, open_engine
 
 TargetOf = Callable[[str], FrozenTarget]

@@ -11,12 +11,12 @@ from torch import Tensor
 from eval.runtime.accept import match
 from eval.runtime.distribution import RowSampling
 from eval.runtime.rules import Rejection, Verdict, quotient, residual
-from heads.base import Observation, SharedLayers
-from heads.dflash import DFlash, DFlashConfig
-from heads.dflash2 import DFlash2, DFlash2Config
-from heads.dspark import DSpark, DSparkConfig
-from heads.target.slots import ancestors
-from heads.tree import Proposal, TreeShape, parse_shape, static_shape
+from heads.core.contract import Observation, SharedLayers
+from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
+from heads.methods.dflash import DFlash, DFlashConfig
+from heads.methods.dflash2 import DFlash2, DFlash2Config
+from heads.methods.dspark import DSpark, DSparkConfig
+from heads.targets.slots import ancestors
 from tests.eval.runtime.enumeration import EveryDraw, Toy, draws_of, prefixes_of, sum_over_tests
 from tests.heads.small_heads import BLOCK_SIZES
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from eval.runtime.engine import Request
-from heads.errors import UserError
+from heads.core.errors import UserError
 from heads.registry import build_untrained
-from heads.target.model import FrozenTarget
+from heads.targets.model import FrozenTarget
 from tests.small_targets import make_hybrid, make_target, open_engine
 
 TargetOf = Callable[[str], FrozenTarget]

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads.checkpoint import read_config, save_head, target_record
 from heads.formats.eagle3 import EAGLE, EAGLE3
 from heads.formats.engine import ENGINES, SGLANG, VLLM, Verdict, check_folder, why_unfit
 from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.published import read_published
 from heads.registry import HEADS, build_head
-from heads.target.load import load_target
-from heads.target.model import FrozenTarget
+from heads.saved import read_config, save_head, target_record
+from heads.targets.load import load_target
+from heads.targets.model import FrozenTarget
 from tests.native_mtp import V, make_multimodal, write_native
 from tests.small_targets import make_target
 

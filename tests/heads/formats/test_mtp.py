@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from heads.base import Batch
-from heads.checkpoint import load_head, save_head, target_record
-from heads.errors import UserError
+from heads.core.contract import Batch
+from heads.core.errors import UserError
 from heads.registry import build_head
-from heads.target.cache import cache_name
-from heads.target.load import load_target
-from heads.target.model import FrozenTarget
+from heads.saved import load_head, save_head, target_record
+from heads.targets.cache import cache_name
+from heads.targets.load import load_target
+from heads.targets.model import FrozenTarget
 from tests.closeness import assert_close
 from tests.heads.small_heads import greedy, kept_log_probabilities, rope, seen, with_tokens
 from tests.native_mtp import V, change_config, change_weights, write_native

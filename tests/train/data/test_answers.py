@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.errors import UserError
-from heads.target.load import load_target, load_tokenizer
-from heads.target.model import FrozenTarget
+from heads.core.errors import UserError
+from heads.targets.load import load_target, load_tokenizer
+from heads.targets.model import FrozenTarget
 from tests.answering import Stub, by_engine, serving
 from tests.chats import reader_of
 from train.data.answers import Answering, describe_cut, read_answering

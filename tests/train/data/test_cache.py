@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from heads.errors import UserError
+from heads.core.errors import UserError
 from tests.chats import reader_of
 from tests.faults import small_files
 from train.data import sources

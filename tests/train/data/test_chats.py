@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eval.benchmark.prompts import render
-from eval.benchmark.records import RecordError, read_messages, read_tools
-from eval.benchmark.templates import with_arguments
-from heads.errors import UserError
+from eval.measure.chat_template import with_arguments
+from eval.measure.prompts import render
+from eval.measure.records import RecordError, read_messages, read_tools
+from heads.core.errors import UserError
 from tests.chats import bracketed, encode_chat
 from train.data.chats import (
     Dialogue,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.records import Message
-from heads.target.load import load_tokenizer
+from eval.measure.records import Message
+from heads.targets.load import load_tokenizer
 from tests.chats import bracketed
 from train.data.answers import answer_documents
 from train.data.chats import Dialogue, answer_by_answer

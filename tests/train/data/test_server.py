@@ -13,13 +13,13 @@ import pytest
 
 from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
-from heads.errors import UserError
+from heads.core.errors import UserError
 from tests.answering import Stub, serving
+from train.core.interrupts import Interrupted, Interrupts
 from train.data.cache import AnswerStore
 from train.data.chats import Dialogue, Prompts, lone
 from train.data.server import AnsweringServer, ServerClient, answer_by_server
 from train.data.settings import KEY_VARIABLE
-from train.interrupts import Interrupted, Interrupts
 
 EOS = 1
 TOKENS = 6

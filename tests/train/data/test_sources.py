@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from heads.errors import UserError
-from heads.target.load import load_target
+from heads.core.errors import UserError
+from heads.targets.load import load_target
 from tests.chats import reader_of
 from train.data.answers import read_answering
 from train.data.cache import Document

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heads.errors import UserError
+from heads.core.errors import UserError
 from scripts.cache_features import main as fill
 from tests.runs import Settings, WriteRecipe, same, train, train_in, weights
 from train.features.cached import check_same, decode, encode

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.runtime.engine import Engine, EngineOptions
-from heads.errors import UserError
-from heads.target.load import load_target
-from heads.target.placement import drop_layers
+from heads.core.errors import UserError
+from heads.targets.load import load_target
+from heads.targets.placement import drop_layers
 from tests.conftest import make_tiny_tokenizer
 from tests.packed_rows import packed_rows
 from tests.processes import finish, launcher, start

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tests.heads.target.test_decoder import make_target
+from tests.heads.targets.test_decoder import make_target
 from train.data.packing import Rows
 from train.features.source import make_batch
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from heads.errors import UserError
-from heads.target.load import load_target
-from heads.target.model import FrozenTarget
-from heads.target.placement import drop_layers
+from heads.core.errors import UserError
+from heads.targets.load import load_target
+from heads.targets.model import FrozenTarget
+from heads.targets.placement import drop_layers
 from tests.answering import QuietHandler, QuietServer
 from tests.closeness import assert_close
 from tests.faults import little_memory

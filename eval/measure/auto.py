@@ -1,0 +1,139 @@
+"""Search for the fastest draft of a head on a target on this machine (`--tree auto`), by successive halving.
+
+Every draft of a fixed grid that the head can draft is looked at: it decodes a few prompts in turns with plain decoding.
+The faster half is looked at again on twice as many, until FINALISTS are left. These are then measured like any other
+setting, on all prompts, and the fastest of them is chosen. So the chosen setting is always one that was measured, and
+nothing is concluded from a speedup that is not reliable.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from eval.measure.command import AUTO
+from eval.measure.measure import check_decoded, compare
+from eval.measure.metrics import rate_ratio, tau
+from eval.measure.prompts import Prompt, spread
+from eval.measure.reliability import why_unreliable
+from eval.measure.results import Results
+from eval.measure.settings import BenchSettings
+from eval.runtime.sampling import check_rule
+from heads.core.contract import Drafter
+from heads.core.errors import UserError
+from heads.core.tree import TreeShape, parse_shape
+from heads.targets.model import FrozenTarget
+
+GRID = (
+    *("chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "chain:6", "chain:8", "chain:10"),
+    *("tree:2x2x7", "tree:2x4x12", "tree:3x2x8", "tree:3x4x16", "tree:4x4x24"),
+    *("tree:5x4x16", "tree:5x8x32", "tree:6x4x32", "tree:8x4x24", "tree:8x8x64"),
+)
+LARGEST_TREE = 64
+"""Number of nodes of the largest tree of the grid."""
+FINALISTS = 4
+FIRST_PROMPTS, LOOK_TOKENS = 4, 64
+"""Number of prompts of the first look, and maximum number of new tokens of each prompt in a look."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Figures of a draft from the newest look at it."""
+
+    tree: str
+    depth: int
+    nodes: int
+    width: int
+    tokens: float
+    """Tokens per round: tau."""
+    speedup: float
+    """Over plain decoding on `prompts` prompts. It ranks drafts and is not printed."""
+    prompts: int
+
+
+@dataclass
+class Search:
+    """Search for the fastest draft of one head at one temperature."""
+
+    finalists: list[TreeShape]
+    looks: dict[str, Look] = field(default_factory=dict)
+    """The newest look by tree. Empty if the grid has no more drafts than finalists."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Measured speedup by tree, of those that are reliable."""
+    unreliable: list[str] = field(default_factory=list)
+    """Trees that were measured while something else used the machine, or on too few tokens."""
+
+    def take(self, measurements: Iterable[Results]) -> None:
+        """Add the measurements of this head."""
+        for m in measurements:
+            if m["speedup"] is not None and why_unreliable(m) is None:
+                self.measured[m["tree"]] = m["speedup"]["measured"]
+            elif m["speedup"] is not None:
+                self.unreliable.append(m["tree"])
+
+    def record(self, temperature: float) -> Results:
+        """Return the entry for results.json."""
+        chosen = max(self.measured, key=lambda tree: self.measured[tree]) if self.measured else None
+        return {
+            "temperature": temperature,
+            "curve": [asdict(look) for look in self.looks.values()],
+            "proposed": [shape.text for shape in self.finalists],
+            "measured": self.measured,
+            "unreliable": self.unreliable,
+            "chosen": chosen,
+            "plain_is_faster": chosen is not None and self.measured[chosen] < 1,
+        }
+
+
+def search_drafts(
+    target: FrozenTarget, head: Drafter, prompts: Sequence[Prompt], temperature: float, settings: BenchSettings
+) -> Search:
+    """Return the search with its finalists. Raise UserError if the head drafts nothing of the grid."""
+    shapes = [shape for shape in map(parse_shape, GRID) if can_draft(head, target, shape, settings.rule)]
+    if not shapes:
+        raise UserError(f"--tree {AUTO}: this head drafts no chain; name its tree")
+    search, count = Search(shapes), max(FIRST_PROMPTS, settings.batch_size)
+    while len(search.finalists) > FINALISTS:
+        for look in look_at(target, head, search.finalists, spread(prompts, count), temperature, settings):
+            search.looks[look.tree] = look
+        ranked = sorted(search.finalists, key=lambda shape: -search.looks[shape.text].speedup)
+        search.finalists, count = ranked[: max(FINALISTS, len(ranked) // 2)], 2 * count
+    return search
+
+
+def look_at(
+    target: FrozenTarget,
+    head: Drafter,
+    shapes: Sequence[TreeShape],
+    prompts: Sequence[Prompt],
+    temperature: float,
+    settings: BenchSettings,
+) -> list[Look]:
+    """Decode a few prompts once with each shape, in turns with plain decoding."""
+    brief = replace(settings, max_new_tokens=min(settings.max_new_tokens, LOOK_TOKENS), repeats=1)
+    drafts, where = [(head, shape) for shape in shapes], f" on {len(prompts)} prompts, to choose among {len(shapes)}"
+    found = compare(target, drafts, prompts, temperature, brief, where, phases=False)
+    check_decoded(found.plain.outputs[0].values(), f"--tree {AUTO}, on the first {len(prompts)} prompts")
+    turns = found.timed_turns(range(len(found.units)))
+    plain = found.rate(found.plain, turns)
+    return [
+        Look(
+            shape.text,
+            shape.depth,
+            shape.nodes,
+            shape.top_k,
+            tau(list(variant.outputs[0].values())),
+            rate_ratio(found.rate(variant, turns), plain),
+            len(prompts),
+        )
+        for shape, variant in zip(shapes, found.drafting, strict=True)
+    ]
+
+
+def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) -> bool:
+    """Return True if the head can draft trees of this shape, the rule can judge them and the target can verify them."""
+    try:
+        check_rule(rule, shape)
+        target.check_shape(shape)
+        head.check_draft(shape, shape.nodes)
+    except UserError:
+        return False
+    return True

@@ -1,0 +1,176 @@
+"""Measurement of one or several heads in every setting, as the contents of results.json, compare.json or audit.json."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from eval.measure.auto import LARGEST_TREE, Search, can_draft, search_drafts
+from eval.measure.command import draft_shapes, print_line
+from eval.measure.environment import environment, head_facts, target_facts
+from eval.measure.figures import Divergence, Measured, find_differences, judge, pooled_exactness
+from eval.measure.folders import short_name
+from eval.measure.loading import choose_prompts
+from eval.measure.measure import Comparison, compare, engine_options
+from eval.measure.prompts import Prompt
+from eval.measure.reliability import headline
+from eval.measure.results import SCHEMA_VERSION, Results
+from eval.measure.roofline import copy_bandwidth, roofline
+from eval.measure.settings import BenchSettings
+from eval.runtime.engine import Engine, EngineOptions
+from eval.runtime.graph import is_out_of_memory
+from heads.core.contract import HEAD_TREE, Drafter
+from heads.core.errors import UserError, first_line
+from heads.core.tree import TreeShape
+from heads.registry import untrained_kind
+from heads.targets.model import FrozenTarget
+
+
+@dataclass
+class Found:
+    """All that was measured so far."""
+
+    measured: list[Measured] = field(default_factory=list)
+    unrepeatable: list[Divergence] = field(default_factory=list)
+    """Places where plain decoding did not repeat its own tokens, in another repeat or at another batch size."""
+    searches: list[tuple[int, Results]] = field(default_factory=list)
+    """Records of searches, each with the index of its head."""
+    plain: dict[tuple[int | None, float], Comparison] = field(default_factory=dict)
+    """Plain decoding at the first batch size, by context and temperature."""
+
+
+def bench_heads(
+    target: FrozenTarget,
+    heads: Mapping[str, Drafter],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: BenchSettings,
+    *,
+    with_roofline: bool = False,
+) -> Results:
+    """Measure heads, given by their paths, in one comparison per temperature, batch size and context. `with_roofline`:
+    also time the parts of a round of the headline setting (`eval.measure.roofline`)."""
+    several, names = len(heads) > 1, head_names(list(heads))
+    shapes = [
+        fitting_shapes(head, path, target, settings) if several else settings.shapes(head, target)
+        for path, head in heads.items()
+    ]
+    nodes = max([shape.nodes for own in shapes for shape in own] + [LARGEST_TREE] * settings.is_auto)
+    prompts = {
+        context: choose_prompts(target, tokenizer, settings, nodes, context) for context in settings.contexts or (None,)
+    }
+    found = Found()
+    for context, batch_size in settings.points:
+        at = replace(settings, batch_size=batch_size)
+        try:
+            measure_point(found, target, list(heads.values()), tokenizer, at, prompts[context], shapes, context)
+        except Exception as error:
+            if len(settings.points) == 1 or not is_out_of_memory(error):
+                raise
+            print_line(f"batch {batch_size}, context {context or 'of the prompts'}: left out, {first_line(error)}")
+    if not found.measured:
+        raise UserError("the memory does not suffice at any batch size and context; ask for smaller ones")
+    exact = pooled_exactness([m.figures for m in found.measured], found.unrepeatable)
+    if exact["divergences"] and settings.timing:
+        for m in found.measured:
+            for figures in (m.figures, *m.suites.values()):
+                figures["speedup"] = None
+    every = [prompt for chosen in prompts.values() for prompt in chosen]
+    results: Results = {"schema_version": SCHEMA_VERSION, "target": target_facts(target)}
+    results |= {**environment(target), "settings": settings.record(every)}
+    results["command"] = measuring_command(target, list(heads), settings)
+    owner: list[Results] = [{"head": name} if several else {} for name in names]
+    measurements = [owner[m.head] | m.figures for m in found.measured]
+    facts = [{"name": name} | head_facts(head, path) for name, (path, head) in zip(names, heads.items(), strict=True)]
+    if several:
+        results["heads"] = facts
+    else:
+        if settings.timing:
+            best = found.measured[headline(measurements)]
+            results |= {**best.figures, "suites": best.suites, "samples": best.samples}
+        results["head"] = {name: fact for name, fact in facts[0].items() if name != "name"}
+    results |= {"exact": exact, "measurements": measurements}
+    if found.searches:
+        results["auto"] = [owner[n] | search for n, search in found.searches]
+    if with_roofline:
+        results["roofline"] = parts_of_headline(target, next(iter(heads.values())), every, settings, results)
+    return results
+
+
+def measure_point(
+    found: Found,
+    target: FrozenTarget,
+    heads: Sequence[Drafter],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: BenchSettings,
+    prompts: Sequence[Prompt],
+    shapes: Sequence[Sequence[TreeShape]],
+    context: int | None,
+) -> None:
+    """Measure each head's shapes, and with a search those that it finds, at one batch size and context and at every
+    temperature."""
+    point: Results = {"batch_size": settings.batch_size} if settings.batch_sizes else {}
+    point |= {"context": context} if context is not None else {}
+    found.plain = {place: kept for place, kept in found.plain.items() if place[0] == context}  # frees other caches
+    where = "".join(f", {name.replace('_', ' ')} {value}" for name, value in point.items())
+    for temperature in settings.temperatures:
+        searches: list[Search] = []
+        if settings.is_auto:
+            searches = [search_drafts(target, head, prompts, temperature, settings) for head in heads]
+        found_shapes = [search.finalists for search in searches] or [[] for _ in heads]
+        pairs = [(n, shape) for n, own in enumerate(shapes) for shape in dict.fromkeys([*own, *found_shapes[n]])]
+        drafts = [(heads[n], shape) for n, shape in pairs]
+        result = compare(target, drafts, prompts, temperature, settings, where, phases=settings.timing)
+        fresh, unrepeatable = judge(result, tokenizer, [n for n, _ in pairs])
+        if (first := found.plain.get((context, temperature))) is None:
+            found.plain[context, temperature] = replace(result, drafting=[], breakdowns=[])
+        else:  # at another batch size plain decoding must give the same texts
+            across = find_differences(first, result.plain, tokenizer)
+            unrepeatable += [difference for difference in across if not difference["near_tie"]]
+        for n, search in enumerate(searches):
+            search.take(m.figures for m in fresh if m.head == n)
+            found.searches.append((n, point | search.record(temperature)))
+        for m in fresh:
+            m.figures |= point
+        found.measured += fresh
+        found.unrepeatable += unrepeatable
+
+
+def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:
+    """Return the trees of the settings that this head, one of several, can draft. Raise UserError if there are none."""
+    own = settings.rule == "match" and head.own_tree is not None and head.own_tree.tree
+    texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or own)
+    shapes = replace(settings, trees=texts).shapes(head, target)
+    fitting = [shape for shape in shapes if can_draft(head, target, shape, settings.rule)]
+    if not fitting and not settings.is_auto:
+        raise UserError(f"{path}: drafts none of {', '.join(settings.trees)}; name a tree that it can")
+    return fitting
+
+
+def head_names(paths: Sequence[str]) -> list[str]:
+    """Return short names of heads, or their paths if short names are not distinct. Raise UserError if a path occurs
+    twice."""
+    if len(set(paths)) < len(paths):
+        raise UserError(f"{max(paths, key=list(paths).count)}: named twice; name each head once")
+    names = [path if untrained_kind(path) else short_name(path) for path in paths]
+    return names if len(set(names)) == len(names) else list(paths)
+
+
+def measuring_command(target: FrozenTarget, heads: Sequence[str], settings: BenchSettings) -> list[str]:
+    kind = ["--dtype", str(target.dtype).removeprefix("torch.")]
+    quantized = ["--quantize", target.quantize] if target.quantize else []
+    return ["python", "eval/bench.py", *heads, "--target", target.name, *settings.options(), *kind, *quantized]
+
+
+def parts_of_headline(
+    target: FrozenTarget, head: Drafter, prompts: Sequence[Prompt], settings: BenchSettings, results: Results
+) -> Results:
+    """Return the roofline of the headline setting, in the middle of an output after a prompt of median length."""
+    (shape,) = draft_shapes([results["tree"]], head)
+    settings = replace(settings, batch_size=results.get("batch_size", settings.batch_size))
+    lengths = sorted(len(prompt.ids) for prompt in prompts)
+    room = lengths[-1] + settings.max_new_tokens + shape.nodes
+    length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2
+    engine = Engine(target, head, engine_options(settings, shape, room))
+    plain = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=room))
+    length, bandwidth = min(length, room - 3 * shape.nodes), copy_bandwidth(plain)
+    return roofline(engine, plain, length=length, tau=results["tau"]["mean"], bandwidth=bandwidth)

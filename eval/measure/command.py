@@ -1,0 +1,213 @@
+"""Helpers shared by all commands: parsing of arguments, with errors in one line, and the exit status.
+
+A command parses its arguments before it imports torch and transformers, which takes seconds: --help and an error in an
+option should be immediate. So an entry and its top-level imports, this file included, do not import torch or
+transformers (tests/test_start.py). The entry's `main` imports the rest once the arguments are parsed.
+"""
+
+import argparse
+import io
+import json
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NoReturn
+
+from eval.runtime.sampling import Sampling
+from heads.core.contract import HEAD_TREE, Drafter, shape_for
+from heads.core.errors import UserError, first_line
+from heads.core.files import is_full_disk
+from heads.core.tree import TreeShape
+
+AUTO = "auto"
+"""Value of an option that lets the program choose: search for the fastest tree."""
+UNREAD = 128 + signal.SIGPIPE
+"""Exit status if the reader of the output has closed it: the one that shells report for other programs."""
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help formatter that shows defaults in the form in which they are typed."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if default is None or default is False or default in ([], argparse.SUPPRESS) or not action.help:
+            return action.help
+        text = ",".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
+        return f"{action.help} (default: {text.replace('%', '%%')})"
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser whose errors are UserErrors of one line without the usage."""
+
+    def __init__(self, description: str):
+        super().__init__(description=description, formatter_class=_Formatter)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')}; see --help")
+
+
+def whole_number(least: int, text: str) -> int:
+    """Parse an integer of at least `least`."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"expected at least {least}, got {number}")
+    return number
+
+
+count, seed = partial(whole_number, 1), partial(whole_number, 0)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(count(part) for part in text.split(","))
+
+
+def temperatures(text: str) -> tuple[float, ...]:
+    """Parse temperatures separated by commas."""
+    with _shown():
+        return tuple(Sampling(float(part)).temperature for part in text.split(","))
+
+
+def trees(text: str) -> tuple[str, ...]:
+    """Parse the names of trees with draft tokens, or `auto`, separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    with _shown():
+        draft_shapes([part for part in parts if part not in (AUTO, HEAD_TREE)])
+    return tuple(parts)
+
+
+def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[TreeShape]:
+    """Return the tree shapes with these names for a head. Raise UserError for a shape without draft tokens."""
+    shapes = [shape_for(text, head) for text in texts]
+    if any(shape.nodes == 1 for shape in shapes):
+        raise UserError("expected trees that draft something, such as chain:5; plain decoding is always measured")
+    return shapes
+
+
+def template_arguments(text: str) -> dict[str, bool | int | float | str]:
+    """Parse NAME=VALUE, separated by commas. Values are JSON's true, false and numbers; everything else is text."""
+    arguments = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not (equals and name.isidentifier()):
+            raise argparse.ArgumentTypeError(f"expected NAME=VALUE, such as enable_thinking=false, got {part!r}")
+        try:
+            read = json.loads(value, parse_constant=str)  # NaN and Infinity are text, too
+        except (ValueError, RecursionError):
+            read = value
+        arguments[name] = read if isinstance(read, bool | int | float) else value
+    return arguments
+
+
+@contextmanager
+def _shown() -> Iterator[None]:
+    """Turn a UserError into ArgumentTypeError, because argparse hides the text of any other ValueError."""
+    try:
+        yield
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_target_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for loading a target."""
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="number type to compute in"
+    )
+    parser.add_argument("--device", help="such as cuda or cpu; default: cuda if there is a GPU, else cpu")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
+    parser.add_argument(
+        "--quantize", choices=["none", "int8"], help="quantise the target's layers; default: as in the head's training"
+    )
+    parser.add_argument(
+        "--template",
+        type=template_arguments,
+        metavar="NAME=VALUE",
+        help="arguments of the target's chat template, separated by commas, such as enable_thinking=false; '' for "
+        "none; default: those that the head was trained with",
+    )
+
+
+HEAD_HELP = "a run directory, a head's directory or a hub id; or lookup:NGRAM, early_exit:LAYERS, which need --target"
+
+
+def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Add the argument for the head, or for several heads, and the options for loading their target."""
+    if several:
+        parser.add_argument("heads", nargs="*", metavar="head", help=HEAD_HELP)
+    else:
+        parser.add_argument("head", help=HEAD_HELP)
+    parser.add_argument("--target", help="folder or hub id of the target; default: that of the (first) head")
+    add_target_options(parser)
+
+
+def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str]) -> bool:
+    """Handle --help of a command that reads a recipe: print its usage and the recipe's keys, and return True. Return
+    False for other arguments, and raise UserError if there are none."""
+    if not arguments:
+        raise UserError(f"{usage}; --help lists the keys")
+    if arguments[0] in ("-h", "--help"):
+        print(f"{usage}\n\n{keys()}")
+        return True
+    return False
+
+
+def print_line(text: str | None) -> None:
+    """Print a line, unless it is empty, on standard error. Only rank 0 of a launch prints."""
+    if text and os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
+
+
+def _is_unread() -> bool:
+    """Return True if the reader of standard output has closed it, as the shell's `head` does after its last line."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # 0: only errors, which are always reported
+    return bool(poll.poll(0))
+
+
+def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line) -> int:
+    """Return the result of `act`, or the exit status of its exception: 2, with one line, for an error that the user can
+    fix; 130 for an interrupt; 141, silently, if the reader of standard output has closed it; else 1."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are ten lines before the one that says why
+    # If torchao is installed, transformers imports it, which takes seconds and prints four lines of warnings.
+    # `heads.targets.quantization`, which needs torchao, restores it.
+    sys.modules.setdefault("torchao", None)  # type: ignore[arg-type] # typeshed does not know that None hides a module
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # in a locale without the lines of tables, figures are printed without them
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            status = act()
+        except SystemExit as ended:
+            if isinstance(ended.__context__, BrokenPipeError):  # raised by rich, which redirected output to /dev/null
+                return UNREAD
+            status = int(ended.code or 0)  # raised by argparse after --help
+        print(end="", flush=True)  # here, because at exit the interpreter would only print an error
+        return status
+    except UserError as error:
+        refusal = str(error)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the output
+            return UNREAD
+        from eval.runtime.graph import is_out_of_memory  # imports torch, which a failed command has usually done
+
+        if is_full_disk(error):
+            refusal = f"no space left on the device ({error}); free some and run the same command again"
+        elif is_out_of_memory(error):
+            refusal = f"the memory does not suffice ({first_line(error)}); ask for less, or for smaller batches"
+        else:
+            say(traceback.format_exc().rstrip())
+            return 1
+    say("\n".join(f"error: {line}" for line in refusal.splitlines()))
+    return 2

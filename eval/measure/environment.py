@@ -1,0 +1,158 @@
+"""Facts about a measurement: its target, head, hardware and versions, and whether other processes use its cores."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from heads.core.contract import Drafter
+from heads.registry import kind_of
+from heads.saved import weights_hash
+from heads.targets.decoder import why_not_native
+from heads.targets.kernels import runs_kernels
+from heads.targets.model import FrozenTarget
+from heads.targets.product import load
+from heads.targets.quantization import weight_bytes
+
+PACKAGES = (
+    *("torch", "triton", "torchao", "transformers", "tokenizers"),
+    *("accelerate", "datasets", "safetensors", "numpy"),
+)
+ROOT = Path(__file__).resolve().parents[2]
+LOOK_SECONDS = 0.3
+
+
+def target_facts(target: FrozenTarget) -> dict[str, Any]:
+    """Return the identity and the size of the target."""
+    return {
+        "name": target.name,
+        "architecture": type(target.model).__name__,
+        "fingerprint": target.fingerprint,
+        "quantize": target.quantize,
+        "weight_bytes": weight_bytes(target.model),
+        "parameters": num_parameters(target.model),
+        "layers": target.num_layers,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "template": dict(target.template),
+    }
+
+
+def head_facts(head: Drafter, path: str) -> dict[str, Any]:
+    """Return the identity and the size of the head. Weights that it shares with the target do not count."""
+    config: Any = getattr(head, "config", None)
+    return {
+        "kind": kind_of(head),
+        "path": path,
+        "sha256": weights_hash(path),
+        "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
+        "aux_layer_ids": list(head.aux_layer_ids),
+        "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
+        "origin": None if head.origin is None else asdict(head.origin),
+    }
+
+
+def environment(target: FrozenTarget) -> dict[str, Any]:
+    dtype, decoder = str(target.dtype).removeprefix("torch."), decoder_facts(target)
+    return {**machine(target.device), "dtype": dtype, "decoder": decoder}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    measured_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return {"measured_at": measured_at, "device": device_facts(device), "versions": versions()}
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Return the number of parameters. Tied parameters count once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        return {"type": "cuda", "name": facts.name, "memory_gib": round(facts.total_memory / 2**30, 1)}
+    return {"type": device.type, "name": cpu_name(), "threads": torch.get_num_threads()}
+
+
+def decoder_facts(target: FrozenTarget) -> str:
+    """Return a description of the code that decodes the target, and the reason if it is not the native decoder."""
+    if (reason := why_not_native(target)) is not None:
+        return f"its Hugging Face model ({reason})"
+    if target.device.type == "cuda":
+        return "torch and Triton kernels" if runs_kernels(target.head.weight) else "torch"
+    if target.dtype != torch.float32:
+        return "torch"
+    return "torch and products in C" if load() is not None else "torch (no C compiler)"
+
+
+def setup_line(target: FrozenTarget, training: str | None = None) -> str:
+    """Return the device, threads, kernels and dtypes of a run in one line. `training`: dtype of products in
+    training."""
+    facts = device_facts(target.device)
+    threads = f", {facts['threads']} thread{'s' * (facts['threads'] > 1)}" if "threads" in facts else ""
+    dtype = str(target.dtype).removeprefix("torch.")
+    trains = "" if training is None else f", trains in {training}"
+    decodes = f"the target's layers are {target.placement}, the rest in {dtype}"
+    if target.placement == "whole":
+        decodes = f"decodes in {dtype} by {decoder_facts(target)}"
+    return f"{facts['name']}{threads}: {decodes}{trains}"
+
+
+def contention(device: torch.device) -> str | None:
+    """Return advice if other processes use cores that this process's threads need, else None. Threads of OpenMP spin
+    while they wait, so two such processes slow each other many times over."""
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    if device.type != "cpu" or threads == 1:
+        return None
+    started, own = time.perf_counter(), time.process_time()
+    shares = psutil.cpu_percent(LOOK_SECONDS, percpu=True)
+    own = (time.process_time() - own) / (time.perf_counter() - started)  # cores used by this process's own threads
+    used = sum(share / 100 for core, share in enumerate(shares) if core in cores) - own
+    if len(cores) - used >= threads - 0.5:
+        return None
+    return (
+        f"other processes use {used:.1f} of the {len(cores)} cores on which {threads} threads are to run here, and "
+        "every step waits for the slowest: OMP_NUM_THREADS=1 before the command may make it many times faster"
+    )
+
+
+def cpu_name() -> str:
+    """Return the manufacturer's name of the processor, or its architecture if the name is unknown."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:(.*)", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that affect results, and this project's commit."""
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found | {"draftsmith": commit()}
+
+
+def commit() -> str:
+    """Return the commit that is checked out, with a + if files differ from it; "unknown" outside a clone."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL).stdout
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD").strip() + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,85 @@
+"""Folders of measurements and their names. The newest measurement is found by the time in its file, whatever its folder
+is called."""
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+
+from eval.measure.prompts import split_prompts, suite_name
+from eval.measure.results import Results, read_results
+from eval.measure.settings import BenchSettings
+
+RESULTS = "results.json"
+BENCH = "bench"
+"""Folder in a run for later measurements of its head."""
+LONGEST_NAME = 150
+VAGUE_NAMES = ("head", "target", "model")
+
+
+@contextmanager
+def own_folder(parent: Path, settings: BenchSettings, options: argparse.Namespace) -> Iterator[Path]:
+    """Yield the folder named with --out, or a new one in `parent` for a measurement with `settings`. On
+    exit a new folder, and parents created for it, are removed if they are empty."""
+    if options.out:
+        yield options.out
+        return
+    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    name = measurement_name(settings, options)
+    for number in count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):  # another process has just made a folder of this name
+            folder.mkdir()
+            break
+    try:
+        yield folder
+    finally:
+        for place in (folder, *made):
+            with suppress(OSError):  # it is not empty
+                place.rmdir()
+
+
+def measurement_name(settings: BenchSettings, options: argparse.Namespace) -> str:
+    """Return a name such as `2026-11-03_14-05-12_chain-5_greedy_python-heldout`: the time, the drafts, temperatures and
+    prompts, then all settings that differ from their defaults."""
+    words = ["+".join(settings.trees)]
+    words.append("+".join("greedy" if t == 0 else f"T{t:g}" for t in settings.temperatures))
+    words.append("+".join(map(suite_name, split_prompts(settings.prompts))))
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        if setting.name not in ("trees", "temperatures", "prompts") and value != setting.default:
+            text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words.append(f"{setting.name}-{text}".replace("_", "-"))
+    words += [word for word in (options.dtype, options.quantize) if word not in (None, "auto")]
+    return plain_name("_".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *words]))
+
+
+def plain_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text)[:LONGEST_NAME].strip("-._+")
+
+
+def short_name(path: str) -> str:
+    """Return a Hub id unchanged, or the last part of a path (the last two parts if the last one is uninformative).
+    Control characters are replaced."""
+    path = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in path)
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+    if not parts or (len(parts) == 2 and not path.startswith(("/", "."))):
+        return path
+    return "/".join(parts[-2:]) if parts[-1] in VAGUE_NAMES else parts[-1]
+
+
+def folders_of(run: Path) -> list[Path]:
+    """Return the folders of a run's measurements: the run itself, and the folders in bench/."""
+    return [run, *sorted((run / BENCH).glob("*"))]
+
+
+def newest_results(folders: Iterable[Path]) -> tuple[Path, Results] | None:
+    """Return the folder and the results of the newest measurement in some folders, or None if there is none. Of equally
+    new ones, return the first. Raise UserError if a results.json is damaged."""
+    found = [(folder, read_results(folder / RESULTS)) for folder in folders if (folder / RESULTS).is_file()]
+    return max(found, key=lambda pair: str(pair[1]["measured_at"]), default=None)

@@ -1,0 +1,296 @@
+"""Prompt suites on which heads are measured.
+
+The prompts of `python-heldout` are cut from modules of Python's standard library that no training run sees
+(`eval.measure.python_source`). The public suites are loaded from the hub with `datasets`. A suite may also be a local
+file of records with `turns`, `messages`, `conversations`, `prompt`, `question`, `instruction` or `text`. A conversation
+is rendered with the tokenizer's chat template if there is one. The runtime gets token ids, and results contain a hash
+of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from eval.measure.command import print_line
+from eval.measure.python_source import read_split
+from eval.measure.records import (
+    CONVERSATIONS,
+    Message,
+    Record,
+    apply_template,
+    read_hub,
+    read_question,
+    read_records,
+    read_turns,
+)
+from heads.core.errors import UserError, shown
+from heads.core.files import is_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Item = TypeVar("Item")
+
+HELD_OUT_SUITE = "python-heldout"
+HUB_SUITES: dict[str, dict[str, Any]] = {
+    "spec_bench": {
+        "path": "json",
+        "data_files": "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        "split": "train",
+    },
+    "mt_bench": {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
+    "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
+    "mbpp": {"path": "google-research-datasets/mbpp", "name": "full", "split": "test"},
+    "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
+}
+"""Arguments of `datasets.load_dataset`, by the name of the suite."""
+
+HELD_OUT_TOKENS = (64, 128)  # minimum and maximum number of tokens of a prompt cut from a module
+HELD_OUT_REST = 64  # minimum number of tokens of the excerpt after the prompt, so that there is text to continue
+EXCERPT_CHARACTERS = 4_000
+MOST_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
+ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
+LATER_TURN = re.compile(r"#\d+$")
+"""End of the id of a prompt that `follow_up` made."""
+TEXT_KEYS = ("turns", *CONVERSATIONS, "prompt", "question", "instruction", "text")
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""Start of the text in the rows of SPEED-Bench whose prompts may not be shared with it."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, ready to be decoded."""
+
+    id: str
+    suite: str
+    category: str
+    text: str
+    ids: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+    """The conversation so far; empty for plain text."""
+    later_turns: tuple[str, ...] = ()
+    """Further turns of the user, for after the answer to this prompt (MT-Bench, Spec-Bench)."""
+
+
+def load_prompts(
+    suite_or_path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_prompts: int | None = None,
+    max_prompt_tokens: int,
+    seed: int = 0,
+    skip_long: bool = False,
+    remedy: str = "leave long prompts out (--skip-long), or ask for fewer new tokens",
+) -> list[Prompt]:
+    """Return the prompts of one suite or file: at most `num_prompts`, spread evenly over the suite.
+
+    A prompt of more than `max_prompt_tokens` raises UserError with its place and `remedy`. With `skip_long` it is left
+    out instead.
+    """
+    if suite_or_path == HELD_OUT_SUITE:
+        prompts = held_out_prompts(tokenizer, num_prompts or 64, max_prompt_tokens, seed)
+    else:
+        suite = suite_name(suite_or_path)
+        prompts = []
+        records = spread(list(suite_records(suite_or_path)), num_prompts)
+        for record in records:
+            prompt = to_prompt(record, suite, tokenizer)
+            if len(prompt.ids) <= max_prompt_tokens:
+                prompts.append(prompt)
+            elif not skip_long:
+                what = f"the prompt has {len(prompt.ids)} tokens where at most {max_prompt_tokens} fit"
+                raise UserError(f"{record[0]}: {what}; {remedy}")
+        if len(prompts) < len(records):
+            longer = len(records) - len(prompts)
+            said = f"{longer} of {len(records)} prompts have more than {max_prompt_tokens} tokens and are left out"
+            print_line(f"{suite_or_path}: {said}")
+    if not prompts:
+        raise UserError(f"{suite_or_path}: no prompt of at most {max_prompt_tokens} tokens; nothing to measure")
+    return prompts
+
+
+def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> list[Prompt]:
+    """Return `count` prompts of `length` tokens, cut one after another from the texts of a suite: whole modules for the
+    held-out suite, else its prompts."""
+    ids: list[int] = []
+    if suite == HELD_OUT_SUITE:
+        texts: Iterator[Sequence[int]] = (encode(text, tokenizer) for _, text in read_split(held_out=True))
+    else:
+        texts = (prompt.ids for prompt in load_prompts(suite, tokenizer, max_prompt_tokens=sys.maxsize))
+    while len(ids) < length * count:
+        if (text := next(texts, None)) is None:
+            raise UserError(
+                f"{suite}: its texts have {len(ids)} tokens, {count} prompts of {length} need {length * count}; ask "
+                "for fewer prompts, a shorter --context or another suite"
+            )
+        ids += text
+    cuts = [tuple(ids[i * length : (i + 1) * length]) for i in range(count)]
+    name = suite_name(suite)
+    return [Prompt(str(i), name, name, str(tokenizer.decode(list(cut))), cut) for i, cut in enumerate(cuts)]
+
+
+def split_prompts(text: str) -> list[str]:
+    """Split a list of suites and files at its commas. The name of an existing file may contain commas."""
+    parts, found = text.split(","), []
+    while parts:
+        joined = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]
+        name = next(filter(is_file, joined), joined[-1])
+        found.append(name)
+        del parts[: len(parts) - joined.index(name)]
+    return found
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """Return a hash of the prompts' token ids. Two results can be compared only if it is the same."""
+    ids = json.dumps([prompt.ids for prompt in prompts], separators=(",", ":"))
+    return hashlib.sha256(ids.encode()).hexdigest()[:16]
+
+
+def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Return the prompt of the next turn: the conversation, the target's own answer, and the user's next turn."""
+    assert prompt.later_turns, f"{prompt.id} has no further turn"
+    said, *later = prompt.later_turns
+    messages = [*prompt.messages, {"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+    text, ids = render(messages, tokenizer)
+    turn = sum(message["role"] == "user" for message in messages)
+    return Prompt(
+        f"{prompt.id.split('#')[0]}#{turn}", prompt.suite, prompt.category, text, ids, tuple(messages), tuple(later)
+    )
+
+
+def held_out_prompts(
+    tokenizer: PreTrainedTokenizerBase, count: int, max_tokens: int, seed: int, roots: tuple[Path, ...] | None = None
+) -> list[Prompt]:
+    """Return `count` prompts of 64 to 128 tokens from held-out modules, each from the start of a random line.
+
+    The line and the length depend only on the seed, the module's path and the number of the prompt from this module. If
+    there are fewer modules than prompts, modules are used several times.
+    """
+    if count > MOST_HELD_OUT:
+        raise UserError(f"{HELD_OUT_SUITE}: expected at most {MOST_HELD_OUT} prompts, got {count}")
+    modules = list(read_split(held_out=True, roots=roots))
+    prompts: list[Prompt] = []
+    for visit in range(count):
+        rngs = [np.random.default_rng([seed, visit, zlib.crc32(name.encode())]) for name, _ in modules]
+        cut = (cut_prompt(*module, tokenizer, max_tokens, rng) for module, rng in zip(modules, rngs, strict=True))
+        fresh = list(islice(filter(None, cut), count - len(prompts)))
+        prompts += fresh
+        if not fresh or len(prompts) == count:
+            break
+    if not prompts:
+        raise UserError(
+            f"{HELD_OUT_SUITE}: no held-out module found in the standard library; name a prompt file instead"
+        )
+    return prompts
+
+
+def cut_prompt(
+    name: str, text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int, rng: np.random.Generator
+) -> Prompt | None:
+    """Return a prompt that starts at a random line of a module, or None if too little text follows."""
+    lines = text.splitlines(keepends=True)
+    starts = [i for i, line in enumerate(lines[: max(1, len(lines) * 3 // 4)]) if line.strip()]
+    if not starts:
+        return None
+    start = int(rng.choice(starts))
+    length = min(int(rng.integers(HELD_OUT_TOKENS[0], HELD_OUT_TOKENS[1] + 1)), max_tokens)
+    ids = encode("".join(lines[start:])[:EXCERPT_CHARACTERS], tokenizer)
+    if len(ids) < length + HELD_OUT_REST:
+        return None
+    ids = ids[:length]
+    shown = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    return Prompt(f"{name}:{start + 1}", HELD_OUT_SUITE, HELD_OUT_SUITE, shown, ids)
+
+
+def suite_records(suite_or_path: str) -> Iterator[Record]:
+    """Return the records of a file, or of a public suite by name."""
+    if is_file(suite_or_path):
+        return read_records(suite_or_path)
+    if suite_or_path in HUB_SUITES:
+        return read_hub(suite_or_path, **HUB_SUITES[suite_or_path])
+    known = ", ".join([HELD_OUT_SUITE, *HUB_SUITES])
+    raise UserError(f"{suite_or_path}: no such file, and no suite of that name; known suites: {known}")
+
+
+def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Return a record as a prompt: its first user turn, after its system message if it has one."""
+    where, fields = record
+    key = next((key for key in TEXT_KEYS if fields.get(key)), None)
+    if key is None:
+        if empty := next((key for key in TEXT_KEYS if key in fields), None):
+            got = shown(fields[empty])
+            raise UserError(f"{where}: {empty}: expected a prompt, got {got}; write one, or take the record out")
+        raise UserError(
+            f"{where}: expected one of {', '.join(TEXT_KEYS)}, got {', '.join(fields) or 'an empty object'}"
+        )
+    system, turns = read_opening(record, key)
+    if any(turn.startswith(PLACEHOLDER) for turn in turns):
+        raise UserError(
+            f"{where}: {key}: expected a prompt, got SPEED-Bench's placeholder; fill the rows in with NVIDIA's "
+            "prepare_data.py, or take them out"
+        )
+    messages = [*system, {"role": "user", "content": turns[0]}]
+    text, ids = render(messages, tokenizer)
+    if not ids:
+        raise UserError(f"{where}: {key}: the prompt has no tokens; write some text, or take it out")
+    name = next((str(fields[k]) for k in ID_KEYS if k in fields), where.rsplit(":", 1)[1].strip())
+    category = str(fields.get("category") or suite)
+    return Prompt(name, suite, category, text, ids, tuple(messages), tuple(turns[1:]))
+
+
+def read_opening(record: Record, key: str) -> tuple[list[Message], list[str]]:
+    """Return a record's system message, if any, and its user turns. A conversation with recorded answers yields only
+    its first turn, because the answers are not the target's."""
+    where, fields = record
+    if key in CONVERSATIONS:
+        said = read_turns(record, key)
+        opening = [message["content"] for message in said if message["role"] == "user"][:1]
+        if not opening:
+            raise UserError(f"{where}: {key}: expected a message of role user, got {said[0]['role']}")
+        return [message for message in said[:1] if message["role"] == "system"], opening
+    value = fields[key]
+    turns = value if isinstance(value, list) else [read_question(record, key)]
+    if not all(isinstance(turn, str) and turn for turn in turns):
+        raise UserError(f"{where}: {key}: expected text or a list of texts, got {shown(value)}")
+    return [], turns
+
+
+def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:
+    """Return the text and token ids of a conversation, ready for an answer. Without a chat template, messages are
+    joined with blank lines."""
+    if tokenizer.chat_template is None:
+        text = "\n\n".join(message["content"] for message in messages)
+        return text, encode(text, tokenizer)
+    text = apply_template(messages, tokenizer, add_generation_prompt=True)
+    return text, tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the token ids of plain text, with the tokenizer's special tokens before it but without EOS after it."""
+    ids = list(tokenizer(text, verbose=False)["input_ids"])  # no warning about its length, which is checked elsewhere
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return tuple(ids)
+
+
+def spread(items: Sequence[Item], count: int | None) -> Sequence[Item]:
+    """Return at most `count` of the items, evenly spread, so that every category of an ordered suite is included."""
+    if count is None or count >= len(items):
+        return items
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def suite_name(suite_or_path: str) -> str:
+    """Return the name of a suite: `gsm8k_test` for `data/gsm8k_test.jsonl.gz`. Names of public suites are unchanged."""
+    return Path(suite_or_path).name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")

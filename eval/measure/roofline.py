@@ -1,0 +1,166 @@
+"""Roofline of a round: the time of each phase, compared with the time to move its bytes.
+
+    floor of a phase   = bytes that it must move / copy bandwidth measured here
+    speedup now        = tau * seconds of a plain step / seconds of a round
+    at the floor       = the same, with plain step and round at their floors
+
+Each phase is timed separately; on a GPU, in a CUDA graph. What a round takes beyond the sum of its phases are gaps.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from eval.measure.reliability import is_believable
+from eval.runtime.engine import Engine
+from eval.runtime.graph import preserved
+from eval.runtime.request import Request
+from eval.runtime.round import read_prompts
+from eval.runtime.sampling import Sampling
+from heads.core.errors import UserError
+from heads.targets.quantization import weight_bytes
+from heads.targets.slots import round_up
+
+COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
+"""Bytes to copy, by type of device: more than any cache holds."""
+BELIEVABLE = 1.25
+"""Maximum plausible bandwidth of a plain step, relative to copying: it only reads, which may be faster than copying."""
+ROUNDS, TRIES = {"cpu": 1, "cuda": 16}, {"cpu": 12, "cuda": 4}
+"""Number of runs timed together, and number of such timings, of which the best counts."""
+
+
+@torch.inference_mode()
+def copy_bandwidth(engine: Engine) -> float:
+    """Return the bytes per second, read and written together, of a copy on the engine's device, larger than any
+    cache."""
+    device = engine.target.device
+    source = torch.randint(0, 255, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / best_seconds(engine, lambda: target.copy_(source))
+
+
+def best_seconds(engine: Engine, work: Callable[[], Any]) -> float:
+    """Return the seconds of `work`, run several times without a pause. The state of the rows is restored."""
+    best, count = float("inf"), ROUNDS[engine.target.device.type]
+    for _ in range(TRIES[engine.target.device.type]):
+        with preserved(engine.decoder.state):
+            started = engine.clock()
+            for _ in range(count):
+                work()
+            best = min(best, (engine.clock() - started) / count)
+    return best
+
+
+@torch.inference_mode()
+def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidth: float) -> dict[str, Any]:
+    """Return the phases of a round of `engine` and of a step of `plain` after `length` tokens, and speedups at
+    `tau`."""
+    found: dict[str, Any] = {}
+    for name, each in (("round", engine), ("plain", plain)):
+        fill_batch(each, length)
+        extent = min(round_up(length + (ROUNDS[each.target.device.type] + 1) * each.nodes), each.decoder.step.capacity)
+        parts, seconds = parts_of(each, length, bandwidth), best_seconds(each, partial(each.rounds, extent))
+        left = max(0.0, 1e6 * seconds - sum(part["us"] for part in parts))
+        parts.append({"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": left, "over_floor": None})
+        floor = sum(part["floor_us"] for part in parts)
+        found |= {name: parts, f"{name}_us": 1e6 * seconds, f"{name}_floor_us": floor}
+    return {
+        "tree": str(engine.options.shape),
+        "batch_size": engine.options.batch_size,
+        "length": length,
+        "copy_bandwidth": bandwidth,
+        "tau": tau,
+        **found,
+        "plain_share_of_bandwidth": found["plain_floor_us"] / found["plain_us"],
+        "speedup": {
+            "now": tau * found["plain_us"] / found["round_us"],
+            "floor": tau * found["plain_floor_us"] / found["round_floor_us"],
+        },
+    }
+
+
+def fill_batch(engine: Engine, length: int) -> None:
+    """Give every row a prompt of `length` tokens, and let its output be as long as its slots allow."""
+    most = engine.options.max_length - engine.nodes - length
+    if most < 2:
+        raise UserError(
+            f"a context of {length} tokens leaves no room in {engine.options.max_length} slots; raise max_length"
+        )
+    ids = [3 + (7 * i) % (engine.target.vocab_size - 3) for i in range(length)]
+    request = Request(ids, most, Sampling(), ignore_eos=True)
+    engine.decoder.state.done.fill_(True)
+    read_prompts(engine.decoder, dict.fromkeys(range(engine.options.batch_size), request))
+
+
+def parts_of(engine: Engine, length: int, bandwidth: float) -> list[dict[str, Any]]:
+    """Return the phases of a round in order: the least bytes to read and write (weights, and the cache of all tokens),
+    their time at the bandwidth, and the time that the phase takes."""
+    head, target = engine.decoder.head, engine.target
+    seconds = phase_seconds(engine, min(round_up(length + engine.nodes), engine.decoder.step.capacity))
+    cache = length * engine.decoder.step.decoder.slot_bytes + (1 + engine.nodes) * target.state_bytes
+    reads = None if head is None else head.bytes_per_round(engine.decoder.head_state)
+    verified = weight_bytes(target.model) + engine.options.batch_size * cache
+    phases = [
+        *([("draft", reads.propose, seconds["draft"])] if reads is not None else []),
+        ("verify and choose", verified, seconds["verify"]),
+        ("accept and commit", 0 if reads is None else reads.extend, seconds["accept"] + seconds["commit"]),
+    ]
+    return [
+        {
+            **{"part": name, "bytes": moved, "floor_us": 1e6 * moved / bandwidth, "us": 1e6 * spent},
+            "over_floor": spent * bandwidth / moved if moved else None,
+        }
+        for name, moved, spent in phases
+    ]
+
+
+@torch.inference_mode()
+def phase_seconds(engine: Engine, extent: int) -> dict[str, float]:
+    """Return the seconds of each phase of a round of the engine's rows. On a GPU each is replayed from a graph of its
+    own, without the time of launches."""
+    decoder, state, capture = engine.decoder, engine.decoder.state, engine.rounds.capture
+    proposal = decoder.propose()
+    features, judged = decoder.verify(proposal, extent)
+    acceptance = decoder.rule.accept(*judged)
+    phases: dict[str, Callable[[], Any]] = {
+        "draft": decoder.propose,
+        "verify": lambda: decoder.verify(proposal, extent),
+        "accept": lambda: decoder.rule.accept(*judged),
+        "commit": lambda: decoder.commit(judged[0], acceptance, features),
+    }
+    with preserved(state):
+        state.done.fill_(True)  # so that a commit changes no row
+        replays = {name: work if capture is None else capture(work).replay for name, work in phases.items()}
+        return {name: best_seconds(engine, work) for name, work in replays.items()}
+
+
+def lines(record: dict[str, Any]) -> list[str]:
+    """Return the record as lines of text."""
+    made = [
+        f"copy bandwidth {record['copy_bandwidth'] / 1e9:.1f} GB/s, {record['length']} tokens of context, "
+        f"batch {record['batch_size']}, draft {record['tree']}, tau {record['tau']:.2f}"
+    ]
+    for name in ("plain", "round"):
+        made.append(f"{name + ' step':24}{'MB':>10}{'floor us':>12}{'us':>12}{'ratio':>8}")
+        for part in record[name]:
+            ratio = "" if part["over_floor"] is None else f"{part['over_floor']:.2f}"
+            made.append(
+                f"  {part['part']:22}{part['bytes'] / 1e6:>10.1f}{part['floor_us']:>12.1f}{part['us']:>12.1f}{ratio:>8}"
+            )
+        made.append(f"  {'whole':22}{'':>10}{record[name + '_floor_us']:>12.1f}{record[name + '_us']:>12.1f}")
+    speedup = {
+        name: f"{value:.2f}" if is_believable(value, record["tau"]) else "not measured"
+        for name, value in record["speedup"].items()
+    }
+    made.append(
+        f"speedup now {speedup['now']}, at the floor {speedup['floor']}; plain decoding at "
+        f"{record['plain_share_of_bandwidth']:.0%} of the bandwidth"
+    )
+    if record["plain_share_of_bandwidth"] > BELIEVABLE:
+        made.append(
+            "plain decoding reads faster than memory was copied: the target lies in the processor's cache, or others "
+            "used the memory while it was copied; the floors say little here"
+        )
+    return [line.rstrip() for line in made]

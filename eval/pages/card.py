@@ -1,0 +1,133 @@
+"""The model card of a head: front matter that the Hub reads, and the measured figures in Markdown (card.md.j2)."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from eval.measure.results import Results
+from eval.pages import format
+from eval.pages.format import LOCAL_MODEL
+from eval.pages.tables import Table, settings_table
+from heads.core.errors import UserError
+from heads.targets.hub import is_hub_id, repo_and_revision
+
+CARD = "README.md"
+TEMPLATE = Path(__file__).with_name("card.md.j2")
+LIBRARY = "draftsmith"
+TASK = "text-generation"
+
+
+def check_card(folder: Path, name: str) -> None:
+    """Refuse a folder with a README.md that is not a report: the model card would replace it."""
+    try:
+        text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):  # there is none, or the path is invalid, which the writer reports
+        return
+    if f"library_name: {LIBRARY}" not in text:
+        raise UserError(f"{name} {folder}: holds a {CARD} of something else, which is not to be replaced; name another")
+
+
+def model_card(results: Results, *, serve: str | None = None) -> str:
+    """Return the model card of a measurement. `serve`: the command that serves the head."""
+    head = results["head"]
+    return render_card(head["kind"], results["target"]["name"], head["parameters"], results, serve=serve, plot=True)
+
+
+def render_card(
+    kind: str,
+    target: str,
+    parameters: int,
+    results: Results | None,
+    *,
+    name: str | None = None,
+    rights: Mapping[str, Any] | None = None,
+    datasets: Sequence[str] = (),
+    **more: Any,
+) -> str:
+    """Return the card of a head. `name`: name of the model in the front matter. `rights`: the target's license keys.
+    `more`: the template's names that are not figures. A target in a local folder is not named in the front matter."""
+    repo, _ = repo_and_revision(target)
+    figures = [] if results is None else eval_results(results)
+    data = ModelCardData(
+        base_model=repo if is_hub_id(target) else None,
+        datasets=list(datasets) or None,
+        library_name=LIBRARY,
+        model_name=(name or f"{kind} on {format.short_name(target)}") if figures else None,
+        eval_results=figures or None,
+        pipeline_tag=TASK,
+        tags=["speculative-decoding", kind],
+        **(rights or {}),
+    )
+    opening = f"A draft head (`{kind}`, {parameters:,} parameters) for {quoted(target)}"
+    values = {
+        "title": format.as_markdown(f"{kind} on {format.short_name(target)}"),
+        "opening": f"{opening}." if results is None else f"{opening}: {gain(results)}",
+        **({} if results is None else measured_values(results)),
+        **more,
+    }
+    card = ModelCard.from_template(data, template_path=str(TEMPLATE), **values)
+    return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
+
+
+def gain(results: Results) -> str:
+    """Return what a head gains, and that the text stays the target's own."""
+    text = f"tau {format.tau_text(results)}"
+    if format.why_unreliable(results) is None:
+        text += f" and {format.speedup_text(results)} the speed of plain decoding"
+    sameness = "in distribution" if "kind" in results["exact"] else "token for token"
+    return (
+        f"{text} ({format.as_markdown(format.setting_text(results))}). The head drafts tokens that the target "
+        f"verifies, so the text is the target's own, {sameness}."
+    )
+
+
+def measured_values(results: Results) -> dict[str, Any]:
+    """Return the template's figures."""
+    setting, table = format.as_markdown(format.setting_text(results)), settings_table(results)
+    compared = "outputs" if "kind" in results["exact"] else "outputs identical to plain decoding"
+    rows = [
+        ["tau, tokens per target pass", format.tau_text(results)],
+        ["speedup over plain decoding", format.speedup_text(results)],
+        [compared, format.exact_cell(results)],
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    return {
+        "headline": Table("", [], ["", setting], rows).markdown(),
+        "setting": format.as_markdown(format.setting_line(results)),
+        "versions": f"{versions} ({results['measured_at'][:10]})",
+        "command": format.command_text(results),
+        "measured": table.markdown(),
+        "notes": f"{format.BRACKETS} {format.left_out_text(results)}".rstrip(),
+        "audit": format.sentence(format.audit_line(results)),
+        "headline_setting": setting,
+        "alpha": ", ".join(format.percent(value) for value in format.reached(results["alpha"])),
+        "warnings": [format.as_markdown(warning) for warning in format.warnings(results)],
+    }
+
+
+def quoted(target: str) -> str:
+    return target if target == LOCAL_MODEL else format.code_span(format.short_name(target))
+
+
+def eval_results(results: Results) -> list[EvalResult]:
+    """Return the tau of every setting over all prompts, and its speedup if that is exact and reliable."""
+    prompts = ", ".join(format.short_name(name) for name in results["settings"]["prompts"].split(","))
+    found = []
+    for m in results["measurements"]:
+        speedup = m["speedup"]["measured"] if format.why_unreliable(m) is None else None
+        for metric, value in (("tau", m["tau"]["mean"]), ("speedup", speedup)):
+            if value is not None:
+                found.append(
+                    EvalResult(
+                        task_type=TASK,
+                        dataset_type=prompts,
+                        dataset_name=prompts,
+                        metric_type=metric,
+                        metric_name=f"{metric} ({format.setting_text(m)})",
+                        metric_value=round(value, 3),
+                    )
+                )
+    return found

@@ -1,0 +1,288 @@
+"""Publication of a run: the head's files and its model card, without local paths.
+
+A saved head names its data without paths. The path of its target is replaced by the target's id on the Hub, or by
+"a local model".
+"""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eval.measure.folders import RESULTS, folders_of, newest_results
+from eval.measure.results import Results, read_log
+from eval.pages.card import CARD, quoted, render_card
+from eval.pages.format import LOCAL_MODEL, as_markdown, is_exact, why_unreliable
+from heads.core.errors import UserError
+from heads.formats.engine import ENGINES, Verdict, why_unfit
+from heads.registry import HEADS, untrained_kind
+from heads.saved import CONFIG, check_loaders, find_head, load_head, read_config
+from heads.targets.hub import is_hub_id, repo_and_revision, with_names
+
+PLOT = "plots/acceptance.png"
+OTHERS = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
+    *("added_tokens.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+)
+"""Files that may accompany a head's config and weights: a draft model is a whole Hugging Face model directory."""
+
+RECIPE = "recipe.yaml"
+METRICS = "metrics.jsonl"
+SHOWN = ("optimizer", "lr", "max_steps", "tokens_per_step", "batch_size", "warmup_steps", "precision")
+"""Settings of `train` that a card lists."""
+STEPS = 5
+"""Tokens drafted in a round by a head that was neither measured nor trained to a depth."""
+
+Contents = dict[str, Path | bytes]
+
+
+@dataclass(frozen=True)
+class Publication:
+    """The files of a publication by their names in the repository, each a local path or bytes, with their facts."""
+
+    files: Contents
+    card: str
+    kind: str
+    base_model: str | None
+    measurement: Path | None
+    """Folder of the measurement in the card."""
+
+    def sizes(self) -> dict[str, int]:
+        return {
+            name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.files.items()
+        }
+
+
+def collect(
+    run: Path,
+    repo_id: str,
+    *,
+    results: Path | None = None,
+    base_model: str | None = None,
+    rights: Callable[[str], Mapping[str, str]] = lambda base: {},
+    unmeasured: bool = False,
+    unserved: bool = False,
+) -> Publication:
+    """Collect the publication of a run with its newest measurement, or with the one in the folder `results`. UserError
+    if the head is damaged, was not measured (unless `unmeasured`), is not exact, or no engine serves it or one would
+    misread it (unless `unserved`).
+
+    rights: function from a target's id on the Hub to its license keys, empty if it has none.
+    """
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder; expected a run directory")
+    folder = find_head(run)
+    head, record = load_head(folder), read_config(folder)
+    place, figures = measured(folder, record, unmeasured, results) or (None, None)
+    name = record["target"]["name"]
+    beside = folder.resolve().parents  # a relative path may start at any of them
+    here = any(os.path.exists(parent / str(name)) for parent in beside)
+    base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not here else None)
+    base = base or base_of_copy(str(name))
+    target = base or Path(str(name or LOCAL_MODEL)).name
+    verdicts = head_verdicts(folder, record, figures, repo_id, base or target)
+    if (doubt := why_unfit(verdicts)) is not None and not unserved:
+        raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
+    weights = HEADS[record["kind"]].format.weights_file
+    files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
+    files |= {other: folder / other for other in OTHERS if (folder / other).is_file()}
+    shown = None
+    if figures is not None and place is not None:
+        shown = public_results(figures, repo_id, target)
+        files[RESULTS] = as_json(shown)
+        if (place / PLOT).is_file():
+            files[PLOT] = place / PLOT
+    if (folder.parent / RECIPE).is_file():
+        recipe = with_names(read_recipe(folder.parent / RECIPE))
+        recipe.get("target", {})["path"] = base or target
+        files[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).encode()
+    card = render_card(
+        record["kind"],
+        base or (target if shown else LOCAL_MODEL),
+        sum(weight.numel() for weight in head.parameters()),
+        shown,
+        name=repo_id.partition("/")[2],
+        rights=rights(base or ""),
+        datasets=hub_datasets(record.get("provenance")),
+        serve=engine_command(verdicts),
+        local=None if base else quoted(target),
+        trained=trained_on(record, folder.parent),
+        plot=PLOT in files,
+        again=f"python eval/bench.py {repo_id}" + ("" if base else f" --target {shlex.quote(target)}"),
+        engines=[verdict for verdict in verdicts if verdict.reader in ENGINES],
+        others=[verdict for verdict in verdicts if verdict.reader not in ENGINES],
+        converters=HEADS[record["kind"]].format.converters(repo_id, base or target, record["config"]),
+    )
+    files[CARD] = card.encode(errors="backslashreplace")  # names from a damaged file may not be valid text
+    check_private(files)
+    return Publication(files, card, record["kind"], base, place)
+
+
+def measured(
+    folder: Path, record: dict[str, Any], unmeasured: bool, chosen: Path | None
+) -> tuple[Path, Results] | None:
+    """Return the folder and the results of the measurement in `chosen`, or else of the newest one in the head's run.
+    None if there is none and `unmeasured` is set."""
+    run = Path(os.path.abspath(folder)).parent  # the path as given: the target of a link is in no run
+    found = newest_results(folders_of(run) if chosen is None else [chosen])
+    if found is None:
+        if chosen is not None:
+            raise UserError(f"{chosen}: no {RESULTS} in it; name the folder of a measurement")
+        if unmeasured:
+            return None
+        raise UserError(
+            f"{run}: no {RESULTS} in it, the head was never measured; run eval/bench.py {folder} --out {run}, "
+            "or publish it --unmeasured"
+        )
+    file, results = found[0] / RESULTS, found[1]
+    if not is_exact(results):
+        number = len(results["exact"]["divergences"])
+        raise UserError(
+            f"{file}: the audit failed, {number} outputs are not the target's own; "
+            "only a head whose audit holds is published"
+        )
+    theirs = {"kind": results["head"]["kind"], "config": results["head"]["config"]}
+    weights = results["head"].get("sha256")  # missing in older results
+    if theirs != {"kind": record["kind"], "config": record["config"]} or weights not in (None, record.get("sha256")):
+        raise UserError(f"{file}: measured another head than {folder}; measure this one with eval/bench.py")
+    if results["target"]["fingerprint"].partition("-")[0] != record["target"]["fingerprint"].partition("-")[0]:
+        raise UserError(f"{file}: measured on another target than {folder} was trained for; measure it on its own")
+    return found
+
+
+def serve_command(results: Results) -> str | None:
+    """Return the command with which an engine serves the head of a results.json from this machine, or None if its files
+    are not here, no engine serves it, or no draft pays."""
+    if "heads" in results or not is_exact(results) or untrained_kind(results["head"]["path"]):
+        return None
+    reliable = [m["speedup"]["measured"] for m in results["measurements"] if why_unreliable(m) is None]
+    if (reliable and max(reliable) <= 1) or not os.path.isdir(results["head"]["path"]):
+        return None
+    try:
+        folder = find_head(results["head"]["path"])
+        verdicts = head_verdicts(folder, read_config(folder), results, str(folder), results["target"]["name"])
+    except (UserError, OSError):
+        return None
+    return engine_command(verdicts)
+
+
+def engine_command(verdicts: Sequence[Verdict]) -> str | None:
+    return next((verdict.command for verdict in verdicts if verdict.reader in ENGINES and verdict.serves), None)
+
+
+def head_verdicts(
+    folder: Path, record: dict[str, Any], results: Results | None, repo_id: str, base: str
+) -> list[Verdict]:
+    """Return the verdict of each engine's check of the head. The number of draft tokens is the depth of the headline
+    setting, else of the training."""
+    config = record["config"]
+    depth = (results or {}).get("depth") or config.get("depth") or STEPS
+    modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or several times
+    steps = max(depth // modules, 1) * modules
+    return check_loaders(folder, name=repo_id, base=repo_and_revision(base)[0], steps=steps)
+
+
+def trained_on(record: dict[str, Any], run: Path) -> list[str]:
+    """Return lines of Markdown on a head's training, from its provenance and the files of its run, as far as they are
+    there."""
+    made, recipe, lines = record["provenance"], read_recipe(run / RECIPE), []
+    data = made["data"]["sources"] if isinstance(made.get("data"), dict) else {}
+    sources = data.get("sources", []) if isinstance(data, dict) else data
+    for source in sources:
+        limit = f", up to {source['limit']:,} records" if source.get("limit") else ""
+        lines.append(as_markdown(f"{source.get('path', 'modules of Python')} ({source.get('kind', 'chat')}){limit}"))
+    if isinstance(data, dict) and (answers := data.get("regenerate")):
+        count = f"{answers['prompts']:,} " if answers.get("prompts") else ""
+        lines.append(f"{count}conversations with answers by the target itself (T = {answers.get('temperature', 0):g})")
+    train = recipe.get("train", {})
+    tokens = next((point["tokens"] for point in reversed(read_log(run / METRICS)) if "tokens" in point), None)
+    if "step" in made:
+        of = f" of {train['max_steps']:,}" if train.get("max_steps") else ""
+        lines.append(f"step {made['step']:,}{of} was kept, which had the highest tau")
+    if tokens:
+        lines.append(f"{tokens:,} tokens in the whole run")
+    settings = [f"{name} {train[name]}" for name in SHOWN if train.get(name) is not None]
+    if context := recipe.get("data", {}).get("context_length"):
+        settings.append(f"context_length {context}")
+    settings += [f"{name} {value}" for name in ("depth", "loss") if (value := record["config"].get(name)) is not None]
+    lines.append(as_markdown(", ".join(settings)))
+    if commit := made.get("versions", {}).get("draftsmith"):
+        lines.append(f"draftsmith {commit}, torch {made['versions'].get('torch')}, {made.get('created', '')[:10]}")
+    return lines
+
+
+def base_of_copy(path: str) -> str | None:
+    """Return the Hub id of a target in a folder, if the folder is in the Hub's cache or its config.json has the id."""
+    if found := re.search(r"models--([^/]+?)--([^/]+)/snapshots/", f"{path}/"):
+        return f"{found[1]}/{found[2]}"
+    try:
+        name = json.loads((Path(path) / CONFIG).read_text(encoding="utf-8")).get("_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return name if isinstance(name, str) and is_hub_id(name) else None
+
+
+def public_config(file: Path, base: str | None) -> bytes:
+    """Return a head's config.json for publication, with the target's public name."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if "base_model_name_or_path" in config:
+        config["base_model_name_or_path"] = base
+    if base and isinstance(config.get("auto_map"), dict):  # its code is in the target's folder, not in the head's
+        repo, _ = repo_and_revision(base)
+        config["auto_map"] = {
+            key: name if "--" in str(name) else f"{repo}--{name}" for key, name in config["auto_map"].items()
+        }
+    config["draftsmith"]["target"]["name"] = base
+    return as_json(config)
+
+
+def public_results(results: Results, repo_id: str, target: str) -> Results:
+    """Return results for publication: without paths and without the texts of prompts."""
+    public: Results = with_names({key: value for key, value in results.items() if key not in ("samples", "command")})
+    return public | {
+        "target": {**public["target"], "name": target},
+        "head": {**public["head"], "path": repo_id},
+        "samples": [],
+    }
+
+
+def read_recipe(file: Path) -> dict[str, Any]:
+    """Return the settings of a run's recipe.yaml, or none if it cannot be read."""
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def hub_datasets(provenance: Any) -> list[str]:
+    """Return the Hub ids among the data paths in a head's provenance."""
+
+    def paths(value: Any) -> Iterator[str]:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if key == "path" and isinstance(item, str):
+                yield item
+            elif isinstance(item, dict | list):
+                yield from paths(item)
+
+    data = provenance.get("data") if isinstance(provenance, dict) else None
+    return list(dict.fromkeys(repo_and_revision(path)[0] for path in paths(data or {}) if is_hub_id(path)))
+
+
+def check_private(files: Contents) -> None:
+    """Refuse a text that contains the user's home directory. UserError names the file."""
+    home = os.path.expanduser("~").rstrip("/")
+    for name, data in files.items():
+        text = data if isinstance(data, bytes) else data.read_bytes() if name.endswith(".json") else b""
+        if home and f"{home}/".encode() in text:
+            raise UserError(f"{name}: would name a path in {home}; take it out of the run's own file of that name")
+
+
+def as_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

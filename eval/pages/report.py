@@ -1,0 +1,111 @@
+"""Reports in the terminal and as files: of one head (results.json), or a comparison of several (compare.json)."""
+
+from pathlib import Path
+
+from rich import box, table
+from rich.console import Console
+from rich.markup import escape
+
+from eval.measure.results import Results, read_log
+from eval.pages import format
+from eval.pages.card import CARD, model_card
+from eval.pages.format import NOT_RELIABLE
+from eval.pages.publish import serve_command
+from eval.pages.tables import Table, audit_table, comparison_table, headline_table, settings_table
+from heads.core.files import write_text
+
+SHOWN_DIVERGENCES = 5
+WIDE = 180
+NAMES = ("head", "kind", "draft", "")
+"""Columns that hold names. All other columns hold figures."""
+
+
+def print_report(results: Results, console: Console) -> None:
+    """Print the figures, with a line for each setting, the warnings and the audit."""
+    several = "heads" in results
+    tables = [comparison_table(results)] if several else [headline_table(results)]
+    if not several and len(results["measurements"]) > 1:
+        tables.append(settings_table(results))
+    print_tables(results, format.subtitle(results), tables, console)
+    if left_out := format.left_out_text(results["measurements"][0]):
+        say(console, left_out, "dim")
+    for m in results["measurements"]:
+        if format.why_unreliable(m) and (robust := format.robust_text(m)):
+            say(console, f"{format.draft_name(m)}, {format.sampling_text(m['temperature'])}: {robust}")
+    for warning in format.warnings(results):
+        say(console, warning, "yellow")
+    if not several:
+        for search in results.get("auto", ()) if format.is_exact(results) else ():
+            say(console, format.search_line(search))
+    print_audit(results, console)
+    if not format.is_exact(results):
+        console.print("no speedup is stated where an output is not the target's own", highlight=False)
+    say(console, f"\n{format.verdict_line(results)}", "bold")
+    if (serve := serve_command(results)) is not None:
+        say(console, f"serve it: {serve}")
+
+
+def print_audit_report(results: Results, console: Console) -> None:
+    print_tables(results, format.setting_line(results), [audit_table(results)], console)
+    print_audit(results, console)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    console.print(escape(text), style=style, highlight=False, soft_wrap=True)
+
+
+def print_tables(results: Results, subtitle: str, tables: list[Table], console: Console) -> None:
+    """Print the heading and tables. Lines may be longer than the terminal is wide, but no figure is truncated."""
+    say(console, f"\n{format.heading(results)}", "bold")
+    say(console, subtitle, "dim")
+    width = console.width
+    for shown in tables:
+        grid = table.Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
+        for name in shown.columns:
+            grid.add_column(escape(name), justify="left" if name in NAMES else "right", no_wrap=True)
+        for n, row in enumerate(shown.rows):
+            style = "yellow" if any(NOT_RELIABLE in cell for cell in row[1:]) else "bold" if n in shown.marked else None
+            grid.add_row(*map(escape, row), style=style)
+        say(console, "")
+        console.width = max(WIDE, width)
+        console.print(grid, highlight=False, crop=False)
+        console.width = width
+    say(console, "")
+
+
+def print_audit(results: Results, console: Console) -> None:
+    say(console, format.audit_line(results), "green" if format.is_exact(results) else "bold red")
+    for divergence in results["exact"]["divergences"][:SHOWN_DIVERGENCES]:
+        say(console, f"  {format.divergence_text(divergence)}")
+
+
+def write_report(results: Results, folder: Path) -> None:
+    """Write plots/, report.html and the model card in README.md, with the training curves if there is a metrics.jsonl.
+    For several heads, write plots/, compare.html and compare.md."""
+    from eval.pages.charts import comparison_charts, head_charts, remarks  # matplotlib takes a second to import
+    from eval.pages.drawing import write_charts
+    from eval.pages.html import render_page
+
+    log = read_log(folder / "metrics.jsonl")
+    several, caption = "heads" in results, f"{format.heading(results)}; {format.setting_line(results)}"
+    charts = comparison_charts(format.fastest(results)) if several else head_charts(results, log)
+    write_charts(charts, caption, folder / "plots")
+    said, serve = [] if several else remarks(results, log), serve_command(results)
+    write_text(folder / ("compare.html" if several else "report.html"), render_page(results, charts, said, serve))
+    if several:
+        write_text(folder / "compare.md", markdown(results))
+    else:
+        write_text(folder / CARD, model_card(results, serve=serve))
+
+
+def markdown(results: Results) -> str:
+    """Return the report of several heads as Markdown."""
+    shown = comparison_table(results)
+    parts = [
+        f"# {format.as_markdown(format.heading(results))}",
+        f"{format.as_markdown(format.subtitle(results))}.",
+        shown.markdown(),
+        "\n".join(f"* {format.as_markdown(line)}" for line in format.warnings(results)),
+        f"{format.audit_line(results)}. {' '.join(shown.notes)}",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"

@@ -1,0 +1,112 @@
+"""The tables of a report, which the terminal, the page and the card render each in its own way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eval.measure.results import Results
+from eval.pages import format
+from eval.pages.format import BRACKETS, NOT_RELIABLE, TURNS
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells. The first cell of a row is its name. A cell that contains NOT_RELIABLE is highlighted."""
+
+    title: str
+    notes: Sequence[str]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    marked: frozenset[int] = frozenset()
+    """Indices of rows in bold."""
+
+    def markdown(self) -> str:
+        cells = [self.columns, ["---"] * len(self.columns), *([format.as_markdown(r[0]), *r[1:]] for r in self.rows)]
+        return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def headline_table(results: Results) -> Table:
+    """Return the top-level figures of one head, one per line."""
+    rows = [["tau, tokens per target pass", format.tau_text(results)]]
+    for depth, alpha in enumerate(format.reached(results["alpha"]), start=1):
+        rows.append([f"accepted at depth {depth}", format.percent(alpha, 1)])
+    rows.append(["plain tokens/s", format.number(results["baseline"]["tokens_per_second"], 1)])
+    if results["speedup"] is not None:
+        rows += [
+            ["speculative tokens/s", format.speculative_text(results)],
+            ["speedup over plain decoding", short_speedup(results)],
+        ]
+        if format.why_unreliable(results) is None:
+            rows.append(["speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x"])
+    rows.append(["outputs that end in a loop", format.percent(results["loop_share"])])
+    bold = frozenset(n for n, (name, _) in enumerate(rows) if name.startswith(("tau", "speedup over")))
+    return Table("", [], ["", format.setting_text(results)], rows, bold)
+
+
+def settings_table(results: Results) -> Table:
+    """Return all measured settings of one head."""
+    exact, rows = format.is_exact(results), []
+    for m in results["measurements"]:
+        predicted = format.MISSING
+        if format.why_unreliable(m) is None:
+            predicted = f"{format.number(m['speedup']['predicted'])}x"
+        plain = format.number(m["baseline"]["tokens_per_second"], 1)
+        cells = [format.setting_text(m), format.speedup_cell(m), format.tau_text(m), plain]
+        cells.append(format.speculative_text(m))
+        rows.append([*cells, *([predicted] if exact else []), format.exact_cell(m)])
+    searches = [format.sentence(format.search_line(search)) for search in results.get("auto", ()) if exact]
+    turns = "Plain and speculative decoding took turns on the same prompts."
+    places = [(m["tree"], m["temperature"], format.point_text(m)) for m in (results, *results["measurements"])]
+    return Table(
+        "Settings measured",
+        [*searches, f"{turns} {BRACKETS} {format.left_out_text(results)}".rstrip()],
+        [
+            *("draft", "speedup", "tau", "plain tok/s", "speculative tok/s"),
+            *(["predicted"] if exact else []),
+            "exact" if "kind" in results["exact"] else "identical",
+        ],
+        rows,
+        frozenset(n for n, place in enumerate(places[1:]) if place == places[0]),
+    )
+
+
+def suites_table(results: Results) -> list[Table]:
+    """Return the table of suites and their categories, or no table if there is one suite without categories."""
+    if len(results["suites"]) < 2:
+        return []
+    rows = []
+    for name, m in results["suites"].items():
+        shown = format.short_name(name) if "/" not in name else f"\N{EN SPACE}{name.split('/', 1)[1]}"
+        cells = [shown, format.speedup_cell(m), format.tau_text(m)]
+        rows.append([*cells, str(m["exact"]["prompts"]), format.percent(m["loop_share"])])
+    note = f"{format.setting_text(results)}. Loops: outputs whose end repeats itself, which are easy to draft."
+    return [Table("By suite", [note], ["suite", "speedup", "tau", "prompts", "loops"], rows)]
+
+
+def comparison_table(results: Results) -> Table:
+    """Return the settings of several heads."""
+    heads = {head["name"]: head for head in results["heads"]}
+    rows = []
+    for m in format.fastest(results):
+        head = heads[m["head"]]
+        names = [m["head"], head["kind"], format.count(head["parameters"]), format.setting_text(m)]
+        cells = [format.speedup_cell(m), format.tau_text(m), format.accepted_text(m), format.exact_cell(m)]
+        rows.append([*names, *cells])
+    columns = ["head", "kind", "parameters", "draft", "speedup", "tau", "accepted by depth", "identical"]
+    turns = f"{TURNS} {format.left_out_text(results['measurements'][0])}".rstrip()
+    return Table("Heads and drafts", [turns], columns, rows)
+
+
+def audit_table(results: Results) -> Table:
+    """Return the settings of audit.json, whose times were not measured."""
+    columns = ["head"] * ("heads" in results) + ["draft", "identical", "tau", "loops"]
+    rows = []
+    for m in results["measurements"]:
+        cells = [format.setting_text(m), format.exact_cell(m), format.number(m["tau"]["mean"])]
+        rows.append([*([m["head"]] if "heads" in results else []), *cells, format.percent(m["loop_share"])])
+    return Table("Audit", [], columns, rows)
+
+
+def short_speedup(figures: Results) -> str:
+    """Return the speedup for a column of a table. A warning below the table has the reason why there is none."""
+    text = format.speedup_text(figures)
+    return NOT_RELIABLE if text.startswith(NOT_RELIABLE) else text

@@ -1,0 +1,117 @@
+"""A measurement as a wandb run: its figures, charts and page, and the head as an artifact."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eval.measure.folders import short_name
+from eval.measure.reliability import why_unreliable
+from eval.measure.results import Results, figures_of
+from eval.measure.settings import to_settings
+from heads.core.errors import UserError, first_line
+
+LONGEST_TAG = 64
+"""Number of letters of a tag that wandb allows."""
+
+
+@contextmanager
+def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Results], None]]:
+    """Yield a function that logs the results in `out` to a wandb run of this command, if `--wandb` asks for one. The
+    run is new, or the one of wandb's agent if it started this process."""
+    if not options.wandb or os.environ.get("WANDB_MODE") == "disabled":
+        yield lambda results: None
+        return
+    import wandb
+
+    in_sweep, (head,) = "WANDB_SWEEP_ID" in os.environ, options.heads
+    try:
+        run: Any = wandb.init(
+            project=None if in_sweep else os.environ.get("WANDB_PROJECT", "draftsmith"),
+            name=os.environ.get("WANDB_NAME") or f"{short_name(head)} {' '.join(options.trees)}",
+            config=None if in_sweep else {"head": head, **asdict(to_settings(options))},
+            dir=str(out),
+            settings=quiet_settings(),
+        )
+    except wandb.errors.Error as error:
+        raise UserError(f"wandb does not start ({first_line(error)}); log in, or set WANDB_MODE=offline") from None
+    status = 1
+
+    def log(results: Results) -> None:
+        nonlocal status
+        status = 1 if results["exact"]["divergences"] else 0
+        log_outcome(run, results, out)
+
+    try:
+        yield log
+    finally:
+        run.finish(exit_code=status)
+        print(run_place(run), file=sys.stderr)
+
+
+def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None = None) -> None:
+    """Log a report in `folder` to a wandb run: the figures as its summary, which a sweep can optimise, the page, a
+    table with a row for every setting, the charts, and the head, if given, as an artifact."""
+    import wandb
+
+    figures = known_figures(results)
+    names = ["tau", "tau_low", "tau_high", *("speedup", "speedup_low", "speedup_high")]
+    names += ["tokens_per_second", "plain_tokens_per_second"]
+    rows = [
+        [m["tree"], float(m["temperature"]), *map(known_figures(m).get, names), why_unreliable(m) is None]
+        for m in results["measurements"]
+    ]
+    media: dict[str, Any] = {
+        f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))
+    }
+    page = folder / "report.html"
+    if page.is_file():
+        media["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
+    run.log({"measurements": wandb.Table(["draft", "temperature", *names, "reliable"], rows), **media})
+    exact = results["exact"]
+    run.summary.update(
+        {
+            **figures,
+            "prompts": exact["prompts"],
+            "divergences": len(exact["divergences"]),
+            "reliable": why_unreliable(results) is None,
+        }
+    )
+    run.tags = tags(results["head"]["kind"], results["target"]["name"])
+    if head is not None:
+        about = {"kind": results["head"]["kind"], "draft": results["tree"], **figures}
+        artifact = wandb.Artifact(f"head-{run.id}", type="model", metadata=about)
+        for file in sorted(path for path in head.rglob("*") if path.is_file()):  # add_dir would print to the terminal
+            artifact.add_file(str(file), name=str(file.relative_to(head)))
+        run.log_artifact(artifact)
+
+
+def known_figures(results: Results) -> dict[str, float]:
+    """Return the figures of a report that were measured, without those of a speedup that is not reliable."""
+    return {name: value for name, value in figures_of(results).items() if value is not None}
+
+
+def tags(kind: str, target: str) -> tuple[str, ...]:
+    return kind, short_name(target)[-LONGEST_TAG:]
+
+
+def run_place(run: Any) -> str:
+    """Return a line with the address of a wandb run, or with the command that uploads an offline run."""
+    if run.offline:
+        path = Path(run.sync_dir)
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        return f"wandb: offline; upload the run with: wandb sync {shlex.quote(str(path))}"
+    return f"wandb: {run.url}"
+
+
+def quiet_settings() -> Any:
+    """Return settings that keep wandb from uploading the code, the git remote and all output, which may contain
+    tokens."""
+    import wandb
+
+    return wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)

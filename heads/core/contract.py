@@ -1,0 +1,266 @@
+"""The contract between a draft head, the loop that trains it and the runtime that runs it.
+
+Letters: B batch, T tokens, D hidden, V target vocabulary, Vd draft vocabulary, L auxiliary layers, K depth, N tree
+nodes (root included), M rows of one observation, S cache slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, get_args, get_type_hints
+
+from heads.core.errors import UserError
+from heads.core.tree import Pick as Pick
+from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class SharedLayers:
+    """Embeddings and output head of the frozen target, which heads share."""
+
+    embed_tokens: Callable[[Tensor], Tensor]
+    """(...) int64 token ids -> (..., D) rows of the embedding table, with the factor that some families multiply them
+    by. The factor has no effect on heads that normalise embeddings; block heads use them unnormalised."""
+    lm_head: Callable[[Tensor], Tensor]
+    """(..., D) hidden state after the final norm -> (..., V) float32 logits, soft cap and scaling applied."""
+    lm_head_weight: Tensor | None = None
+    """(V, D) matrix of the output head, for heads that compute logits with it or with some of its rows."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed documents with the target's features: the input of a head's loss."""
+
+    tokens: Tensor  # (B, T) int64
+    loss_mask: Tensor  # (B, T) bool, indexed by the label: True where token x_t is to be predicted
+    positions: Tensor  # (B, T) int64, counted from the start of each document, which may be in another row
+    documents: Tensor  # (B, T) int64, the number of the document in its row; -1 = padding
+    embeddings: Tensor  # (B, T, D) the target's input embeddings of `tokens`
+    aux_hidden_states: Tensor  # (B, T, L * D) the auxiliary hidden states, side by side, ascending
+    hidden: Tensor  # (B, T, D) the target's last hidden state after its final norm
+    shared: SharedLayers
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """Loss of one micro-batch. It is scaled, so that it adds up over micro-batches and ranks without further
+    division."""
+
+    loss: Tensor  # () float32, sum over depths of scale_k * sums_k; carries the gradient
+    sums: Tensor  # (K,) float32, the unscaled loss summed over supervised rows, detached
+    metrics: dict[str, Tensor]
+    """name -> (K,) float32 sums over the same rows, detached; includes at least `correct`
+    (`heads.methods.labels.chain_metrics`)."""
+    weight: Tensor | None = None
+    """() float32, detached: the sum of the rows' weights, if the weights depend on the head's predictions. `loss` is
+    then a plain weighted sum, and the step divides its gradient by the weights of all micro-batches and processes."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """M consecutive target positions for the draft to read: those of a prefill, or those accepted in a round.
+
+    Row j of sequence b describes position start[b] + j. Only the first count[b] rows are valid. The rest is padding,
+    which keeps all shapes static. The root is the newest decided token; it is not yet in the target's cache.
+    """
+
+    tokens: Tensor  # (B, M + 1) int64, x_start .. x_{start+M}; entry count[b] is the root
+    aux_hidden_states: Tensor  # (B, M, L * D)
+    hidden: Tensor  # (B, M, D), after the final norm
+    start: Tensor  # (B,) int64
+    count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a finished row: nothing that is read of its state may change
+    nodes: Tensor | None  # (B, M) int64, the proposal's nodes that became these rows; None if nothing was drafted
+
+
+@dataclass(frozen=True)
+class RoundReads:
+    """Minimum number of bytes of a drafter's weights that a round reads, and the number of logits that it chooses
+    from."""
+
+    propose: int = 0
+    """Bytes read by `propose`."""
+    extend: int = 0
+    """Bytes read by `extend`."""
+    logits: int = 0
+    """Number of logits from which each draft token is chosen; 0 if there are none."""
+
+
+class OwnTree(Protocol):
+    """Static tree that a head carries. The tree name `head` refers to it."""
+
+    @property
+    def tree(self) -> tuple[tuple[int, ...], ...] | None:
+        """Nodes except the root, each as the ranks of the children on its path; None before the tree is grown."""
+
+    @property
+    def tree_nodes(self) -> int:
+        """Maximum number of nodes that the tree has or will have, root included."""
+
+    def grow_tree(self, batches: Iterable[Batch]) -> None:
+        """Choose the tree with the labels of held-out text."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Files of a head that another project wrote."""
+
+    form: str
+    """Form in which the head was saved."""
+    files: Mapping[str, str]
+    """SHA-256 of each file with tensors, by file name."""
+    differs: tuple[str, ...]
+    """Ways in which an engine would load a different head than its trainer meant, one line each."""
+
+
+class Drafter(Protocol):
+    """Interface between the runtime and anything that drafts, trained or not. Classes that draft inherit from it."""
+
+    origin: Origin | None = None
+    """None for heads made by draftsmith."""
+    aux_layer_ids: tuple[int, ...] = ()
+    """Auxiliary layers that the drafter reads, each numbered by the layer that the stream enters; empty if none."""
+
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        """Raise UserError for a tree that the drafter cannot draft, or for sequences of more positions than it can
+        read. Never by default."""
+        return
+
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
+        """Return the state of `batch_size` sequences of at most `capacity` positions, to draft trees of `shape`. It is
+        opaque to the runtime, except for `length` (B,), the positions of the roots. Raises UserError as `check_draft`
+        does."""
+
+    def reset_rows(self, state: Any, rows: Tensor) -> None:
+        """Reset rows of the batch: `rows` (B,) bool, True where a new sequence begins."""
+        state.length.masked_fill_(rows, 0)
+
+    def extend(self, state: Any, observation: Observation) -> None:
+        """Read the target's features of known positions. Static shapes, no host synchronisation."""
+
+    def propose(self, state: Any, pick: Pick) -> Proposal:
+        """Draft a tree of the state's shape below each root. Static shapes, no host synchronisation."""
+
+    def bytes_per_round(self, state: Any) -> RoundReads:
+        """Return what one round with this state reads. Zero by default."""
+        return RoundReads()
+
+    @property
+    def own_tree(self) -> OwnTree | None:
+        """Static tree that the drafter carries or will grow; None if it has none."""
+        return None
+
+
+class DraftHead(Drafter, Protocol):
+    """A drafter that is trained and saved: a module with these members in addition to a drafter's.
+
+    A method defines all of them, except those with a default here. `heads.registry` adds its settings and its format.
+    """
+
+    config: Any
+    """Everything that the head's function and its training loss depend on, as plain values in a frozen dataclass.
+    Settings that a recipe leaves to the target have the target's values here."""
+    depth_weights: tuple[float, ...]
+    """Weight of each depth in the training loss; K values."""
+    most_kept: int | None = None
+    """Maximum bytes of activations that a loss keeps for its backward pass, if it can recompute them. Values and
+    gradients do not depend on it. None: KEPT_SHARE of the device's memory."""
+    weighs_rows: bool = False
+    """True if `loss` gives `HeadLoss.weight`, which the step divides the gradients by."""
+
+    @classmethod
+    def for_target(cls, settings: Any, target: Any, token_counts: Tensor) -> Self:
+        """Return a new head with a recipe's settings for a FrozenTarget. token_counts (V,): counts of labels in the
+        training data."""
+
+    @classmethod
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
+        """Return the head that was saved: weights from `to_checkpoint`, config from `asdict(config)` after JSON. Raises
+        UserError if they are damaged."""
+
+    def to_checkpoint(self) -> dict[str, Tensor]:
+        """Return the tensors to save, under the names that the method's other implementations use."""
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        """Return (K,) float32: the number of supervised rows at each depth, known before any forward pass. It depends
+        only on the mask and, where rows are drawn, on `torch.initial_seed()`, which depends only on the step."""
+
+    def loss_scale(self, counts: Tensor) -> Tensor:
+        """Return (K,): the factor of each depth's sum, from the counts (K,) of all micro-batches and processes. By
+        default the loss is the weighted sum of the depths' means."""
+        return counts.new_tensor(self.depth_weights).float() / counts.clamp(min=1)
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        """Return the loss of one micro-batch. `scale` (K,) float32 multiplies each depth's sum.
+
+        The scale is given in advance because the loss computes its gradient while the logits of a chunk exist.
+        """
+
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        """Return (depth, B, T) bool: True at [k, b, t] if a greedy chain with the root x_{t+1} predicts the batch's
+        token x_{t+2+k}, given that all its tokens before are right. Uses the training step. Entries past a document's
+        end are padding.
+
+        It determines how many tokens of a chain from that root the runtime accepts, without running it.
+        """
+
+    @property
+    def reserved_ids(self) -> tuple[int, ...]:
+        """Token ids that the training data may not contain, because the head uses them itself."""
+        return ()
+
+    @property
+    def language_model(self) -> PreTrainedModel | None:
+        """Causal LM that the head consists of, or None. Such a head can generate text, and its config has `lora`."""
+        return None
+
+
+def given(settings: Any) -> dict[str, Any]:
+    """Return the settings that are not None. None leaves a setting to the target."""
+    return {field.name: value for field in fields(settings) if (value := getattr(settings, field.name)) is not None}
+
+
+def from_plain(made: type[Made], values: Mapping[str, Any]) -> Made:
+    """Return a dataclass from values as YAML and JSON give them: lists for tuples, objects for dataclasses."""
+    hints = get_type_hints(made)
+    return made(**{name: _typed(value, hints.get(name)) for name, value in values.items()})
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_typed(item, None) for item in value)
+    part = next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
+    if isinstance(value, dict) and isinstance(part, type):
+        return from_plain(part, {name: inner for name, inner in value.items() if inner is not None})
+    return value
+
+
+KEPT_SHARE = 1 / 8
+"""Fraction of a device's memory that the activations of a loss may use, if it can recompute them."""
+HEAD_TREE = "head"
+
+
+def shape_for(text: str, head: Drafter | None) -> TreeShape:
+    """Return the tree shape that a text names for this head. Raises UserError for `head` if the head has no tree of its
+    own."""
+    if text != HEAD_TREE:
+        return parse_shape(text)
+    own = None if head is None else head.own_tree
+    if own is None or not own.tree:
+        raise UserError("tree 'head': this head carries no static tree of its own; name one, such as chain:3")
+    return static_shape(own.tree, text)
+
+
+def most_nodes(text: str, head: Drafter) -> int:
+    """Return the maximum number of nodes of the tree that a text names for this head, even if it is not grown yet."""
+    if text != HEAD_TREE:
+        return parse_shape(text).nodes
+    if head.own_tree is None:
+        raise UserError("tree 'head': heads of this kind and these settings grow no static tree; name one")
+    return head.own_tree.tree_nodes

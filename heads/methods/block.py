@@ -1,0 +1,383 @@
+"""Heads that draft a whole block in one pass (DFlash, arXiv 2602.06036): training at anchors, and drafting.
+
+    c_p  = hidden_norm(fc [auxiliary states of position p])              context, computed once for each known position
+    x    = [e(x_a), e(MASK), ..., e(MASK)]                                block: the root at position a, then masks
+    each layer:  u = input_layernorm(x);  keys and values = W [c ; u];  x += attention(u);  x += mlp(norm(x))
+    q_k  = softmax(lm_head norm(x_j))                                     the k-th draft token, j = k + first_row
+
+All rows of a block see each other (`causal`: only rows up to their own) and the context strictly before the root,
+because the root's own features do not exist yet. Row j of a block is at rotary position a + j. Embeddings and output
+head are the target's, and frozen.
+
+Training draws the anchors of blocks in each row of a batch. The loss of a block's row has the weight exp(-k / gamma) or
+D-PACE's (arXiv 2605.18810). The sum over all rows, micro-batches and processes is divided by the sum of the weights.
+
+Letters: B batch, T tokens, D hidden, V vocabulary, L auxiliary layers, K depth, N blocks of a row, R rows of a block, S
+cache slots, E of them read, H heads, d head dimension.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from heads.core.contract import (
+    Batch,
+    DraftHead,
+    HeadLoss,
+    Observation,
+    Pick,
+    RoundReads,
+    SharedLayers,
+    from_plain,
+    given,
+)
+from heads.core.errors import UserError, expect, expect_one_of
+from heads.core.tree import MOST_NODES, Proposal, TreeShape, check_width
+from heads.methods.block_attention import Blocks, Reach, Sight, all_blocks, block_attention, draw_blocks
+from heads.methods.block_loss import BlockTask, block_loss
+from heads.methods.growth import SlotState, grow, take_newest
+from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
+from heads.methods.layers import (
+    FULL,
+    LAYER_TYPES,
+    MOST,
+    SLIDING,
+    Attention,
+    BlockConfig,
+    DecoderLayer,
+    NormedAttention,
+    RMSNorm,
+    check_tensors,
+)
+from heads.methods.rotary import CosSin, rotary_of
+from heads.methods.settings import D_PACE, EXPONENTIAL, DraftBlockSettings
+from heads.methods.start import AttentionProbe, TargetProbe, begin, copy_by_root
+from heads.methods.vocab import read_vocab, vocab_tables
+from heads.targets.masks import additive
+from heads.targets.model import FrozenTarget
+from heads.targets.slots import Observed
+from heads.targets.tree_attention import Attend
+
+MOST_LAYERS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftBlockConfig(BlockConfig, DraftBlockSettings):
+    """Everything that the function of such a head depends on."""
+
+    aux_layer_ids: tuple[int, ...] = field()
+    mask_token_id: int = field()
+    draft_vocab_size: int | None = None
+    """Published heads: number of tokens that can be drafted; their logits use their rows of the target's output head.
+    Null: all."""
+    sliding_causal: bool = True
+    """Published heads: False if a row of a sliding layer sees all rows of its block."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        return (FULL if self.sliding_window is None else SLIDING,) * (self.num_layers - 1) + (FULL,)
+
+    def reaches(self, causal: bool) -> list[Reach]:
+        """Return the bounds of what the rows of each layer see. `causal`: no row sees later rows."""
+        slides = Reach(causal or bool(self.sliding_causal), self.sliding_window)
+        return [slides if kind == SLIDING else Reach(causal) for kind in self.kinds]
+
+    @property
+    def columns(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
+
+    def check(self, fewest_rows: int) -> None:
+        """Raise UserError for an invalid config."""
+        self.check_block()
+        self.check_start()
+        rows, most, types, window = self.block_size, self.max_position_embeddings, self.layer_types, self.sliding_window
+        expect(fewest_rows <= rows <= MOST_NODES, "head.block_size", f"{fewest_rows} to {MOST_NODES}", rows)
+        expect(rows <= most, "head.block_size", f"no more than the target's context of {most}", rows)
+        expect(1 <= self.num_layers <= MOST_LAYERS, "head.num_layers", f"1 to {MOST_LAYERS}", self.num_layers)
+        fits = types is None or (len(types) == self.num_layers and set(types) <= {*LAYER_TYPES})
+        what = f"{' or '.join(LAYER_TYPES)} for each of {self.num_layers} layers"
+        expect(fits, "head.layer_types", what, types)
+        fits = window is None or (isinstance(window, int) and rows <= window < MOST)
+        what = f"a whole number from head.block_size ({rows}) to below 2^53"
+        expect(fits, "head.sliding_window", what, window)
+        if (window is not None) is not (SLIDING in self.kinds):
+            has = "a window, and no layer slides" if window else "layers that slide, and no window"
+            raise UserError(f"head.sliding_window, head.layer_types: expected both or none, got {has}")
+        expect(self.num_anchors >= 1, "head.num_anchors", "1 or more", self.num_anchors)
+        expect(0 < self.gamma < math.inf, "head.gamma", "a number above 0", self.gamma)
+        expect_one_of((EXPONENTIAL, D_PACE), "head.weights", self.weights)
+        is_id = type(self.mask_token_id) is int and 0 <= self.mask_token_id < self.vocab_size
+        what = f"an id below the target's {self.vocab_size} tokens"
+        expect(is_id, "head.mask_token_id", what, self.mask_token_id)
+        are_ids = all(isinstance(aux, int) for aux in self.aux_layer_ids)
+        expect(are_ids, "head.aux_layer_ids", "numbers of layers", self.aux_layer_ids)
+
+
+class DraftBlockHead(nn.Module, DraftHead):
+    """Base class of heads that draft a block in one pass. Each method defines which rows predict tokens, and the
+    loss."""
+
+    Config: ClassVar[type[Any]] = DraftBlockConfig
+    config: Any
+    first_row: ClassVar[int]
+    """Row that predicts the first draft token."""
+    terms: Sequence[tuple[float, str]]
+    """See `heads.methods.block_loss.BlockTask.terms`."""
+    confidence_weight: float = 0.0
+
+    def __init__(self, config: Any, kept: Tensor | None = None) -> None:
+        """kept (Vd,) int64: the target ids of a draft vocabulary, ascending."""
+        super().__init__()
+        config.check(1 + self.first_row)
+        D, L = config.hidden_size, len(config.aux_layer_ids)
+        self.config, self.aux_layer_ids = config, config.aux_layer_ids
+        self.depth = config.block_size - self.first_row
+        self.weighs_rows = config.weights == D_PACE
+        self.depth_weights = tuple(1.0 if self.weighs_rows else math.exp(-k / config.gamma) for k in range(self.depth))
+        self.fc = nn.Linear(L * D, D, bias=False)
+        self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
+        self.layers = nn.ModuleList(self.make_layer(NormedAttention(config)) for _ in range(config.num_layers))
+        self.norm = RMSNorm(D, config.rms_norm_eps)
+        self.causal = bool(getattr(config, "causal", False))
+        """True if a row of a block does not see later rows."""
+        self.reaches = config.reaches(self.causal)
+        self.cos_sin = rotary_of(config)
+        self.kept: Tensor | None
+        self.register_buffer("kept", kept, persistent=False)
+
+    def make_layer(self, attention: Attention) -> DecoderLayer:
+        return DecoderLayer(self.config, attention)
+
+    @classmethod
+    def for_target(cls, settings: DraftBlockSettings, target: FrozenTarget, token_counts: Tensor) -> Self:
+        check_one_width(target, cls.__name__.lower())
+        aux_layer_ids = (
+            spread_layer_ids(target.num_layers, settings.num_layers)
+            if settings.aux_layer_ids is None
+            else check_aux_layer_ids(settings.aux_layer_ids, target.num_layers)
+        )
+        defaults = block_settings(target, settings.num_attention_heads)
+        own = {"aux_layer_ids": aux_layer_ids, "mask_token_id": mask_token(target, settings.mask_token_id)}
+        head = cls(cls.Config(**{**defaults, **given(settings), **own}))
+        begin(head, target, token_counts, closely=True)
+        return head
+
+    @classmethod
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
+        made = from_plain(cls.Config, config)
+        part = made.draft_vocab_size is not None
+        head = cls(made, read_vocab(weights, made.columns, made.vocab_size) if part else None)
+        check_tensors(head.to_checkpoint(), weights)
+        head.load_state_dict({name: weights[name] for name in head.state_dict()})
+        return head
+
+    def to_checkpoint(self) -> dict[str, Tensor]:
+        tables = {} if self.kept is None else vocab_tables(self.kept, self.config.vocab_size)
+        return self.state_dict() | tables
+
+    @property
+    def reserved_ids(self) -> tuple[int, ...]:
+        return (self.config.mask_token_id,)
+
+    @torch.no_grad()
+    def initialise(self, probe: TargetProbe) -> None:
+        """Start from the target's highest auxiliary layer, with the scale of the target's final norm."""
+        D = self.config.hidden_size
+        self.fc.weight[:, -D:] += torch.eye(D)
+        self.fc.weight *= probe.evening
+        self.norm.weight.copy_(probe.norm * probe.logit_scale)
+
+    def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe] | None:
+        return copy_by_root(self, probe) if len(self.layers) > 1 else None
+
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        """Return the context: (..., L * D) auxiliary hidden states -> (..., D)."""
+        return self.hidden_norm(self.fc(aux_hidden_states.to(self.norm.weight.dtype)))  # type: ignore[no-any-return]
+
+    def run(self, x: Tensor, cos_sin: CosSin, attends: Sequence[Attend], rows: int) -> Tensor:
+        """Run the layers, in training and in drafting, on blocks of `rows` rows: (B, N * R, D) -> (B, N * R, D), after
+        the final norm."""
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x = layer(x, cos_sin, attend, rows)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def behind(self, roots: Tensor, rows: int, embed_tokens: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return blocks (..., rows, D) as the layers read them: roots (..., D), each followed by masks."""
+        # Created on the device, because a CUDA graph cannot capture a copy from the host.
+        mask_id = roots.new_full((1,), self.config.mask_token_id, dtype=torch.int64)
+        mask = embed_tokens(mask_id).to(roots.dtype)
+        return torch.cat([roots[..., None, :], mask.expand(*roots.shape[:-1], rows - 1, -1)], -2)
+
+    # Training
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        if self.kept is not None:
+            raise UserError(
+                f"head.init_from: a head that drafts {len(self.kept)} of the target's {self.config.vocab_size} tokens "
+                "is measured, not trained; start from one that drafts all"
+            )
+        blocks = draw_blocks(loss_mask, documents, self.config.num_anchors)
+        return blocks.labels(loss_mask, documents, self.depth)[1].sum((0, 1)).float()
+
+    def loss_scale(self, counts: Tensor) -> Tensor:
+        weights = counts.new_tensor(self.depth_weights)
+        return torch.ones_like(weights) if self.weighs_rows else weights / (weights * counts).sum().clamp(min=1)
+
+    def unroll(self, batch: Batch, blocks: Blocks, rows: int) -> Tensor:
+        """Return the states (B, N, R, D) of blocks of `rows` rows, after the final norm."""
+        config, anchors = self.config, blocks.anchors
+        (B, N), T = anchors.shape, batch.tokens.shape[1]
+        context = self.fuse(batch.aux_hidden_states)  # (B, T, D)
+        # Residuals have autocast's dtype, if it is enabled, as in drafting.
+        roots = batch.embeddings.gather(1, anchors[..., None].expand(-1, -1, config.hidden_size))
+        x = self.behind(roots, rows, batch.shared.embed_tokens).to(context.dtype).flatten(1, 2)  # (B, N * R, D)
+        row = torch.arange(rows, device=anchors.device)
+        own_positions = (batch.positions.gather(1, anchors)[..., None] + row).flatten(1)
+        known, own = (self.cos_sin(positions, x.dtype) for positions in (batch.positions, own_positions))
+        starts = blocks.starts(batch.documents)
+        sights = {reach: Sight(starts, anchors, rows, T, reach) for reach in set(self.reaches)}
+        attends = []
+        for layer, reach in zip(cast(Any, self.layers), self.reaches, strict=True):
+            keys, values = layer.self_attn.keys(context, known)
+            attends.append(partial(block_attention, context_k=keys, context_v=values, sight=sights[reach]))
+        return self.run(x, own, attends, rows).view(B, N, rows, -1)
+
+    def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
+        """Return further arguments of `block_loss`, from states (M, K, D) and the true token before each label
+        (M, K)."""
+        return {}
+
+    def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        """Return the logits (..., V) of one row of a block, conditioned on the drafted token before it, `previous`
+        (...). states (..., D): of the row."""
+        return logits
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        blocks = draw_blocks(batch.loss_mask, batch.documents, self.config.num_anchors)
+        slots, valid = (x.flatten(0, 1) for x in blocks.labels(batch.loss_mask, batch.documents, self.depth))  # (M, K)
+        states = self.unroll(batch, blocks, self.config.block_size)[:, :, self.first_row :].flatten(0, 1)  # (M, K, D)
+        B, T = batch.tokens.shape
+        row = torch.arange(B, device=slots.device).repeat_interleave(blocks.anchors.shape[1])[:, None]
+        before = row * T + slots - 1
+        assert batch.shared.lm_head_weight is not None
+        task = BlockTask(
+            labels=batch.tokens[row, slots],
+            valid=valid,
+            teacher=before,
+            hidden=batch.hidden.flatten(0, 1),
+            target_logits=batch.shared.lm_head,
+            weights=scale,
+            terms=self.terms,
+            pace=self.weighs_rows,
+            confidence_weight=self.confidence_weight,
+        )
+        beside = self.beside(states, batch.tokens.flatten()[before])
+        found = block_loss(states, batch.shared.lm_head_weight, task, **beside)
+        metrics = {"correct": found.correct.sum(0), "accepted": found.correct.cumprod(1).sum(0)}
+        metrics |= {"chains": valid.sum(0), "overlap": found.overlap.sum(0)}
+        metrics = {name: value.float() for name, value in metrics.items()}
+        return HeadLoss(found.loss, found.sums, metrics, found.weight if self.weighs_rows else None)
+
+    @torch.no_grad()
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        if depth > self.depth:
+            raise UserError(f"depth {depth}: the head drafts {self.depth} tokens at most")
+        assert batch.shared.lm_head_weight is not None
+        states = self.unroll(batch, all_blocks(batch.documents), depth + self.first_row)[:, :, self.first_row :]
+        matrix, hits = batch.shared.lm_head_weight.to(states.dtype), []
+        for k in range(depth):
+            before = batch.tokens.roll(-1 - k, dims=1)[:, :-1]
+            guess = self.conditioned(states[:, :, k] @ matrix.T, states[:, :, k], before).argmax(-1)
+            hit = guess == batch.tokens.roll(-2 - k, dims=1)[:, :-1]
+            hits.append(nn.functional.pad(hit, (0, 1)))
+        return torch.stack(hits)
+
+    # Drafting. Slot p of a layer's cache holds its key of the context at position p. A block's keys go to the slots
+    # from the root's onward, and are overwritten when tokens are observed there.
+
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        if shape.depth > self.depth:
+            raise UserError(
+                f"tree {shape}: {shape.depth} levels, the head drafts {self.depth} in a block of "
+                f"{self.config.block_size}; ask for no more"
+            )
+        check_width(shape, self.config.columns)
+
+    @torch.no_grad()
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> SlotState:
+        self.check_draft(shape, capacity)
+        config = self.config
+        assert shared.lm_head_weight is not None
+        lm_head_weight = shared.lm_head_weight if self.kept is None else shared.lm_head_weight[self.kept]
+        form = config.num_key_value_heads, config.head_dim
+        return SlotState.open(
+            self,
+            shape,
+            batch_size=batch_size,
+            slots=capacity + config.block_size + 1,
+            layers=len(self.layers),
+            forms=(form, form),
+            lm_head_weight=lm_head_weight,
+            embed=shared.embed_tokens,
+        )
+
+    @torch.no_grad()
+    def extend(self, state: SlotState, observation: Observation) -> None:
+        count, tokens = observation.count, observation.tokens
+        mapping = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
+        state.cache.aim(mapping.slots(len(state.slot) - 1), extent=len(state.slot))
+        context, cos_sin = state.head.fuse(observation.aux_hidden_states), state.cos_sin(mapping.positions)  # (B, M, D)
+        for i, layer in enumerate(state.head.layers):
+            state.write(i, *layer.self_attn.keys(context, cos_sin))
+        take_newest(tokens, observation.start, count, state.root, state.length)
+
+    @torch.no_grad()
+    def draft_states(self, state: SlotState) -> Tensor:
+        """Return (B, K, D): the states after the final norm of the rows that predict the draft tokens, in one block per
+        root."""
+        rows = state.shape.depth + self.first_row
+        positions = state.length[:, None] + state.slot[:rows]  # (B, R)
+        extent = state.extent(rows)
+        own, slot = positions[..., None], state.slot[:extent]
+
+        state.cache.aim(positions, extent=extent)
+
+        def mask(reach: Reach) -> Tensor:
+            last = own if reach.causal else own[:, -1:].expand_as(own)
+            visible = slot <= last if reach.window is None else (slot <= last) & (slot > own - reach.window)
+            return additive(visible, self.norm.weight.dtype)[:, 0]
+
+        masks = {reach: mask(reach) for reach in set(self.reaches)}  # (B, R, E) each
+        x = self.behind(state.embed(state.root), rows, state.embed).to(self.norm.weight.dtype)
+        attends = [state.attend(i, masks[reach]) for i, reach in enumerate(self.reaches)]
+        out: Tensor = state.head.run(x, state.cos_sin(positions), attends, rows)
+        return out[:, self.first_row :]
+
+    @torch.no_grad()
+    def propose(self, state: SlotState, pick: Pick) -> Proposal:
+        states = self.draft_states(state)
+        logits = state.lm_head(states)  # (B, K, V)
+
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
+            W = tokens.shape[1]
+            made = state.head.conditioned(logits[:, level, None], states[:, level, None].expand(-1, W, -1), tokens)
+            return made.expand(-1, W, -1)  # type: ignore[no-any-return]
+
+        first = state.head.conditioned(logits[:, :1], states[:, :1], state.root[:, None])
+        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
+
+    def bytes_per_round(self, state: SlotState) -> RoundReads:
+        """Return the reads of one round. Drafting reads the layers and the output head once; extending reads `fc` and
+        the key and value projections once."""
+        width, layers = state.lm_head.product.weight_bytes, cast(Any, self.layers)
+        keys = sum(p.weight.numel() for layer in layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+        whole = sum(p.numel() for p in self.parameters()) - self.fc.weight.numel()
+        V = self.config.columns
+        return RoundReads(width * (whole + V * self.config.hidden_size), width * (self.fc.weight.numel() + keys), V)

@@ -1,0 +1,39 @@
+"""DFlash (arXiv 2602.06036): a block of masks after the root is filled in one pass, each token independently.
+
+Row k of a block predicts x_{a+k}, the token at its own position, for k = 1 .. block_size - 1; the root's row is not
+used. So the draft tokens are independent given the context, and q is the marginal of each. Each level of a tree holds
+the likeliest tokens of its row, the same below every node. `causal: true` gives JetSpec's attention.
+
+Loss: `heads.methods.block`, on the tokens of the text or on the target's distribution.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from heads.core.errors import expect_one_of
+from heads.methods.block import DraftBlockConfig, DraftBlockHead
+from heads.methods.labels import LABELS
+from heads.methods.losses import LOSSES
+from heads.methods.settings import DFlashSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(DraftBlockConfig, DFlashSettings):
+    """Everything that the head's function and its training loss depend on."""
+
+    def __post_init__(self) -> None:
+        expect_one_of([LABELS, *LOSSES], "head.loss", self.loss)
+
+
+class DFlash(DraftBlockHead):
+    """DFlash head. vLLM and SGLang use the same tensor names."""
+
+    Config: ClassVar[type[DFlashConfig]] = DFlashConfig
+    config: DFlashConfig
+    first_row: ClassVar[int] = 1
+
+    def __init__(self, config: DFlashConfig, kept: Tensor | None = None) -> None:
+        super().__init__(config, kept)
+        self.terms = ((1.0, config.loss),)

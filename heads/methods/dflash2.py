@@ -1,0 +1,180 @@
+"""DFlash2 (Inco AI, https://inco.ai/blog/dflash2): DFlash with convolutions in its layers and a choice among few
+tokens.
+
+    U_k  = lm_head h_k, as DFlash's;  C_k = the `selector_top_k` likeliest tokens by U_k
+    S_k(b) = U_k(b) + <A[a] * (P h_k), B[b]>   for b in C_k, a the token drafted before; -inf for all others
+    q_k  = softmax S_k
+
+One pass computes the candidates of all rows; the previous token then decides among them. The convolutions
+(`heads.methods.dflash2`) pass on from row to row what attention would have to find. A new head drafts like DFlash: B
+is 0 and its convolutions change nothing.
+
+Loss of a row: DFlash's at U, plus selector_weight * sum over C of -p log q, where a is the true token before, and p the
+label's or the target's distribution, as `loss` says. On average over labels it equals the references' cross-entropy,
+which leaves out rows whose label is not a candidate.
+
+Letters: V vocabulary, D hidden, K depth, r rank, B batch, N blocks, R rows of a block, t taps, G groups of channels, c
+channels of a group.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from heads.core.contract import RoundReads
+from heads.core.errors import UserError, expect
+from heads.core.tree import TreeShape, check_width
+from heads.methods.block_loss import Candidates
+from heads.methods.dflash import DFlash, DFlashConfig
+from heads.methods.growth import SlotState
+from heads.methods.layers import MOST, Attention, DecoderLayer
+from heads.methods.rotary import CosSin
+from heads.methods.settings import DFlash2Settings
+from heads.methods.start import TargetProbe
+from heads.targets.tree_attention import Attend
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Config(DFlashConfig, DFlash2Settings):
+    """Everything that the head's function and its training loss depend on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+            value = getattr(self, name)
+            counts = type(value) is int and 1 <= value < MOST
+            expect(counts, f"head.{name}", "a whole number from 1 to below 2^53", value)
+        rows, group, D = self.conv_kernel_size, self.conv_group_size, self.hidden_size
+        expect(rows <= self.block_size, "head.conv_kernel_size", f"at most a block's {self.block_size} rows", rows)
+        expect(D % group == 0, "head.conv_group_size", f"a divisor of the target's width, {D}", group)
+        most, known = self.vocab_size, self.selector_top_k
+        expect(known <= most, "head.selector_top_k", f"at most the target's {most} tokens", known)
+        expect(self.selector_weight >= 0, "head.selector_weight", "0 or more", self.selector_weight)
+        if self.draft_vocab_size is not None:
+            raise UserError("head.draft_vocab_size: a DFlash2 head drafts all tokens of its target")
+
+
+class BlockConvolution(nn.Module):
+    """Two convolutions, before and after one sublayer."""
+
+    def __init__(self, width: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.taps, self.groups = taps, width // group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * self.groups, bias=False)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Make both convolutions change nothing."""
+        self.base_kernel.zero_()
+        self.base_kernel[:, 0] = 1.0
+        self.kernel_projection.weight.zero_()
+
+    def kernels(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is added to the base of each of the two convolutions (B, R, t, G), from normed rows u
+        (B, R, D)."""
+        first, second = self.kernel_projection(u).unflatten(-1, (2, self.taps, self.groups)).unbind(-3)
+        return first, second
+
+    def convolve(self, x: Tensor, kernel: Tensor, side: int, rows: int) -> Tensor:
+        """Convolve blocks of `rows` rows, x (B, N * R, D), with the base plus `kernel` (B, N * R, t, G). `side`: 0
+        before the sublayer, 1 after it."""
+        blocks = x.unflatten(1, (-1, rows)).unflatten(-1, (self.groups, -1))  # (B, N, R, G, c)
+        base = self.base_kernel[side].to(x.dtype).unflatten(-1, (self.groups, -1))  # (t, G, c)
+        taps = base + kernel.unflatten(1, (-1, rows))[..., None]  # (B, N, R, t, G, c)
+        out = taps[..., 0, :, :] * blocks
+        for i in range(1, min(self.taps, rows)):
+            out = out + taps[..., i, :, :] * pad(blocks[:, :, :-i], (0, 0, 0, 0, i, 0))
+        return out.flatten(-2).flatten(1, 2)  # type: ignore[no-any-return]
+
+
+class ConvolvedLayer(DecoderLayer):
+    """Decoder layer with convolutions around its sublayers."""
+
+    def __init__(self, config: Any, attention: Attention) -> None:
+        super().__init__(config, attention)
+        self.attention_conv, self.mlp_conv = (
+            BlockConvolution(config.hidden_size, config.conv_kernel_size, config.conv_group_size) for _ in range(2)
+        )
+
+    @property
+    def convolutions(self) -> tuple[BlockConvolution, BlockConvolution]:  # type: ignore[override]
+        return self.attention_conv, self.mlp_conv
+
+    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: int | None = None) -> Tensor:
+        """Apply the layer to blocks of `rows` rows, x (B, N * R, D). By default x is one block."""
+        rows = rows or x.shape[1]
+        u, conv = self.input_layernorm(x), self.attention_conv
+        enter, leave = conv.kernels(u)
+        x = x + conv.convolve(self.self_attn(conv.convolve(u, enter, 0, rows), cos_sin, attend), leave, 1, rows)
+        u, conv = self.post_attention_layernorm(x), self.mlp_conv
+        enter, leave = conv.kernels(u)
+        return x + conv.convolve(self.mlp(conv.convolve(u, enter, 0, rows)), leave, 1, rows)
+
+
+class CandidateSelector(nn.Module):
+    """Low-rank addition to the logits of candidates, from the token before them."""
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        form = config.vocab_size, config.selector_rank
+        self.predecessor_codebook = nn.Parameter(torch.empty(form))
+        self.successor_codebook = nn.Parameter(torch.zeros(form))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        nn.init.normal_(self.predecessor_codebook, std=0.02)
+
+    def forward(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Return A[a] * (P h), (..., r), from the states (..., D) of rows and the tokens a before them (...)."""
+        return self.predecessor_codebook[previous] * self.hidden_projection(states)  # type: ignore[no-any-return]
+
+
+class DFlash2(DFlash):
+    """DFlash2 head. vLLM and SGLang use the same tensor names."""
+
+    Config: ClassVar[type[DFlash2Config]] = DFlash2Config
+    config: DFlash2Config
+
+    def __init__(self, config: DFlash2Config, kept: Tensor | None = None) -> None:
+        super().__init__(config, kept)
+        self.candidate_selector = CandidateSelector(config)
+
+    def make_layer(self, attention: Attention) -> DecoderLayer:
+        return ConvolvedLayer(self.config, attention)
+
+    @torch.no_grad()
+    def initialise(self, probe: TargetProbe) -> None:
+        super().initialise(probe)
+        for module in self.modules():
+            if isinstance(module, BlockConvolution):
+                module.reset()
+
+    def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
+        selector = self.candidate_selector
+        return {
+            "bias_states": selector(states, previous),
+            "bias_weight": selector.successor_codebook,
+            "candidates": Candidates(self.config.selector_top_k, self.config.selector_weight),
+        }
+
+    def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        selector = self.candidate_selector
+        values, tokens = logits.topk(self.config.selector_top_k, -1)
+        by_token = selector(states, previous)  # (..., r)
+        added = (selector.successor_codebook[tokens] * by_token[..., None, :]).sum(-1)
+        shape = (*added.shape[:-1], logits.shape[-1])
+        chosen = logits.new_full(shape, -torch.inf)
+        return chosen.scatter_(-1, tokens.expand_as(added), (values + added).to(logits.dtype))
+
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        super().check_draft(shape, capacity)
+        check_width(shape, self.config.selector_top_k)
+
+    def bytes_per_round(self, state: SlotState) -> RoundReads:
+        """Return the reads of the base class, without the codebooks: only a few of their rows are read."""
+        reads, selector = super().bytes_per_round(state), self.candidate_selector
+        tables = selector.predecessor_codebook.numel() + selector.successor_codebook.numel()
+        return replace(reads, propose=reads.propose - state.lm_head.product.weight_bytes * tables)

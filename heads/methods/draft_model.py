@@ -1,0 +1,319 @@
+"""A draft model: any causal LM with the target's tokenizer, distilled to predict the target (DistillSpec, arXiv
+2310.08461).
+
+    slot t reads x_t and predicts x_{t+1}:  q_t = softmax(W h_t), with the draft's own h and W
+    loss = sum over labels of D(p_t || q_t) / rows, p the target's distribution and D one of heads.methods.losses.LOSSES
+
+White-box: p is the target's whole distribution, on any text that the recipe names: a corpus, the target's answers or
+the draft's own samples. D = `labels` is the plain cross-entropy of x_{t+1}, without p: fine-tuning, the baseline.
+
+The draft has its own KV cache. A round's first step reads the fixed pair [x_{len-1}, root], because only the last
+accepted token may be missing from the cache. Other accepted nodes of a tree were read when they were expanded; their
+keys are moved to the slots of their positions.
+
+Letters: B batch, T tokens, M observed rows, D hidden, V target vocabulary, C tokens that can be drafted, N tree nodes,
+S slots of the cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from heads.core.contract import (
+    Batch,
+    DraftHead,
+    HeadLoss,
+    Observation,
+    Pick,
+    RoundReads,
+    SharedLayers,
+    from_plain,
+    given,
+)
+from heads.core.errors import UserError
+from heads.core.tree import Proposal, TreeShape, check_width, level_widths, scratch_slots
+from heads.methods.growth import grow, take_newest
+from heads.methods.labels import LABELS, certain_of_labels, counts_by_depth, supervised
+from heads.methods.layers import check_tensors
+from heads.methods.losses import LOSSES, Divergence, draft_loss, jsd
+from heads.methods.settings import DraftSettings
+from heads.targets.cached_decoder import CachedDecoder, CacheSpec
+from heads.targets.decoder import NativeDecoder, why_not_native
+from heads.targets.encoder_decoder import decoder_of, find_base
+from heads.targets.families import OutputHead
+from heads.targets.forward import decode_packed
+from heads.targets.hf import HFDecoder, positions_of
+from heads.targets.mixers import find_mixers
+from heads.targets.model import FrozenTarget, LanguageModel
+from heads.targets.slots import Drafted, Observed, SlotMapping, round_up
+from heads.targets.smaller import (
+    empty_model,
+    fit_vocabulary,
+    fresh_model,
+    keep_layers,
+    load_smaller,
+    model_record,
+    own_weights,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(DraftSettings):
+    """Everything that the head's function and its training loss depend on."""
+
+    model: dict[str, Any]
+    """The draft's own config, from which its model is rebuilt."""
+    vocab_size: int
+    """Size of the target's vocabulary, and number of rows of the draft's embeddings."""
+    common_size: int
+    """Number of tokens that can be drafted, counted from id 0. The draft's original vocabulary may have been
+    smaller."""
+
+    @property
+    def divergence(self) -> Divergence:
+        if self.beta is not None:
+            return jsd(beta=self.beta)
+        return LOSSES["cross_entropy" if self.loss == LABELS else self.loss]
+
+
+SOURCES = ("path", "layers", "fresh")
+ROWS = 1024
+"""Number of rows whose logits `foresees` computes at a time."""
+
+
+def check_takes_back(model: PreTrainedModel) -> None:
+    if find_mixers(model):
+        raise UserError(
+            f"head: a {model.config.model_type} has recurrent layers, which cannot take back what they draft; "
+            "use a draft with attention layers alone"
+        )
+
+
+@dataclass
+class DraftState:
+    """Static tensors of one batch of sequences.
+
+    Slot p of the cache holds position p; the last slot is for padding. Expanded nodes use the slots after their root's.
+    """
+
+    shape: TreeShape
+    decoder: CachedDecoder
+    slot: Tensor  # (S,) int64, 0 .. S - 1
+    root: Tensor  # (B,) int64
+    previous: Tensor  # (B,) int64, the token before the root
+    length: Tensor  # (B,) int64, the root's position
+    expanded: Tensor  # (B, N) int64, `Proposal.expanded` of the tree that was drafted last
+
+    def read(self, tokens: Tensor, mapping: SlotMapping, *, prompt: bool = False) -> Tensor:
+        """Run one step: tokens (B, W) in the slots that `mapping` gives -> states after the final norm (B, W, D)."""
+        return self.decoder.forward(tokens, mapping, extent=len(self.slot), prompt=prompt).hidden
+
+
+class Draft(nn.Module, DraftHead):
+    """Draft model head. It is saved as a Hugging Face causal LM."""
+
+    depth_weights: tuple[float, ...] = (1.0,)
+
+    def __init__(self, config: DraftConfig, model: PreTrainedModel) -> None:
+        super().__init__()
+        check_takes_back(model)
+        untyped: Any = model
+        self.config = config
+        self.model = untyped.eval()  # without dropout, in training as in drafting
+
+    @classmethod
+    def for_target(cls, settings: DraftSettings, target: FrozenTarget, token_counts: Tensor) -> "Draft":
+        said = given(settings)
+        sources = [name for name in SOURCES if name in said]
+        if len(sources) != 1:
+            raise UserError(
+                f"head: a draft needs one of path (a smaller model), layers (of the target, to keep) and fresh "
+                f"(a config), got {' and '.join(sources) or 'none'}"
+            )
+        make: dict[str, Callable[[], PreTrainedModel]] = {
+            "path": lambda: load_smaller(said["path"], target),
+            "layers": lambda: keep_layers(target, said["layers"]),
+            "fresh": lambda: fresh_model(target, said["fresh"]),
+        }
+        model = make[sources[0]]()
+        check_takes_back(model)
+        common = fit_vocabulary(model, target.vocab_size)
+        config = DraftConfig(**said, model=model_record(model), vocab_size=target.vocab_size, common_size=common)
+        return cls(config, model)
+
+    @classmethod
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Draft":
+        made = from_plain(DraftConfig, config)
+        model: Any = empty_model(made.model)
+        if not 0 < made.common_size <= made.vocab_size == model.get_output_embeddings().weight.shape[0]:
+            raise UserError(
+                f"draftsmith.config: vocab_size {made.vocab_size} and common_size {made.common_size} do not fit a "
+                f"model of {model.get_output_embeddings().weight.shape[0]} tokens"
+            )
+        head = cls(made, model)
+        check_tensors(head.to_checkpoint(), weights)
+        head.model.load_state_dict(weights, strict=False)  # missing tensors are tied to loaded ones
+        return head
+
+    def to_checkpoint(self) -> dict[str, Tensor]:
+        return own_weights(self.model)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
+        """Convert the weights, but keep the dtype of the rotary frequencies. In bfloat16, angles some hundred positions
+        away would be off by whole radians."""
+        kept = {}
+        for name, module in self.model.named_modules():
+            for key in module._non_persistent_buffers_set:
+                kept[name, key] = module._buffers[key]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for (name, key), buffer in kept.items():
+            if buffer is not None and buffer.is_floating_point():
+                module = self.model.get_submodule(name)
+                moved = module._buffers[key]
+                assert moved is not None
+                module._buffers[key] = buffer.to(moved.device)
+        return self
+
+    @property
+    def language_model(self) -> PreTrainedModel:
+        model: PreTrainedModel = self.model
+        return model
+
+    @property
+    def base(self) -> nn.Module:
+        return find_base(self.model, "head.path")
+
+    @property
+    def output(self) -> OutputHead:
+        untyped: Any = self.model
+        return OutputHead(untyped.get_output_embeddings(), self.text_config)
+
+    @property
+    def context_length(self) -> int:
+        return positions_of(self.text_config)
+
+    @property
+    def text_config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the tokens that can be drafted: (..., D) -> (..., C) float32."""
+        return self.output(hidden)[..., : self.config.common_size]
+
+    def states(self, batch: Batch) -> Tensor:
+        """Return (B, T, D): the state of slot t after it has read x_0 .. x_t of its document."""
+        if (length := batch.tokens.shape[1]) > self.context_length:
+            raise UserError(
+                f"data.context_length: the draft model reads {self.context_length} positions, a row has {length}"
+            )
+        given = (self.base, self.text_config, self.output.head.weight.dtype, batch.tokens)
+        return decode_packed(*given, positions=batch.positions, documents=batch.documents)
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        return counts_by_depth(loss_mask, documents, 1, 1)
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        row, label = supervised(batch.loss_mask, batch.documents, 1, pad=True).nonzero(as_tuple=True)  # (R,) each
+        output, V = self.output, self.config.vocab_size
+        states = self.states(batch)[row, label - 1][None]  # (1, R, D)
+        if output.scale != 1.0:
+            states = states * output.scale
+        if torch.is_autocast_enabled(states.device.type):  # the last norm of some families returns a wider dtype
+            states = states.to(torch.get_autocast_dtype(states.device.type))
+        hidden, target_logits = batch.hidden[row, label - 1], batch.shared.lm_head
+        if self.config.loss == LABELS:
+            hidden, target_logits = batch.tokens[row, label], certain_of_labels(V)
+        loss, sums, correct, overlap = draft_loss(
+            states,
+            output.head.weight[: self.config.common_size],
+            torch.ones_like(label, dtype=torch.bool)[None],
+            hidden,
+            target_logits,
+            torch.arange(self.config.common_size, device=label.device),
+            scale,
+            loss=self.config.divergence,
+            soft_cap=output.soft_cap,
+        )
+        hits = correct.sum(1).float()
+        chains = torch.full_like(hits, correct.shape[1])
+        return HeadLoss(loss, sums, {"correct": hits, "accepted": hits, "chains": chains, "overlap": overlap})
+
+    def bytes_per_round(self, state: DraftState) -> RoundReads:
+        """Return the reads of one round. A step reads only some rows of the embeddings, unless they are the output
+        head, too; it reads nothing of an encoder."""
+        output, decoder = self.output.head.weight, state.decoder
+        products = decoder.stack.products() if isinstance(decoder, NativeDecoder) else []
+        width = min((product.weight_bytes for product in products), default=output.element_size())
+        stack: Any = decoder_of(self.base)
+        table = stack.get_input_embeddings().weight
+        weights = {p.data_ptr(): p.numel() for p in stack.parameters() if p.data_ptr() != table.data_ptr()}
+        read = width * sum((weights | {output.data_ptr(): output.numel()}).values())
+        return RoundReads(state.shape.depth * read, 0, self.config.common_size)
+
+    @torch.no_grad()
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        states = self.states(batch)
+        best = torch.cat([self.logits(part).argmax(-1) for part in states.flatten(0, 1).split(ROWS)])
+        right = best.view(batch.tokens.shape) == batch.tokens.roll(-1, dims=1)  # (B, T), by the slot that predicts
+        return torch.stack([right.roll(-1 - k, dims=1) for k in range(depth)])
+
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        check_width(shape, self.config.common_size)
+        if capacity > round_up(self.context_length):
+            raise UserError(
+                f"the draft model reads {self.context_length} positions, the sequences may have {capacity}; ask for "
+                "shorter ones"
+            )
+
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
+        self.check_draft(shape, capacity)
+        device = self.output.head.weight.device
+        behind = max(shape.depth, scratch_slots(shape))
+        spec = CacheSpec(
+            batch_size=batch_size,
+            capacity=round_up(capacity + behind + 1),  # the last slot is for padding
+            nodes=max(2, *level_widths(shape)) if shape.depth > 1 else 2,  # a round begins with two tokens
+            depth=shape.depth,
+            vocab_size=self.config.common_size,
+            draft=True,
+        )
+        output = self.output
+        model = LanguageModel(self.base, output.head, output, self.text_config, "head.path")
+        decoder = NativeDecoder(model, spec) if why_not_native(model) is None else HFDecoder(model, spec)
+        ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
+        expanded = torch.full((batch_size, shape.nodes), -1, device=device)
+        return DraftState(shape, decoder, decoder.slot, ids[0], ids[1], ids[2], expanded)
+
+    @torch.no_grad()
+    def extend(self, state: DraftState, observation: Observation) -> None:
+        tokens, start, count = observation.tokens, observation.start, observation.count
+        nodes, M = observation.nodes, tokens.shape[1] - 1
+        if nodes is None:
+            state.read(tokens[:, :-1], Observed(start, count, state.slot, M), prompt=True)
+        elif state.shape.top_k > 1:
+            # Only the last accepted node may be unexpanded; the next round reads it with its root.
+            path, offset = state.expanded.gather(1, nodes) + 1, state.slot[:M]
+            path = torch.where((path > 0) & (offset < count[:, None]), path, offset)  # other entries stay in place
+            state.decoder.compact(start, path)
+        take_newest(tokens, start, count, state.root, state.length, previous=state.previous)
+
+    @torch.no_grad()
+    def propose(self, state: DraftState, pick: Pick) -> Proposal:
+        decoder, length, scratch = state.decoder, state.length, scratch_slots(state.shape)
+        observed = length + 1  # with the root, which the pair below reads
+
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
+            mapping = Drafted(observed, paths, state.slot, state.shape.top_k == 1, scratch)
+            return decoder.logits(state.read(tokens, mapping))
+
+        tokens = torch.stack([state.previous, state.root], dim=1)
+        pair = Observed((length - 1).clamp_min(0), None, state.slot, 2)  # a row without a prompt is at 0
+        hidden = state.read(tokens, pair)
+        proposal = grow(state.shape, state.root, length, decoder.logits(hidden[:, 1:]), pick, expand, None)
+        if proposal.expanded is not None:
+            state.expanded.copy_(proposal.expanded)
+        return proposal

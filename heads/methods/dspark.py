@@ -1,0 +1,109 @@
+"""DSpark (arXiv 2607.05147): a block filled in one pass, with a Markov head that conditions each token on the one
+before.
+
+    z_j = lm_head h_j + W2 e_j                      predicts x_{a+1+j}, j = 0 .. block_size - 1
+    e_j = W1[x_{a+j}]                               the Markov head, from the token before
+    confidence_j = sigmoid(w . [h_j ; e_j] + b)     estimates how much of the target's distribution softmax z_j covers
+
+The root's row is used, too, so row j is one token ahead of DFlash's row j.
+
+x_{a+j} is the true token in training and the draft token in drafting. So q, the softmax of z, is conditioned on the
+draft token before. Loss of a row = ce_weight * cross-entropy of the label + kl_weight * KL(p || q) + l1_weight * sum
+|p - q| + confidence_weight * cross-entropy of the confidence with sum min(p, q).
+
+Letters: V vocabulary, D hidden, M blocks, K depth, r rank.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heads.core.contract import RoundReads
+from heads.core.errors import UserError, expect
+from heads.methods.block import DraftBlockConfig, DraftBlockHead
+from heads.methods.growth import SlotState
+from heads.methods.labels import LABELS
+from heads.methods.settings import DSparkSettings
+from heads.methods.start import TargetProbe, bigrams
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DraftBlockConfig, DSparkSettings):
+    """Everything that the head's function and its training loss depend on."""
+
+    def __post_init__(self) -> None:
+        expect(self.markov_rank >= 1, "head.markov_rank", "1 or more (without it take dflash)", self.markov_rank)
+        for name in ("ce_weight", "kl_weight", "l1_weight", "confidence_weight"):
+            expect(getattr(self, name) >= 0, f"head.{name}", "0 or more", getattr(self, name))
+        if self.ce_weight + self.kl_weight + self.l1_weight == 0:
+            raise UserError("head.ce_weight, head.kl_weight, head.l1_weight: one of them must be above 0")
+
+
+class MarkovHead(nn.Module):
+    """Low-rank logits of the next token from the token before it."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.columns, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """Logit of the share of the target's distribution that a row's distribution covers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Return (...) logits from states (..., D) and W1 of the tokens before them (..., r)."""
+        return self.proj(torch.cat([states, previous.to(states.dtype)], -1))[..., 0]  # type: ignore[no-any-return]
+
+
+class DSpark(DraftBlockHead):
+    """DSpark head. vLLM and SGLang use the same tensor names."""
+
+    Config: ClassVar[type[DSparkConfig]] = DSparkConfig
+    config: DSparkConfig
+    first_row: ClassVar[int] = 0
+
+    def __init__(self, config: DSparkConfig, kept: Tensor | None = None) -> None:
+        super().__init__(config, kept)
+        self.markov_head = MarkovHead(config)
+        self.confidence_weight = config.confidence_weight
+        width = config.hidden_size + config.markov_rank
+        self.confidence_head = ConfidenceHead(width) if config.confidence_weight else None
+        terms = {LABELS: config.ce_weight, "kl": config.kl_weight, "total_variation": 2 * config.l1_weight}
+        self.terms = [(factor, name) for name, factor in terms.items() if factor]  # sum |p - q| is twice the variation
+
+    @torch.no_grad()
+    def initialise(self, probe: TargetProbe) -> None:
+        """Also start the Markov head with the target's own bigrams."""
+        super().initialise(probe)
+        w1, w2 = bigrams(probe, self.config.markov_rank)
+        self.markov_head.markov_w1.weight.copy_(w1)
+        self.markov_head.markov_w2.weight.copy_(w2)
+        if self.confidence_head is not None:
+            nn.init.zeros_(self.confidence_head.proj.bias)
+
+    def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
+        markov = self.markov_head
+        tokens = markov.markov_w1(previous)  # (M, K, r)
+        given: dict[str, Any] = {"bias_states": tokens, "bias_weight": markov.markov_w2.weight}
+        if self.confidence_head is not None:
+            given["confidence"] = self.confidence_head(states, tokens)
+        return given
+
+    def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        latent = self.markov_head.markov_w1(previous)
+        return logits + self.markov_head.markov_w2(latent.to(logits.dtype))  # type: ignore[no-any-return]
+
+    def bytes_per_round(self, state: SlotState) -> RoundReads:
+        """Return the reads of the base class, corrected for the Markov head: a few rows of W1, and the rest once per
+        level."""
+        reads, markov = super().bytes_per_round(state), self.markov_head
+        rows = markov.markov_w1.weight.numel()
+        more = (state.shape.depth - 1) * (sum(p.numel() for p in markov.parameters()) - rows) - rows
+        return replace(reads, propose=reads.propose + state.lm_head.product.weight_bytes * more)

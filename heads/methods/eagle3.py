@@ -1,0 +1,191 @@
+"""EAGLE-3 (Li et al., arXiv 2503.01840): one decoder layer that drafts from fused features of the target's layers.
+
+    g_t = fc [l_t ; m_t ; u_t]                                 fused auxiliary states of slot t: low, middle, upper
+    a_t = layer([norm(e(x_{t+1})) ; norm(g_t)], residual g_t)  predicts x_{t+2} through norm and the draft's own lm_head
+    step i: the layer reads e(x_{t+1+i}) and its own last output a_t instead of g_t, and predicts x_{t+2+i}
+
+Training-time test: training runs all K steps, with gradients through all of them. At step i slot t attends to the
+step-0 keys of the slots up to t and to its own keys of steps 1..i, as it does in drafting. Its rotary position is t +
+i. Loss = sum over i of depth_decay^i * KL(p || q_i) / rows, where p is the target's distribution over the draft
+vocabulary.
+
+Letters: B batch, T tokens, D hidden, Vd draft vocabulary, L auxiliary layers, K depth, d head dimension.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.core.contract import SharedLayers, from_plain, given
+from heads.core.errors import UserError, expect
+from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, default_aux_layer_ids
+from heads.methods.layers import MLP, MOST, Attention, BlockConfig, RMSNorm, check_tensors
+from heads.methods.losses import check_loss_settings
+from heads.methods.recycling import Recycling
+from heads.methods.rotary import CosSin, rotary_of
+from heads.methods.settings import Eagle3Settings
+from heads.methods.start import AttentionProbe, TargetProbe, begin, directions
+from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
+from heads.targets.model import FrozenTarget
+from heads.targets.tree_attention import Attend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(BlockConfig, Eagle3Settings):
+    """Everything that the head's function and its training loss depend on."""
+
+    aux_layer_ids: tuple[int, ...] = field()
+    draft_vocab_size: int = field()
+    norm_before_residual: bool = False
+    """Published heads: the residual of the layer is the normed state."""
+    norm_before_fc: bool = False
+    """Published heads: one RMSNorm over all auxiliary hidden states before they are fused, instead of `fc_norm`."""
+    own_embeddings: bool = False
+    """Published heads: the file has an embedding table that differs from the target's. It is used, and not trained."""
+
+    def __post_init__(self) -> None:
+        check_loss_settings(self)
+        are_ids = all(isinstance(aux, int) for aux in self.aux_layer_ids)
+        expect(are_ids, "head.aux_layer_ids", "numbers of layers", self.aux_layer_ids)
+        if self.fc_norm and self.norm_before_fc:
+            raise UserError("head.fc_norm, head.norm_before_fc: expected one of them at most")
+        self.check_block()
+        self.check_start()
+        window, what = self.sliding_window, f"a whole number above head.depth ({self.depth}) and below 2^53"
+        fits = window is None or (isinstance(window, int) and self.depth < window < MOST)
+        expect(fits, "head.sliding_window", what, window)
+
+
+class Eagle3Layer(nn.Module):
+    """Decoder layer whose attention reads [normed embedding ; normed state]. The residual is the unnormed state."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(D, eps)
+        self.hidden_norm = RMSNorm(D, eps)
+        self.self_attn = Attention(config, 2 * D)
+        self.post_attention_layernorm = RMSNorm(D, eps)
+        self.mlp = MLP(config)
+
+    def forward(self, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        normed = self.hidden_norm(state)
+        x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)  # (B, T, 2D)
+        residual = (normed if self.norm_before_residual else state) + self.self_attn(x, cos_sin, attend)
+        return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
+
+
+class Eagle3(Recycling):
+    """EAGLE-3 head. SGLang, vLLM and the EAGLE repository use the same tensor names."""
+
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config, kept: Tensor) -> None:
+        """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""
+        super().__init__()
+        D, L = config.hidden_size, len(config.aux_layer_ids)
+        self.config, self.aux_layer_ids = config, config.aux_layer_ids
+        self.sliding_window = config.sliding_window
+        self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
+        self.fc = nn.Linear(L * D, D, bias=False)
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(D, config.rms_norm_eps) for _ in config.aux_layer_ids) if config.fc_norm else None
+        )
+        self.input_norm = RMSNorm(L * D, config.rms_norm_eps) if config.norm_before_fc else None
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RMSNorm(D, config.rms_norm_eps)
+        self.lm_head = nn.Linear(D, config.draft_vocab_size, bias=False)
+        self.embed_tokens: nn.Embedding | None = None
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, D).requires_grad_(False)
+        self.cos_sin = rotary_of(config)
+        self.register_buffer("kept", kept, persistent=False)
+
+    @classmethod
+    def for_target(cls, settings: Eagle3Settings, target: FrozenTarget, token_counts: Tensor) -> "Eagle3":
+        check_one_width(target, "eagle3")
+        aux_layer_ids = (
+            default_aux_layer_ids(target.num_layers)
+            if settings.aux_layer_ids is None
+            else check_aux_layer_ids(settings.aux_layer_ids, target.num_layers)
+        )
+        defaults = {
+            "draft_vocab_size": min(32_000, target.vocab_size),
+            **block_settings(target, settings.num_attention_heads),
+        }
+        config = Eagle3Config(**{**defaults, **given(settings), "aux_layer_ids": aux_layer_ids})
+        head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
+        begin(head, target, token_counts)
+        return head
+
+    @classmethod
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Eagle3":
+        made = from_plain(Eagle3Config, config)
+        head = cls(made, read_vocab(weights, made.draft_vocab_size, made.vocab_size))
+        check_tensors(head.to_checkpoint(), weights)
+        head.load_state_dict({name: weights[name] for name in head.state_dict()})
+        return head
+
+    def to_checkpoint(self) -> dict[str, Tensor]:
+        return self.state_dict() | vocab_tables(self.kept, self.config.vocab_size)
+
+    @torch.no_grad()
+    def initialise(self, probe: TargetProbe) -> None:
+        """Start from the target, at unit size. The projection passes on the target's highest auxiliary layer divided by
+        its scale; the final norm and the output head are the target's own."""
+        D, aux_scales, lm_head = self.config.hidden_size, probe.scales, probe.lm_head_weight
+        if self.fc_norm is None:
+            self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(D)
+        else:
+            aux_scales = torch.ones_like(aux_scales)
+        self.fc.weight[:, -D:] += torch.eye(D) / aux_scales[-1]
+        self.norm.weight.copy_(probe.norm)
+        self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)]).mul_(probe.logit_scale)
+
+    def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
+        """Return the attention and its probe: find slots by the token whose features they hold, and write the token
+        that they read."""
+        layer = self.midlayer
+        tokens = layer.input_layernorm(probe.embeddings)
+        token, following = tokens[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(0, 1)
+        state = layer.hidden_norm(self.fuse(probe.aux_hidden_states[:, :-1]).flatten(0, 1))
+        inputs = torch.cat([following, state], dim=-1)
+        written = directions(probe.lm_head_weight, probe.tokens[:, 1:].flatten())
+        return layer.self_attn, AttentionProbe(inputs, inputs, read=following, before=token, written=written)
+
+    def shared_layers(self, shared: SharedLayers) -> SharedLayers:
+        return shared if self.embed_tokens is None else replace(shared, embed_tokens=self.embed_tokens)
+
+    @property
+    def aux_norms(self) -> list[RMSNorm]:
+        """Norms of the auxiliary hidden states before they are fused: one per state, one for all states, or none."""
+        norms = [self.input_norm] if self.fc_norm is None else self.fc_norm
+        return [norm for norm in norms if isinstance(norm, RMSNorm)]
+
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        """Fuse the auxiliary hidden states: (..., L * D) -> (..., D)."""
+        aux_hidden_states = aux_hidden_states.to(self.fc.weight.dtype)
+        if norms := self.aux_norms:
+            parts = aux_hidden_states.chunk(len(norms), dim=-1)
+            aux_hidden_states = torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
+        return self.fc(aux_hidden_states)  # type: ignore[no-any-return]
+
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
+        return self.fuse(aux_hidden_states)
+
+    def step(self, module: int, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        state = self.midlayer(embedding.to(state.dtype), state, cos_sin, attend)
+        return self.norm(state) if self.config.norm_output else state
+
+    def normed(self, recycled: Tensor) -> Tensor:
+        return recycled if self.config.norm_output else self.norm(recycled)
+
+    def lm_head_weight(self, shared: SharedLayers) -> Tensor:
+        return self.lm_head.weight
+
+    @property
+    def starting(self) -> list[nn.Module]:
+        return [self.fc, *self.aux_norms]

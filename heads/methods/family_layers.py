@@ -1,0 +1,101 @@
+"""Decoder layers of the target's own class as blocks of a head, with their latent attention, experts, gates and biases.
+
+The class is from transformers. The head's own `attend` replaces its attention function and is passed through the layer
+as a keyword, so that training and drafting see the same keys, whatever the layer does before and after.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModel
+
+from heads.core.errors import UserError
+from heads.targets.families import FIXED_ROTATIONS
+from heads.targets.tree_attention import Attend
+
+ATTENTION = "draftsmith"
+"""Name of the head's attention function in transformers' interface."""
+BLOCK_FAMILY = {"mimo": "qwen2"}
+"""Model types that transformers does not know -> the type with the same decoder layer."""
+NOT_OF_A_LAYER = (
+    *("quantization_config", "dtype", "torch_dtype", "auto_map", "architectures", "_name_or_path", "id2label"),
+    *("label2id", "problem_type", "transformers_version"),
+)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float, attend: Attend, **_: Any
+) -> tuple[Tensor, None]:
+    # `attend` divides scores by the square root of the width. Some families use another factor.
+    factor = scaling * query.shape[-1] ** 0.5
+    if abs(factor - 1) > 1e-6:
+        query = query * factor
+    # Under autocast, some layers project in bfloat16 and rotate in float32.
+    return attend(query.to(value.dtype), key.to(value.dtype), value).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+def block_record(config: Any, count: int) -> dict[str, Any]:
+    """Return the settings of `count` full-attention layers of the same kind as the last layer of a Hugging Face
+    `config`, in JSON types, without the target's number of layers and vocabulary."""
+    record: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    for name in NOT_OF_A_LAYER:
+        record.pop(name, None)
+    record["model_type"] = BLOCK_FAMILY.get(record["model_type"], record["model_type"])
+    record |= {"num_hidden_layers": count, "vocab_size": 1, "pad_token_id": None, "bos_token_id": None}
+    record |= {"eos_token_id": None, "tie_word_embeddings": False}
+    if record.get("layer_types") is not None:
+        record["layer_types"] = ["full_attention"] * count
+    if record.get("mlp_layer_types") is not None:
+        record["mlp_layer_types"] = record["mlp_layer_types"][-1:] * count
+    if "first_k_dense_replace" in record:  # the modules are mixtures of experts, as the last layers are
+        record["first_k_dense_replace"] = 0
+    if "mlp_only_layers" in record:
+        record["mlp_only_layers"] = []
+    if "sliding_window" in record:
+        record |= {"sliding_window": None, "use_sliding_window": False}
+    return record
+
+
+class BlockMaker:
+    """Layers, norms and rotary positions of one family, built from the result of `block_record`."""
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        config = AutoConfig.for_model(**record)
+        kind = (config.rope_parameters or {}).get("rope_type", "default")
+        if kind not in (*FIXED_ROTATIONS, "proportional"):
+            raise UserError(f"rotary positions of kind {kind} depend on the text's length; such modules cannot be used")
+        decoder: Any = AutoModel.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+        if "experts" in str(decoder):  # the loop over experts supports every dtype, and autocast
+            decoder.set_experts_implementation("eager")
+        self.layers: list[nn.Module] = [TargetBlock(layer) for layer in decoder.layers]
+        self.norm: Callable[[], nn.Module] = lambda: type(decoder.norm)(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary: nn.Module = decoder.rotary_emb
+
+
+class TargetBlock(nn.Module):
+    """One decoder layer, with the interface of the blocks of `heads.methods.mtp`."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        cos, sin = cos_sin
+        out = self.layer(x, position_embeddings=(cos[:, 0], sin[:, 0]), attention_mask=None, attend=attend)
+        hidden: Tensor = out[0] if isinstance(out, tuple) else out
+        return hidden
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "TargetBlock":
+        """Keep the dtype of a router's score correction: in bfloat16, the router would choose other experts."""
+        kept = {name: buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in kept.items():
+            owner, _, leaf = name.rpartition(".")
+            self.get_submodule(owner).register_buffer(leaf, buffer.to(self.get_buffer(name).device))
+        return self

@@ -1,0 +1,71 @@
+"""Labels that a head is trained on. The loss mask is indexed by the label, and no head reads across documents.
+
+Letters: B batch, T tokens, R supervised labels, K depths, C rows of a chunk, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad as padded
+
+from heads.core.contract import Batch
+from heads.methods.settings import LABELS as LABELS
+
+
+def certain_of_labels(vocab_size: int) -> Callable[[Tensor], Tensor]:
+    """Return a function from labels (C,) to the logits (C, V) of a target that is certain of them. With it instead of
+    the target, the loss `cross_entropy` equals `labels`."""
+
+    def logits(labels: Tensor) -> Tensor:
+        return torch.zeros(len(labels), vocab_size, device=labels.device).scatter_(1, labels[:, None], 1e4)
+
+    return logits
+
+
+def supervised(loss_mask: Tensor, documents: Tensor, ahead: int, *, pad: bool = False) -> Tensor:
+    """Return (B, T - ahead) bool, or (B, T) with `pad`: True for labels whose slot, `ahead` tokens before, is in the
+    same document."""
+    T = loss_mask.shape[1]
+    document = documents[:, ahead:]
+    mask = loss_mask[:, ahead:] & (document == documents[:, : max(T - ahead, 0)]) & (document >= 0)
+    return padded(mask, (min(ahead, T), 0)) if pad else mask
+
+
+def counts_by_depth(loss_mask: Tensor, documents: Tensor, ahead: int, depth: int) -> Tensor:
+    """Return (K,) float32: the number of labels of each depth k, whose slots are ahead + k tokens before them."""
+    return torch.stack([supervised(loss_mask, documents, ahead + k).sum() for k in range(depth)]).float()
+
+
+def label_slots(batch: Batch, ahead: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the labels of depth 0 (row and position, (R,) each), and for each depth k the slot ahead + k tokens
+    before: slots (K, R), clamped to the row, and valid (K, R) bool, True if the slot is in the label's document."""
+    row, label = supervised(batch.loss_mask, batch.documents, ahead, pad=True).nonzero(as_tuple=True)
+    slots = label - ahead - torch.arange(depth, device=label.device)[:, None]
+    inside = slots.clamp_min(0)
+    return row, label, inside, (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
+
+
+def chain_metrics(
+    correct: Tensor, valid: Tensor, overlap: Tensor, row: Tensor, slots: Tensor, shape: Any
+) -> dict[str, Tensor]:
+    """Return the metrics of a HeadLoss from correct, valid (K, R) bool and overlap (K,) by label, as sums over rows of
+    (B, T) `shape`. `accepted` counts slots whose predictions are right up to a depth, `chains` those with labels up to
+    it."""
+    hits, live = (_by_slot(x, row, slots, shape) for x in (correct & valid, valid))
+    metrics = {
+        "correct": hits.sum((1, 2)),
+        "accepted": hits.cumprod(0).sum((1, 2)),
+        "chains": live.cumprod(0).sum((1, 2)),
+        "overlap": overlap,
+    }
+    return {name: value.float() for name, value in metrics.items()}
+
+
+def _by_slot(values: Tensor, row: Tensor, slots: Tensor, shape: Any) -> Tensor:
+    """Convert (K, R) bool by label to (K, B, T) int64 by the slot that predicts it."""
+    K = len(values)
+    grid = torch.zeros(K, *shape, dtype=torch.int64, device=values.device)
+    depth = torch.arange(K, device=values.device)[:, None].expand_as(values)
+    return grid.index_put_((depth, row.expand_as(values), slots), values.long(), accumulate=True)

@@ -1,0 +1,299 @@
+"""Medusa (Cai et al., arXiv 2401.10774): K heads on the target's last hidden state, independent of each other.
+
+    head k = 1..K:  q_k = softmax(W2_k z_k),  z_k = h_t, then num_layers times  z_k <- z_k + SiLU(W1 z_k + b1)
+
+h_t is the hidden state after the final norm, and head k predicts x_{t+1+k}. W1 and b1 start at zero and W2_k as the
+target's output head. Loss = sum over k of depth_decay^k * cross-entropy of x_{t+1+k} (section 2.2.1), or a divergence
+from the target's distribution of that token. On text sampled from the target it is the same on average, and less noisy.
+
+Level k of a tree holds the likeliest tokens of head k, the same below every node. If the root is x_{t+1}, the runtime's
+newest hidden state is h_t, so head k drafts the k-th token after the root, as in training.
+
+Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K depth, W nodes of one level, R labels.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from heads.core.contract import (
+    Batch,
+    DraftHead,
+    HeadLoss,
+    Observation,
+    OwnTree,
+    Pick,
+    RoundReads,
+    SharedLayers,
+    from_plain,
+    given,
+)
+from heads.core.errors import UserError, expect
+from heads.core.tree import MOST_NODES, Proposal, TreeShape, check_width
+from heads.methods.growth import grow, take_newest
+from heads.methods.head_shape import check_one_width
+from heads.methods.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
+from heads.methods.layers import check_tensors
+from heads.methods.losses import check_loss_settings, draft_loss
+from heads.methods.settings import MedusaSettings
+from heads.methods.vocab import build_vocab, check_kept, check_table
+from heads.targets.model import FrozenTarget
+from heads.targets.product import with_products
+
+MOST_RANKS = 32
+"""Maximum number of candidates of one head that a tree may use."""
+
+Path = tuple[int, ...]
+
+
+def grow_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
+    """Return the paths of the `nodes` likeliest nodes, counting the root, which has no path.
+
+    accuracies (K, R). Returns fewer paths if all other nodes have accuracy 0, but at least one. Ties go to the shorter
+    path, then to the better ranks.
+    """
+    found: list[Path] = []
+    heap: list[tuple[float, int, Path]] = [(-accuracy, 1, (rank,)) for rank, accuracy in enumerate(accuracies[0])]
+    heapq.heapify(heap)
+    while heap and len(found) < nodes - 1:
+        negative, depth, path = heapq.heappop(heap)
+        if negative == 0 and found:
+            break
+        found.append(path)
+        if depth < len(accuracies):
+            for rank, accuracy in enumerate(accuracies[depth]):
+                heapq.heappush(heap, (negative * accuracy, depth + 1, (*path, rank)))
+    return tuple(sorted(found, key=lambda path: (len(path), path)))
+
+
+MOST_LAYERS = 64
+AHEAD = 2
+"""Depth 0, head 1 in the paper, predicts the token at t + AHEAD."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(MedusaSettings):
+    """Everything that the head's function and its training loss depend on, and its static tree."""
+
+    hidden_size: int
+    vocab_size: int
+    """Size of the target's vocabulary, the width of its logits."""
+    draft_vocab_size: int = field()
+    tree: tuple[Path, ...] | None = None
+    """Static tree, each node except the root as the ranks on its path; None before it is measured."""
+
+    def __post_init__(self) -> None:
+        check_loss_settings(self, also=LABELS)
+        expect(1 <= self.num_layers <= MOST_LAYERS, "head.num_layers", f"1 to {MOST_LAYERS}", self.num_layers)
+        are_ranks = all(isinstance(rank, int) for path in self.tree or () for rank in path)
+        expect(are_ranks, "head.tree", "paths of ranks", self.tree)
+        is_size = self.tree_nodes == 0 or 2 <= self.tree_nodes <= MOST_NODES
+        expect(is_size, "head.tree_nodes", f"2 to {MOST_NODES}, or 0 for no tree", self.tree_nodes)
+
+
+@dataclass
+class MedusaState:
+    """Static tensors of one batch of sequences."""
+
+    shape: TreeShape
+    root: Tensor  # (B,) int64
+    length: Tensor  # (B,) int64, the root's position
+    hidden: Tensor  # (B, D), the target's state before the root
+    levels: list[Any]
+    """For each depth, the head with the backend's products: (B, D) -> logits (B, Vd)."""
+
+
+class ResidualBlock(nn.Module):
+    """Residual block: z + SiLU(W1 z + b1)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, z: Tensor) -> Tensor:
+        update = silu(self.linear(z))
+        return z.to(update.dtype) + update  # autocast's dtype, if it is enabled
+
+
+class Medusa(nn.Module, DraftHead):
+    """Medusa head. The paper's own repository uses the same tensor names."""
+
+    config: MedusaConfig
+    kept: Tensor
+
+    def __init__(self, config: MedusaConfig, kept: Tensor) -> None:
+        """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""
+        super().__init__()
+        D = config.hidden_size
+        self.config = config
+        self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
+        # Blocks, then the output head: this numbers the tensors as the paper's repository does.
+        self.heads: Any = nn.ModuleList(
+            nn.Sequential(
+                *(ResidualBlock(D) for _ in range(config.num_layers)), nn.Linear(D, config.draft_vocab_size, bias=False)
+            )
+            for _ in range(config.depth)
+        )
+        self.register_buffer("kept", kept, persistent=False)
+
+    @classmethod
+    def for_target(cls, settings: MedusaSettings, target: FrozenTarget, token_counts: Tensor) -> "Medusa":
+        check_one_width(target, "medusa")
+        D, V = target.hidden_size, target.vocab_size
+        defaults = {"hidden_size": D, "vocab_size": V, "draft_vocab_size": V}
+        config = MedusaConfig(**{**defaults, **given(settings)})
+        head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
+        head.initialise(target.lm_head_weight)
+        for made in head.heads:
+            made[-1].weight.data.mul_(target.logit_scale)
+        return head
+
+    @classmethod
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
+        made = from_plain(MedusaConfig, config)
+        kept = torch.arange(made.vocab_size)
+        if made.draft_vocab_size != made.vocab_size:
+            check_table(weights, "token_map", (made.draft_vocab_size,), torch.int64)
+            kept = weights["token_map"]
+            check_kept("token_map", kept, made.vocab_size)
+        head = cls(made, kept)
+        check_tensors(head.to_checkpoint(), weights)
+        head.heads.load_state_dict({name: weights[name] for name in head.heads.state_dict()})
+        return head
+
+    def to_checkpoint(self) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = self.heads.state_dict()
+        if len(self.kept) < self.config.vocab_size:  # engines want no table if it keeps all tokens
+            weights["token_map"] = self.kept
+        return weights
+
+    @property
+    def own_tree(self) -> OwnTree | None:
+        return self if self.config.tree_nodes else None
+
+    @property
+    def tree(self) -> tuple[Path, ...] | None:
+        return self.config.tree
+
+    @property
+    def tree_nodes(self) -> int:
+        return self.config.tree_nodes
+
+    @torch.no_grad()
+    def initialise(self, lm_head: Tensor) -> None:
+        """Start every head as the target's own output head, lm_head (V, D), on the unchanged state."""
+        for head in self.heads:
+            for parameter in head[:-1].parameters():
+                nn.init.zeros_(parameter)
+            head[-1].weight.copy_(lm_head[self.kept.to(lm_head.device)])
+
+    def step(self, hidden: Tensor, k: int) -> Tensor:
+        """Return the input of depth k's output head, (..., D) hidden states -> (..., D); the same in training and
+        drafting."""
+        return self.heads[k][:-1](hidden)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor, k: int) -> Tensor:
+        return self.heads[k](hidden.to(self.heads[k][-1].weight.dtype))  # type: ignore[no-any-return]
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        K, V = self.config.depth, self.config.vocab_size
+        row, label, slots, valid = label_slots(batch, AHEAD, K)
+        teacher, distribution, loss = batch.hidden[row, label - 1], batch.shared.lm_head, self.config.loss
+        if loss == LABELS:
+            teacher, distribution, loss = batch.tokens[row, label], certain_of_labels(V), "cross_entropy"
+        parts = [
+            draft_loss(
+                self.step(batch.hidden[row, slots[k]], k)[None],
+                self.heads[k][-1].weight,
+                valid[k : k + 1],
+                teacher,
+                distribution,
+                self.kept,
+                scale[k : k + 1],
+                loss=loss,
+            )
+            for k in range(K)
+        ]
+        total, sums, correct, overlap = zip(*parts, strict=True)
+        metrics = chain_metrics(torch.cat(correct), valid, torch.cat(overlap), row, slots, batch.tokens.shape)
+        return HeadLoss(torch.stack(total).sum(), torch.cat(sums), metrics)
+
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        depth = self.config.depth
+        if shape.depth > depth:
+            raise UserError(f"tree {shape}: {shape.depth} levels, the head has {depth} heads; ask for no more")
+        check_width(shape, self.config.draft_vocab_size)
+
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> MedusaState:
+        self.check_draft(shape, capacity)
+        config, weight = self.config, self.heads[0][-1].weight
+        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.kept.device)
+        hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)
+        levels = [with_products(head) for head in self.heads[: shape.depth]]
+        return MedusaState(shape, ids[0], ids[1], hidden, levels)
+
+    @torch.no_grad()
+    def extend(self, state: MedusaState, observation: Observation) -> None:
+        count, tokens = observation.count, observation.tokens
+        known = state.root, state.length
+        take_newest(tokens, observation.start, count, *known, recycled=state.hidden, made=observation.hidden)
+
+    @torch.no_grad()
+    def propose(self, state: MedusaState, pick: Pick) -> Proposal:
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
+            logits: Tensor = state.levels[level](state.hidden)
+            return logits[:, None].expand(-1, tokens.shape[1], -1)
+
+        ids = self.kept if len(self.kept) < self.config.vocab_size else None
+        first = state.levels[0](state.hidden)[:, None]
+        return grow(state.shape, state.root, state.length, first, pick, expand, ids)
+
+    def bytes_per_round(self, state: MedusaState) -> RoundReads:
+        width = state.levels[0][-1].product.weight_bytes
+        return RoundReads(width * sum(p.numel() for p in self.parameters()), 0, len(self.kept))
+
+    @torch.no_grad()
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        if depth > self.config.depth:
+            raise UserError(f"depth {depth}: the head has {self.config.depth} heads")
+        guesses = [self.kept[self.logits(batch.hidden, k).argmax(-1)] for k in range(depth)]
+        return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
+
+    @torch.no_grad()
+    def ranks(self, batch: Batch) -> Tensor:
+        """Return (K, B, T) int64: at [k, b, t], the rank of x_{t+2+k} among depth k's candidates, 0 for the likeliest,
+        Vd if the head cannot draft it. Entries past a document's end are padding."""
+        column = torch.full((self.config.vocab_size,), self.config.draft_vocab_size, device=self.kept.device)
+        column[self.kept] = torch.arange(len(self.kept), device=self.kept.device)
+        found = []
+        for k in range(self.config.depth):
+            logits = self.logits(batch.hidden, k)  # (B, T, Vd)
+            place = column[batch.tokens.roll(-AHEAD - k, dims=1)][..., None]  # (B, T, 1)
+            own = logits.gather(-1, place.clamp_max(logits.shape[-1] - 1))
+            tied_before = (logits == own) & (torch.arange(logits.shape[-1], device=place.device) < place)
+            rank = ((logits > own) | tied_before).sum(-1)
+            found.append(torch.where(place[..., 0] < logits.shape[-1], rank, logits.shape[-1]))
+        return torch.stack(found)
+
+    @torch.no_grad()
+    def grow_tree(self, batches: Iterable[Batch]) -> None:
+        """Choose the static tree from how often each head's i-th candidate is the label, on held-out text."""
+        K, most = self.config.depth, min(MOST_RANKS, self.config.draft_vocab_size)
+        hits, labels = torch.zeros(K, most, dtype=torch.float64), torch.zeros(K, dtype=torch.int64)
+        for batch in batches:
+            ranks = self.ranks(batch).cpu()
+            for k in range(K):
+                valid = supervised(batch.loss_mask, batch.documents, AHEAD + k).cpu()  # (B, T - AHEAD - k)
+                found = ranks[k, :, : valid.shape[1]][valid]
+                hits[k] += found.bincount(minlength=most)[:most]
+                labels[k] += len(found)
+        accuracies = hits / labels.clamp_min(1)[:, None]
+        self.config = replace(self.config, tree=grow_tree(accuracies.tolist(), self.config.tree_nodes))

@@ -1,0 +1,401 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules that continue after the target's last
+layer.
+
+    u^k_t = M_k [norm(h^{k-1}_t) ; norm(e(x_{t+k}))]    h^0_t: the target's last hidden state, after its final norm
+    h^k_t = norm(block_k(u^k_t))                        predicts x_{t+k+1} through the target's own output head
+
+vLLM's classes for DeepSeek, GLM and MiMo read the token at position 0 as zeros; so does this head in their layouts.
+Each step has its own module (DeepSeek, num_modules = depth), or all steps share one (FastMTP, arXiv 2509.18362,
+num_modules = 1). FastMTP's training lets step k see the step-k keys of all slots; here step k sees the same keys as in
+drafting (`heads.methods.recycling`). Embeddings and output head are the target's, frozen and not stored. Loss = sum
+over k of beta^{k-1} / (sum of them) * KL(p || q_k) / rows, over the draft vocabulary if there is one. These are
+FastMTP's weights, with the target's distribution p instead of its token.
+
+Modules in a target's checkpoint, and saved ones, have their tensors under the names of a family:
+
+    mimo      model.mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}, block next to them
+    deepseek  model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm}, block next to them; n: target layers.
+              GLM-4.5 and GLM-4.7-Flash use these, too
+    qwen      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, block in mtp.layers.0; one module
+
+A native block is a decoder layer of the target's own class (`heads.methods.family_layers`). Its experts are in one
+tensor or in one each, as in the checkpoint. The model classes of transformers drop these tensors when they load, so
+they are read from the target's files.
+
+Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth, J modules.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.core.contract import SharedLayers, from_plain, given
+from heads.core.errors import UserError, expect, expect_one_of, first_line
+from heads.methods.family_layers import BlockMaker, block_record
+from heads.methods.head_shape import block_settings, check_one_width
+from heads.methods.layers import Attention, BlockConfig, DecoderLayer, RMSNorm, check_tensors, is_float
+from heads.methods.losses import check_loss_settings
+from heads.methods.recycling import Recycling
+from heads.methods.rotary import CosSin, rotary_of, rotation_by
+from heads.methods.settings import BlockSettings, MtpSettings
+from heads.methods.start import AttentionProbe, TargetProbe, begin, directions
+from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
+from heads.targets.hub import read_tensors, tensor_files
+from heads.targets.model import FrozenTarget
+from heads.targets.tree_attention import Attend
+
+OF_THE_CHECKPOINT = {part.name for part in fields(BlockSettings)} | {"num_modules", "layout"}
+"""Settings that native modules determine."""
+TOKEN_SHARE = 0.5
+"""Weight of the token's embedding in the input of a module that begins by copying; the state has weight 1."""
+
+
+PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+"""The target's own embeddings and output head. DeepSeek's modules store copies of them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of the tensors of a module in one family."""
+
+    prefix: str
+    """Prefix of module i; n is the number of the target's decoder layers."""
+    parts: tuple[str, str, str, str]
+    """Names of PARTS."""
+    block: str
+    """Text between the prefix and the names of the decoder block."""
+    hidden_first: bool
+    """True if the first half of the projection reads the hidden state."""
+    zero_first: bool = False
+    """True if engines read the token at position 0 as zeros: vLLM in both layouts that set it, SGLang only in
+    MiMo's."""
+
+    def of_module(self, i: int, layers: int) -> str:
+        return self.prefix.format(i=i, n=layers + i)
+
+
+LAYOUTS = {
+    "mimo": Layout("model.mtp_layers.{i}.", PARTS, "", hidden_first=True, zero_first=True),
+    "deepseek": Layout(
+        "model.layers.{n}.",
+        ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        "",
+        hidden_first=False,
+        zero_first=True,
+    ),
+    "qwen": Layout(
+        "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), "layers.0.", hidden_first=False
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(BlockConfig, MtpSettings):
+    """Everything that the head's function and its training loss depend on."""
+
+    decoder: dict[str, Any] | None = None
+    """Native modules: the record that their blocks are made from (`heads.methods.family_layers.block_record`)."""
+    draft_vocab_size: int = field()
+    layout: str = "mimo"
+    num_modules: int = 1
+    depth: int = 3
+
+    def __post_init__(self) -> None:
+        check_loss_settings(self)
+        what = f"1 to head.depth ({self.depth}), as each step trains one"
+        expect(1 <= self.num_modules <= self.depth, "head.num_modules", what, self.num_modules)
+        expect_one_of(LAYOUTS, "head.layout", self.layout)
+        if self.layout == "qwen" and self.num_modules > 1:
+            raise UserError(f"head.num_modules: the layout qwen names one module, got {self.num_modules}")
+        if self.native != (self.decoder is not None):
+            raise UserError("native modules and the record of their decoder go together")
+        self.check_block()
+        self.check_start()
+
+
+class MtpModule(nn.Module):
+    """Two norms, the projection of their concatenation, one decoder block and a final norm."""
+
+    def __init__(self, size: int, norm: Callable[[], nn.Module], block: nn.Module, *, hidden_first: bool) -> None:
+        super().__init__()
+        self.hidden_first = hidden_first
+        self.token_layernorm, self.hidden_layernorm = norm(), norm()
+        self.input_proj = nn.Linear(2 * size, size, bias=False)
+        self.block = block
+        self.final_layernorm = norm()
+
+    def project(self, embedding: Tensor, state: Tensor) -> Tensor:
+        halves = [self.token_layernorm(embedding), self.hidden_layernorm(state)]
+        return self.input_proj(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))  # type: ignore[no-any-return]
+
+    def forward(self, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        x = self.project(embedding, state)
+        return self.final_layernorm(self.block(x, cos_sin, attend))  # type: ignore[no-any-return]
+
+
+class Mtp(Recycling):
+    """MTP head. It is saved with the target's config, under the tensor names of its layout's family."""
+
+    config: MtpConfig
+
+    def __init__(self, config: MtpConfig, kept: Tensor) -> None:
+        """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""
+        super().__init__()
+        self.config, self.num_modules = config, config.num_modules
+        powers = [config.depth_decay**k for k in range(config.depth)]
+        self.depth_weights = tuple(power / sum(powers) for power in powers)
+        D, hidden_first, self.zero_first = config.hidden_size, self.layout.hidden_first, self.layout.zero_first
+        if config.decoder is None:
+            blocks: Iterable[nn.Module] = (
+                DecoderLayer(config, Attention(config, D)) for _ in range(config.num_modules)
+            )
+            norm: Callable[[], nn.Module] = partial(RMSNorm, D, config.rms_norm_eps)
+            self.cos_sin = rotary_of(config)
+        else:
+            maker = BlockMaker(config.decoder)
+            blocks, norm, self.cos_sin = maker.layers, maker.norm, partial(rotation_by, maker.rotary)
+        self.mtp_layers = nn.ModuleList(MtpModule(D, norm, block, hidden_first=hidden_first) for block in blocks)
+        self.stored: dict[str, torch.dtype] = {}
+        """Dtype of each tensor in the checkpoint that native modules come from. They are saved under the same names and
+        dtypes."""
+        self.register_buffer("kept", kept, persistent=False)
+
+    @classmethod
+    def for_target(cls, settings: MtpSettings, target: FrozenTarget, token_counts: Tensor) -> "Mtp":
+        check_one_width(target, "mtp")
+        weights, said = None, given(settings)
+        defaults = {
+            "draft_vocab_size": target.vocab_size,
+            **block_settings(target, None if settings.native else settings.num_attention_heads),
+        }
+        if settings.native:
+            files = tensor_files(target.name)
+            found, weights = read_native(target.name, files, partial(read_tensors, files), target)
+            defaults |= found
+            for name in sorted(OF_THE_CHECKPOINT & said.keys()):
+                if said[name] != defaults[name]:
+                    raise UserError(
+                        f"head.{name}: the checkpoint's own modules have {defaults[name]}, got {said[name]}; "
+                        "leave it out, or leave head.native out"
+                    )
+        config = MtpConfig(**{**defaults, **said})
+        try:
+            head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
+        except (TypeError, AttributeError, LookupError) as error:  # raised by layers of unknown families
+            if weights is None:
+                raise
+            raise UserError(
+                f"{target.name}: the decoder layers of {target.config.model_type} cannot be blocks of a head "
+                f"({first_line(error)}); leave head.native out"
+            ) from error
+        if weights is None:
+            begin(head, target, token_counts)
+        else:
+            try:
+                head.load_modules(weights)
+            except UserError as error:
+                raise UserError(f"{target.name}: {error}; the modules of its checkpoint cannot be used") from error
+        return head
+
+    @classmethod
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
+        made = from_plain(MtpConfig, config)
+        head = cls(made, read_vocab(weights, made.draft_vocab_size, made.vocab_size))
+        tables = vocab_tables(head.kept, made.vocab_size)
+        head.load_modules({name: value for name, value in weights.items() if name not in tables})
+        return head
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.config.layout]
+
+    def modules_by_field(self) -> dict[str, Tensor]:
+        """Return the modules' tensors under the family's names; native modules in the dtypes of the checkpoint."""
+        field = to_field(self.state_dict(), self.layout, self.config.num_target_layers, self.stored)
+        return {name: value.to(self.stored.get(name, value.dtype)) for name, value in field.items()}
+
+    def to_checkpoint(self) -> dict[str, Tensor]:
+        return self.modules_by_field() | vocab_tables(self.kept, self.config.vocab_size)
+
+    def load_modules(self, weights: dict[str, Tensor]) -> None:
+        """Load tensors with the family's names. Raises UserError unless they are exactly the modules' tensors."""
+        if self.config.native:
+            self.stored = {name: value.dtype for name, value in weights.items() if is_float(value.dtype)}
+        check_tensors(self.modules_by_field(), weights)
+        self.load_state_dict(from_field(weights, self.state_dict(), self.layout, self.config.num_target_layers))
+
+    @torch.no_grad()
+    def initialise(self, probe: TargetProbe) -> None:
+        """Start from the target: each module passes the hidden state on at its own scale. The target's output head
+        reads it unchanged, and the next step norms it."""
+        D, scale = self.config.hidden_size, float(probe.norm.square().mean().sqrt()) * probe.logit_scale
+        half = slice(0, D) if self.layout.hidden_first else slice(D, 2 * D)
+        for module in self.mtp_layers:
+            assert isinstance(module, MtpModule)
+            module.input_proj.weight[:, half] += torch.eye(D)
+            nn.init.constant_(module.final_layernorm.get_parameter("weight"), scale)
+
+    def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
+        """Return the first module's attention and its probe: find slots by the token whose state they hold, and write
+        the token that they read. The module's input then includes some of the token's embedding."""
+        module = self.mtp_layers[0]
+        assert isinstance(module, MtpModule) and isinstance(module.block, DecoderLayer)
+        D = self.config.hidden_size
+        half = slice(D, 2 * D) if module.hidden_first else slice(0, D)
+        module.input_proj.weight[:, half] += TOKEN_SHARE * torch.eye(D)
+        tokens = module.token_layernorm(probe.embeddings)
+        token, following = tokens[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(0, 1)
+        x = module.project(probe.embeddings[:, 1:], probe.hidden[:, :-1].float())
+        inputs = module.block.input_layernorm(x).flatten(0, 1)
+        written = directions(probe.lm_head_weight, probe.tokens[:, 1:].flatten())
+        return module.block.self_attn, AttentionProbe(inputs, inputs, read=following, before=token, written=written)
+
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
+        """Return h^0 in the dtype that the projection computes in."""
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            return hidden.to(torch.get_autocast_dtype(device))
+        return hidden.to(self.mtp_layers[0].input_proj.weight.dtype)  # type: ignore[union-attr, arg-type]
+
+    def step(self, module: int, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        return self.mtp_layers[module](embedding.to(state.dtype), state, cos_sin, attend)  # type: ignore[no-any-return]
+
+    def lm_head_weight(self, shared: SharedLayers) -> Tensor:
+        assert shared.lm_head_weight is not None
+        return (
+            shared.lm_head_weight if len(self.kept) == len(shared.lm_head_weight) else shared.lm_head_weight[self.kept]
+        )
+
+
+# Modules under the names of a family
+
+
+def field_name(own: str, layout: Layout, layers: int) -> str:
+    """Return the family's name of `mtp_layers.I.PART.weight` or `mtp_layers.I.block.NAME`."""
+    match = re.fullmatch(r"mtp_layers\.(\d+)\.(\w+)\.(.+)", own)
+    assert match, own
+    prefix, part, rest = layout.of_module(int(match[1]), layers), match[2], match[3]
+    if part == "block":
+        return prefix + layout.block + rest.removeprefix("layer.")
+    return f"{prefix}{layout.parts[PARTS.index(part)]}.{rest}"
+
+
+def to_field(own: Mapping[str, Tensor], layout: Layout, layers: int, stored: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return a head's tensors under the family's names. The head holds a layer's experts as one tensor. They are split
+    into one tensor each, unless the checkpoint, whose names are `stored`, has them as one, too."""
+    out = {}
+    for name, value in own.items():
+        name = field_name(name, layout, layers)
+        if name in stored:
+            out[name] = value
+        elif name.endswith(".experts.gate_up_proj"):
+            for e, both in enumerate(value):
+                for projection, matrix in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                    out[name.replace("gate_up_proj", f"{e}.{projection}.weight")] = matrix
+        elif name.endswith(".experts.down_proj"):
+            out |= {name.replace("down_proj", f"{e}.down_proj.weight"): matrix for e, matrix in enumerate(value)}
+        else:
+            out[name] = value
+    return out
+
+
+def from_field(
+    field: Mapping[str, Tensor], own: Mapping[str, Tensor], layout: Layout, layers: int
+) -> dict[str, Tensor]:
+    """Return the inverse of `to_field`, for a head with the tensors `own`. Names and shapes are known to fit."""
+    out = {}
+    for name, value in own.items():
+        theirs = field_name(name, layout, layers)
+        if theirs in field:
+            out[name] = field[theirs]
+        elif theirs.endswith(".experts.gate_up_proj"):
+            base = theirs.removesuffix("gate_up_proj")
+            pairs = [
+                torch.cat([field[f"{base}{e}.gate_proj.weight"], field[f"{base}{e}.up_proj.weight"]])
+                for e in range(len(value))
+            ]
+            out[name] = torch.stack(pairs)
+        else:
+            base = theirs.removesuffix("down_proj")
+            out[name] = torch.stack([field[f"{base}{e}.down_proj.weight"] for e in range(len(value))])
+    return out
+
+
+def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
+    """Return the number of modules of this layout among the tensors, counted from the first; at most 1 if all share a
+    prefix."""
+    held, count = set(names), 0
+    while f"{layout.of_module(count, layers)}{layout.parts[2]}.weight" in held:
+        count += 1
+        if layout.of_module(count, layers) == layout.of_module(0, layers):
+            break
+    return count
+
+
+def find_modules(names: Collection[str], layers: int) -> tuple[str, int]:
+    """Return the layout and the number of the modules among a checkpoint's tensors. The number is 0 if there are
+    none."""
+    counts = {name: count_modules(layout, names, layers) for name, layout in LAYOUTS.items()}
+    return max(counts.items(), key=lambda found: found[1])
+
+
+def module_names(names: Iterable[str], layout: Layout, count: int, layers: int) -> list[str]:
+    """Return the names of the tensors of the first `count` modules, with their copies of the target's layers
+    (`SHARED`)."""
+    prefixes = tuple({layout.of_module(i, layers) for i in range(count)})
+    return [name for name in names if name.startswith(prefixes)]
+
+
+def read_native(
+    path: str, names: Collection[str], read: Callable[[list[str]], dict[str, Tensor]], target: FrozenTarget
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the MTP modules in a checkpoint of the target with tensors of these `names`: the settings that they
+    determine, for an `MtpConfig` over the target's whole vocabulary, and their tensors under the family's names.
+
+    Copies of the target's embeddings and output head in a module must be equal to them, and are left out. Raises
+    UserError if there is no module, if there are fewer than the config says, or if one is quantised.
+    """
+    config: Any = target.config
+    layers: int = config.num_hidden_layers
+    layout, count = find_modules(names, layers)
+    if count == 0:
+        looked = ", ".join(f"{layout.of_module(0, layers)}{layout.parts[2]}" for layout in LAYOUTS.values())
+        raise UserError(
+            f"{path}: holds no module of multi-token prediction (looked for {looked}); "
+            "leave head.native out to train one from scratch"
+        )
+    counts = (getattr(config, key, None) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    if (promised := next(filter(None, counts), count)) > count:
+        raise UserError(
+            f"{path}: its config.json promises {promised} modules of multi-token prediction, its files hold {count}; "
+            "fetch the whole checkpoint"
+        )
+    weights = read(module_names(names, LAYOUTS[layout], count, layers))
+    embed: Any = target.shared.embed_tokens
+    for end, ours in zip(SHARED, (embed.weight, target.lm_head_weight), strict=True):
+        for key in [key for key in weights if key.endswith(end)]:
+            value = weights.pop(key)
+            if value.shape != ours.shape or not torch.equal(value.to(ours.dtype), ours.cpu()):
+                raise UserError(
+                    f"{path}: {key} is not the target's own; only modules that share the target's embeddings "
+                    "and output head are read"
+                )
+    for key, value in weights.items():
+        if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(f"{path}: {key} is {value.dtype}; expected a checkpoint whose modules are not quantised")
+    settings = {
+        **block_settings(target),
+        "native": True,
+        "draft_vocab_size": target.vocab_size,
+        "layout": layout,
+        "num_modules": count,
+        "depth": max(3, count),
+        "decoder": block_record(config, count),
+    }
+    return settings, weights

@@ -1,0 +1,290 @@
+"""Heads that recycle their own state: training through all steps, and drafting with a KV cache.
+
+A step reads a state and the embedding of one token, and returns the state to recycle. EAGLE-3 (arXiv 2503.01840) and
+FastMTP (arXiv 2509.18362) apply one module at every step. DeepSeek's multi-token prediction (arXiv 2412.19437, section
+2.2) has J modules, one per step; the last one is applied at any further steps:
+
+    a^i_t = module_j(e(x_{t+1+i}), a^{i-1}_t),  j = min(i, J - 1)      step i of slot t; a^{-1}_t: the target's features
+    q_i   = softmax(head(normed(a^i_t)))                               predicts x_{t+2+i}
+
+Drafting goes token by token. When x_{p+1} is decided, or drafted on a path, module j reads it together with the
+previous module's output for the token before; this is step j of slot p - j. Each module keeps its key of x_{p+1} in
+slot p of its own cache, at rotary position p. So a module sees its own keys of all tokens before. Training shows it the
+same keys: at step j < J module j attends causally to its keys of the slots up to t. When the last module is applied
+again, it attends to its first keys of the slots up to t and to its later keys of slot t (EAGLE-3's training-time test).
+
+Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K depth, J modules, W nodes of one level, S
+cache slots, E of them read, P tokens expanded in a round, d head dimension.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from heads.core.contract import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
+from heads.core.errors import UserError
+from heads.core.tree import Proposal, TreeShape, check_width, scratch_slots
+from heads.methods.growth import Forms, SlotState, grow, take_newest
+from heads.methods.labels import chain_metrics, counts_by_depth, label_slots
+from heads.methods.losses import draft_loss
+from heads.methods.rotary import CosSin, Rotary
+from heads.methods.training_time_test import causal_attention
+from heads.targets.masks import additive
+from heads.targets.slots import Drafted, Observed
+from heads.targets.tree_attention import Attend
+
+AHEAD = 2
+"""Step i of slot t predicts the token at t + AHEAD + i."""
+
+UNREAD = ("lm_head.weight", "embed_tokens.weight")
+"""Tensors that no module reads. The output head is counted separately; of the embeddings one row per token is read."""
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of memory of the GPU, or of the machine for other devices."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@dataclass
+class RecyclingState(SlotState):
+    """State of one batch. Slot p of a module's cache holds its key of token x_{p+1}."""
+
+    recycled: list[Tensor]  # by module, (B, D): its output for the root
+
+
+class Recycling(nn.Module, DraftHead):
+    """Base class of heads that recycle their state. It implements all that does not depend on what a step computes."""
+
+    config: Any
+    """Config of the head. This class reads `hidden_size`, `depth` (steps trained), `draft_vocab_size` and `loss`."""
+    kept: Tensor
+    """(Vd,) int64, target id of each draft id."""
+    num_modules: int = 1
+    sliding_window: int | None = None
+    """Number of positions that attention sees, the token's own included. None: all."""
+    cos_sin: Rotary
+    zero_first: bool = False
+    """True if a step reads zeros in place of the token at position 0."""
+
+    def shared_layers(self, shared: SharedLayers) -> SharedLayers:
+        """Return the target's shared layers, with the head's own in their place if it has any."""
+        return shared
+
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
+        """Return the state (..., D) that the first step recycles, from the target's features (..., L * D) and
+        (..., D)."""
+        raise NotImplementedError
+
+    def step(self, module: int, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        """Run one step, the same in training and in drafting: embeddings and states (B, T, D) -> states to recycle
+        (B, T, D)."""
+        raise NotImplementedError
+
+    def masked(self, embedding: Tensor, positions: Tensor) -> Tensor:
+        """Return the embeddings (B, T, D) of tokens at rotary positions (B, T), as a step reads them."""
+        return embedding.masked_fill((positions == 0)[..., None], 0.0) if self.zero_first else embedding
+
+    def normed(self, recycled: Tensor) -> Tensor:
+        """Return the input of the output head for a recycled state."""
+        return recycled
+
+    def lm_head_weight(self, shared: SharedLayers) -> Tensor:
+        raise NotImplementedError
+
+    def logits(self, normed: Tensor, lm_head_weight: Tensor) -> Tensor:
+        """Return the logits of normed states: (..., D) -> (..., Vd)."""
+        return nn.functional.linear(normed, lm_head_weight)
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)
+
+    def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
+        """Return the normed states (B, T, D) of the first `depth` steps."""
+        state = self.start(batch.aux_hidden_states, batch.hidden)
+        own, normed = self.shared_layers(batch.shared), []
+        embeddings = batch.embeddings if own is batch.shared else own.embed_tokens(batch.tokens)
+        keys: list[Tensor] = []  # of the module's previous steps
+        values: list[Tensor] = []
+        recompute = torch.is_grad_enabled() and self.recomputes(state, depth)
+        for i in range(depth):
+            if i < self.num_modules:
+                keys, values = [], []
+            given = (embeddings, batch.positions, batch.documents, state, *keys, *values)
+            if recompute:
+                made = checkpoint(self.step_of_slots, i, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                made = self.step_of_slots(i, *given)
+            state = made[0]
+            keys.append(made[1])
+            values.append(made[2])
+            normed.append(self.normed(state))
+        return normed
+
+    def step_of_slots(
+        self, i: int, embeddings: Tensor, positions: Tensor, documents: Tensor, state: Tensor, *earlier: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run step i for all slots. `earlier`: keys, then values, of the module's previous steps. Returns state, keys,
+        values.
+
+        A module attends causally at its first step. Later steps also see their own slot's keys of the steps in between.
+        """
+        keys, values = list(earlier[: len(earlier) // 2]), list(earlier[len(earlier) // 2 :])
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(k)
+            values.append(v)
+            return causal_attention(q, keys[0], values[0], documents, keys[1:], values[1:], self.sliding_window)
+
+        embedding = embeddings.roll(-1 - i, dims=1)  # slot t reads x_{t+1+i}; tokens that wrap around have no label
+        embedding = self.masked(embedding, positions + i)
+        cos_sin = self.cos_sin(positions + i, state.dtype)
+        state = self.step(min(i, self.num_modules - 1), embedding, state, cos_sin, attend)
+        return state, keys[-1], values[-1]
+
+    def recomputes(self, state: Tensor, depth: int) -> bool:
+        """Return True if the backward pass should recompute the steps that begin with `state` (B, T, D).
+
+        The answer depends only on shapes and the device, because processes that share a head's weights have to agree.
+        """
+        most = KEPT_SHARE * total_memory(state.device) if self.most_kept is None else self.most_kept
+        widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size  # kept per token by a step
+        kept: int = depth * state[..., 0].numel() * widths * state.element_size()
+        return kept > most
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)
+        unrolled = zip(self.unroll(batch, self.config.depth), inside, strict=True)
+        states = torch.stack([state[row, slot] for state, slot in unrolled])  # (K, R, D)
+        loss, sums, correct, overlap = draft_loss(
+            states,
+            self.lm_head_weight(batch.shared),
+            valid,
+            batch.hidden[row, label - 1],
+            batch.shared.lm_head,
+            self.kept,
+            scale,
+            loss=self.config.loss,
+        )
+        return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
+
+    def bytes_per_round(self, state: RecyclingState) -> RoundReads:
+        """Return the reads of one round. Each level reads the output head, and each level after the first the modules;
+        what only `start` reads is read to extend."""
+        K, J, width = state.shape.depth, self.num_modules, state.lm_head.product.weight_bytes
+        own = width * sum(p.numel() for name, p in self.named_parameters() if name not in UNREAD)
+        start = width * sum(p.numel() for module in self.starting for p in module.parameters())
+        output = width * len(self.kept) * self.config.hidden_size
+        used = sum(J - min(level, J - 1) for level in range(1, K))
+        return RoundReads(K * output + used * (own - start) // J, own, len(self.kept))
+
+    @property
+    def starting(self) -> Sequence[nn.Module]:
+        """Modules that only `start` reads."""
+        return ()
+
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        check_width(shape, self.config.draft_vocab_size)
+        if self.sliding_window is not None and shape.depth >= self.sliding_window:
+            raise UserError(
+                f"tree {shape}: {shape.depth} levels, a head whose window is {self.sliding_window} drafts fewer tokens "
+                "than that; ask for no more"
+            )
+
+    @torch.no_grad()
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> RecyclingState:
+        self.check_draft(shape, capacity)
+        own, weight = self.shared_layers(shared), next(self.parameters())
+        return RecyclingState.open(
+            self,
+            shape,
+            batch_size=batch_size,
+            slots=capacity + max(shape.depth, scratch_slots(shape)) + 1,
+            layers=self.num_modules,
+            forms=self.forms(),
+            lm_head_weight=self.lm_head_weight(own),
+            embed=own.embed_tokens,
+            recycled=[weight.new_zeros(batch_size, self.config.hidden_size) for _ in range(self.num_modules)],
+        )
+
+    def forms(self) -> Forms:
+        """Return the forms of the keys and values that a step passes to attention."""
+        found: list[tuple[int, int]] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            found.extend((x.shape[1], x.shape[3]) for x in (k, v))
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+
+        weight = next(self.parameters())
+        nothing = weight.new_zeros(1, 1, self.config.hidden_size)
+        first = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+        self.step(0, nothing, nothing, self.cos_sin(first, weight.dtype), attend)
+        return found[0], found[1]
+
+    def draft_step(
+        self,
+        state: RecyclingState,
+        module: int,
+        tokens: Tensor,
+        states: Tensor,
+        mapping: Observed | Drafted,
+        extent: int,
+    ) -> Tensor:
+        """Run one step over the cache, on tokens (B, W) and the states (B, W, D) that they recycle. Attention sees the
+        first `extent` slots. Return the states to recycle (B, W, D)."""
+        slot, positions = state.slot[:extent], mapping.positions
+        visible = mapping.visible(module, extent)
+        if visible is None:
+            visible = slot <= positions[..., None]
+        if self.sliding_window is not None:  # draft tokens only appear nearer: slot >= position
+            visible = visible & (positions[..., None] - slot < self.sliding_window)
+        mask = additive(visible, states.dtype)[:, 0]
+        state.cache.aim(mapping.slots(len(state.slot) - 1), extent=extent)
+        embedding = self.masked(state.embed(tokens), positions)
+        made: Tensor = state.head.step(module, embedding, states, state.cos_sin(positions), state.attend(module, mask))
+        return made
+
+    @torch.no_grad()
+    def extend(self, state: RecyclingState, observation: Observation) -> None:
+        tokens, start, count = observation.tokens, observation.start, observation.count
+        mapping = Observed(start, count, state.slot, observation.hidden.shape[1])
+        extent = state.extent(mapping.number)
+        above = state.head.start(observation.aux_hidden_states, observation.hidden)
+        for module, newest in enumerate(state.recycled):
+            made = self.draft_step(state, module, tokens[:, 1:], above, mapping, extent)
+            if module + 1 < len(state.recycled):
+                above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # this module's state of the previous token
+            take_newest(tokens, start, count, state.root, state.length, recycled=newest, made=made)
+
+    @torch.no_grad()
+    def propose(self, state: RecyclingState, pick: Pick) -> Proposal:
+        J, scratch, chain = self.num_modules, scratch_slots(state.shape), state.shape.top_k <= 1
+        extent = state.extent(max(state.shape.depth, scratch))
+        recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the previous level
+
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
+            nonlocal recycled
+            mapping = Drafted(state.length, paths, state.slot, chain, scratch)
+            made, first = list(recycled), min(level, J - 1)
+            for module in range(first, J):
+                above = recycled[module - 1 if level <= module else module]
+                if not chain:
+                    above = above.gather(1, rows[..., None].expand(-1, -1, above.shape[2]))
+                made[module] = self.draft_step(state, module, tokens, above, mapping, extent)
+            recycled = made
+            return state.lm_head(state.head.normed(made[first]))  # type: ignore[no-any-return]
+
+        first = state.lm_head(state.head.normed(recycled[0]))
+        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
+
+    @torch.no_grad()
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        lm_head_weight = self.lm_head_weight(batch.shared)
+        guesses = [self.kept[self.logits(normed, lm_head_weight).argmax(-1)] for normed in self.unroll(batch, depth)]
+        return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])

@@ -1,0 +1,388 @@
+"""First weights of a new head: PyTorch's, or computed from the target's features over some text.
+
+Letters: B rows, T tokens, N probed slots, D hidden, L auxiliary layers, V vocabulary, H attention heads, d head
+dimension, m or n dimensions in which tokens are matched, r rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize, pad, rms_norm
+
+from heads.methods.layers import Attention, NormedAttention
+from heads.methods.settings import COPYING, RANDOM
+from heads.targets.families import final_norm_scale
+from heads.targets.model import FrozenTarget
+
+PROBED_AT_ONCE = 32
+"""Number of rows of the probed text in one pass of the target."""
+
+
+@dataclass(frozen=True)
+class TargetProbe:
+    """The target's features over some text, and the layers that turn them into logits."""
+
+    tokens: Tensor  # (B, T) int64
+    embeddings: Tensor  # (B, T, D)
+    aux_hidden_states: Tensor  # (B, T, L * D)
+    hidden: Tensor  # (B, T, D), after the final norm
+    scales: Tensor
+    """(L,) the root mean square of each auxiliary hidden state.
+
+    Residual streams grow with depth: in the quickstart's target from 0.26 at the embeddings to 21 at the highest
+    auxiliary layer. A head that starts at that size learns as if its learning rate were that much smaller.
+    """
+    norm: Tensor  # (D,), the scale of the final norm
+    lm_head_weight: Tensor  # (V, D)
+    logit_scale: float
+    token_counts: Tensor  # (V,), labels in the data
+    embed_tokens: Callable[[Tensor], Tensor]
+    """The target's input embeddings."""
+
+    @cached_property
+    def frequency(self) -> Tensor:
+        """(V,) float32 on the CPU: fraction of the labels that each token makes up; above 0 also for tokens that are
+        never labels."""
+        count = self.token_counts.cpu().float() + 0.5
+        return count / count.sum()
+
+    @cached_property
+    def readout(self) -> Tensor:
+        """(V, D) float32 on the CPU: output head, multiplied by the family's factor of the logits."""
+        return self.lm_head_weight.cpu().float() * self.logit_scale
+
+    @property
+    def evening(self) -> Tensor:
+        """(L * D,) factors that scale every auxiliary hidden state to the size of the largest.
+
+        They multiply a projection whose output is normed. Its own size has no effect, except that the optimizer changes
+        it less.
+        """
+        return (self.scales.max() / self.scales).repeat_interleave(self.embeddings.shape[-1])
+
+
+@torch.no_grad()
+def begin(head: Any, target: FrozenTarget, token_counts: Tensor, *, closely: bool = False) -> None:
+    """Set the weights of a new head as `initial_weights` in its config says. token_counts (V,): labels in the data.
+
+    A head has two methods for it. `initialise` makes it pass on the target's features, starting from small random
+    weights. `copying` returns the attention that should copy with its `AttentionProbe`, or None. `closely`: use a
+    longer text. Without any label, when only the shape of a head is needed, the weights stay PyTorch's.
+    """
+    initial = head.config.initial_weights
+    if initial == RANDOM or not token_counts.any():
+        return
+    probe = probe_target(target, head.aux_layer_ids, token_counts, closely)
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+    head.initialise(probe)
+    found = head.copying(probe) if initial == COPYING else None
+    if found is not None:
+        attention, inputs = found
+        begin_copying(attention, inputs, target.device)
+
+
+def probe_target(
+    target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor, closely: bool
+) -> TargetProbe:
+    """Return the features, on the CPU, of tokens drawn in proportion to their counts as labels."""
+    tokens = probe_tokens(token_counts, probed_rows(target.hidden_size, closely))
+    found = []
+    for rows in tokens.to(target.device).split(PROBED_AT_ONCE):
+        positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
+        found.append(target.packed_features(rows, positions, torch.zeros_like(rows), aux_layer_ids))
+    aux = torch.cat([features.aux_hidden_states.cpu() for features in found])
+    by_layer = aux.float().unflatten(-1, (len(aux_layer_ids), target.hidden_size))  # (B, T, L, D)
+    return TargetProbe(
+        tokens=tokens,
+        embeddings=target.shared.embed_tokens(tokens.to(target.device)).float().cpu(),
+        aux_hidden_states=aux,
+        hidden=torch.cat([features.hidden.cpu() for features in found]),
+        scales=by_layer.square().mean((0, 1, 3)).sqrt(),
+        norm=final_norm_scale(target.base, target.layers, target.hidden_size),
+        lm_head_weight=target.lm_head_weight,
+        logit_scale=target.logit_scale,
+        token_counts=token_counts,
+        embed_tokens=target.shared.embed_tokens,
+    )
+
+
+def probed_rows(hidden_size: int, closely: bool) -> int:
+    """Return the number of rows of the probed text, with at least four tokens for each dimension of a hidden state."""
+    return max(96 if closely else 4, hidden_size // 16)
+
+
+def probe_tokens(token_counts: Tensor, rows: int) -> Tensor:
+    """Return (rows, 64) tokens, drawn in proportion to their counts (V,). They are always the same."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.multinomial(token_counts.float() + 1e-3, rows * 64, replacement=True, generator=draw).view(rows, 64)
+
+
+# Attention that copies: induction heads (Olsson et al., arXiv 2209.11895). What followed a token the last time is
+# likely to follow it again. Training finds such attention late and suddenly, at a step that varies with the seed; until
+# then a head has little to draft from. So the first query head of each group starts with it. The query is the token
+# just read, a slot's key is the token before the slot's own, and its value is the token that followed. All three are
+# fitted by least squares to the inputs of the projections.
+
+MATCH = 10.0
+"""Mean score of a key that matches the query, before training."""
+RIDGE = 0.05
+"""Penalty of the least squares, relative to the mean square of the inputs."""
+
+
+@dataclass(frozen=True)
+class AttentionProbe:
+    """Inputs of attention in N slots, and what it should find and write there."""
+
+    queries: Tensor
+    """(N, D') inputs of the query projection."""
+    keys: Tensor
+    """(N, D') inputs of the key and value projections."""
+    read: Tensor
+    """(N, D) embedding of the token that a query looks for."""
+    before: Tensor
+    """(N, D) embedding of the token that a slot is found by."""
+    written: Tensor
+    """(N, D) direction that a slot adds to the residual stream."""
+
+
+def directions(lm_head: Tensor, tokens: Tensor) -> Tensor:
+    """Return (N, D) float32: the rows of an output head (V, D) for tokens (N,), at unit size."""
+    rows = lm_head[tokens.to(lm_head.device)].float().cpu()
+    return rms_norm(rows, rows.shape[-1:])
+
+
+@torch.no_grad()
+def begin_copying(attention: Attention, probe: AttentionProbe, device: torch.device) -> None:
+    """Add copying heads to the projections of attention, whose weights are small and random. Computed on `device`.
+
+    Queries and keys are matched in `matched_dimensions`. `attention` is on the CPU.
+    """
+    d = attention.head_dim
+    heads = attention.k_proj.out_features // d  # number of key heads
+    slots = matched_dimensions(d)
+    queries, keys, read, before, written = (
+        x.to(device) for x in (probe.queries, probe.keys, probe.read, probe.before, probe.written)
+    )
+    axes = token_axes(attention, read)
+    wanted, basis = before @ axes, principal_axes(written, heads * d)  # (N, heads * n), (D, heads * d)
+    by_query = least_squares(queries, read @ axes)
+    by_key, by_value = least_squares(keys, torch.cat([wanted, written @ basis], 1)).split([axes.shape[1], heads * d], 1)
+    match = ((keys @ by_key) * wanted).mean(0).view(heads, -1).sum(1)
+    gain = (MATCH * d**0.5 / match.clamp_min(1e-6)).sqrt().repeat_interleave(len(slots))
+    q, k = (proj.weight.view(heads, -1, d, proj.in_features) for proj in (attention.q_proj, attention.k_proj))
+    for weight, found in ((q, by_query), (k, by_key)):  # the first query head and the key head of each group
+        weight[:, 0, slots] += (gain * found).T.reshape(heads, len(slots), -1).cpu()
+    attention.v_proj.weight += by_value.T.cpu()
+    attention.o_proj.weight.view(-1, heads, q.shape[1], d)[:, :, 0] += basis.view(-1, heads, d).cpu()
+    if isinstance(attention, NormedAttention):  # its norms cancel the gain, so their weight sets the score
+        query = attention.q_norm(attention.q_proj(queries.cpu()).view(-1, *q.shape[:2], d)[:, :, 0])
+        key = attention.k_norm(attention.k_proj(keys.cpu()).view(-1, heads, d))
+        attention.q_norm.weight[slots] *= MATCH * d**0.5 / (query * key).sum(-1).mean().clamp_min(1e-6)
+
+
+def matched_dimensions(head_dim: int) -> Tensor:
+    """Return (n,): the rotary dimensions that rotate slowest and so hardly depend on distance."""
+    slow = torch.arange(head_dim // 2 - max(1, 3 * head_dim // 16), head_dim // 2)
+    return torch.cat([slow, slow + head_dim // 2])
+
+
+def token_axes(attention: Attention, read: Tensor) -> Tensor:
+    """Return (D, heads * n): the axes along which tokens with embeddings (N, D) differ most, for all key heads of
+    attention.
+
+    They are orthogonal to the mean, because there is no bias to subtract it.
+    """
+    count = attention.k_proj.out_features // attention.head_dim * len(matched_dimensions(attention.head_dim))
+    axes = principal_axes(read, count)
+    mean = normalize(read.mean(0), dim=0)
+    axes = axes - mean[:, None] * (mean @ axes)
+    return axes / (read @ axes).std(0).clamp_min(1e-6)
+
+
+def principal_axes(x: Tensor, count: int) -> Tensor:
+    """Return (D, count): the principal axes of (N, D) as columns, the widest first. They repeat if D is less than
+    `count`."""
+    centred = x - x.mean(0)
+    axes: Tensor = torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)
+    return axes[:, torch.arange(count, device=x.device) % axes.shape[1]]
+
+
+def least_squares(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """Return (D', m): the linear map from inputs (N, D') to outputs (N, m)."""
+    gram = inputs.T @ inputs
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    found: Tensor = torch.linalg.solve(gram, inputs.T @ outputs)
+    return found
+
+
+# First weights of a Markov head: the target's bigrams, which are its mean logits after each token. The matrix of these
+# logits is (h_a - mean h) . w_b for tokens a and b. The head gets its best approximation of rank r, with errors
+# weighted by the frequencies of both tokens. Both factors come from (D, D) matrices; no (V, V) matrix is formed.
+
+PART = 0.5
+"""Fraction of the bigrams' logits that the head begins with, because the rows learn some of it from the context."""
+ROWS = 2**14
+"""Number of rows of the output head in one product."""
+
+
+@torch.no_grad()
+def bigrams(probe: TargetProbe, rank: int) -> tuple[Tensor, Tensor]:
+    """Return W1 (V, r) and W2 (V, r), float32 on the CPU. Row a of W1 W2^T is `PART` times the target's logits after
+    token a, less those after any token. It is zero for tokens that do not occur in the probed text."""
+    V, D = probe.readout.shape
+    tokens, states = probe.tokens[:, 1:].flatten(), probe.hidden[:, 1:].flatten(0, 1).float()  # (N,), (N, D)
+    present, by_slot, count = tokens.unique(return_inverse=True, return_counts=True)
+    share = count / len(tokens)
+    behind = states.new_zeros(len(present), D).index_add(0, by_slot, states) / count[:, None]  # (M, D)
+    behind = behind - share @ behind
+
+    # After `metric`, the distance of two states is that of their logits, weighted by the frequencies of tokens.
+    mean, gram = probe.frequency @ probe.readout, states.new_zeros(D, D)
+    for rows, weight in zip(probe.readout.split(ROWS), probe.frequency.split(ROWS), strict=True):
+        centred = (rows - mean) * weight.sqrt()[:, None]
+        gram += centred.T @ centred
+    values, vectors = torch.linalg.eigh(gram)
+    size = values.clamp_min(1e-6 * values[-1]).sqrt()
+    metric, inverse = vectors * size @ vectors.T, vectors / size @ vectors.T
+    seen, kept = behind @ metric, min(rank, D)
+    axes = torch.linalg.eigh((seen.T * share) @ seen).eigenvectors[:, -kept:]  # (D, kept)
+
+    latent = seen @ axes
+    scale = latent.square().mean().sqrt().clamp_min(1e-6) * rank**0.5  # rows of W1 have unit size
+    w1, w2 = states.new_zeros(2, V, rank)
+    w1[:, kept:].normal_(std=rank**-0.5)  # spare columns can only learn if one factor is not 0
+    w1[present, :kept] = latent / scale
+    w2[:, :kept] = PART * scale * (probe.readout @ (inverse @ axes))
+    return w1, w2
+
+
+# A block head that copies: its first draft token is what followed the root the last time. Attention that copies needs a
+# query that knows the root, but the rows that draft are masks. So three parts are prepared by least squares:
+#
+# 1. For each slot, the context keeps the token before it, its own token and the target's highest auxiliary state.
+# 2. In the first layer a row reads the row that is `first_row` before it in its block. For the row of the first draft
+#    token that is the root. The row writes the root's token where the output head hardly looks. Other rows read masks.
+# 3. In the second layer a row that knows the root finds the slots after the same token, and writes their own tokens.
+#
+# A row that finds nothing predicts the frequencies of tokens in the data. Without this, the first steps of training
+# unlearn what the mask's embedding happens to predict, and what was prepared along with it.
+
+PLACES = 2
+"""Number of rotary pairs, the fastest ones, by which a row finds another row by its position."""
+SHARP = 2.5
+"""Scale of the first layer's queries. At d = 64 a row gives its neighbour e^-5 of the weight of the row that it looks
+for."""
+WRITTEN = 2.0
+"""Size of a copied token, relative to a residual stream of 1."""
+
+# Sizes that a norm or another matrix cancels. Their only effect is that the optimizer, whose updates all have one size,
+# changes these weights relatively less.
+LARGE = 40.0
+"""Size of the first layer's queries and keys before their norms."""
+CONTEXT = 3.0
+"""Size of the context before its norm."""
+VALUE = 4.0
+"""Size of the values that rows read from each other. The output projection divides by it."""
+
+
+@torch.no_grad()
+def copy_by_root(head: Any, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
+    """Prepare the context, the first layer and the final norm of a head whose weights are small and random. Return the
+    second layer's attention, and the probe of what it should find and write."""
+    for layer in head.layers:  # only the weights prepared here write anything
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    second, D, d = head.layers[1], head.config.hidden_size, head.config.head_dim
+    attention: Attention = second.self_attn
+    heads = attention.k_proj.out_features // d
+    attention.q_proj.weight.view(heads, -1, d, D)[:, 0, matched_dimensions(d)] = 0  # without a root, nothing is sought
+
+    read = head.layers[0].input_layernorm(probe.embeddings[:, :-1]).flatten(0, 1)  # (N, D), token before each slot
+    written = WRITTEN * directions(probe.lm_head_weight, probe.tokens[:, 1:].flatten())
+    by_token = read @ token_axes(attention, read)
+    keep_in_context(head, probe, torch.cat([by_token, written @ principal_axes(written, heads * d)], 1))
+    context = head.fuse(probe.aux_hidden_states[:, 1:]).flatten(0, 1)
+
+    prior, scale = frequencies(probe)
+    head.norm.weight.copy_(probe.norm * probe.logit_scale * scale)
+    rows = read_root(head, probe, by_token[:, : min(D // 4, heads * d - 2)], context, prior)
+    return attention, AttentionProbe(second.input_layernorm(rows), context, read=read, before=read, written=written)
+
+
+def keep_in_context(head: Any, probe: TargetProbe, wanted: Tensor) -> None:
+    """Set `fc` so that `wanted` (N, W) can be read from the context, for all slots but the first of a text, in at most
+    half of the D dimensions. The other dimensions hold the target's highest auxiliary state."""
+    D, B = head.config.hidden_size, len(probe.tokens)
+    aux = probe.aux_hidden_states.float() / probe.scales.repeat_interleave(D)  # (B, T, L * D)
+    slots = aux[:, 1:].flatten(0, 1)
+    found = least_squares(slots, wanted)  # (L * D, W)
+    found = found @ principal_axes(slots @ found, min(wanted.shape[1], D // 2))
+    highest = principal_axes(aux[..., -D:].flatten(0, 1), D - found.shape[1])
+    weights = torch.cat([found, pad(highest, (0, 0, len(found) - D, 0))], 1)  # (L * D, D)
+    sizes = (aux.view(B * aux.shape[1], -1) @ weights).square().mean(0).sqrt().clamp_min(1e-6)
+    head.fc.weight.copy_(CONTEXT * (weights / sizes).T * probe.evening)
+
+
+def frequencies(probe: TargetProbe) -> tuple[Tensor, float]:
+    """Return a state (D,) of unit size and a factor of the final norm with which its logits give nearly the frequencies
+    of tokens in the data."""
+    state = torch.zeros_like(probe.norm, requires_grad=True)
+    optimizer = torch.optim.LBFGS([state], max_iter=60, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        read = (probe.readout @ (probe.norm * state)).log_softmax(-1)
+        value: Tensor = -(probe.frequency * read).sum() + 1e-3 * state.square().sum()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    found = state.detach()
+    scale = float(found.square().mean().sqrt().clamp_min(1e-6))
+    return found / scale, scale
+
+
+def read_root(head: Any, probe: TargetProbe, by_token: Tensor, context: Tensor, prior: Tensor) -> Tensor:
+    """Make the first layer's rows read the row `first_row` before them. Return the residual stream (N, D) after that
+    layer in the row of the first draft token, for each root.
+
+    by_token (N, m): distinguishes the roots; context (N, D); prior (D,): replaces a mask in the residual stream.
+    """
+    layer, D, d = head.layers[0], head.config.hidden_size, head.config.head_dim
+    attention, (N, m) = layer.self_attn, by_token.shape
+    roots = probe.embeddings[:, :-1].flatten(0, 1)
+    mask_id = torch.tensor([head.config.mask_token_id], device=probe.lm_head_weight.device)
+    mask = probe.embed_tokens(mask_id)[0].float().cpu()
+    root = layer.input_layernorm(roots)
+    rows = torch.cat([root, layer.input_layernorm(mask).expand(N // 2, -1)])  # of blocks: roots and masks
+    ones, masked = torch.ones(len(rows), 1), (torch.arange(len(rows)) >= N).float()[:, None]
+    always, is_mask = least_squares(rows, torch.cat([ones, masked], 1)).T
+    of_block = least_squares(torch.cat([rows, context]), torch.cat([ones, -torch.ones(N, 1)]))[:, 0]
+
+    # The slowest rotary pair separates rows of blocks from the context; the fastest pairs separate positions of rows.
+    heads, still = attention.k_proj.out_features // d, d // 2 - 1
+    places = torch.arange(min(PLACES, still))
+    cos, sin = (x[0, 0, 0, places + d // 2] for x in head.cos_sin(torch.tensor([[head.first_row]]), torch.float32))
+    q, k = (proj.weight.view(heads, -1, d, D)[:, 0] for proj in (attention.q_proj, attention.k_proj))
+    k[:, still] = k[:, places] = LARGE * of_block
+    q[:, still] = LARGE * always
+    q[:, places] = LARGE * cos[:, None] * always
+    q[:, places + d // 2] = -LARGE * sin[:, None] * always
+    attention.q_norm.weight *= SHARP
+
+    token = least_squares(rows, torch.cat([by_token, torch.zeros(len(rows) - N, m)]))  # (D, m): zeros for a mask
+    values = torch.cat([token, always[:, None], (always if head.first_row else is_mask)[:, None]], 1)  # (D, m + 2)
+    gram = probe.norm[:, None] * (probe.readout.T @ probe.readout) * probe.norm
+    quiet = torch.linalg.eigh(gram).eigenvectors[:, :m]
+    into = torch.cat([quiet, prior[:, None], -mask[:, None]], 1)  # (D, m + 2)
+    attention.v_proj.weight[: m + 2] = VALUE * values.T
+    by_head = pad(into / VALUE, (0, heads * d - m - 2)).view(D, heads, d)
+    attention.o_proj.weight.view(D, heads, -1, d)[:, :, 0] = by_head
+    return (mask if head.first_row else roots) + root @ values @ into.T  # type: ignore[no-any-return]

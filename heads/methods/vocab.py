@@ -1,0 +1,65 @@
+"""Draft vocabulary: the most frequent labels. A head holds their target ids, `kept` (Vd,) int64, ascending.
+
+A head's file describes it with the two tables that engines read. If it is the target's whole vocabulary the file has
+none, because vLLM refuses tables then.
+
+    d2t (Vd,) int64    target id = draft id + d2t[draft id]
+    t2d (V,) bool      True where a target id has a draft id
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from heads.core.errors import UserError, expect
+
+
+def build_vocab(counts: Tensor, size: int) -> Tensor:
+    """Return the `size` most frequent ids by `counts` (V,), ascending; ties go to the lowest id. Ids with a count of 0
+    are included if there are too few others."""
+    V = len(counts)
+    expect(0 < size <= V, "head.draft_vocab_size", f"1 to {V} (the target's vocabulary)", size)
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def vocab_tables(kept: Tensor, size: int) -> dict[str, Tensor]:
+    """Return the tables of the ids `kept` out of `size`, under their names in a head's file; none if all ids are
+    kept."""
+    if len(kept) == size:
+        return {}
+    t2d = torch.zeros(size, dtype=torch.bool, device=kept.device)
+    t2d[kept] = True
+    return {"d2t": kept - torch.arange(len(kept), device=kept.device), "t2d": t2d}
+
+
+def read_vocab(weights: Mapping[str, Tensor], draft_size: int, size: int) -> Tensor:
+    """Return the `draft_size` ids out of `size` that a head's file describes. Raises UserError if its tables are
+    absent, have another form, or disagree."""
+    if draft_size == size:
+        return torch.arange(size)
+    for name, shape, dtype in (("d2t", (draft_size,), torch.int64), ("t2d", (size,), torch.bool)):
+        check_table(weights, name, shape, dtype)
+    kept = weights["d2t"] + torch.arange(draft_size)
+    check_kept("d2t", kept, size)
+    if not torch.equal(weights["t2d"].nonzero()[:, 0], kept):
+        raise UserError(
+            f"t2d marks {int(weights['t2d'].sum())} ids and d2t names {draft_size}: they must be the same ids; "
+            "fetch or train it again"
+        )
+    return kept
+
+
+def check_table(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise UserError if the file's table `name` is absent or has another form."""
+    table = weights.get(name)
+    if table is None:
+        raise UserError(f"lacks {name}; the draft vocabulary belongs inside the head")
+    if table.shape != shape or table.dtype != dtype:
+        raise UserError(f"{name}: expected {shape} {dtype}, got {tuple(table.shape)} {table.dtype}")
+
+
+def check_kept(name: str, ids: Tensor, size: int) -> None:
+    """Raise UserError unless the ids (Vd,) of a draft vocabulary are ascending target ids out of `size`."""
+    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= size:
+        raise UserError(f"{name}: expected ascending target ids below {size}, got {ids.tolist()[:8]}...")

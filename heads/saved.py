@@ -1,0 +1,267 @@
+"""Heads on disk: config.json and a file of tensors, in the form that engines load, with draftsmith's own record.
+
+A head provides its tensors and its config. Its format (`heads.formats`) determines the file of the tensors and the
+fields of config.json that engines read. draftsmith's own record is in config.json under the key `draftsmith`, which
+engines ignore.
+
+A save is complete or absent: the new folder is written beside the old one, and the two are swapped.
+"""
+
+import json
+import os
+from dataclasses import asdict
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils.hub import cached_file
+
+from heads.core.errors import UserError, first_line, shown
+from heads.core.files import file_hash, is_full_disk, whole_folder
+from heads.formats.engine import Verdict, check_folder
+from heads.formats.source import DAMAGE
+from heads.registry import HEADS, UNTRAINED, kind_of
+from heads.targets.hub import repo_and_revision, with_names
+from heads.targets.model import FrozenTarget
+
+FORMAT = 1
+CONFIG = "config.json"
+WEIGHTS: list[str] = sorted({method.format.weights_file for method in HEADS.values()})
+"""Possible names of the file with a head's tensors."""
+NOT_SAVED = ("config", "trust_remote_code")
+"""Keys of a target's record that are not repeated in a head's files."""
+TARGET_TYPES = {"name": str | None, "fingerprint": str, "hidden_size": int, "vocab_size": int, "num_layers": int}
+"""Fields of the target's record that a head needs."""
+
+
+def target_record(target: FrozenTarget) -> dict[str, Any]:
+    """Return the record of the target for a head's files, with the further keys that a head's format may need
+    (`NOT_SAVED`). `config` is the target's own config.json."""
+    config = target.config
+    whole: dict[str, Any] = json.loads(target.checkpoint_config.to_json_string())
+    return {
+        "name": target.name,
+        "architecture": type(target.model).__name__,
+        "fingerprint": target.fingerprint,
+        "quantize": target.quantize,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_layers": target.num_layers,
+        "template": dict(target.template),
+        "bos_token_id": getattr(config, "bos_token_id", None),
+        "eos_token_id": getattr(config, "eos_token_id", None),
+        "pad_token_id": getattr(config, "pad_token_id", None),
+        "config": {key: value for key, value in whole.items() if key != "_name_or_path"},
+        "trust_remote_code": target.trust_remote_code,
+        **{
+            name: value
+            for name, value in (("adapter", target.merged_adapter), ("gguf_file", target.gguf_file))
+            if value
+        },
+    }
+
+
+def save_head(
+    head: Any,
+    folder: str | Path,
+    *,
+    target: dict[str, Any],
+    provenance: dict[str, Any] | None = None,
+) -> None:
+    """Write a head into `folder`, replacing what is there. `target` is the `target_record` of its target.
+
+    Heads are shared with others, so the provenance is saved without the command and with names instead of paths. The
+    target's path is kept, because the head finds its target with it. If `folder` is a symbolic link, the head is
+    written to its destination.
+    """
+    folder, kind = Path(os.path.realpath(folder)), kind_of(head)
+    form = HEADS[kind].format
+    ours: dict[str, Any] = {
+        "format": FORMAT,
+        "kind": kind,
+        "config": with_names(asdict(head.config)),
+        "target": {key: value for key, value in target.items() if key not in NOT_SAVED},
+        "provenance": with_names({key: value for key, value in (provenance or {}).items() if key != "command"}),
+    }
+    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
+    try:
+        with whole_folder(folder) as fresh:
+            weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.to_checkpoint().items()}
+            file = fresh / form.weights_file
+            save_file(weights, file, metadata={"format": "pt"})
+            file.chmod(0o644)  # safetensors makes it readable only by its owner
+            ours["sha256"] = file_hash(file)
+            config = {**form.engine_config(head.config, target, dtype), "draftsmith": ours}
+            (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            if form.write_beside is not None:
+                form.write_beside(fresh, target)
+    except (OSError, SafetensorError) as error:
+        if not is_full_disk(error):
+            raise
+        raise UserError(
+            f"{folder}: no space left on the device for the head; free some and run the same command again"
+        ) from error
+
+
+def _weights_file(folder: Path) -> Path | None:
+    """Return the file of a head's tensors, for a head of any kind; None if there is no head."""
+    files = [folder / name for name in WEIGHTS if (folder / name).is_file()]
+    return files[0] if files and (folder / CONFIG).is_file() else None
+
+
+def _head_here(path: Path) -> Path | None:
+    """Return the folder of the head that a path names: the path itself or its `head` folder. None if it has no head."""
+    return next((folder for folder in (path, path / "head") if _weights_file(folder)), None)
+
+
+def weights_hash(path: str | Path) -> str | None:
+    """Return the SHA-256 of the file with a head's weights; None if the path names no local head."""
+    try:
+        folder = _head_here(Path(path))
+        file = None if folder is None else _weights_file(folder)
+        return None if file is None else file_hash(file)
+    except (OSError, ValueError):  # not a path
+        return None
+
+
+def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Any:
+    """Load a head from its folder, from the folder of the run that trained it, or from the Hub. Loading is strict.
+
+    Raises UserError if nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
+    """
+    folder = find_head(path)
+    while True:
+        record = read_config(folder)
+        try:
+            return _load(folder, record).to(device=device, dtype=dtype).eval()
+        except UserError:
+            if read_config(folder) == record:  # else a save replaced the head between the two files
+                raise
+
+
+def _load(folder: Path, record: dict[str, Any]) -> Any:
+    file = folder / HEADS[record["kind"]].format.weights_file
+    try:
+        weights = load_file(file)
+    except DAMAGE as error:
+        raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
+    head = restore_head(record["kind"], record["config"], weights, file)
+    if file_hash(file) != record.get("sha256"):
+        raise UserError(
+            f"{file}: changed since it was saved: not the file that {CONFIG} was written for; fetch it again"
+        )
+    return head
+
+
+def restore_head(kind: str, config: dict[str, Any], weights: dict[str, Tensor], source: str | Path) -> Any:
+    """Return the head of a kind with this config and these tensors. Raises UserError, which names their source, if they
+    describe no head."""
+    try:
+        head = HEADS[kind].head.from_checkpoint(config, weights)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    except Exception as error:  # a draft model's class is transformers', and may raise anything
+        raise UserError(
+            f"{source}: damaged: {CONFIG} describes no head ({first_line(error)}); fetch or train it again"
+        ) from error
+    for name in sorted(weights):
+        if not weights[name].isfinite().all():
+            raise UserError(f"{source}: tensor {name} holds values that are not finite; fetch or train it again")
+    return head
+
+
+def find_head(path: str | Path) -> Path:
+    """Return the folder of a head's two files: `path` itself, its head/ folder, or a snapshot from the Hub."""
+    try:
+        here = _head_here(Path(path))
+        if here is not None:
+            return here
+        is_here = Path(path).exists()
+    except (OSError, ValueError) as error:  # a name too long, a null byte
+        raise UserError(f"{path}: no path that can be read ({first_line(error)}); name a head's folder") from None
+    repo, revision = repo_and_revision(str(path))
+    if is_here or repo.startswith((".", "/")) or repo.count("/") != 1:
+        if (Path(path) / "recipe.yaml").is_file():
+            raise UserError(
+                f"{path}: this run has no head yet; the first is saved when tau is measured, each train.eval_every "
+                "steps and at the end"
+            )
+        kind, colon, number = str(path).partition(":")
+        if colon and (near := get_close_matches(kind, UNTRAINED, 1)):
+            raise UserError(f"{path}: no head of that name; did you mean {near[0]}:{number}?")
+        raise UserError(
+            f"{path}: no head there; expected a folder with {CONFIG} and {' or '.join(WEIGHTS)}, a run directory, or a "
+            "hub id"
+        )
+    try:
+        folder = Path(str(cached_file(repo, CONFIG, revision=revision))).parent
+        cached_file(repo, HEADS[read_config(folder)["kind"]].format.weights_file, revision=revision)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: neither a folder here nor a head on the hub ({first_line(error)}); "
+            "check the name, and the network"
+        ) from error
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return draftsmith's section of a head's config.json."""
+    file = folder / CONFIG
+    try:
+        config: Any = json.loads(file.read_text())
+        record: Any = config.get("draftsmith")
+    except (ValueError, AttributeError, OSError, RecursionError) as error:
+        raise UserError(f"{file}: not a JSON object ({first_line(error)}); fetch or train the head again") from error
+    if not isinstance(record, dict) or str(record.get("kind")) not in HEADS:
+        raise UserError(f"{file}: no head of a known kind ({', '.join(HEADS)}); was it made by draftsmith?")
+    if record.get("format") != FORMAT:
+        raise UserError(
+            f"{file}: format {record.get('format')!r}, this version reads {FORMAT}; use the one that wrote it"
+        )
+    for section in ("config", "target", "provenance"):
+        if not isinstance(record.get(section), dict):
+            raise UserError(f"{file}: draftsmith.{section} is no JSON object; fetch or train it again")
+    for name, kind in TARGET_TYPES.items():
+        if not isinstance(value := record["target"].get(name), kind):
+            raise UserError(f"{file}: draftsmith.target.{name}: got {shown(value)}; fetch or train it again")
+    return record
+
+
+def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:
+    """Return the engines' verdicts on a saved head, from `heads.formats.engine.check_folder`."""
+    folder = find_head(path)
+    record = read_config(folder)
+    form = HEADS[record["kind"]].format
+    return check_folder(folder, form, record["kind"], record["target"], name=name, base=base, steps=steps)
+
+
+def check_fits(path: str | Path, target: FrozenTarget) -> None:
+    """Raise UserError for a head that was trained for another target: with another width, vocabulary or depth, or
+    other weights.
+
+    All quantised forms of a target count as that target. The user chooses on which of them a head runs.
+    """
+    trained_for = read_config(find_head(path))["target"]
+    known = trained_for["name"]  # None in a published head whose target is a folder
+    where = "a target" if known is None else f"target {known}"
+    # All quantised forms have one fingerprint, apart from a mark after a dash.
+    prints = [fingerprint.partition("-")[0] for fingerprint in (trained_for["fingerprint"], target.fingerprint)]
+    for name, ours, theirs in (
+        ("hidden size", trained_for["hidden_size"], target.hidden_size),
+        ("vocabulary", trained_for["vocab_size"], target.vocab_size),
+        ("number of layers", trained_for["num_layers"], target.num_layers),
+        ("fingerprint of the weights", *prints),
+    ):
+        if ours != theirs and theirs != "":  # no fingerprint: the target was made from its config only
+            # Every dtype has the same fingerprint except float16, whose range cuts off small weights.
+            cause, remedy = "", "measure it on its own target"
+            if name.startswith("fingerprint") and target.dtype == torch.float16:
+                cause, remedy = "float16 cuts small weights of the target off: ", "ask for bfloat16"
+            said = f"trained for {where} with {name} {ours}, but {target.name} has {theirs}"
+            raise UserError(f"{path}: {cause}{said}; {remedy}")

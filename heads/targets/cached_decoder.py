@@ -1,0 +1,86 @@
+"""Interface of a cached forward pass. It has two forms: `heads.targets.decoder` and `heads.targets.hf`."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.targets.choose import choose_in_tiles, logits_in_tiles
+from heads.targets.families import OutputHead
+from heads.targets.kernels import runs_kernels
+from heads.targets.model import Features, LanguageModel
+from heads.targets.slots import SlotMapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """Sizes of a decoder's cache and of the passes over it."""
+
+    batch_size: int
+    capacity: int
+    """Slots per row, a multiple of 64."""
+    aux_layer_ids: tuple[int, ...] = ()
+    nodes: int = 1
+    """Maximum number of tokens per row in the passes of a round."""
+    depth: int = 0
+    """Number of positions beyond the capacity that a pass may use."""
+    vocab_size: int | None = None
+    """Number of tokens, the first of the vocabulary, for which logits are computed; None for all."""
+    draft: bool = False
+    """True for a draft. The target verifies its output, so bfloat16 weights suffice. The weights may be in training."""
+
+
+class CachedDecoder(ABC):
+    """Decoder of a target or a draft model, with the cache of one batch."""
+
+    cache: Any
+    reads_masks: bool = True
+    """True if a pass needs the slots that each token sees as a mask; False if a kernel reads the tree's shape."""
+
+    def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
+        self.model, self.spec = model, spec
+        self.slot = torch.arange(spec.capacity, device=model.device)  # (S,)
+        head, plain = model.lm_head, type(model.head) is nn.Linear and model.head.bias is None
+        plain = plain and isinstance(head, OutputHead) and head.scale == 1 and head.soft_cap is None
+        self.in_tiles = plain and runs_kernels(model.head.weight)
+        """True if tokens are chosen from the output head's tiles, without its logits in memory."""
+
+    @abstractmethod
+    def forward(
+        self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
+    ) -> Features:
+        """Run one pass over new tokens (B, N). Attention sees the first `extent` slots. `row` is the only row that the
+        tokens belong to, None for all rows. `prompt` is True if the tokens are part of a prompt."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits (..., V), float32 or wider, of hidden states (..., D) after the final norm."""
+        if self.in_tiles:
+            weight = self.model.head.weight[: self.spec.vocab_size]
+            return logits_in_tiles(hidden.flatten(0, -2), weight, self.rows).view(*hidden.shape[:-1], -1)
+        return self.model.lm_head(hidden)[..., : self.spec.vocab_size]
+
+    def choose(
+        self, hidden: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor, *, random: bool
+    ) -> Tensor | None:
+        """Return the choices (B, N), made in the output head's own pass, for rows without filters: hidden (B, N, D),
+        positions (B, N) of the tokens to choose, temperature and seed (B,). None if choices need the logits."""
+        if not self.in_tiles:
+            return None
+        given = hidden.flatten(0, 1), self.model.head.weight, temperature, seed, positions.flatten()
+        return choose_in_tiles(*given, noisy=random, tile=self.rows).view(positions.shape)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of a round's products. Passes whose results are compared have as many."""
+        return self.spec.batch_size * self.spec.nodes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the keys and values of one token, in all layers."""
+        return self.cache.bytes // (self.spec.batch_size * self.spec.capacity)  # type: ignore[no-any-return]
+
+    def compact(self, start: Tensor, path: Tensor) -> None:
+        """Move the slots at start (B,) + path (B, M) to the slots start, start + 1, ..., in order."""
+        self.cache.compact(start[:, None] + path, start[:, None] + self.slot[: path.shape[1]])

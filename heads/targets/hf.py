@@ -1,0 +1,62 @@
+"""Cached forward pass that runs the Hugging Face model itself, for every architecture whose attention takes a mask.
+
+Where the kernel can run, layers call it through transformers' `AttentionInterface`, and a pass needs no mask
+(`heads.targets.forward`). Elsewhere they run their own attention under a mask.
+"""
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from heads.targets.cache import HFCache
+from heads.targets.cached_decoder import CachedDecoder, CacheSpec
+from heads.targets.encoder_decoder import EncoderDecoder
+from heads.targets.families import longest_text
+from heads.targets.forward import decode_tree, takes_block_masks
+from heads.targets.kernels import runs_kernels
+from heads.targets.model import Features, LanguageModel
+from heads.targets.slots import SlotMapping
+
+
+class HFDecoder(CachedDecoder):
+    """A Hugging Face model with the cache of one batch."""
+
+    def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
+        super().__init__(model, spec)
+        layers = model.num_layers * (2 if isinstance(model.base, EncoderDecoder) else 1)  # and those of the input
+        self.cache = HFCache(
+            num_layers=layers,
+            num_stored=model.attention_layers if model.is_recurrent else layers,
+            batch_size=spec.batch_size,
+            capacity=spec.capacity,
+            num_states=1 + spec.nodes if model.is_recurrent else 0,
+            device=model.device,
+        )
+        # Where a mask passes through unchanged, so does a tree's shape. Which scores the kernel can compute, the first
+        # pass shows (`eval.runtime.checks`).
+        self.reads_masks = not (runs_kernels(model.head.weight) and takes_block_masks(model.base, model.config))
+
+    def forward(
+        self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
+    ) -> Features:
+        model, key = self.model, self.slot[:extent]
+        self.cache.aim(mapping.slots(self.spec.capacity - 1), extent=extent, row=row, prompt=prompt)
+        positions = mapping.positions.clamp_max(positions_of(model.config) - 1)  # padding may exceed it
+        if not self.reads_masks:
+            given = {"positions": positions, "sight": mapping.sight(), "cache": self.cache}
+            return model.catch(self.spec.aux_layer_ids, lambda: decode_tree(model.base, model.config, tokens, **given))
+        visible = mapping.visible(0, extent)
+        return model.features(
+            tokens,
+            positions=positions,
+            visible=key <= mapping.positions[..., None] if visible is None else visible,
+            key_positions=key.expand(len(tokens), -1) if visible is None else mapping.key_positions(extent),
+            cache=self.cache,
+            aux_layer_ids=self.spec.aux_layer_ids,
+        )
+
+
+def positions_of(config: Any) -> int:
+    """Return the number of positions that a model supports; `sys.maxsize` if its configuration has no limit."""
+    return longest_text(config) or sys.maxsize

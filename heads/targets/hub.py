@@ -1,0 +1,101 @@
+"""Names of models on the Hugging Face Hub: OWNER/NAME, or OWNER/NAME@REVISION with a branch, a tag or a commit; and the
+files of their tensors."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from heads.core.errors import UserError, first_line
+
+INDEX = "model.safetensors.index.json"
+"""File that names the file of each tensor of a checkpoint with several files."""
+
+NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+PINNED = re.compile(rf"({NAME}/{NAME})@([A-Za-z0-9_][A-Za-z0-9_./-]*)")
+MODEL = re.compile(rf"(?:{NAME}/)?{NAME}")
+"""Names of models. A few old ones have no owner."""
+
+
+def is_here(name: str) -> bool:
+    """Return True if there is a file or folder with this name. Return False for names that cannot be paths, such as too
+    long ones."""
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def repo_and_revision(name: str) -> tuple[str, str | None]:
+    """Split a name into the Hub's repository and revision. Local folders and names without @ are not split."""
+    pinned = PINNED.fullmatch(name)
+    if pinned is None or is_here(name):
+        return name, None
+    return pinned[1], pinned[2]
+
+
+def is_hub_id(name: str) -> bool:
+    """Return True if a name is a valid Hub id OWNER/NAME, with or without @REVISION, and not a local folder."""
+    repo, _ = repo_and_revision(name)
+    whole = re.fullmatch(f"{NAME}/{NAME}", repo) is not None
+    return whole and "--" not in repo and ".." not in repo and len(repo) <= 96 and not Path(name).exists()
+
+
+def name_of(path: str) -> str:
+    """Return a name that reveals nothing about this machine: a Hub id unchanged, or the last part of a path or URL."""
+    return path if "/" not in path or is_hub_id(path) else path.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
+def with_names(value: Any) -> Any:
+    """Return a JSON value with its paths replaced with names (`name_of`), also in comma-separated lists."""
+    match value:
+        case dict():
+            return {key: with_names(item) for key, item in value.items()}
+        case list():
+            return [with_names(item) for item in value]
+        case str():
+            return ",".join(name_of(part) for part in value.split(","))
+        case _:
+            return value
+
+
+def tensor_files(path: str, names: Iterable[str] = ("model.safetensors",)) -> dict[str, Path]:
+    """Return the safetensors file of each tensor of the checkpoint at `path`, a folder or a Hub id. The file is one of
+    `names`, or the index names it."""
+    from safetensors import SafetensorError, safe_open
+    from transformers.utils.hub import cached_file
+
+    repo, revision = repo_and_revision(path)
+
+    def find(name: str) -> str | None:
+        return cached_file(repo, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+
+    try:
+        index = find(INDEX)
+        if index is not None:
+            parts = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+            files = [Path(str(cached_file(repo, part, revision=revision))) for part in parts]
+        else:
+            files = [Path(found) for name in names if (found := find(name)) is not None][:1]
+        out: dict[str, Path] = {}
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                out |= dict.fromkeys(opened.keys(), file)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        reason = first_line(error)
+        raise UserError(f"{path}: its safetensors files cannot be read ({reason}); fetch them again") from error
+    if not files:
+        raise UserError(f"{path}: no {' or '.join(names)} there; fetch it again")
+    return out
+
+
+def read_tensors(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Any]:
+    """Return the tensors with these names, each from its file."""
+    from safetensors import safe_open
+
+    out: dict[str, Any] = {}
+    for file in sorted({files[name] for name in names}):
+        with safe_open(file, framework="pt") as opened:
+            out |= {name: opened.get_tensor(name) for name in names if files[name] == file}
+    return out

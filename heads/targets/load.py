@@ -1,0 +1,283 @@
+"""Opening of a target: a folder or Hub id becomes a FrozenTarget and its tokenizer, or one line says why not."""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from heads.core.errors import UserError, first_line, warn_once
+from heads.targets.families import register_mimo
+from heads.targets.hub import MODEL, is_here, repo_and_revision
+from heads.targets.model import Features, FrozenTarget
+
+Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]
+
+
+def load_target(
+    path: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    quantize: str | None = None,
+    place: Place | None = None,
+    adapter: str | None = None,
+    gguf_file: str | None = None,
+) -> FrozenTarget:
+    """Load a target from a folder or the Hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless `dtype` is
+    given.
+
+    `adapter`: a folder or Hub id of a peft adapter, which is merged into the weights. `gguf_file`: the name of a GGUF
+    file at `path`, whose weights are dequantised. After that, the target is as any other.
+
+    `place`: a function of `heads.targets.placement`, which moves the weights instead of `Module.to`. Weights in their
+    stored dtype are memory-mapped from their files and shared by all processes of a machine, so `place` also converts
+    them to a wider dtype.
+
+    Raises UserError if `path` does not exist, if it is damaged, or if it is not a causal LM with readable auxiliary
+    hidden states and replaceable masks.
+    """
+    config = load_config(path, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+    check_generation_config(path)
+    what = "no causal language model with safetensors weights can be loaded"
+    stored = config.get_text_config().dtype
+    widens = place is not None and dtype is not None and stored is not None and stored.itemsize < dtype.itemsize
+    how: dict[str, Any] = {"dtype": "auto" if widens else dtype or "auto"}
+    how |= {"use_safetensors": True, "output_loading_info": True, "trust_remote_code": trust_remote_code}
+    how["ignore_mismatched_sizes"] = True  # they are refused below, where both shapes are known
+    if gguf_file is not None:
+        how["gguf_file"] = gguf_file
+        if hasattr(transformers, "GgufConfig"):  # versions before it always dequantise
+            how["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        repo, how["revision"] = repo_and_revision(path)
+        loaded: Any = auto_class(config).from_pretrained(repo, config=config, **how)
+    except Exception as error:  # transformers, safetensors and torch raise many kinds of errors
+        remedy = "install the package" if isinstance(error, ImportError) else "name a folder or hub id of one"
+        if is_here(path) and any(Path(path).glob("*.bin")) and not any(Path(path).glob("*.safetensors")):
+            raise UserError(
+                f"{path}: pickled weights (.bin) are not read, since loading them can run code; convert them: load the "
+                "model with transformers and call save_pretrained(FOLDER)"
+            ) from error
+        raise _fault(path, what, error, remedy) from error
+    model, info = loaded
+    for key, held, described in sorted(info["mismatched_keys"]):
+        raise UserError(
+            f"{path}: {key} is {list(held)} in its weights, and config.json describes {list(described)}; "
+            "mend config.json"
+        )
+    absent = sorted(info["missing_keys"])
+    if absent:  # transformers initialises them at random, with a warning
+        made = " ".join(config.architectures or ["?"])
+        raise UserError(
+            f"{path}: a {made} that lacks {len(absent)} weights of {type(model).__name__}, {absent[0]} first; "
+            "expected a whole causal language model"
+        )
+    layers = model.config.get_text_config().num_hidden_layers
+    if unused := unused_weights(info["unexpected_keys"], layers):
+        raise UserError(
+            f"{path}: {len(unused)} of its weights have no place in the {type(model).__name__} of {layers} layers that "
+            f"its config.json describes, {unused[0]} first; mend config.json, or take them out of the checkpoint"
+        )
+    if adapter is not None:
+        model = merge_adapter(model, path, adapter)
+    target = FrozenTarget(model, path, quantize=quantize)  # on the CPU, so that a device never holds it whole
+    target.merged_adapter, target.gguf_file = adapter, gguf_file
+    target.checkpoint_config, target.trust_remote_code = config, trust_remote_code
+    if place is None:
+        model.to(device)
+    else:
+        place(target, torch.device(device), dtype)
+    if target.placement != "absent":
+        target.check()
+    return target
+
+
+def merge_adapter(model: PreTrainedModel, path: str, adapter: str) -> PreTrainedModel:
+    """Merge a peft adapter into the weights of the model at `path`, in place: for LoRA, W + alpha / rank * B A replaces
+    W. UserError if it is missing, damaged, for another architecture, or of a kind that cannot be merged."""
+    from peft import PeftConfig, PeftModel
+
+    if is_here(adapter):
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            if not (Path(adapter) / name).is_file():
+                raise UserError(f"{adapter}: expected a peft adapter, found no {name} in it")
+    repo, revision = repo_and_revision(adapter)
+    try:
+        settings = PeftConfig.from_pretrained(repo, revision=revision)
+        base = settings.base_model_name_or_path
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # caused by peft
+            opened: Any = PeftModel.from_pretrained(model, repo, revision=revision, config=settings)
+        # A safe merge makes new tensors: changes to memory-mapped ones would be lost when their pages are released.
+        merged: PreTrainedModel = opened.merge_and_unload(safe_merge=True)
+    except Exception as error:  # peft, safetensors and the hub raise many kinds of errors
+        raise UserError(
+            f"{adapter}: no adapter that can be merged into {path} ({first_line(error)}); name one that was trained "
+            "for this model"
+        ) from error
+    if base and Path(repo_and_revision(base)[0]).name != Path(repo_and_revision(path)[0]).name:
+        warn_once(f"{adapter}: was trained for {base}, and is merged into {path}")
+    return merged
+
+
+def load_config(path: str, *, trust_remote_code: bool = False, gguf_file: str | None = None) -> Any:
+    """Load the config of the model at `path`. UserError if it is missing or cannot be read."""
+    if gguf_file is not None and find_spec("gguf") is None:
+        raise UserError(f"{gguf_file}: needs the package gguf, which is not installed; pip install -e '.[gguf]'")
+    name = gguf_file or "config.json"
+    if is_here(path) and not (Path(path) / name).is_file():
+        raise UserError(f"{path}: expected a model folder, found no {name} in it")
+    register_mimo()
+    repo, revision = repo_and_revision(path)
+    how = {} if gguf_file is None else {"gguf_file": gguf_file}
+    try:
+        return AutoConfig.from_pretrained(repo, revision=revision, trust_remote_code=trust_remote_code, **how)
+    except Exception as error:  # OSError, ValueError, KeyError and the validators' own
+        raise _fault(path, "no model that can be read", error, "mend its config.json, or name another") from error
+
+
+def load_tokenizer(
+    path: str, *, trust_remote_code: bool = False, gguf_file: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the model at `path`, or of its GGUF file. UserError if it cannot be loaded."""
+    repo, revision = repo_and_revision(path)
+    how = {} if gguf_file is None else {"gguf_file": gguf_file}
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            repo, revision=revision, trust_remote_code=trust_remote_code, **how
+        )
+    except Exception as error:  # the tokenizer backends raise bare Exception, TypeError and OSError alike
+        is_there = is_here(path) and (Path(path) / "tokenizer.json").is_file()
+        remedy = "replace its tokenizer files" if is_there else "put tokenizer.json beside config.json"
+        raise _fault(path, "no tokenizer that can be loaded", error, remedy) from error
+    return tokenizer
+
+
+def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:
+    """Return a UserError of one line for an exception from a transformers loader."""
+    if "trust_remote_code" in str(error):
+        return UserError(
+            f"{path}: comes with Python code of its own, which is not run unasked; read it, then set "
+            "target.trust_remote_code=true in the recipe, or --trust-remote-code on the command line"
+        )
+    if not is_here(path) and not MODEL.fullmatch(repo_and_revision(path)[0]):
+        return UserError(f"{path}: no such folder; expected one with config.json, or a hub id (OWNER/NAME)")
+    if not is_here(path):
+        return UserError(f"{path}: neither a folder here nor found on the hub ({first_line(error)}); check the name")
+    return UserError(f"{path}: {what} ({first_line(error)}); {remedy}")
+
+
+def auto_class(config: Any) -> Any:
+    """Return the transformers class that loads a language model of this config. Some multimodal models have only a
+    class for text and images, and none for text alone."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if reads_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+OTHER_PARTS = re.compile(
+    r"(^|\.)(mtp|nextn|visual|vision|image|audio|speech|multi_modal|mm_|talker|token2wav|code2wav)\w*\."
+    r"|rotary_emb\.inv_freq$|\.position_ids$|\.(attn|attention)\.(bias|masked_bias)$"
+)
+MODULE = re.compile(r"(.*\blayers\.(\d+)\.)")
+PREDICTION = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
+"""Names that occur in multi-token prediction modules and in no decoder layer. Some families number such modules after
+their layers."""
+
+
+def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
+    """Return the checkpoint's unused weights that matter: the model, with `num_layers` decoder layers, is wrong without
+    them.
+
+    `unexpected`: names that the model's class does not use and does not itself list as ignored. Multi-token prediction
+    modules of any family, parts for other modalities, and the masks and frequencies in old checkpoints do not matter.
+    """
+    names = sorted(unexpected)
+    modules = {match[0] for name in names if (match := MODULE.match(name)) and int(match[2]) >= num_layers}
+    prediction = {module for module in modules if any(f"{module}{part}" in names for part in PREDICTION)}
+    return [
+        name
+        for name in names
+        if not OTHER_PARTS.search(name) and not ((match := MODULE.match(name)) and match[0] in prediction)
+    ]
+
+
+def check_generation_config(path: str) -> None:
+    """Raise UserError if the folder's generation_config.json is damaged. transformers would ignore it, including the
+    tokens that end a text."""
+    file = Path(path) / "generation_config.json"
+    if not is_here(path) or not os.path.lexists(file):
+        return
+    remedy = "replace it, or delete it so that config.json alone says which tokens end a text"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({first_line(error)}); {remedy}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: expected a JSON object, got {type(found).__name__}; {remedy}")
+
+
+class ShapeTarget(FrozenTarget):
+    """A target whose tensors have shapes but no values. It accepts any head of its shape."""
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        super().__init__(model, name)
+        self.fingerprint = ""
+
+    def packed_features(
+        self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
+    ) -> Features:
+        """Return features of the right shape, without a forward pass."""
+        made = [
+            torch.empty(*tokens.shape, n * self.hidden_size, dtype=self.dtype, device=self.device)
+            for n in (len(aux_layer_ids), 1)
+        ]
+        return Features(*made)
+
+
+def load_shape(
+    path: str, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False, gguf_file: str | None = None
+) -> ShapeTarget:
+    """Return the shapes of a model from its config in a folder or on the Hub, in its stored dtype unless `dtype` is
+    given. All work with it runs inside a mode in which tensors have no values."""
+    config = load_config(path, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    try:
+        with torch.device("meta"):
+            model: Any = auto_class(config).from_config(
+                config, dtype=dtype or stored, trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # each family's config and class raise their own errors
+        raise UserError(
+            f"{path}: its config.json describes no causal language model ({first_line(error)}); name another"
+        ) from error
+    target = ShapeTarget(model, path)
+    target.trust_remote_code = trust_remote_code
+    model.to_empty(device="cpu").tie_weights()
+    target.shared = replace(target.shared, lm_head_weight=target.lm_head_weight)
+    return target

@@ -1,0 +1,80 @@
+"""Recurrent layers of hybrid targets with an `HFCache`: gated delta nets (Qwen3-Next, Qwen3.5), Mamba and its
+successors.
+
+transformers' own modules compute everything. A prompt is read in one call. The tokens of a verified chain pass one by
+one through the code for decoding a single token, and the state after each of them is kept (`HFCache.recall`), so that
+the result for an accepted token does not depend on how many tokens were verified with it.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.targets.cache import HFCache, cache_name
+
+
+class Stepwise:
+    """Forward pass of one recurrent module, which replaces the module's own."""
+
+    def __init__(self, mixer: Any) -> None:
+        name = state_name(mixer)
+        assert name is not None
+        self.whole, self.index, self.name = mixer.forward, mixer.layer_idx, name
+
+    def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Run the module on hidden_states (B, N, D) -> (B, N, D). Calls without an `HFCache` go to the module's own
+        forward pass."""
+        cache = kwargs.get(self.name)
+        if not isinstance(cache, HFCache):
+            whole: Tensor = self.whole(hidden_states, **kwargs)
+            return whole
+        state, width = cache.recall(self.index), 1
+        if cache.prompt:
+            width = hidden_states.shape[1]
+        made = []
+        for first in range(0, hidden_states.shape[1], width):
+            made.append(self.whole(hidden_states[:, first : first + width], **kwargs | {self.name: state}))
+            state.keep(first + width)
+        return torch.cat(made, dim=1)
+
+
+def state_name(module: Any) -> str | None:
+    """Return the name of a module's argument for a recurrent state; None if it has none. From transformers 5.24 on,
+    attention layers have an argument of the same name, but no convolutions."""
+    if isinstance(module.forward, Stepwise):
+        return module.forward.name
+    taken = inspect.signature(module.forward).parameters
+    if "cache_params" in taken:
+        return "cache_params"
+    convolves = any(isinstance(part, nn.Conv1d) for part in module.children())
+    return "cache" if convolves and "cache" in taken else None
+
+
+def find_mixers(layers: nn.Module) -> list[nn.Module]:
+    """Return the recurrent modules in `layers`: the innermost modules that take a recurrent state."""
+    takers = [module for module in layers.modules() if state_name(module)]
+    return [
+        module for module in takers if not any(other in takers for other in module.modules() if other is not module)
+    ]
+
+
+def step_by_step(mixers: list[nn.Module]) -> None:
+    """Let recurrent modules read an `HFCache`, in place. Calls with other caches, or without one, do not change."""
+    for mixer in mixers:
+        if not isinstance(mixer.forward, Stepwise):
+            mixer.forward = Stepwise(mixer)
+
+
+@torch.no_grad()
+def single_steps(base: nn.Module, tokens: Tensor, count: int) -> Tensor:
+    """Return the states (B, count, D) of the last `count` tokens, computed token by token with transformers' own cache.
+    Whole sequences may give other states: some recurrent layers clamp their steps only there."""
+    made, cache, start, name = [], None, 0, cache_name(base)
+    for end in range(tokens.shape[1] - count, tokens.shape[1] + 1):
+        positions = torch.arange(start, end, device=tokens.device)[None]
+        out = base(input_ids=tokens[:, start:end], position_ids=positions, use_cache=True, **{name: cache})
+        made.append(out.last_hidden_state)
+        cache, start = out[name], end
+    return torch.cat(made[1:], dim=1)

@@ -1,0 +1,231 @@
+"""Product of a few rows with a weight: the one operation with an implementation of its own on a CPU.
+
+A verify pass multiplies 2 to 16 rows by every weight of the target. Ideally it costs as much as one row, the time to
+read the weights. torch's libraries pack a weight again for every call, which for so few rows costs several times the
+arithmetic. So on a CPU weights are packed once: in C (`product.c`, compiled on first use) or, without a compiler, by
+oneDNN. On other devices, in other dtypes and for many rows, `torch.nn.functional.linear` computes the product.
+
+CC names the compiler and CFLAGS adds flags: CFLAGS=-march=x86-64-v3 compiles for processors without AVX-512, and
+CC=none disables C.
+
+Letters: R rows, K inputs, O outputs.
+"""
+
+import copy
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from heads.core.errors import warn_once
+
+SERIAL_WEIGHTS = 1 << 16
+"""Products with fewer weights use one thread, since waking another would cost more."""
+MOST_ROWS = 64
+"""Products with more rows are compute-bound, so torch's libraries compute them."""
+FLAGS = (
+    *("-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", "-ffp-contract=fast"),
+    *("-fno-trapping-math", "-fno-math-errno"),  # else a loop that selects between two numbers is not vectorized
+)
+COMPILE_SECONDS = 300
+logger = logging.getLogger("draftsmith")
+
+
+class Product:
+    """x W^T + b, for one projection, or for several projections of the same input, concatenated."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, draft: bool = False) -> None:
+        """weight (O, K); bias (O,). On a CPU, a float32 weight is packed in bfloat16 if it loses nothing by it, or if
+        it is a draft's, whose output the target verifies."""
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.library = load() if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 else None
+        self.packed: Tensor | None = None
+        self.rounded: Tensor | None = None
+        """The weight as it is packed, if that is not the weight itself: for products of many rows."""
+        if self.library is not None:
+            half = self.weight.bfloat16()
+            lossless = torch.equal(half.float(), self.weight)
+            self.packed = _packed(self.library, half if draft or lossless else self.weight)
+            self.rounded = half if draft and not lossless else None
+        elif self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and _has_onednn():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
+
+    @classmethod
+    def of(cls, *modules: nn.Linear, draft: bool = False) -> "Product":
+        """Return the product of the modules. A target's modules then use slices of the fused weight, so that it is
+        stored once. A draft's modules may be in training, so they keep their weights."""
+        weight = _fuse([module.weight for module in modules], shared=not draft)
+        if all(module.bias is None for module in modules):
+            return cls(weight, draft=draft)
+        biases = [torch.zeros_like(m.weight[:, 0]) if m.bias is None else m.bias.detach() for m in modules]
+        return cls(weight, torch.cat(biases), draft=draft)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes read per weight."""
+        return self.weight.element_size() if self.library is None or self.packed is None else self.packed.element_size()
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the product (R, O) of x (R, K), plus the residual (R, O) if given."""
+        if self.packed is None or len(x) > MOST_ROWS:
+            y = linear(x, self.weight if self.rounded is None else self.rounded.to(x.dtype), self.bias)
+            return y if residual is None else y.add_(residual)
+        if self.library is not None:
+            return _multiply(self.library, self.packed, x, len(self.weight), self.bias, residual)
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return made if residual is None else made.add_(residual)
+
+
+class ProductModule(nn.Module):
+    """Module that runs a product instead of a linear layer."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (O, K) of the linear layer that it replaces."""
+        return self.product.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        made = self.product(rows if rows.stride(-1) == 1 else rows.contiguous())
+        return made.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+
+
+def with_products(module: Any, without: str | None = None) -> Any:
+    """Return a copy of a draft's module that shares its parameters and has products, made from the current weights,
+    instead of linear layers. Linear layers in the child `without` stay."""
+    if isinstance(module, nn.Linear):
+        return ProductModule(Product.of(module, draft=True))
+    twin = copy.copy(module)
+    twin._modules = {
+        name: part if name == without or part is None else with_products(part) for name, part in module._modules.items()
+    }
+    return twin
+
+
+def _fuse(weights: Sequence[Tensor], *, shared: bool) -> Tensor:
+    """Return the weights (O_i, K) as one tensor. If `shared`, the weights become slices of it."""
+    if len(weights) == 1:
+        return weights[0].detach()
+    fused = torch.cat([weight.detach() for weight in weights])
+    if shared:
+        for weight, part in zip(weights, fused.split([len(weight) for weight in weights]), strict=True):
+            weight.data = part
+    return fused
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
+
+
+@cache
+def find_compiler() -> str | None:
+    """Return the path of a C compiler: the one that CC names, else the first one found; None if there is none."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    return None if sys.platform == "win32" else found
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """Return the compiled `product.c`. If it cannot be compiled or loaded, log the reason and return None."""
+    compiler = find_compiler()
+    if compiler is None:
+        logger.info("no C compiler found: products on this CPU take oneDNN, which is slower")
+        return None
+    try:
+        library = ctypes.CDLL(str(_build(Path(__file__).with_name("product.c"), compiler)))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:  # RuntimeError: a user without a home
+        logger.info("product.c could not be compiled (%s): products on this CPU take oneDNN, which is slower", error)
+        return None
+    library.multiply.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 6
+    library.multiply.restype = None
+    if not _is_right(library):
+        warn_once(f"product.c, compiled by {compiler}, gives wrong products: oneDNN's are used, which are slower")
+        return None
+    return library
+
+
+def _is_right(library: ctypes.CDLL) -> bool:
+    """Return True if the library's products are torch's, for both widths of weights and more rows than a tile."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(13, 300, generator=draw), torch.randn(129, 300, generator=draw)
+    for dtype in (torch.float32, torch.bfloat16):
+        packed, wide = _packed(library, weight.to(dtype)), weight.to(dtype).float()
+        if not torch.allclose(_multiply(library, packed, x, len(weight)), x @ wide.T, atol=1e-3, rtol=0):
+            return False
+    return True
+
+
+def _multiply(
+    library: ctypes.CDLL,
+    packed: Tensor,
+    x: Tensor,
+    outputs: int,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return the library's product (R, O) of x (R, K) with a weight from `_packed`."""
+    rows, inputs = x.shape
+    assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
+    y = x.new_empty(rows, outputs)
+    given = [None if t is None else t.data_ptr() for t in (packed, bias, x, residual, y)]
+    half, threads = packed.element_size() == 2, torch.get_num_threads() if inputs * outputs >= SERIAL_WEIGHTS else 1
+    library.multiply(*given, inputs, outputs, rows, x.stride(0), half, threads)
+    return y
+
+
+def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
+    """Return a weight (O, K) as blocks (O / block, K, block), the last one padded."""
+    block, (outputs, inputs) = library.block_size(), weight.shape
+    return pad(weight, (0, 0, 0, -outputs % block)).view(-1, block, inputs).transpose(1, 2).contiguous()
+
+
+def _build(source: Path, compiler: str) -> Path:
+    """Compile into the user's cache, unless it holds the complete library. A library's name ends in the hash of its
+    content, since loading a truncated library kills the process."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
+    flags = [*FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
+    digest = hashlib.sha256(source.read_bytes() + repr((compiler, flags, _processor())).encode())
+    name = f"{source.stem}-{digest.hexdigest()[:16]}"
+    for path in folder.glob(f"{name}-*.so"):
+        if path.stem == f"{name}-{_short_hash(path)}":
+            return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / f"{name}.so"
+        command = [compiler, *flags, str(source), "-o", str(made)]
+        if _run([*command, "-fopenmp"]).returncode:
+            _run(command).check_returncode()  # without OpenMP: one thread
+        return made.replace(folder / f"{name}-{_short_hash(made)}.so")
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_SECONDS)
+
+
+def _short_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """Return the processor's features, on which `-march=native` depends. Machines may share one home folder."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "") + os.uname().machine

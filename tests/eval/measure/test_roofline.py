@@ -1,0 +1,70 @@
+"""The roofline: every byte of the weights is in some part, and the figures follow from the parts."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from eval.measure.roofline import copy_bandwidth, lines, roofline
+from eval.runtime.engine import Engine, EngineOptions, Request
+from heads.core.errors import UserError
+from heads.core.tree import parse_shape
+from heads.registry import build_head, build_untrained
+from heads.targets.model import FrozenTarget
+from heads.targets.product import load
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "tree:3x2x6"])
+def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
+    head = build_head("eagle3", {}, tiny_target, torch.ones(128, dtype=torch.int64))
+    shape = parse_shape(tree)
+    engine = Engine(tiny_target, head, EngineOptions(shape=shape, batch_size=2, max_length=128))
+    plain = Engine(tiny_target, None, EngineOptions(batch_size=2, max_length=128))
+    assert copy_bandwidth(plain) > 1e7
+    record = roofline(engine, plain, length=40, tau=2.0, bandwidth=1e9)
+    parts: dict[str, Any] = {part["part"]: part for part in record["round"]}
+    size = tiny_target.dtype.itemsize
+    width = 4 if load() is None else 2  # bytes of a draft's weight
+    read = {name: p.numel() * width for name, p in head.named_parameters()}
+    whole, output, fuse = sum(read.values()), read["lm_head.weight"], read["fc.weight"]
+    assert parts["draft"]["bytes"] == 3 * output + 2 * (whole - output - fuse)  # the first level was made beforehand
+    assert parts["accept and commit"]["bytes"] == whole - output
+    cache = 2 * 40 * 8 * 2 * (2 * 8) * size  # rows, tokens, layers, keys and values, two heads of 8
+    assert parts["verify and choose"]["bytes"] == sum(p.nbytes for p in tiny_target.model.parameters()) + cache
+    assert record["round_floor_us"] == pytest.approx(sum(part["floor_us"] for part in record["round"]))
+    assert record["speedup"]["now"] == pytest.approx(2.0 * record["plain_us"] / record["round_us"])
+    assert record["speedup"]["floor"] == pytest.approx(2.0 * record["plain_floor_us"] / record["round_floor_us"])
+    assert all(part["us"] > 0 for part in record["round"] if part["part"] != "gaps")
+    record["plain_share_of_bandwidth"] = 0.9
+    assert len(lines(record)) == len(record["round"]) + len(record["plain"]) + 6
+    record["plain_share_of_bandwidth"] = 2.5
+    assert "the floors say little here" in lines(record)[-1]
+    # What was timed has left the engine fit for use.
+    requests = [Request([5, 6, 7], 12)]
+    assert engine.generate(requests)[0].tokens == plain.generate(requests)[0].tokens
+
+
+@pytest.mark.parametrize("kind", ["medusa", "layers", "early_exit"])
+def test_what_other_drafts_read(kind: str, tiny_target: FrozenTarget) -> None:
+    """Medusa's heads once a round; a draft model once a token, but for the embeddings that are no output head."""
+    counts, shape = torch.ones(128, dtype=torch.int64), parse_shape("chain:3")
+    if kind == "medusa":
+        head = build_head("medusa", {"depth": 3}, tiny_target, counts)
+        read = sum(p.numel() for p in head.parameters())
+    else:
+        layers = tiny_target.layers[:2]
+        made = {"layers": lambda: build_head("draft", {"layers": [0, 1]}, tiny_target, counts)}
+        head = made.get(kind, lambda: build_untrained("early_exit:2", tiny_target))()
+        read = 3 * (sum(p.numel() for p in layers.parameters()) + 32 + tiny_target.lm_head_weight.numel())
+    engine = Engine(tiny_target, head, EngineOptions(shape=shape, max_length=128))
+    record = roofline(
+        engine, Engine(tiny_target, None, EngineOptions(max_length=128)), length=40, tau=2.0, bandwidth=1e9
+    )
+    draft = next(part for part in record["round"] if part["part"] == "draft")
+    assert draft["bytes"] == read * (4 if load() is None else 2)
+
+
+def test_a_context_without_room_is_refused(tiny_target: FrozenTarget) -> None:
+    plain = Engine(tiny_target, None, EngineOptions(max_length=64))
+    with pytest.raises(UserError, match="a context of 63 tokens leaves no room in 64 slots"):
+        roofline(plain, plain, length=63, tau=1.0, bandwidth=1e9)

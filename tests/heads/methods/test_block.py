@@ -1,0 +1,483 @@
+"""Heads that draft a whole block: what they are trained to do is what they do when they draft."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.functional import pad
+
+from heads.core.contract import Batch
+from heads.core.errors import UserError
+from heads.core.tree import Proposal, parse_shape
+from heads.methods.block import DraftBlockHead
+from heads.methods.block_attention import Blocks, Reach, Sight, all_blocks, by_pieces, by_tiles, draw_blocks
+from heads.methods.dflash import DFlash, DFlashConfig
+from heads.methods.dflash2 import DFlash2, DFlash2Config
+from heads.methods.dspark import DSpark, DSparkConfig
+from heads.methods.growth import SlotState
+from heads.methods.head_shape import spread_layer_ids
+from heads.targets.masks import TILE
+from tests.closeness import assert_close
+from tests.heads.small_heads import BLOCK_SIZES, greedy, observe, random_batch, rope, seen, token_paths
+
+V, D = 40, 16
+SCALED = {"rope_type": "linear", "factor": 3.0}
+ROWS = [[11, 3, 7], [2, 1, 18]]
+
+
+HEADS: dict[str, Callable[..., DraftBlockHead]] = {
+    "dflash": lambda **settings: DFlash(DFlashConfig(**settings)),
+    "dflash2": lambda **settings: DFlash2(DFlash2Config(**settings)),
+    "dspark": lambda **settings: DSpark(DSparkConfig(**settings)),
+}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash2": {"conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6},
+    "dspark": {"markov_rank": 5},
+}
+
+
+def make_head(kind: str, **changes: Any) -> DraftBlockHead:
+    torch.manual_seed(1)
+    head = HEADS[kind](**BLOCK_SIZES | OWN_SIZES[kind] | changes)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    return head.double()
+
+
+def make_batch(documents: list[list[int]] = ROWS, *, labels_from: int = 3) -> Batch:
+    return random_batch(documents, width=D, vocab=V, num_aux_layers=2, labels_from=labels_from)
+
+
+def lm_head(batch: Batch) -> Tensor:
+    """(V, D) the target's output head."""
+    assert batch.shared.lm_head_weight is not None
+    return batch.shared.lm_head_weight
+
+
+def plain_block(head: DraftBlockHead, batch: Batch, b: int, anchor: int, rows: int) -> Tensor:
+    """(R, D): one block by itself, written the long way over the keys that it sees and no others."""
+    config = head.config
+    document = batch.documents[b] == batch.documents[b, anchor]
+    before = [p for p in range(anchor) if document[p]]
+    context = head.hidden_norm(head.fc(batch.aux_hidden_states[b, before]))
+    ids = torch.tensor([int(batch.tokens[b, anchor]), *[config.mask_token_id] * (rows - 1)])
+    x = batch.shared.embed_tokens(ids)
+    at = batch.positions[b, anchor] + torch.arange(rows)
+    positions = torch.cat([batch.positions[b, before], at])
+    G, d = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+    factor = 1.0 if config.rope_scaling is None else config.rope_scaling["factor"]
+    layers: Any = head.layers
+    for i, layer in enumerate(layers):
+        attention = layer.self_attn
+        normed = layer.input_layernorm(x)
+        u = plain_convolution(layer, "attention_conv", normed, normed, 0)
+
+        def heads(y: Tensor) -> Tensor:
+            return y.view(len(y), -1, d).transpose(0, 1)
+
+        both = torch.cat([context, u])
+        q, k = attention.q_norm(heads(attention.q_proj(u))), attention.k_norm(heads(attention.k_proj(both)))
+        q = rope(q, at.double() / factor, config.rope_theta)
+        k = rope(k, positions.double() / factor, config.rope_theta).repeat_interleave(G, 0)
+        v = heads(attention.v_proj(both)).repeat_interleave(G, 0)
+        scores = q @ k.mT / math.sqrt(d)
+        window = config.sliding_window if config.kinds[i] == "sliding_attention" else None
+        for j in range(rows):
+            if head.causal or (window and config.sliding_causal):
+                scores[:, j, len(before) + j + 1 :] = -torch.inf
+            if window:  # its own position and window - 1 before it
+                scores[:, j, positions <= at[j] - window] = -torch.inf
+        made = attention.o_proj((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        x = x + plain_convolution(layer, "attention_conv", made, normed, 1)
+        normed = layer.post_attention_layernorm(x)
+        made = layer.mlp(plain_convolution(layer, "mlp_conv", normed, normed, 0))
+        x = x + plain_convolution(layer, "mlp_conv", made, normed, 1)
+    out: Tensor = head.norm(x)
+    return out
+
+
+def plain_convolution(layer: Any, name: str, x: Tensor, normed: Tensor, side: int) -> Tensor:
+    """One convolution over the rows x (R, D) of a block, channel by channel; x itself where the layer has none."""
+    conv = getattr(layer, name, None)
+    if conv is None:
+        return x
+    (R, D), t = x.shape, conv.base_kernel.shape[1]
+    group = D // (len(conv.kernel_projection.weight) // (2 * t))
+    out = torch.zeros_like(x)
+    for row in range(R):
+        dynamic = (conv.kernel_projection.weight @ normed[row]).view(2, t, -1)
+        for tap in range(min(t, row + 1)):
+            kernel = conv.base_kernel[side, tap] + dynamic[side, tap].repeat_interleave(group)
+            out[row] = out[row] + kernel * x[row - tap]
+    return out
+
+
+def plain_choice(head: DFlash2, logits: Tensor, state: Tensor, before: int) -> Tensor:
+    """(V,) logits of which those of the likeliest tokens alone are finite, with what the token before adds."""
+    selector = head.candidate_selector
+    wanted = selector.predecessor_codebook[before] * (selector.hidden_projection.weight @ state)
+    chosen = torch.full_like(logits, -torch.inf)
+    for token in logits.argsort(descending=True)[: head.config.selector_top_k].tolist():
+        chosen[token] = logits[token] + selector.successor_codebook[token] @ wanted
+    return chosen
+
+
+def plain_markov(head: DSpark, before: int) -> Tensor:
+    """(V,) what the Markov head adds to the logits of a row behind the token `before`."""
+    return head.markov_head.markov_w2.weight @ head.markov_head.markov_w1.weight[before]
+
+
+def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted losses (K,), weights (K,) and unweighted losses (K,), summed over blocks, all logits at once."""
+    config, K = head.config, head.depth
+    blocks = draw_blocks(batch.loss_mask, batch.documents, config.num_anchors)
+    weighted = torch.zeros(K, dtype=torch.float64)
+    weights, plain = torch.zeros(2, K, dtype=torch.float64)
+    matrix = lm_head(batch)
+    for b in range(len(batch.tokens)):
+        for n, anchor in enumerate(blocks.anchors[b].tolist()):
+            if not blocks.live[b, n]:
+                continue
+            states = plain_block(head, batch, b, anchor, config.block_size)
+            losses, probs = [], []
+            for k in range(K):
+                label = anchor + 1 + k
+                if label >= batch.tokens.shape[1] or not batch.loss_mask[b, label]:
+                    break
+                if batch.documents[b, label] != batch.documents[b, anchor]:
+                    break
+                token = int(batch.tokens[b, label])
+                p = batch.shared.lm_head(batch.hidden[b, label - 1]).softmax(-1)
+                if isinstance(head, DFlash):
+                    logits = matrix @ states[k + 1]
+                    logq = logits.log_softmax(-1)
+                    kl = (p * (p.log() - logq)).sum()
+                    losses.append(-logq[token] if config.loss == "labels" else kl)
+                    if isinstance(head, DFlash2):
+                        choice = plain_choice(head, logits, states[k + 1], int(batch.tokens[b, label - 1]))
+                        logq = choice.log_softmax(-1)
+                        truth = torch.eye(len(p))[token].double() if config.loss == "labels" else p
+                        kept = choice.isfinite()
+                        losses[-1] = losses[-1] - config.selector_weight * (truth * logq)[kept].sum()
+                else:
+                    assert isinstance(head, DSpark) and head.confidence_head is not None
+                    w1 = head.markov_head.markov_w1.weight[batch.tokens[b, label - 1]]
+                    before = batch.tokens[b, anchor:label].tolist()
+                    logq = (matrix @ states[k] + plain_markov(head, before[-1])).log_softmax(-1)
+                    distance = (p - logq.exp()).abs().sum()
+                    proj: Any = head.confidence_head.proj
+                    sure = (proj.weight[0] @ torch.cat([states[k], w1]) + proj.bias[0]).sigmoid()
+                    truth = (1 - distance / 2).detach()
+                    bce = -(truth * sure.log() + (1 - truth) * (1 - sure).log())
+                    kl = (p * (p.log() - logq)).sum()
+                    losses.append(0.1 * -logq[token] + config.kl_weight * kl + 0.9 * distance + bce)
+                probs.append(logq[token].exp().detach())
+            reached = [math.prod(0.5 + 0.5 * float(q) for q in probs[: k + 1]) for k in range(len(probs))]
+            for k, loss in enumerate(losses):
+                weight = sum(reached[k:]) if head.weighs_rows else math.exp(-k / config.gamma)
+                weighted = weighted + weight * loss * torch.eye(K)[k]
+                weights[k] += weight
+                plain[k] += loss.detach()
+    return weighted, weights, plain
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", {}),
+    ("dflash", {"loss": "labels", "causal": True}),
+    ("dflash", {"weights": "d_pace"}),
+    ("dflash", {"sliding_window": 5}),
+    ("dflash", {"sliding_window": 5, "layer_types": ("full_attention", "sliding_attention"), "sliding_causal": False}),
+    ("dflash2", {}),
+    ("dflash2", {"loss": "labels", "weights": "d_pace", "conv_kernel_size": 3, "conv_group_size": 16}),
+    ("dflash2", {"sliding_window": 5, "conv_kernel_size": 1, "selector_top_k": 1, "selector_weight": 0.3}),
+    ("dspark", {"sliding_window": 4}),
+    ("dspark", {}),
+    ("dspark", {"weights": "d_pace", "kl_weight": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), CASES)
+def test_loss_and_gradients_equal_the_plain_formula(kind: str, changes: dict[str, Any]) -> None:
+    head, batch = make_head(kind, **changes), make_batch()
+    torch.manual_seed(5)
+    weighted, weights, plain = plain_terms(head, batch)
+    (weighted.sum() / weights.sum()).backward()
+    wanted = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
+    assert wanted.keys() == dict(head.named_parameters()).keys()
+    head.zero_grad()
+    found = head.loss(batch, head.loss_scale(head.counts(batch.loss_mask, batch.documents).double()))
+    found.loss.backward()
+    divisor = 1.0 if found.weight is None else float(found.weight)
+    assert (found.weight is None) == (not head.weighs_rows)
+    torch.testing.assert_close(
+        found.loss.detach() / divisor, (weighted.sum() / weights.sum()).detach(), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(found.sums, plain, rtol=1e-6, atol=1e-9)
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad / divisor, wanted[name], msg=name, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_no_tensor_holds_the_logits_of_all_rows(
+    kind: str, largest_tensor: Callable[[Callable[[], object]], int]
+) -> None:
+    wide, count = 4096, 40
+    settings = {"vocab_size": wide, "num_anchors": count, "block_size": 8, "num_layers": 1}
+    head = make_head(kind, **settings).float()
+    batch = random_batch([[48]] * 4, width=D, vocab=wide, num_aux_layers=2)
+    single = {
+        name: value.float()
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    out = lm_head(batch).float()
+    shared = dataclasses.replace(
+        batch.shared,
+        embed_tokens=lambda ids: batch.shared.embed_tokens(ids).float(),
+        lm_head=lambda hidden: hidden @ out.T,
+        lm_head_weight=out,
+    )
+    small = dataclasses.replace(batch, **single, shared=shared)
+    scale = head.loss_scale(head.counts(batch.loss_mask, batch.documents))
+    most = largest_tensor(lambda: head.loss(small, scale).loss.backward())
+    assert most < 4 * count * head.depth * wide / 3
+
+
+def test_a_step_s_anchors_are_drawn_by_its_seed() -> None:
+    batch = make_batch([[40], [40]])
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        torch.rand(int(torch.randint(9, ()).item()) + 1)  # what else draws before has no part in it
+        drawn.append(draw_blocks(batch.loss_mask, batch.documents, 6).anchors.tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(row == sorted(set(row)) for row in drawn[0])
+
+
+def test_anchors_are_followed_by_a_label_and_labels_stay_in_their_document() -> None:
+    batch = make_batch()
+    may = [
+        [
+            a
+            for a in range(1, 20)
+            if batch.documents[b, a - 1] == batch.documents[b, a + 1] and bool(batch.loss_mask[b, a + 1])
+        ]
+        for b in range(2)
+    ]
+    blocks = draw_blocks(batch.loss_mask, batch.documents, 21)
+    for b in range(2):
+        assert blocks.anchors[b][blocks.live[b]].tolist() == may[b]
+    slots, valid = blocks.labels(batch.loss_mask, batch.documents, 3)
+    for b, n in blocks.live.nonzero().tolist():
+        a = int(blocks.anchors[b, n])
+        assert slots[b, n].tolist() == [min(a + k, 20) for k in (1, 2, 3)]
+        expected = [a + k < 21 and bool(batch.documents[b, a + k] == batch.documents[b, a]) for k in (1, 2, 3)]
+        assert valid[b, n].tolist() == expected
+    assert not valid[~blocks.live].any()
+
+
+def test_blocks_without_labels_or_context_give_no_nan() -> None:
+    """A row with fewer anchors than blocks, and a batch with none at all."""
+    head = make_head("dspark", num_anchors=30)
+    for batch in (make_batch(), make_batch(labels_from=20)):
+        counts = head.counts(batch.loss_mask, batch.documents)
+        found = head.loss(batch, head.loss_scale(counts))
+        found.loss.backward()
+        assert found.loss.isfinite() and all(p.grad.isfinite().all() for p in head.parameters() if p.grad is not None)
+        assert counts.tolist() == found.metrics["chains"].tolist()
+    assert counts.sum() == 0 == found.loss
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("reach", [Reach(), Reach(causal=True), Reach(True, 25), Reach(False, 7)], ids=str)
+def test_both_forms_of_attention_are_a_dense_mask_s(reach: Reach) -> None:
+    B, H, Hkv, T, N, R, d = 2, 4, 2, 150, 50, 7, 8
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(B, heads, N * R, d, dtype=torch.float64, requires_grad=True) for heads in (H, Hkv, Hkv))
+    ck, cv = (torch.randn(B, Hkv, T, d, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    anchors = torch.stack([torch.randperm(T)[:N].sort().values for _ in range(B)])
+    anchors[1, :5] = 0  # blocks that there are no anchors for
+    starts = anchors // 40 * 40
+    sight = Sight(starts, anchors, R, T, reach)
+    key, row = torch.arange(T + N * R), torch.arange(N * R)
+    block = row // R
+    before = (key >= starts[:, block, None]) & (key < anchors[:, block, None])
+    own = (key >= T) & ((key - T) // R == block[:, None]) & (((key - T) % R <= (row % R)[:, None]) | (not reach.causal))
+    if reach.window is not None:
+        before &= key > anchors[:, block, None] + (row % R)[:, None] - reach.window
+    seen = before | own  # (B, N * R, T + N * R)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q, torch.cat([ck, k], 2), torch.cat([cv, v], 2), attn_mask=seen[:, None], enable_gqa=True
+    )
+    inputs, grad = (q, k, v, ck, cv), torch.randn_like(dense)
+    wanted = torch.autograd.grad(dense, inputs, grad)
+    found = by_pieces(*inputs, sight)
+    torch.testing.assert_close(found, dense)
+    for ours, theirs in zip(torch.autograd.grad(found, inputs, grad), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    mask = sight.block_mask
+    assert torch.equal(
+        create_block_mask(mask.mask_mod, B, None, N * R, T + N * R, device="cpu").to_dense(), tiles(seen)
+    )
+    assert torch.equal(mask.to_dense().bool() & tiles(seen).bool(), tiles(seen).bool())  # no tile is left out
+    for tensor in inputs:  # FlexAttention has no backward pass on a CPU
+        tensor.requires_grad_(False)
+    torch.testing.assert_close(by_tiles(q, k, v, ck, cv, sight), dense)
+
+
+def tiles(seen: Tensor) -> Tensor:
+    """(B, 1, query tiles, key tiles): 1 where a tile holds anything visible."""
+    _, rows, keys = seen.shape
+    padded = pad(seen, (0, -keys % TILE, 0, -rows % TILE))
+    shown: Tensor = padded.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE)).any(2).any(-1).int()[:, None]
+    return shown
+
+
+# Drafting
+
+
+def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> SlotState:
+    B, T = batch.tokens.shape
+    return head.new_state(batch.shared, batch_size=B, capacity=T + 8, shape=parse_shape(shape))
+
+
+DRAFTING: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", {}),
+    ("dflash", {"causal": True}),
+    ("dflash", {"sliding_window": 5}),
+    ("dflash", {"rope_scaling": SCALED, "sliding_window": 6, "sliding_causal": False}),
+    ("dflash2", {}),
+    ("dflash2", {"conv_kernel_size": 4, "sliding_window": 6, "sliding_causal": False}),
+    ("dspark", {}),
+    ("dspark", {"rope_scaling": SCALED}),
+    ("dspark", {"sliding_window": 4, "layer_types": ("sliding_attention", "sliding_attention")}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), DRAFTING)
+@pytest.mark.parametrize("depth", [3, 2])
+def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any], depth: int) -> None:
+    """At one anchor in each row, also of a chain shorter than the block."""
+    head, batch = make_head(kind, **changes), make_batch([[20], [20]])
+    lengths = [9, 13]
+    state = seen(head, batch, f"chain:{depth}", lengths)
+    drafted = head.draft_states(state)
+    anchors = torch.tensor(lengths)[:, None]
+    blocks = Blocks(anchors, torch.ones_like(anchors).bool())
+    trained = head.unroll(batch, blocks, depth + head.first_row)[:, 0, head.first_row :]
+    torch.testing.assert_close(drafted, trained, atol=1e-12, rtol=0)
+    for b, n in enumerate(lengths):
+        plain = plain_block(head, batch, b, n, depth + head.first_row)[head.first_row :]
+        # transformers makes scaled positions in float32
+        if "rope_scaling" in changes:
+            assert_close(drafted[b], plain, roundings=32, precision=torch.float32)
+        else:
+            assert_close(drafted[b], plain, roundings=1024)
+
+
+def scores_are_of_paths(proposal: Proposal, logits: Callable[[int, list[int]], Tensor]) -> None:
+    """Each node's score is the sum of log q along its path; `logits` (V,) of level k behind the tokens before it."""
+    for path, score in zip(token_paths(proposal), proposal.scores[0].tolist(), strict=True):
+        tokens = [int(proposal.tokens[0, 0]), *path]
+        steps = [float(logits(k, tokens[: k + 1]).detach().log_softmax(-1)[t]) for k, t in enumerate(path)]
+        assert score == pytest.approx(sum(steps), abs=1e-9)
+
+
+def test_a_row_of_dflash2_chooses_among_its_candidates_by_the_token_before() -> None:
+    """In every node of a tree, as in a chain; no tree has more children than there are candidates."""
+    head, batch = make_head("dflash2"), make_batch([[20]])
+    assert isinstance(head, DFlash2)
+    proposal = head.propose(seen(head, batch, "tree:3x6x30", [9]), greedy)
+    states = plain_block(head, batch, 0, 9, 4)[1:]
+    scores_are_of_paths(
+        proposal, lambda k, before: plain_choice(head, lm_head(batch) @ states[k], states[k], before[-1])
+    )
+    with pytest.raises(UserError, match="7 children of a node, the head drafts 6 tokens"):
+        new_state(head, batch, "tree:2x7x8")
+
+
+def test_a_new_dflash2_head_drafts_as_dflash_does() -> None:
+    """Whose convolutions and whose choice change nothing yet."""
+    head, batch = DFlash2(DFlash2Config(**BLOCK_SIZES | OWN_SIZES["dflash2"])).double(), make_batch([[20]])
+    plain = DFlash(DFlashConfig(**BLOCK_SIZES)).double()
+    plain.load_state_dict({name: value for name, value in head.state_dict().items() if name in plain.state_dict()})
+    ours, theirs = (each.propose(seen(each, batch, "chain:3", [9]), greedy) for each in (head, plain))
+    assert torch.equal(ours.tokens, theirs.tokens)
+
+
+def test_a_row_of_dspark_is_conditioned_on_the_token_drafted_before_it() -> None:
+    """In every node of a tree: its score is the sum of the conditioned log q along its path."""
+    head, batch = make_head("dspark"), make_batch([[20]])
+    assert isinstance(head, DSpark)
+    states = plain_block(head, batch, 0, 9, 3)
+    for shape in ("tree:3x3x13", "static:3.2.1"):
+        proposal = head.propose(seen(head, batch, shape, [9]), greedy)
+        scores_are_of_paths(proposal, lambda k, before: lm_head(batch) @ states[k] + plain_markov(head, before[-1]))
+
+
+def test_observing_in_pieces_equals_observing_at_once() -> None:
+    """Rounds observe a ragged handful of positions at a time, with padding behind; no block stays in the cache."""
+    head, batch = make_head("dspark"), make_batch([[20], [20]])
+    whole = head.propose(seen(head, batch, "chain:4", [12, 12]), greedy)
+    state, start = new_state(head, batch, "chain:4"), torch.zeros(2, dtype=torch.int64)
+    for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
+        observe(head, state, batch, start.clone(), torch.tensor(counts), 5)
+        head.propose(state, greedy)
+        start += torch.tensor(counts)
+    pieces = head.propose(state, greedy)
+    assert torch.equal(whole.tokens, pieces.tokens)
+    torch.testing.assert_close(whole.scores, pieces.scores)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "ids"),
+    [(36, 5, (2, 10, 18, 26, 34)), (20, 3, (2, 10, 18)), (8, 1, (5,)), (5, 5, (2, 3))],
+)
+def test_default_layers_are_those_of_the_published_heads(layers: int, count: int, ids: tuple[int, ...]) -> None:
+    assert spread_layer_ids(layers, count) == ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "word"),
+    [
+        ("dflash", {"block_size": 65}, "block_size: expected no more than the target's context of 64, got 65"),
+        ("dflash", {"loss": "mse"}, "loss"),
+        ("dflash", {"gamma": 0.0}, "gamma"),
+        ("dflash", {"sliding_window": 3}, "sliding_window: expected a whole number from head.block_size"),
+        ("dflash", {"sliding_window": 9, "num_layers": 1}, "sliding_window, head.layer_types: .* no layer slides"),
+        ("dflash", {"layer_types": ("sliding_attention",) * 2}, "sliding_window, head.layer_types: .* no window"),
+        ("dflash", {"layer_types": ("full_attention",)}, "layer_types: .* each of 2 layers"),
+        ("dspark", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
+        ("dflash2", {"conv_kernel_size": 5}, "conv_kernel_size: expected at most a block's 4 rows, got 5"),
+        ("dflash2", {"conv_group_size": 3}, "conv_group_size: expected a divisor of the target's width, 16"),
+        ("dflash2", {"selector_top_k": 41}, "selector_top_k"),
+        ("dspark", {"markov_rank": 0}, "markov_rank"),
+        ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}, "ce_weight"),
+    ],
+)
+def test_bad_settings_are_named(kind: str, change: dict[str, Any], word: str) -> None:
+    with pytest.raises(UserError, match=f"head.{word}"):
+        HEADS[kind](**BLOCK_SIZES | OWN_SIZES[kind] | change)
+
+
+def test_a_block_begins_where_its_document_does_whatever_the_positions() -> None:
+    """A later part of a long document stands behind others, with positions that go on."""
+    batch = make_batch([[7, 11, 3]])
+    blocks = all_blocks(batch.documents)
+    first = torch.tensor([[0] * 7 + [7] * 11 + [18] * 3])
+    assert torch.equal(blocks.starts(batch.documents), first[:, 1:])
+    head = make_head("dflash", num_anchors=32)
+    moved = dataclasses.replace(batch, positions=batch.positions + 40 * (batch.documents == 1))
+    for rows in (2, 4):
+        torch.testing.assert_close(head.unroll(moved, blocks, rows), head.unroll(batch, blocks, rows))

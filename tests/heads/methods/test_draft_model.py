@@ -1,0 +1,378 @@
+"""A draft model: training steps are drafting steps, the cache holds what it should, and what is saved is a HF model."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from heads.core.contract import Batch, Observation
+from heads.core.errors import UserError
+from heads.core.tree import parse_shape
+from heads.methods.draft_model import DraftState
+from heads.registry import build_head
+from heads.saved import load_head, save_head, target_record
+from heads.targets.load import load_target, load_tokenizer
+from heads.targets.model import FrozenTarget
+from tests.closeness import assert_close
+from tests.heads.small_heads import greedy, loss_agrees, token_paths
+
+V = 40
+SIZE = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "head_dim": 8,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+    "granite": {"logits_scaling": 2.0},
+    "gpt2": {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64},
+}
+
+
+def make_target(family: str = "llama", **changes: Any) -> FrozenTarget:
+    config = AutoConfig.for_model(family, **{**SIZE, **FAMILIES[family], **changes})
+    auto: Any = AutoModelForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return FrozenTarget(auto.from_config(config).double(), family)
+
+
+def make_head(target: FrozenTarget, **settings: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        head = build_head("draft", settings or {"layers": [0, 2]}, target, torch.ones(target.vocab_size))
+    return head.double()
+
+
+def make_batch(target: FrozenTarget, documents: list[list[int]], *, labels_from: int = 2) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(2, V, (len(documents), sum(documents[0])), generator=generator)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in documents])
+    features = target.packed_features(tokens, positions, ids, ())
+    return Batch(
+        tokens=tokens,
+        loss_mask=positions >= labels_from,
+        positions=positions,
+        documents=ids,
+        embeddings=target.shared.embed_tokens(tokens),
+        aux_hidden_states=features.aux_hidden_states,
+        hidden=features.hidden,
+        shared=target.shared,
+    )
+
+
+def plain_logits(head: Any, tokens: list[int]) -> Tensor:
+    """(T, V) by the model itself, without a cache and without masks of ours."""
+    with torch.no_grad():
+        logits: Tensor = head.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def feed(head: Any, state: DraftState, texts: list[list[int]], start: list[int], count: list[int], nodes: Any) -> None:
+    """Extend the head by `count` positions of each row, with padding behind them."""
+    M = max(max(count), 1) if nodes is None else nodes.shape[1]
+    tokens = torch.full((len(texts), M + 1), 7)
+    for row, (text, first, many) in enumerate(zip(texts, start, count, strict=True)):
+        tokens[row, : many + 1] = torch.tensor(text[first : first + many + 1])
+    B = len(texts)
+    head.extend(
+        state,
+        Observation(
+            tokens, torch.zeros(B, M, 0), torch.zeros(B, M, 16), torch.tensor(start), torch.tensor(count), nodes
+        ),
+    )
+
+
+def opened(head: Any, texts: list[list[int]], shape: str, capacity: int = 40) -> DraftState:
+    """The state that has read all of each text but its last token, the root."""
+    state: DraftState = head.new_state(None, batch_size=len(texts), capacity=capacity, shape=parse_shape(shape))
+    feed(head, state, texts, [0] * len(texts), [len(text) - 1 for text in texts], None)
+    return state
+
+
+def texts_of(lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(6)
+    return [torch.randint(2, V, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chain_equals_a_loop_without_a_cache(family: str) -> None:
+    head = make_head(make_target(family))
+    texts = texts_of([9, 2, 14])
+    proposal = head.propose(opened(head, texts, "chain:4"), greedy)
+    for row, text in enumerate(texts):
+        naive = list(text)
+        for _ in range(4):
+            naive.append(int(plain_logits(head, naive)[-1].argmax()))
+        assert proposal.tokens[row].tolist() == naive[-5:]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+@pytest.mark.parametrize("shape", ["tree:3x3x13", "static:3.2.1"])
+def test_every_path_of_a_tree_scores_as_a_chain_would(family: str, shape: str) -> None:
+    head = make_head(make_target(family))
+    texts = texts_of([9, 12])
+    proposal = head.propose(opened(head, texts, shape), greedy)
+    for row, text in enumerate(texts):
+        for path, score in zip(token_paths(proposal, row), proposal.scores[row].tolist(), strict=True):
+            logp = plain_logits(head, [*text, *path]).log_softmax(-1)
+            total = sum(float(logp[len(text) - 1 + i, token]) for i, token in enumerate(path))
+            assert score == pytest.approx(total, abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x13", "static:3.2.1"])
+@pytest.mark.parametrize(("family", "dtype"), [("gemma2", torch.float64), ("qwen3", torch.float64), ("llama", None)])
+def test_rounds_go_on_from_what_was_accepted(shape: str, family: str, dtype: torch.dtype | None) -> None:
+    """Any path of any length is accepted, rows at their own pace, one of them done: the next draft is what a fresh
+    state drafts from the whole text, and no accepted token but the last was read again. By the model itself, by a
+    native decoder, and by the CPU kernels."""
+    head = make_head(make_target(family)).to(dtype or torch.float32)
+    shape_ = parse_shape(shape)
+    chooser = torch.Generator().manual_seed(7)
+    texts = texts_of([5, 9, 3])
+    state = opened(head, texts, shape, 60)
+    done = list(texts[2])
+    read: list[Tensor] = []
+    forward = state.decoder.forward
+
+    def watch(tokens: Tensor, *given: Any, **how: Any) -> Any:
+        read.append(tokens)
+        return forward(tokens, *given, **how)
+
+    state.decoder.forward = watch  # type: ignore[method-assign]
+    for _ in range(6):
+        read.clear()
+        proposal = head.propose(state, greedy)
+        first, *later = read
+        assert first.tolist()[:2] == [text[-2:] for text in texts[:2]]  # the fixed pair
+        assert len(later) == max(shape_.depth - 1, 0)
+        nodes = torch.zeros(3, shape_.depth + 1, dtype=torch.int64)
+        starts, counts = [len(text) - 1 for text in texts], [0, 0, 0]
+        for row in range(2):
+            path, at = [0], 0
+            while children := [j for j in range(1, shape_.nodes) if int(proposal.parents[row, j]) == at]:
+                if float(torch.rand(1, generator=chooser)) < 0.25:
+                    break
+                at = children[int(torch.randint(len(children), (1,), generator=chooser))]
+                path.append(at)
+            nodes[row, : len(path)] = torch.tensor(path)
+            texts[row] += [int(proposal.tokens[row, j]) for j in path[1:]]
+            texts[row].append(int(torch.randint(2, V, (1,), generator=chooser)))
+            counts[row] = len(path)
+        read.clear()
+        feed(head, state, texts, starts, counts, nodes)
+        assert not read  # accepting reads nothing
+        fresh = opened(head, [*texts[:2], done], shape, 60)
+        again, wanted = head.propose(state, greedy), head.propose(fresh, greedy)
+        assert torch.equal(again.tokens, wanted.tokens)
+        assert_close(again.scores, wanted.scores, roundings=16, precision=torch.float32)
+
+
+def test_prompts_may_come_in_pieces_and_rows_begin_anew() -> None:
+    head = make_head(make_target())
+    texts = texts_of([11, 6])
+    state = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
+    feed(head, state, [texts_of([20])[0], texts[1]], [0, 0], [15, 5], None)
+    head.propose(state, greedy)
+    head.reset_rows(state, torch.tensor([True, False]))
+    feed(head, state, texts, [0, 0], [4, 0], None)
+    feed(head, state, texts, [4, 0], [6, 0], None)
+    found = head.propose(state, greedy)
+    wanted = head.propose(opened(head, texts, "chain:3"), greedy)
+    assert torch.equal(found.tokens, wanted.tokens)
+    torch.testing.assert_close(found.scores, wanted.scores)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_states_are_what_the_model_gives_each_document(family: str) -> None:
+    target = make_target(family)
+    head, batch = make_head(target), make_batch(target, [[7, 2, 9], [1, 12, 5]])
+    with torch.no_grad():
+        logits = head.logits(head.states(batch))
+    for row, lengths in enumerate(([7, 2, 9], [1, 12, 5])):
+        at = 0
+        for length in lengths:
+            alone = plain_logits(head, batch.tokens[row, at : at + length].tolist())
+            assert_close(logits[row, at : at + length], alone.to(logits.dtype), precision=torch.float32)
+            at += length
+
+
+@pytest.mark.parametrize("loss", ["kl", "jsd", "labels"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+def test_the_loss_by_hand(family: str, loss: str) -> None:
+    target = make_target(family)
+    settings: dict[str, Any] = {"layers": [1, 3], "loss": loss} | ({"beta": 0.2} if loss == "jsd" else {})
+    head, batch = make_head(target, **settings), make_batch(target, [[7, 2, 9], [1, 12, 5]])
+    p = target.shared.lm_head(batch.hidden).double().softmax(-1)
+    total, rows = torch.zeros((), dtype=torch.float64), 0
+    logits = head.model.lm_head(head.states(batch)) / (2.0 if family == "granite" else 1.0)
+    if family == "gemma2":
+        logits = 3.0 * torch.tanh(logits / 3.0)
+    logq = logits.log_softmax(-1)
+    for b in range(2):
+        for t in range(18):
+            if t and batch.loss_mask[b, t] and batch.documents[b, t] == batch.documents[b, t - 1]:
+                rows += 1
+                target_p, draft = p[b, t - 1], logq[b, t - 1].exp()
+                mean = 0.2 * target_p + 0.8 * draft
+                total = (
+                    total
+                    + {
+                        "kl": (target_p * (target_p / draft).log()).sum(),
+                        "jsd": 0.2 * (target_p * (target_p / mean).log()).sum()
+                        + 0.8 * (draft * (draft / mean).log()).sum(),
+                        "labels": -logq[b, t - 1, batch.tokens[b, t]],
+                    }[loss]
+                )
+    assert head.counts(batch.loss_mask, batch.documents).tolist() == [rows]
+    scale = torch.tensor([1 / rows], dtype=torch.float64)
+    loss_agrees(head, batch, total[None], scale, rtol=1e-4, atol=1e-7)
+
+
+def test_kept_layers_are_the_targets_own() -> None:
+    target = make_target()
+    head = make_head(target, layers=[1, 3])
+    own = target.model.state_dict()
+    for name, weight in head.model.state_dict().items():
+        source = name.replace("layers.1.", "layers.3.").replace("layers.0.", "layers.1.")
+        assert torch.equal(weight, own[source].to(weight.dtype)), name
+    assert head.model.config.num_hidden_layers == 2 and len(target.layers) == 4
+    windowed = make_head(make_target("gemma2"), layers=[1, 3])  # every other layer has a window, these have none
+    assert windowed.model.config.layer_types == ["full_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"loss": "kl"}, "head"),
+        ({"layers": [0], "fresh": {}}, "head"),
+        ({"layers": [0, 4]}, "head.layers"),
+        ({"layers": [0], "loss": "mse"}, "head.loss"),
+        ({"layers": [0], "beta": 0.5}, "head.beta"),
+        ({"fresh": {"hiden_size": 3}}, "head.fresh.hiden_size"),
+        ({"fresh": {"num_attention_heads": 5}}, "head.fresh"),
+        ({"layers": [0], "lora": {"rank": 0}}, "head.lora"),
+        ({"path": "no/such/folder"}, "no/such/folder"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], key: str, tiny_target_dir: Path) -> None:
+    target = make_target()
+    target.name = str(tiny_target_dir)
+    with pytest.raises(UserError) as caught:
+        build_head("draft", settings, target, torch.ones(V))
+    assert str(caught.value).startswith(f"{key}: ") and "\n" not in str(caught.value)
+
+
+def test_what_is_saved_is_a_hugging_face_model(tiny_target_dir: Path, tmp_path: Path) -> None:
+    target = load_target(str(tiny_target_dir))
+    settings = {
+        "fresh": {
+            "num_hidden_layers": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 123.0},
+        }
+    }
+    head = build_head("draft", settings, target, torch.ones(128))
+    save_head(head, tmp_path / "head", target=target_record(target))
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "head")
+    ids = torch.arange(20)[None]
+    logits = model(input_ids=ids).logits
+    torch.testing.assert_close(logits, head.model(input_ids=ids).logits)
+    torch.testing.assert_close(load_head(tmp_path / "head").model(input_ids=ids).logits, logits)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["draftsmith"]["kind"] == "draft"
+    assert load_target(str(tmp_path / "head")).vocab_size == 128
+    assert (
+        load_tokenizer(str(tmp_path / "head"))("def f")["input_ids"]
+        == load_tokenizer(str(tiny_target_dir))("def f")["input_ids"]
+    )
+
+
+@pytest.mark.parametrize("rows", [100, 150])
+def test_padded_vocabularies_meet_at_their_common_prefix(
+    rows: int, target: FrozenTarget, tiny_target_dir: Path, tmp_path: Path, make_smaller: Callable[..., Path]
+) -> None:
+    """The draft proposes what both know; what is saved has the target's size."""
+    path = make_smaller(tmp_path / "small", vocab_size=rows)
+    head = build_head("draft", {"path": str(path)}, target, torch.ones(128))
+    common = min(rows, 128)
+    assert all(parameter.requires_grad for parameter in head.parameters())
+    assert (head.config.vocab_size, head.config.common_size) == (128, common)
+    own: Any = AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.arange(20)[None]
+    wanted = own(input_ids=ids).logits
+    with torch.no_grad():
+        batch = make_batch(target, [[20]])
+        states = head.states(replace(batch, tokens=ids))
+        torch.testing.assert_close(head.logits(states), wanted[..., :common])
+    save_head(head, tmp_path / "head", target=target_record(target))
+    saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "head")
+    assert saved.config.vocab_size == 128 and saved.get_output_embeddings().weight.shape[0] == 128
+    torch.testing.assert_close(saved(input_ids=ids).logits[..., :common], wanted[..., :common])
+    tail = saved.get_output_embeddings().weight[common:]
+    assert torch.equal(tail, saved.get_output_embeddings().weight[:common].mean(0).expand_as(tail))
+
+
+@pytest.fixture
+def make_smaller(tiny_target_dir: Path) -> Callable[..., Path]:
+    """(folder, settings of its config) -> a small model with the tiny target's tokenizer."""
+
+    def make(folder: Path, **changes: Any) -> Path:
+        config = AutoConfig.for_model("llama", **{**SIZE, "max_position_embeddings": 512, **changes})
+        auto: Any = AutoModelForCausalLM
+        auto.from_config(config).save_pretrained(folder)
+        load_tokenizer(str(tiny_target_dir)).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def test_another_tokenizer_is_refused_by_its_first_differing_token(
+    target: FrozenTarget, tmp_path: Path, make_smaller: Callable[..., Path]
+) -> None:
+    path = make_smaller(tmp_path / "small", vocab_size=128)
+    file = path / "tokenizer.json"
+    text = file.read_text()
+    # Two tokens change places; the lower id is the first that differs.
+    tokenizer = json.loads(text)
+    vocab = tokenizer["model"]["vocab"]
+    vocab["A"], vocab["Z"] = vocab["Z"], vocab["A"]
+    file.write_text(json.dumps(tokenizer))
+    number = vocab["Z"]
+    with pytest.raises(UserError, match=f"token {number} is 'Z' here and 'A' there"):
+        build_head("draft", {"path": str(path)}, target, torch.ones(128))
+
+
+def test_rotary_frequencies_stay_as_they_are_when_the_weights_are_narrowed() -> None:
+    head = make_head(make_target())
+    exact = head.model.model.rotary_emb.inv_freq.clone()
+    narrow = head.to(torch.bfloat16)
+    assert narrow.model.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(narrow.model.model.rotary_emb.inv_freq, exact) and exact.dtype != torch.bfloat16
+
+
+def test_rows_longer_than_the_drafts_context_are_refused() -> None:
+    target = make_target()
+    head = make_head(target, fresh={"max_position_embeddings": 8})
+    with pytest.raises(UserError, match="the draft model reads 8 positions, a row has 18"):
+        head.loss(make_batch(target, [[18]]), torch.ones(1))
+    with pytest.raises(UserError, match="the draft model reads 8 positions, the sequences may have 128"):
+        head.new_state(None, batch_size=1, capacity=128, shape=parse_shape("chain:3"))

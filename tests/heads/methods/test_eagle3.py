@@ -1,0 +1,121 @@
+"""EAGLE-3 against its formula, written the long way."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.core.contract import Batch
+from heads.core.errors import UserError
+from heads.methods.eagle3 import Eagle3
+from tests.heads.small_heads import eagle3_head, loss_agrees, probe_of, random_batch, rope, seen
+
+
+def by_head(x: Tensor, d: int) -> Tensor:
+    return x.view(*x.shape[:2], -1, d).transpose(1, 2)
+
+
+def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
+    """The same loss written the long way: one dense mask over T * steps keys, all logits at once. Returns (K,) sums."""
+    config, T = head.config, batch.tokens.shape[1]
+    layer, kept = head.midlayer, head.kept
+    H, G, d = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads, config.head_dim
+    teacher = batch.shared.lm_head(batch.hidden)  # (B, T, V); row t predicts x_{t+1}
+    p = teacher[..., kept].softmax(-1)
+    state = head.fuse(batch.aux_hidden_states)
+    all_keys, all_values, sums = [], [], []
+    same = batch.documents[:, :, None] == batch.documents[:, None, :]
+    for i in range(config.depth):
+        x = torch.cat([layer.input_layernorm(batch.embeddings.roll(-1 - i, 1)), layer.hidden_norm(state)], -1)
+        at = (batch.positions + i)[:, None]
+        q = rope(by_head(layer.self_attn.q_proj(x), d), at, config.rope_theta)
+        k = rope(by_head(layer.self_attn.k_proj(x), d), at, config.rope_theta)
+        v = by_head(layer.self_attn.v_proj(x), d)
+        all_keys.append(k.repeat_interleave(G, 1))
+        all_values.append(v.repeat_interleave(G, 1))
+        causal = torch.ones(T, T).tril().bool() & same
+        diagonal = torch.eye(T).bool().expand_as(causal)
+        mask = torch.cat([causal, *[diagonal] * i], -1)[:, None]
+        scores = (q @ torch.cat(all_keys, 2).mT / math.sqrt(d)).masked_fill(~mask, -torch.inf)
+        out = (scores.softmax(-1) @ torch.cat(all_values, 2)).transpose(1, 2).flatten(2)
+        state = state + layer.self_attn.o_proj(out)
+        state = state + layer.mlp(layer.post_attention_layernorm(state))
+        logq = head.lm_head(head.norm(state)).log_softmax(-1)
+        total = torch.zeros((), dtype=torch.float64)
+        for b in range(len(batch.tokens)):
+            for t in range(T):
+                label = t + 2 + i
+                if label < T and batch.loss_mask[b, label] and batch.documents[b, label] == batch.documents[b, t]:
+                    target = p[b, label - 1]
+                    if teacher[b, label - 1].argmax() in kept:
+                        total = total + (target * (target.log() - logq[b, t])).sum()
+        sums.append(total)
+        if config.norm_output:
+            state = head.norm(state)
+    assert G * config.num_key_value_heads == H
+    return torch.stack(sums)
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_loss_and_gradients_equal_the_dense_reference(norm_output: bool) -> None:
+    head, batch = eagle3_head(norm_output=norm_output, fc_norm=norm_output), random_batch([[11, 3, 7], [2, 1, 18]])
+    scale = torch.tensor([0.5, 0.25, 0.2, 0.1], dtype=torch.float64)
+    loss_agrees(head, batch, plain_loss(head, batch), scale)
+
+
+def test_each_option_changes_the_function() -> None:
+    batch = random_batch([[20]])
+    plain, normed_output, normed_input = (
+        eagle3_head(**options).unroll(batch, 4) for options in ({}, {"norm_output": True}, {"fc_norm": True})
+    )
+    assert not torch.allclose(plain[1], normed_output[1]) and not torch.allclose(plain[1], normed_input[1])
+    assert torch.equal(plain[0], normed_output[0])  # the first step recycles nothing yet
+
+
+def test_one_norm_of_all_auxiliary_states() -> None:
+    head, batch = eagle3_head(norm_before_fc=True), random_batch([[20]])
+    assert head.input_norm is not None
+    together = batch.aux_hidden_states  # (B, T, L * D)
+    size = (together.square().mean(-1, keepdim=True) + head.config.rms_norm_eps).sqrt()
+    torch.testing.assert_close(head.fuse(together), head.fc(together / size * head.input_norm.weight))
+    with pytest.raises(UserError, match=r"head\.fc_norm, head\.norm_before_fc"):
+        eagle3_head(norm_before_fc=True, fc_norm=True)
+
+
+@pytest.mark.parametrize("fc_norm", [False, True])
+def test_initialise_starts_from_the_target_at_unit_size(fc_norm: bool) -> None:
+    head, batch, scales = eagle3_head(fc_norm=fc_norm), random_batch([[20]]), torch.tensor([3.0, 30.0, 300.0]).double()
+    probe = probe_of(batch, torch.rand(16).double(), scales)
+    with torch.no_grad():
+        head.fc.weight.normal_(std=0.02)
+        for parameter in head.fc_norm.parameters() if head.fc_norm is not None else ():
+            parameter.fill_(1.0)
+    head.initialise(probe)
+    assert torch.equal(head.lm_head.weight, probe.lm_head_weight[head.kept])
+    assert torch.equal(head.norm.weight, probe.norm)
+    fused = head.fuse(batch.aux_hidden_states * scales.repeat_interleave(16))
+    assert 0.8 < float(fused.detach().square().mean().sqrt()) < 1.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sliding_window": 4}, "head.sliding_window"),  # of four steps
+        ({"sliding_window": "9"}, "head.sliding_window"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "head.rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "four"}}, "head.rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "head.rope_scaling: expected factors above 0"),
+        ({"rope_scaling": "yarn"}, "head.rope_scaling: expected a rope_type"),
+    ],
+)
+def test_windows_and_rotations_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        eagle3_head(**settings)
+
+
+def test_a_draft_as_long_as_the_window_is_refused() -> None:
+    with pytest.raises(UserError, match="chain:7"):
+        seen(eagle3_head(sliding_window=7), random_batch([[20]]), "chain:7", [9])

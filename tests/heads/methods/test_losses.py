@@ -1,0 +1,157 @@
+"""The chunked loss against all logits at once, in float64: values, gradients, sums by hand, memory."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.methods.losses import LOSSES, SPAN, Distribution, Divergence, draft_loss, jsd, likeliest
+
+K, R, D, DT, V, VD = 3, 50, 6, 5, 40, 24
+
+
+def case(rows: int = R, seed: int = 0) -> dict[str, Any]:
+    """Random states and a target, in float64; some rows are not valid at some depths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    out = 1.5 * randn(V, DT)
+    return {
+        "states": randn(K, rows, D).requires_grad_(),
+        "weight": randn(VD, D).requires_grad_(),
+        "valid": torch.rand(K, rows, generator=generator) < 0.8,
+        "hidden": randn(rows, DT),
+        "target_logits": lambda hidden: hidden @ out.T,
+        "kept": torch.randperm(V, generator=generator)[:VD].sort().values,
+        "scale": torch.rand(K, generator=generator, dtype=torch.float64),
+    }
+
+
+PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": lambda p, q: (p * (p / q).log()).sum(-1),
+    "cross_entropy": lambda p, q: -q.log().gather(-1, p.argmax(-1, keepdim=True))[..., 0],
+    "reverse_kl": lambda p, q: (q * (q / p).log()).sum(-1),
+    "total_variation": lambda p, q: (p - q).abs().sum(-1) / 2,
+    "negative_log_acceptance": lambda p, q: -(1 - (p - q).abs().sum(-1) / 2).log(),
+    "jsd": lambda p, q: plain_jsd(p, q, 0.5),
+    "kl_tv": lambda p, q: plain_mix(p, q),
+}
+
+
+def plain_jsd(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    m = beta * p + (1 - beta) * q
+    return beta * PLAIN["kl"](p, m) + (1 - beta) * PLAIN["kl"](q, m)
+
+
+def plain_mix(p: Tensor, q: Tensor) -> Tensor:
+    """The weight follows the acceptance, but no gradient flows through it."""
+    weight = torch.exp(-3 * torch.minimum(p, q).sum(-1)).detach()
+    return weight * PLAIN["kl"](p, q) + (1 - weight) * PLAIN["total_variation"](p, q)
+
+
+def plain(c: dict[str, Any], loss: Callable[[Tensor, Tensor], Tensor], soft_cap: float | None = None) -> Tensor:
+    """Sums (K,) with a graph, with every logit at once."""
+    logits = c["target_logits"](c["hidden"])
+    counted = c["valid"] & torch.isin(logits.argmax(-1), c["kept"])
+    assert not len(logits) or 0 < counted.sum() < c["valid"].sum()  # some rows' likeliest token cannot be drafted
+    p, z = logits[:, c["kept"]].softmax(-1), c["states"] @ c["weight"].T
+    q = (z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap)).softmax(-1)
+    return torch.where(counted, loss(p.expand_as(q), q), 0).sum(1)
+
+
+CASES: list[tuple[str | Divergence, Callable[[Tensor, Tensor], Tensor], float | None]] = [
+    *((name, PLAIN[name], None) for name in LOSSES),
+    *((name, PLAIN[name], 1.5) for name in LOSSES),
+    *((jsd(beta), partial(plain_jsd, beta=beta), None) for beta in (0.1, 0.9)),
+]
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 25, 49, 50, 1000])
+@pytest.mark.parametrize(("loss", "reference", "soft_cap"), CASES)
+def test_values_and_gradients_equal_the_full_form(
+    loss: str | Divergence, reference: Callable[[Tensor, Tensor], Tensor], soft_cap: float | None, rows_per_chunk: int
+) -> None:
+    c = case()
+    found, sums, _, _ = draft_loss(**c, loss=loss, soft_cap=soft_cap, chunk=rows_per_chunk)
+    wanted = plain(c, reference, soft_cap)
+    torch.testing.assert_close(sums, wanted.detach())
+    torch.testing.assert_close(found, (wanted * c["scale"]).sum())
+    inputs = (c["states"], c["weight"])
+    exact = torch.autograd.grad((wanted * c["scale"]).sum() * 3, inputs)
+    for a, b in zip(torch.autograd.grad(found * 3, inputs), exact, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not sums.requires_grad
+
+
+def test_jsd_nears_both_divergences() -> None:
+    """Divided by beta, or by 1 - beta, it goes to KL(p || q) and to KL(q || p) (arXiv 2306.13649, section 2)."""
+    q, p = (Distribution(logits) for logits in torch.randn(2, 6, 9, dtype=torch.float64))
+    for beta, loss in ((1e-7, "kl"), (1 - 1e-7, "reverse_kl")):
+        torch.testing.assert_close(jsd(beta)(q, p)[0] / 1e-7, LOSSES[loss](q, p)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_distributions_that_share_nothing_stay_finite(loss: str) -> None:
+    """In float32, where probabilities underflow to zero on both sides."""
+    z = torch.tensor([[200.0, -200.0, 0.0]])
+    logp = torch.tensor([[-200.0, 200.0, 0.0]]).log_softmax(-1)
+    value, grad = LOSSES[loss](Distribution(z), Distribution(logp))
+    assert value.isfinite().all() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("width", [3 * SPAN, 3 * SPAN + 1])
+def test_the_likeliest_is_the_lowest_on_ties(width: int) -> None:
+    few = torch.randint(5, (40, width), generator=torch.Generator().manual_seed(1)).float()
+    assert likeliest(few).tolist() == [row.index(max(row)) for row in few.tolist()]
+    distinct = torch.stack([torch.randperm(width) for _ in range(20)]).float()
+    assert torch.equal(likeliest(distinct), distinct.argmax(-1))
+
+
+def test_correct_and_overlap_by_hand() -> None:
+    c = case(rows=20)
+    _, _, correct, overlap = draft_loss(**c, chunk=3)
+    kept = c["kept"].tolist()
+    for k in range(K):
+        total = 0.0
+        for r in range(20):
+            target = c["target_logits"](c["hidden"][r])
+            draft = c["weight"].detach() @ c["states"].detach()[k, r]
+            agrees = kept[int(draft.argmax())] == int(target.argmax())
+            live = bool(c["valid"][k, r])
+            assert bool(correct[k, r]) == (agrees and live)
+            if live:  # acceptance of rejection sampling: q lives on the draft vocabulary, p on the whole one
+                p, q = target.softmax(-1), draft.softmax(-1)
+                total += sum(min(float(p[token]), float(q[i])) for i, token in enumerate(kept))
+        assert float(overlap[k]) == pytest.approx(total)
+
+
+def test_no_rows_at_all() -> None:
+    c = case(rows=0)
+    total, sums, correct, overlap = draft_loss(**c)
+    total.backward()
+    assert not total.any() and not sums.any() and not overlap.any() and correct.shape == (K, 0)
+    assert c["weight"].grad is not None and not c["weight"].grad.any() and c["states"].grad.shape == (K, 0, D)
+
+
+def test_narrow_states_are_reduced_in_float32() -> None:
+    c = case()
+    wanted = plain(c, PLAIN["kl"])
+    narrow = {**c, "states": c["states"].detach().bfloat16().requires_grad_(), "scale": c["scale"].float()}
+    narrow["weight"] = c["weight"].detach().float().requires_grad_()
+    total, sums, _, overlap = draft_loss(**narrow)
+    total.backward()
+    assert sums.dtype == overlap.dtype == total.dtype == torch.float32
+    assert narrow["states"].grad.dtype == torch.bfloat16 and narrow["weight"].grad.dtype == torch.float32
+    torch.testing.assert_close(sums.double(), wanted.detach(), rtol=0.02, atol=0.02)
+
+
+def test_no_tensor_of_all_rows_by_the_vocabulary_is_made(largest_tensor: Callable[[Callable[[], object]], int]) -> None:
+    c = case(rows=640)
+    most = largest_tensor(lambda: draft_loss(**c, chunk=64)[0].backward())
+    assert most == max(K * 640 * D, 64 * V) < 640 * VD
+    assert largest_tensor(lambda: plain(c, PLAIN["kl"]).sum().backward()) >= K * 640 * VD

@@ -1,0 +1,206 @@
+"""Medusa: head k stands where its label is, blocks are the released ones, and drafting is what training trained."""
+
+import dataclasses
+from collections.abc import Mapping
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.core.contract import Batch, most_nodes, shape_for
+from heads.core.errors import UserError
+from heads.core.tree import parse_shape, static_shape
+from heads.methods.medusa import Medusa, MedusaConfig, MedusaState, grow_tree
+from tests.heads.small_heads import greedy, loss_agrees, observe, random_batch, token_paths
+
+CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
+KEPT = torch.tensor([0, 1, 2, 4, 5, 7, 9, 10, 13, 14, 18, 19])
+
+
+def make_head(**changes: Any) -> Medusa:
+    torch.manual_seed(1)
+    config = dataclasses.replace(CONFIG, **changes)
+    head = Medusa(config, KEPT if config.draft_vocab_size < 20 else torch.arange(20))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(0.0, 0.5)
+    return head.double()
+
+
+def make_batch(documents: list[list[int]]) -> Batch:
+    return random_batch(documents, width=CONFIG.hidden_size, vocab=CONFIG.vocab_size)
+
+
+def released(weights: Mapping[str, Tensor], hidden: Tensor, k: int, num_layers: int) -> Tensor:
+    """The released checkpoints' definition, on plain tensors: residual blocks with biases, then a matrix."""
+    for j in range(num_layers):
+        gate = hidden @ weights[f"{k}.{j}.linear.weight"].T + weights[f"{k}.{j}.linear.bias"]
+        hidden = hidden + gate / (1 + torch.exp(-gate))
+    return hidden @ weights[f"{k}.{num_layers}.weight"].T
+
+
+def test_a_head_is_the_released_definition() -> None:
+    head, hidden = make_head(), torch.randn(4, 8, dtype=torch.float64)
+    for k in range(3):
+        torch.testing.assert_close(head.logits(hidden, k), released(head.to_checkpoint(), hidden, k, 2))
+
+
+@pytest.mark.parametrize("loss", ["labels", "kl"])
+@pytest.mark.parametrize("draft_vocab_size", [12, 20])
+def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: int) -> None:
+    """Head k = 1.. at slot t against x_{t+1+k}, or the distribution at slot t + k that it was drawn from; label by
+    label."""
+    head, batch = make_head(loss=loss, draft_vocab_size=draft_vocab_size), make_batch([[11, 3, 7], [2, 1, 18]])
+    kept = head.kept.tolist()
+    scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
+    weights = dict(head.heads.named_parameters())
+    sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
+    for b in range(2):
+        for t in range(21):
+            for k in range(1, 4):
+                x = t + 1 + k
+                if x >= 21 or not batch.loss_mask[b, x] or batch.documents[b, x] != batch.documents[b, t]:
+                    continue
+                logq = released(weights, batch.hidden[b, t], k - 1, 2).log_softmax(-1)
+                if loss == "labels":
+                    token = int(batch.tokens[b, x])
+                    if token in kept:
+                        sums[k - 1] = sums[k - 1] - logq[kept.index(token)]
+                else:
+                    distribution = batch.shared.lm_head(batch.hidden[b, t + k])
+                    if int(distribution.argmax()) in kept:
+                        p = distribution[kept].softmax(-1)
+                        sums[k - 1] = sums[k - 1] + (p * (p.log() - logq)).sum()
+    loss_agrees(head, batch, torch.stack(sums), scale, atol=1e-6, rtol=1e-5)
+
+
+def test_it_begins_as_the_targets_own_output_head() -> None:
+    head, lm_head, hidden = make_head(), torch.randn(20, 8).double(), torch.randn(4, 8).double()
+    head.initialise(lm_head)
+    for k in range(3):
+        torch.testing.assert_close(head.logits(hidden, k), hidden @ lm_head[KEPT].T)
+    head.loss(make_batch([[20]]), torch.ones(3, dtype=torch.float64)).loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
+
+
+def observed(head: Medusa, batch: Batch, shape: str, lengths: list[int]) -> MedusaState:
+    """A draft state that has seen the first `lengths` positions of each row, in two pieces with padding behind."""
+    state = head.new_state(batch.shared, batch_size=len(lengths), capacity=40, shape=parse_shape(shape))
+    head.reset_rows(state, torch.ones(len(lengths), dtype=torch.bool))
+    count, start = torch.tensor(lengths), torch.zeros(len(lengths), dtype=torch.int64)
+    for part in (count // 2, count - count // 2, torch.zeros_like(count)):  # the last: a row that is done
+        observe(head, state, batch, start, part, 8)
+        start = start + part
+    return state
+
+
+def test_the_root_is_one_token_behind_head_one() -> None:
+    """Observed up to slot n - 1, the root is x_n; head k drafts x_{n+k}, which is x_{t+1+k} of slot t = n - 1."""
+    head, batch, lengths = make_head(), make_batch([[20], [20]]), [9, 12]
+    proposal = head.propose(observed(head, batch, "chain:3", lengths), greedy)
+    assert proposal.parents.tolist() == [[0, 0, 1, 2]] * 2
+    for b, n in enumerate(lengths):
+        drafted = [int(KEPT[released(head.to_checkpoint(), batch.hidden[b, n - 1], k, 2).argmax()]) for k in range(3)]
+        assert proposal.tokens[b].tolist() == [int(batch.tokens[b, n]), *drafted]
+
+
+def test_drafting_is_what_training_foresees() -> None:
+    """Put the drafted tokens where the text has them: each guess is then foreseen right, and only while it is there."""
+    head, batch, n = make_head(), make_batch([[20]]), 9
+    proposal = head.propose(observed(head, batch, "chain:3", [n]), greedy)
+    for wrong in (None, 0, 1, 2):
+        tokens = batch.tokens.clone()
+        tokens[0, n + 1 : n + 4] = proposal.tokens[0, 1:]
+        if wrong is not None:
+            tokens[0, n + 1 + wrong] = (tokens[0, n + 1 + wrong] + 1) % 20
+        foreseen = head.foresees(dataclasses.replace(batch, tokens=tokens), 3)
+        assert foreseen[:, 0, n - 1].tolist() == [k != wrong for k in range(3)]
+
+
+@pytest.mark.parametrize("shape", ["static:3.2.2", "tree:3x3x10"])
+def test_a_trees_scores_are_sums_of_each_heads_log_distribution(shape: str) -> None:
+    head, batch, n = make_head(), make_batch([[20]]), 9
+    proposal = head.propose(observed(head, batch, shape, [n]), greedy)
+    distributions = [released(head.to_checkpoint(), batch.hidden[0, n - 1], k, 2).log_softmax(-1) for k in range(3)]
+    scores = dict(zip(token_paths(proposal), proposal.scores[0].tolist(), strict=True))
+    for path, score in scores.items():
+        expected = sum(float(distributions[k][KEPT.tolist().index(token)]) for k, token in enumerate(path))
+        assert score == pytest.approx(expected, abs=1e-9)
+    if shape.startswith("tree"):  # the likeliest nodes of all that three candidates a head can make
+        best = [distribution.topk(3).values.tolist() for distribution in distributions]
+        levels = [product(*best[: k + 1]) for k in range(3)]
+        every = sorted([0.0, *(sum(path) for level in levels for path in level)])
+        assert sorted(scores.values()) == pytest.approx(every[-10:])
+
+
+def test_a_tree_too_deep_or_too_wide_is_refused() -> None:
+    batch = make_batch([[20]])
+    with pytest.raises(UserError, match="4 levels, the head has 3 heads"):
+        observed(make_head(), batch, "chain:4", [9])
+    with pytest.raises(UserError, match="13 children of a node, the head drafts 12"):
+        observed(make_head(), batch, "static:13", [9])
+    with pytest.raises(UserError, match="depth 4"):
+        make_head().foresees(batch, 4)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [12, 20])
+def test_ranks_are_places_in_each_heads_order(draft_vocab_size: int) -> None:
+    head, batch = make_head(draft_vocab_size=draft_vocab_size), make_batch([[20]])
+    ranks = head.ranks(batch)
+    for k in range(3):
+        for t in range(20 - 2 - k):
+            order = head.kept[head.logits(batch.hidden[0, t], k).argsort(descending=True)].tolist()
+            token = int(batch.tokens[0, t + 2 + k])
+            assert ranks[k, 0, t] == (order.index(token) if token in order else draft_vocab_size)
+    assert torch.equal(ranks == 0, head.foresees(batch, 3))
+
+
+def expected_accepted(accuracies: list[list[float]], paths: Any) -> float:
+    total = 0.0
+    for path in paths:
+        value = 1.0
+        for k, rank in enumerate(path):
+            value *= accuracies[k][rank]
+        total += value
+    return total
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_growth_is_the_best_tree_there_is(nodes: int, seed: int) -> None:
+    """Against every connected tree of that size over 3 heads of 3 ranks; accuracies need not fall with rank."""
+    draws = torch.rand(3, 3, generator=torch.Generator().manual_seed(seed))
+    accuracies = (draws / draws.sum(1, keepdim=True)).tolist()
+    every: list[tuple[int, ...]] = [()]
+    for _ in range(3):
+        every += [(*path, rank) for path in every if len(path) < 3 for rank in range(3) if (*path, rank) not in every]
+    trees = [
+        chosen
+        for chosen in combinations([path for path in every if path], nodes - 1)
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
+    ]
+    best = max(expected_accepted(accuracies, tree) for tree in trees)
+    grown = grow_tree(accuracies, nodes)
+    assert len(grown) == nodes - 1 and static_shape(grown, "").nodes == nodes
+    assert expected_accepted(accuracies, grown) == pytest.approx(best)
+
+
+def test_the_head_grows_and_carries_its_tree() -> None:
+    head, batch = make_head(), make_batch([[20], [20]])
+    before = head.tree
+    assert head.own_tree is head and before is None and most_nodes("head", head) == 6
+    with pytest.raises(UserError, match="carries no static tree"):
+        shape_for("head", head)
+    head.grow_tree([batch])
+    shape = shape_for("head", head)
+    assert shape.nodes <= 6 and shape.paths == head.tree and str(shape) == "head"
+    ranks = head.ranks(batch)
+    seen = [(batch.loss_mask & (batch.positions >= 2 + k)).roll(-2 - k, 1)[:, : 18 - k] for k in range(3)]
+    accuracies = [
+        [float((ranks[k, :, : 18 - k][seen[k]] == rank).double().mean()) for rank in range(12)] for k in range(3)
+    ]
+    assert head.tree == grow_tree(accuracies, 6)
+    with pytest.raises(UserError, match="grow no static tree"):
+        most_nodes("head", make_head(tree_nodes=0))

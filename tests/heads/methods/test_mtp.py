@@ -1,0 +1,125 @@
+"""Multi-token prediction against its formula, with one module or several."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.core.contract import Batch
+from heads.methods.mtp import Mtp
+from tests.heads.small_heads import mtp_head, probe_of, random_batch, rope
+
+FORMS = [
+    {"num_modules": 1},
+    {"num_modules": 2, "layout": "deepseek"},
+    {"num_modules": 4},
+    {"num_modules": 1, "layout": "qwen"},
+]
+"""One module for all four steps; two, of which the second does three; one for each; one that reads every token."""
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def plain_states(head: Mtp, batch: Batch) -> list[Tensor]:
+    """DeepSeek-V3's formula written the long way, slot by slot: h^k_t for each k, from lists of keys.
+
+    Module k reads [norm(h^{k-1}_t) ; norm(e(x_{t+k}))] and attends to its own inputs of the slots before; where the
+    last module is used again, to its first inputs of the slots before and to its own of this slot.
+    """
+    config, weights = head.config, head.state_dict()
+    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    B, T, D = batch.hidden.shape
+    states, out = batch.hidden, []
+    first: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    later: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+
+    for k in range(1, config.depth + 1):
+        i = min(k, config.num_modules) - 1
+        w = {n.removeprefix(f"mtp_layers.{i}."): v for n, v in weights.items() if n.startswith(f"mtp_layers.{i}.")}
+        made = torch.full_like(states, torch.nan)
+        if k <= config.num_modules:
+            first, later = {}, {(b, t): [] for b in range(B) for t in range(T)}
+        for b in range(B):
+            for t in range(T):
+                if t + k >= T or batch.documents[b, t + k] != batch.documents[b, t]:
+                    continue
+                position, theta = batch.positions[b, t : t + 1] + k - 1, config.rope_theta
+                zeroed = (
+                    int(position) == 0 and config.layout != "qwen"
+                )  # as the engines' classes of the other families do
+                embedding = torch.zeros_like(batch.embeddings[b, t]) if zeroed else batch.embeddings[b, t + k]
+                parts = [
+                    rms(embedding, w["token_layernorm.weight"]),
+                    rms(states[b, t], w["hidden_layernorm.weight"]),
+                ]
+                x = w["input_proj.weight"] @ torch.cat(parts[::-1] if config.layout == "mimo" else parts)
+                y = rms(x, w["block.input_layernorm.weight"])
+                q = rope((w["block.self_attn.q_proj.weight"] @ y).view(heads, d), position, theta)
+                key = rope((w["block.self_attn.k_proj.weight"] @ y).view(groups, d), position, theta)
+                value = (w["block.self_attn.v_proj.weight"] @ y).view(groups, d)
+                if k <= config.num_modules:
+                    first[b, t] = (key, value)
+                else:
+                    later[b, t].append((key, value))
+                start = t - int(batch.positions[b, t])
+                seen = [first[b, s] for s in range(start, t + 1)] + later[b, t]
+                heard = []
+                for head_id in range(heads):
+                    g = head_id // (heads // groups)
+                    scores = torch.stack([q[head_id] @ key[g] for key, _ in seen]) / math.sqrt(d)
+                    heard.append(scores.softmax(0) @ torch.stack([value[g] for _, value in seen]))
+                x = x + w["block.self_attn.o_proj.weight"] @ torch.cat(heard)
+                y = rms(x, w["block.post_attention_layernorm.weight"])
+                gate, up = w["block.mlp.gate_proj.weight"] @ y, w["block.mlp.up_proj.weight"] @ y
+                x = x + w["block.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
+                made[b, t] = rms(x, w["final_layernorm.weight"])
+        assert made.shape == (B, T, D)
+        out.append(made)
+        states = made
+    return out
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_states_are_the_papers_formula(form: dict[str, object]) -> None:
+    head, batch = mtp_head(**form), random_batch([[11, 3, 7], [2, 1, 18]])
+    for k, (ours, plain) in enumerate(zip(head.unroll(batch, 4), plain_states(head, batch), strict=True), start=1):
+        there = ~plain.isnan().any(-1)
+        assert there.sum() == sum(max(n - k, 0) for n in (11, 3, 7, 2, 1, 18))
+        torch.testing.assert_close(ours[there], plain[there])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_weight_is_trained(form: dict[str, object]) -> None:
+    """By the loss of `heads.methods.recycling`, which EAGLE-3's tests compare with its formula."""
+    head = mtp_head(**form)
+    head.loss(random_batch([[11, 3, 7], [2, 1, 18]]), torch.ones(4, dtype=torch.float64)).loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
+
+
+def test_the_whole_vocabulary_needs_no_table() -> None:
+    head, batch = mtp_head(draft_vocab_size=40), random_batch([[20]])
+    assert (
+        head.lm_head_weight(batch.shared) is batch.shared.lm_head_weight
+        and not {"d2t", "t2d"} & head.to_checkpoint().keys()
+    )
+    assert {"d2t", "t2d"} <= mtp_head().to_checkpoint().keys()
+
+
+@pytest.mark.parametrize("layout", ["mimo", "deepseek"])
+def test_a_new_head_hands_on_the_targets_state(layout: str) -> None:
+    head, batch = mtp_head(layout=layout, num_modules=2), random_batch([[20]])
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.fill_(1.0 if "norm" in name else 0.0)
+    head.initialise(probe_of(batch, torch.full((16,), 7.0).double()))
+    normed = batch.hidden / batch.hidden.square().mean(-1, keepdim=True).sqrt()
+    for state in head.unroll(batch, 2):
+        assert float((state * normed).detach().mean()) / 7 > 0.9  # the cosine of both
+
+
+def test_the_weights_of_the_steps_are_fastmtps() -> None:
+    weights = mtp_head(depth=3, depth_decay=0.6).depth_weights
+    assert [round(weight, 2) for weight in weights] == [0.51, 0.31, 0.18]

@@ -1,0 +1,110 @@
+"""Heads that recycle their state: what they are trained to do is what they do when they draft."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.core.errors import UserError
+from heads.core.tree import parse_shape
+from heads.methods.recycling import Recycling
+from tests.heads.small_heads import (
+    eagle3_head,
+    greedy,
+    kept_log_probabilities,
+    mtp_head,
+    observe,
+    random_batch,
+    seen,
+    token_paths,
+    with_tokens,
+)
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+Make = Callable[[], Recycling]
+MAKERS: dict[str, Make] = {
+    "eagle3": eagle3_head,
+    "eagle3.1": lambda: eagle3_head(fc_norm=True, norm_output=True),
+    "eagle3 with a normed residual": lambda: eagle3_head(norm_before_fc=True, norm_before_residual=True),
+    "eagle3 with a window": lambda: eagle3_head(sliding_window=7),
+    "eagle3 with yarn": lambda: eagle3_head(rope_scaling=YARN),
+    "mtp, one module for all steps": mtp_head,
+    "mtp, two, the second for three steps": lambda: mtp_head(num_modules=2, layout="deepseek"),
+    "mtp, one for each step": lambda: mtp_head(num_modules=4),
+    "mtp that reads every token": lambda: mtp_head(layout="qwen"),
+}
+each_form = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+
+
+@each_form
+def test_documents_do_not_see_each_other(make: Make) -> None:
+    head, batch = make(), random_batch([[11, 3, 7], [2, 1, 18]])
+    changed = {name: getattr(batch, name).clone() for name in ("hidden", "embeddings", "aux_hidden_states")}
+    for tensor in changed.values():
+        tensor[0, :11].normal_()
+    alone = dataclasses.replace(batch, **changed)
+    for i, (before, after) in enumerate(zip(head.unroll(batch, 4), head.unroll(alone, 4), strict=True)):
+        torch.testing.assert_close(before[0, 14 : 20 - i], after[0, 14 : 20 - i])  # later slots have no token to see
+        assert not torch.allclose(before[0, :11], after[0, :11])
+
+
+@each_form
+def test_a_drafting_step_is_a_training_step(make: Make) -> None:
+    """Let training see the tokens that the draft chose: every state that drafting reads out is the one that training
+    trains; also where the prompt is shorter than the modules are many, and past the steps trained."""
+    head, batch, lengths = make(), random_batch([[20], [20], [20]]), [9, 13, 1]
+    state = seen(head, batch, "chain:6", lengths)
+    read: list[Tensor] = []
+    state.lm_head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    proposal = head.propose(state, greedy)
+    tokens = batch.tokens.clone()
+    for b, n in enumerate(lengths):
+        tokens[b, n + 1 : n + 7] = proposal.tokens[b, 1:]
+    assert len(read) == 6
+    for drafted, trained in zip(read, head.unroll(with_tokens(batch, tokens), 6), strict=True):
+        for b, n in enumerate(lengths):
+            torch.testing.assert_close(drafted[b, 0], trained[b, n - 1])
+
+
+@each_form
+def test_observing_in_pieces_equals_observing_at_once(make: Make) -> None:
+    """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later."""
+    head, batch, shape = make(), random_batch([[20], [20]]), "tree:4x3x15"
+    whole = head.propose(seen(head, batch, shape, [12, 12]), greedy)
+    state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape(shape))
+    start = torch.zeros(2, dtype=torch.int64)
+    for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
+        count = torch.tensor(counts)
+        observe(head, state, batch, start.clone(), count, 5)
+        pieces = head.propose(state, greedy)
+        start += count
+    assert torch.equal(whole.tokens, pieces.tokens) and torch.equal(whole.parents, pieces.parents)
+    torch.testing.assert_close(whole.scores, pieces.scores)
+
+
+@each_form
+@pytest.mark.parametrize("shape", ["chain:4", "tree:4x3x31", "static:3.2.1.1"])
+def test_every_nodes_score_is_the_sum_of_log_q_along_its_path(shape: str, make: Make) -> None:
+    """Whatever its neighbours: trees do not leak between branches. A chain takes the likeliest tokens."""
+    head, batch, n = make(), random_batch([[20]]), 9
+    proposal = head.propose(seen(head, batch, shape, [n]), greedy)
+    assert int(proposal.depths.max()) == 4
+    for node, path in enumerate(token_paths(proposal)):
+        if node == 0:
+            continue
+        tokens = batch.tokens.clone()
+        tokens[0, n + 1 : n + 1 + len(path)] = torch.tensor(path)
+        states = head.unroll(with_tokens(batch, tokens), len(path))
+        logq = [kept_log_probabilities(head, batch, state[0, n - 1]) for state in states]
+        total = sum(step[token] for step, token in zip(logq, path, strict=True))
+        assert proposal.depths[0, node] == len(path)
+        assert float(proposal.scores[0, node]) == pytest.approx(total, abs=1e-9)
+        if shape == "chain:4":
+            assert [*path] == [max(step, key=lambda token: step[token]) for step in logq]
+
+
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused() -> None:
+    with pytest.raises(UserError, match="tree:2x25x40"):
+        seen(eagle3_head(), random_batch([[20]]), "tree:2x25x40", [9])

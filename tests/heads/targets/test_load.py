@@ -1,0 +1,297 @@
+"""Opening of targets: with a peft adapter, from a GGUF file, and what is refused, each in one line."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
+
+from heads.registry import build_head
+from heads.saved import save_head, target_record
+from heads.targets.hub import repo_and_revision
+from heads.targets.load import load_target, load_tokenizer, unused_weights
+from tests.heads.targets.test_model import make_model
+from tests.refusals import refused
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # caused by peft
+
+TOKENS = torch.randint(3, 120, (1, 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def adapter_dir(tiny_target_dir: Path, tmp_path: Path) -> Path:
+    """A LoRA adapter of the tiny target, whose matrices are all random."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_is_merged_into_the_weights(tiny_target_dir: Path, adapter_dir: Path) -> None:
+    plain = load_target(str(tiny_target_dir))
+    target = load_target(str(tiny_target_dir), adapter=str(adapter_dir))
+    assert target.fingerprint != plain.fingerprint and target.merged_adapter == str(adapter_dir)
+    base = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
+    merged = PeftModel.from_pretrained(base, adapter_dir).merge_and_unload()
+    with torch.no_grad():
+        assert torch.equal(target.model(TOKENS).logits, merged(TOKENS).logits)
+        assert not torch.allclose(target.model(TOKENS).logits, plain.model(TOKENS).logits, atol=0.1)
+
+
+def test_an_adapter_of_another_model_is_named(
+    tiny_target_dir: Path, adapter_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other"
+    other.symlink_to(tiny_target_dir)
+    with caplog.at_level(logging.WARNING, "draftsmith"):
+        load_target(str(other), adapter=str(adapter_dir))
+    (line,) = [record.message for record in caplog.records if record.name == "draftsmith"]
+    assert str(tiny_target_dir) in line and str(other) in line
+    make_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    assert str(adapter_dir) in refused(load_target, str(tmp_path / "gpt2"), adapter=str(adapter_dir))
+    (adapter_dir / "adapter_model.safetensors").unlink()
+    words = refused(load_target, str(tiny_target_dir), adapter=str(adapter_dir))
+    assert "found no adapter_model.safetensors" in words
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "model.layers": "blk",
+}
+
+
+def write_gguf(folder: Path, path: Path) -> None:
+    """Write a Llama of this folder as llama.cpp's converter does, in float32."""
+    gguf = pytest.importorskip("gguf")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config, tokenizer = model.config, load_tokenizer(str(folder))
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+    merges = json.loads(tokenizer.backend_tokenizer.model.__getstate__())["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token in vocabulary])
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    for name, tensor in model.state_dict().items():
+        for ours, theirs in GGUF_NAMES.items():
+            name = name.replace(ours, theirs)
+        if "attn_q." in name or "attn_k." in name:  # llama.cpp turns neighbouring pairs, not halves of a head
+            heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_holds_weights_and_tokenizer(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tiny_target_dir, tmp_path / "tiny.gguf")
+    target = load_target(str(tmp_path), gguf_file="tiny.gguf", dtype=torch.float32)
+    plain = load_target(str(tiny_target_dir), dtype=torch.float32)
+    ours, theirs = target.model.state_dict(), plain.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with torch.no_grad():
+        assert torch.equal(target.model(TOKENS).logits, plain.model(TOKENS).logits)
+    tokenizers = load_tokenizer(str(tmp_path), gguf_file="tiny.gguf"), load_tokenizer(str(tiny_target_dir))
+    ours, theirs = (each("return the line", add_special_tokens=False).input_ids for each in tokenizers)
+    assert ours == theirs and tokenizers[0].decode(ours) == "return the line"
+    assert "found no other.gguf" in refused(load_target, str(tmp_path), gguf_file="other.gguf")
+    monkeypatch.setattr("heads.targets.load.find_spec", lambda name: None)
+    assert "pip install -e '.[gguf]'" in refused(load_target, str(tmp_path), gguf_file="tiny.gguf")
+
+
+def write_bert(folder: Path) -> None:
+    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+    BertModel(config).save_pretrained(folder)
+
+
+def write_config(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(text)
+
+
+def change_config(**changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def change_weights(change: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda folder: change(folder / "model.safetensors")
+
+
+def halve(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def drop_tensor(file: Path) -> None:
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def pickle_weights(file: Path) -> None:
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file.unlink()
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    "empty config": (write_config(""), "config.json"),
+    "config of another form": (write_config("[]"), ""),
+    "unknown family": (write_config('{"model_type": "no-such"}'), "no-such"),
+    "wrong type": (change_config(hidden_size="wide"), ""),
+    "encoder": (write_bert, "BertModel"),
+    "no mask": (lambda folder: make_model("bloom", n_layer=2, n_head=2).save_pretrained(folder), "4-D mask"),
+    "half the weights": (change_weights(halve), ""),
+    "no weights": (change_weights(Path.unlink), "safetensors"),
+    "a tensor is missing": (change_weights(drop_tensor), "model.layers.1.mlp.up_proj.weight"),
+    "layers too many": (change_config(num_hidden_layers=7), "model.layers.7.input_layernorm.weight"),
+    "another width": (change_config(intermediate_size=28), "config.json describes"),
+    "a package is missing": (change_config(quantization_config=AWQ), "requires gptqmodel"),
+    "pickled": (change_weights(pickle_weights), "pickled weights (.bin) are not read"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_target_is_refused_in_one_line(case: str, tiny_target_dir: Path, tmp_path: Path) -> None:
+    damage, words = REFUSED[case]
+    folder = copy(tiny_target_dir, tmp_path / "model")
+    damage(folder)
+    text = refused(load_target, str(folder))
+    assert str(folder) in text and words in text
+
+
+def test_names_that_lead_nowhere(tiny_target_dir: Path, tmp_path: Path) -> None:
+    assert "no such folder" in refused(load_target, str(tmp_path / "none"))
+    assert "no/such-model: neither a folder here nor found on the hub" in refused(load_target, "no/such-model")
+    assert "x: neither a folder here nor" in refused(load_target, "x" * 300)
+    (copy(tiny_target_dir, tmp_path / "damaged") / "tokenizer.json").write_text("{")
+    assert "no tokenizer" in refused(load_tokenizer, str(tmp_path / "damaged"))
+    tokenizer = load_tokenizer(str(tiny_target_dir))
+    assert tokenizer.decode(tokenizer("def f(x):", add_special_tokens=False)["input_ids"]) == "def f(x):"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("owner/name", ("owner/name", None)),
+        ("owner/name@refs/pr/3", ("owner/name", "refs/pr/3")),
+        ("owner/name@", ("owner/name@", None)),
+        ("./owner/name@v1", ("./owner/name@v1", None)),
+        ("name@v1", ("name@v1", None)),
+        ("owner/name@../../x", ("owner/name@../../x", None)),
+        ("runs/a@b", ("runs/a@b", None)),  # a folder that is here
+    ],
+)
+def test_only_a_hub_id_is_cut_at_its_revision(
+    name: str, expected: tuple[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a@b").mkdir(parents=True)
+    assert repo_and_revision(name) == expected
+
+
+def copy(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    return to
+
+
+MAY_BE_THERE = [
+    "mtp.fc.weight",
+    "model.mtp_layers.0.input_proj.weight",
+    "model.layers.4.eh_proj.weight",
+    "model.layers.4.mlp.up_proj.weight",  # of the module that the one above makes of it
+    "model.layers.0.self_attn.rotary_emb.inv_freq",
+    "transformer.h.0.attn.masked_bias",
+    "bert.embeddings.position_ids",
+    "model.visual.blocks.0.attn.qkv.weight",
+    "vision_tower.encoder.layers.30.mlp.fc1.weight",
+    "multi_modal_projector.linear_1.weight",
+]
+MAKES_ANOTHER = [
+    "model.layers.0.mlp.up_proj.weight_scale",
+    "model.layers.0.self_attn.q_proj.bias",
+    "model.layers.0.self_attn.q_proj.lora_A.weight",
+    "model.layers.3.self_attn.q_norm.weight",
+    "model.layers.5.mlp.up_proj.weight",
+    "v_head.summary.weight",
+]
+
+
+def test_weights_without_which_the_model_is_another() -> None:
+    assert unused_weights([*MAY_BE_THERE, *MAKES_ANOTHER], 4) == MAKES_ANOTHER
+
+
+def test_code_in_a_model_folder_does_not_run_unasked(tiny_target_dir: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    path = copy(tiny_target_dir, tmp_path / "model") / "config.json"
+    config = json.loads(path.read_text())
+    config["model_type"] = "homemade"
+    config["auto_map"] = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": [None, "evil.T"]}
+    path.write_text(json.dumps(config))
+    (path.parent / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    text = refused(load_target, str(path.parent))
+    assert "target.trust_remote_code=true" in text and "--trust-remote-code" in text
+    (path.parent / "tokenizer.json").unlink()
+    refused(load_tokenizer, str(path.parent))
+    assert not ran.exists()
+
+
+def test_code_that_the_user_lets_run_makes_every_tokenizer_of_the_target(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = copy(tiny_target_dir, tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "Homemade"}
+    path.write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": [None, "homemade.Homemade"]}}))
+    code = "from transformers import PreTrainedTokenizerFast\nclass Homemade(PreTrainedTokenizerFast):\n    pass\n"
+    (folder / "homemade.py").write_text(code)
+    assert "target.trust_remote_code=true" in refused(load_tokenizer, str(folder))
+    target = load_target(str(folder), trust_remote_code=True)
+    counts = torch.ones(target.vocab_size, dtype=torch.int64)
+    assert build_head("dflash", {}, target, counts).config.mask_token_id < target.vocab_size
+    draft = build_head("draft", {"path": str(folder)}, target, counts)
+    save_head(draft, tmp_path / "head", target=target_record(target))
+    assert (tmp_path / "head/tokenizer.json").is_file()
+    assert "trust_remote_code" not in (tmp_path / "head/config.json").read_text()

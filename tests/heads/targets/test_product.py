@@ -1,0 +1,94 @@
+"""Products of a few rows, in C and by oneDNN, against float64, and the compiled library."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.targets import product
+from heads.targets.product import Product
+from tests.switches import forget_library, need_c, without_c
+
+
+@pytest.fixture(params=[True, False], ids=["C", "torch"])
+def with_c(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Both products of a CPU: True with C, False without it."""
+    if request.param:
+        need_c()
+        yield True
+    else:
+        with without_c():
+            yield False
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("R", [1, 2, 3, 5, 6, 7, 9, 13, 25, 64, 70])
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
+def test_a_product_is_that_of_float64(R: int, narrow: bool, with_c: bool, threads: int) -> None:
+    torch.manual_seed(R)
+    for inputs, outputs in ((7, 3), (300, 129), (512, 640)):
+        x, weight = torch.randn(R, inputs + 5)[:, 2:-3], torch.randn(outputs, inputs)
+        bias, residual = torch.randn(outputs), torch.randn(R, outputs)
+        if narrow:
+            weight = weight.bfloat16().float()
+        packed, plain = Product(weight, bias), Product(weight)
+        assert plain.weight_bytes == (2 if narrow and with_c else 4)
+        wide, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+        limit = 2.0**-24 * inputs  # the sum of as many roundings, relative to the sum of sizes
+        assert (((plain(x) - wide).abs() / size) <= limit).all()
+        assert (((packed(x, residual) - (wide + bias + residual)).abs() / (size + 10)) <= limit + 1e-6).all()
+        if with_c and R <= product.MOST_ROWS:
+            assert torch.equal(plain(x)[-1:], plain(x[-1:])), "a row depends on its neighbours"
+
+
+def test_weights_are_halved_only_where_nothing_is_lost() -> None:
+    need_c()
+    weight = torch.randn(70, 40)
+    x = torch.randn(6, 40)
+    exact = weight.bfloat16().float()
+    assert Product(weight).weight_bytes == 4 and Product(exact).weight_bytes == 2
+    assert Product(weight, draft=True).weight_bytes == 2
+    assert torch.equal(Product(weight, draft=True)(x), Product(exact)(x))
+
+
+def test_without_a_compiler_onednn_computes(caplog: pytest.LogCaptureFixture) -> None:
+    with without_c(), caplog.at_level(logging.INFO, "draftsmith"):
+        assert product.load() is None and product.load() is None
+    assert [record.message for record in caplog.records] == [
+        "no C compiler found: products on this CPU take oneDNN, which is slower"
+    ]
+
+
+def test_a_compiler_that_fails_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    need_c()
+    forget_library()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CFLAGS", "--no-such-flag")
+    with caplog.at_level(logging.INFO, "draftsmith"):
+        assert product.load() is None
+    assert "could not be compiled" in caplog.text and not list(tmp_path.rglob("*.so"))
+    forget_library()
+
+
+def test_half_a_library_in_the_cache_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_c()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source, compiler = tmp_path / "half.c", product.find_compiler()
+    source.write_text("int half(void) { return 2; }\n")
+    assert compiler is not None
+    whole = product._build(source, compiler)
+    before = whole.read_bytes()
+    assert product._build(source, compiler) == whole
+    whole.write_bytes(before[:1000])  # loaded, it would end the process
+    assert product._build(source, compiler).read_bytes() == before

@@ -1,0 +1,86 @@
+"""A target in int8: smaller, near the whole one, known by its fingerprint, and refused where it would not be so."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from heads.core.errors import UserError
+from heads.targets.load import load_target
+from heads.targets.model import FrozenTarget
+from heads.targets.quantization import weight_bytes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def llama_dir(tmp_path: Path) -> Path:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 0.25), (torch.bfloat16, 0.5)])
+def test_layers_shrink_and_stay_near(dtype: torch.dtype, share: float, llama_dir: Path) -> None:
+    pytest.importorskip("torchao")
+    whole, small = (load_target(str(llama_dir), dtype=dtype, quantize=how) for how in (None, "int8"))
+    # Beside the int8 matrices stand a scale a row and the norms, one 64th to one 128th of a matrix each.
+    assert share < weight_bytes(small.layers) / weight_bytes(whole.layers) < 1.15 * share
+    assert weight_bytes(whole.model) - weight_bytes(small.model) == (
+        weight_bytes(whole.layers) - weight_bytes(small.layers)
+    )
+    assert small.dtype == whole.dtype == dtype and small.fingerprint == f"{whole.fingerprint}-int8"
+    assert torch.equal(small.lm_head_weight, whole.lm_head_weight)
+    tokens = torch.arange(24)[None] * 5 % 64
+    positions, one = torch.arange(24)[None], torch.zeros(1, 24, dtype=torch.int64)
+    true, found = (target.packed_features(tokens, positions, one, [1, 3]) for target in (whole, small))
+    for a, b in ((true.hidden, found.hidden), (true.aux_hidden_states, found.aux_hidden_states)):
+        assert 0 < (a - b).norm() / a.norm() < 0.02  # rounding to 255 steps of the largest entry of a row
+
+
+def test_a_row_depends_on_no_other(llama_dir: Path) -> None:
+    """Not even on an input a million times larger, which would set the scale of whatever rounds inputs together."""
+    pytest.importorskip("torchao")
+    layer: Any = load_target(str(llama_dir), quantize="int8").layers[0]
+    x = torch.randn(5, 64)
+    alone = layer.mlp.up_proj(x)
+    x[1:] *= 1e6
+    torch.testing.assert_close(layer.mlp.up_proj(x)[0], alone[0], rtol=0, atol=0)
+
+
+def test_layers_that_are_not_linear_are_refused() -> None:
+    pytest.importorskip("torchao")
+    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2))
+    with pytest.raises(UserError, match=r"its path: target.quantize .* hold 0% of its layers' weights"):
+        FrozenTarget(model, "its path", quantize="int8")
+
+
+def test_what_a_command_hid_is_taken_back_without_a_word(tmp_path: Path) -> None:
+    """In a process of its own, for importing torchao is what logs."""
+    pytest.importorskip("torchao")
+    work = (
+        "import sys; sys.modules['torchao'] = None\n"
+        "from heads.targets.quantization import quantize_layers\n"
+        "from torch import nn\n"
+        "layers = nn.ModuleList([nn.Linear(8, 8)])\n"
+        "quantize_layers(layers, 'int8', 'its path')\n"
+        "print(type(layers[0].weight).__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("torchao.")
+
+
+def test_without_torchao_it_says_what_to_install(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)  # its import fails, as that of an absent package
+    with pytest.raises(UserError, match=r"torchao.*pip install -e '.\[quant\]'") as caught:
+        load_target(str(llama_dir), quantize="int8")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,216 @@
+"""Recipes as typed settings: read by OmegaConf, checked by pydantic. All errors are reported at once, each with file,
+dotted key and a suggestion."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from yaml import YAMLError
+
+from eval.measure.settings import MOST
+from eval.measure.settings import Count as Count
+from eval.measure.settings import Fraction as Fraction
+from eval.measure.settings import Seed as Seed
+from eval.measure.settings import Share as Share
+from eval.measure.settings import Temperature as Temperature
+from heads.core.errors import UserError, shown
+from heads.core.files import read_given
+
+Key = tuple[str | int, ...]
+M = TypeVar("M", bound=BaseModel)
+
+
+def _check_name(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("holds characters that cannot be printed; name another")
+    return name
+
+
+Step = Annotated[int, Field(ge=0, lt=MOST)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Weight = Positive | None
+Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
+
+
+class Settings(BaseModel):
+    """A strict, frozen section: unknown keys are errors, and no value is converted to another type."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+@dataclass
+class Source:
+    """A tree of plain values, the file it is from, and the command line's overrides by key."""
+
+    tree: Any
+    file: str
+    overrides: dict[str, str]
+
+    def line(self, key: Key, what: str) -> str:
+        """Return the line of one error: file or override, key, and what is wrong."""
+        name = dotted(key)
+        place = next((text for given, text in self.overrides.items() if f"{name}.".startswith(f"{given}.")), self.file)
+        return f"{place}: {name}: {what}" if key else f"{place}: {what}"
+
+
+def dotted(key: Key) -> str:
+    return ".".join(map(str, key))
+
+
+def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
+    """Read a YAML file and apply `key.sub=value` overrides, in which a value replaces what was there. `--key=value` is
+    the same, as W&B's sweeps write it. Interpolations (`${...}`) stay text. UserError with a line for each fault."""
+    text = read_given(path, "a recipe in YAML")
+    errors: list[str] = []
+    given: dict[str, str] = {}
+    try:
+        config: Any = OmegaConf.load(StringIO(text))
+        if not OmegaConf.is_dict(config):
+            raise ValueError("expected settings, each as `name: value`, got a list")
+    except UNREADABLE as error:
+        raise UserError(f"{path}: {_in_one_line(error)}") from None
+    for override in overrides:
+        name, equals, value = override.removeprefix("--").partition("=")
+        place = f"override '{override[:80]}'"
+        if not equals or not all(name.split(".")):
+            errors.append(f"{place}: expected key.sub=value")
+            continue
+        try:
+            read = _plain(OmegaConf.from_dotlist([f"value={value}"]))["value"]
+        except UNREADABLE as error:
+            errors.append(f"{place}: {_in_one_line(error)}")
+            continue
+        try:
+            OmegaConf.update(config, name, read, merge=False)
+        except UNREADABLE:
+            errors.append(f"{place}: there is no such entry of a list")
+        given = {name: place} | given
+    if errors:
+        raise UserError("\n".join(errors))
+    return Source(_plain(config), str(path), given)
+
+
+UNREADABLE = (YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError)
+"""Exceptions of OmegaConf for text that holds no settings."""
+
+
+def _plain(config: Any) -> Any:
+    return OmegaConf.to_container(config, resolve=False)
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def check(source: Source, model: type[M]) -> tuple[M | None, list[str]]:
+    """Return the typed settings, or None, and one line for each fault. Null stands for the default of a setting that
+    cannot be null: it is removed from the tree."""
+    try:  # as JSON, whose lists are tuples where a setting has a tuple
+        return model.model_validate_json(json.dumps(source.tree, default=str)), []
+    except ValidationError as failure:
+        errors = [dict(error) for error in failure.errors(include_url=False)]
+    if any([_drop_null(source.tree, _visible(source.tree, error)) for error in errors]):
+        return check(source, model)
+    alike: dict[Key, list[dict[str, Any]]] = {}  # a value that fits no type of a union is one error for each type
+    for error in errors:
+        alike.setdefault(_visible(source.tree, error), []).append(error)
+    return None, [_describe(source, model, key, found) for key, found in alike.items()]
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?`, or the known names if none is similar."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
+
+
+def _drop_null(tree: Any, key: Key) -> bool:
+    """Remove the null at a key from its mapping. Return False if there is none."""
+    for part in key[:-1]:
+        tree = tree[part]
+    if isinstance(tree, dict) and key and key[-1] in tree and tree[key[-1]] is None:
+        del tree[key[-1]]
+        return True
+    return False
+
+
+def _describe(source: Source, model: type[BaseModel], key: Key, errors: list[dict[str, Any]]) -> str:
+    """Return the line of a key's errors, of which there are several if its value fits no type of a union."""
+    error = errors[0]
+    given, context = error["input"], error.get("ctx", {})
+    choices = re.findall(r"'([^']+)'", context.get("expected_tags", context.get("expected", "")))
+    match error["type"]:
+        case "extra_forbidden":
+            return source.line(key, _unknown(source, model, key))
+        case "missing":
+            return source.line(key, "is missing; give it a value")
+        case "union_tag_not_found":
+            kinds = [kind for section in _sections(model, source.tree, key) for kind in _kinds(section)]
+            return source.line((*key, "kind"), f"is missing; one of {', '.join(kinds)}")
+        case "union_tag_invalid":
+            return source.line((*key, "kind"), f"got {shown(given['kind'])}" + suggest(context["tag"], choices))
+        case "literal_error":
+            return source.line(key, f"got {shown(given)}" + suggest(str(given), choices))
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message += "".join(f" or {other['msg'].removeprefix('Input should be ')}" for other in errors[1:])
+    return source.line(key, message if isinstance(given, dict) else f"{message}, got {shown(given)}")
+
+
+def _unknown(source: Source, model: type[BaseModel], key: Key) -> str:
+    own, *others = _sections(model, source.tree, key[:-1])
+    name = str(key[-1])
+    if kinds := [kind for section in others if name in section.model_fields for kind in _kinds(section)]:
+        return f"has no effect here: it belongs to kind {' or '.join(kinds)}; leave it out"
+    return "unknown key" + suggest(name, own.model_fields)
+
+
+def _sections(model: type[BaseModel], tree: Any, key: Key) -> list[type[BaseModel]]:
+    """Return the sections that are possible at a key, with the one that the tree's `kind` selects first."""
+    found = [model]
+    for part in key:
+        tree = tree[part]
+        if isinstance(part, str):
+            found = list(_models_in(found[0].model_fields[part].annotation))
+        if isinstance(tree, dict) and "kind" in tree:
+            found.sort(key=lambda section: tree["kind"] not in _kinds(section))
+    return found
+
+
+def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
+    """Return the kinds of a section, or none if it has no field `kind`."""
+    return get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in (Union, UnionType, Annotated, list):
+        for argument in get_args(annotation):
+            yield from _models_in(argument)
+
+
+def _visible(tree: Any, error: dict[str, Any]) -> Key:
+    """Return the location of a pydantic error without the tags and types of unions, which are not keys in the file."""
+    key: list[str | int] = []
+    for n, part in enumerate(error["loc"]):
+        if isinstance(tree, dict):
+            if part not in tree and (n < len(error["loc"]) - 1 or error["type"] != "missing"):
+                continue
+            tree = tree.get(part)
+        elif isinstance(tree, list) and isinstance(part, int):
+            tree = tree[part]
+        else:
+            break
+        key.append(part)
+    return tuple(key)

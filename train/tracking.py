@@ -1,0 +1,194 @@
+"""Progress and metrics of a run, on its main process: a bar or lines, metrics.jsonl, and Accelerate's trackers."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from accelerate import Accelerator
+
+from eval.measure.progress import Progress
+from eval.measure.results import Results
+from eval.pages.format import count
+from eval.pages.wandb_run import known_figures, log_outcome, quiet_settings, run_place, tags
+from heads.core.errors import UserError, first_line
+from heads.core.files import write_text
+from train.recipe import Tracking
+from train.run_folder import RunFolder
+
+Metrics = dict[str, Any]
+
+NOT_TRACKED = ("accepted", "chains", "overlap")
+"""Metrics by depth that only metrics.jsonl holds: parts of the loss, which no chart explains."""
+
+
+class Tracker:
+    """Output of a run: lines on the terminal, `metrics.jsonl`, and the trackers that the recipe enables.
+
+    `metrics.jsonl` is flushed after each line. A tracker may lose the last seconds before a crash.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: RunFolder, settings: Tracking, max_steps: int):
+        self.accelerator, self.folder, self.settings, self.max_steps = accelerator, folder, settings, max_steps
+        self.main = accelerator.is_main_process
+        self.record: dict[str, Any] = {}
+        """The recipe's plain settings, which a tracker shows."""
+        self._progress: Progress | None = None
+        self._explained = False
+        self._file: TextIO | None = None
+
+    def say(self, text: str) -> None:
+        """Print one line on the terminal."""
+        if self.main:
+            if self._progress is not None:
+                self._progress.say(text)
+            else:
+                print(text, file=sys.stderr, flush=True)
+
+    def start(self, step: int, measured_step: int = 0) -> None:
+        """Begin recording after `step`. Lines of later steps and of later measurements, from an interrupted run, are
+        dropped."""
+        if not self.main:
+            return
+        keep_metrics(self.folder.metrics, step, measured_step)
+        self._file = self.folder.metrics.open("a", encoding="utf-8")
+        self._start_trackers(step)
+        self._progress = Progress("step", self.max_steps, done=step, announced=True, cold=True)
+
+    def advance(self) -> None:
+        if self._progress is not None:
+            self._progress.advance()
+
+    def log_train(self, metrics: Metrics) -> None:
+        """Record training metrics, and show them."""
+        self._record({"kind": "train", **metrics})
+        if self._progress is None:
+            return
+        depths = "" if self._explained else f" of draft tokens 1 to {len(metrics['accuracy'])}:"
+        self._explained = True
+        self._progress.log(
+            f"loss {metrics['loss']:.3f}, accuracy{depths} {_percent(metrics['accuracy'])}, "
+            f"{count(metrics['tokens_per_second'])} tokens/s"
+        )
+
+    def log_eval(self, metrics: Metrics) -> None:
+        """Record a measurement, and print one line."""
+        self._record({"kind": "eval", **metrics})
+        best = "best so far, kept"
+        if metrics["best_step"] != metrics["step"]:
+            best = f"best {metrics['best_tau']:.3f} at step {metrics['best_step']}"
+        alpha = " ".join("-" if rate is None else f"{rate:.2f}" for rate in metrics["alpha"])
+        estimate = metrics["tau_by_training_step"]
+        by_training = "" if estimate is None else f" ({estimate:.3f} by the training step)"
+        measured = f"measured tau {metrics['tau']:.3f}{by_training}"
+        if metrics["is_estimate"]:
+            measured = f"tau {metrics['tau']:.3f}, an estimate by the training step on training text"
+        self.say(f"step {metrics['step']:,}  {measured}  acceptance by depth {alpha}  ({best})")
+
+    def log_outcome(self, results: Results) -> None:
+        """Record the measurement of the finished head with the trackers. Start them again if an earlier process did the
+        training."""
+        if not self.main:
+            return
+        if not self.accelerator.trackers:
+            self._start_trackers(self.max_steps)
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "wandb":
+                log_outcome(tracker.tracker, results, self.folder.path, head=self.folder.head)
+            else:
+                tracker.log(known_figures(results), step=self.max_steps)
+
+    def stop(self) -> None:
+        """Close the bar and `metrics.jsonl`. Trackers stay open for the final measurement. May be called twice."""
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def finish(self, *, code: int = 0) -> None:
+        """Close everything. May be called twice."""
+        self.stop()
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "wandb":
+                tracker.tracker.finish(exit_code=code)
+                if tracker.tracker.offline:
+                    self.say(run_place(tracker.tracker))
+            else:
+                tracker.finish()
+        self.accelerator.trackers = []
+
+    def _start_trackers(self, step: int) -> None:
+        """Start the trackers of a run that has made `step` steps. A resumed run continues its wandb run."""
+        if not self.accelerator.log_with:
+            return
+        import wandb
+
+        settings, record, id_file = self.settings, self.record, self.folder.path / "wandb-id"
+        online = settings.wandb == "online"
+        wandb_options = {
+            "name": settings.name or self.folder.path.name,
+            "id": id_file.read_text().strip() if id_file.is_file() else None,
+            "resume": "allow" if online else None,
+            "mode": "online" if online else "offline",
+            "dir": str(self.folder.path),
+            "config": record,
+            "tags": tags(record["head"]["kind"], record["target"]["path"]),
+            "settings": quiet_settings(),
+        }
+        # TensorBoard hides what an interrupted run wrote after its checkpoint.
+        options = {"wandb": wandb_options, "tensorboard": {"purge_step": step + 1}}
+        try:
+            self.accelerator.init_trackers(settings.project, init_kwargs=options)
+        except wandb.errors.Error as error:
+            self.accelerator.trackers = []  # the list holds trackers that did not start
+            raise UserError(
+                f"tracking.wandb {settings.wandb}: wandb does not start ({first_line(error)}); log in, or set "
+                "tracking.wandb to offline or off"
+            ) from None
+        if settings.wandb != "off":
+            run = self.accelerator.get_tracker("wandb", unwrap=True)
+            write_text(id_file, run.id + os.linesep)
+            if online:
+                self.say(run_place(run))
+
+    def _record(self, metrics: Metrics) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(metrics) + "\n")
+            self._file.flush()
+        self.accelerator.log(flat(metrics), step=metrics["step"])
+
+
+def keep_metrics(path: Path, step: int, measured_step: int) -> None:
+    """Drop lines of later steps and measurements and damaged lines, so that a resumed run records all once."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+            if record["step"] <= (measured_step if record["kind"] == "eval" else step):
+                kept.append(line.decode() + "\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    write_text(path, "".join(kept))
+
+
+def flat(metrics: Metrics) -> dict[str, float]:
+    """Return scalars, named `train/...` or `eval/...`. A list gives one scalar per depth, counted from 1, for the
+    depths that have a value."""
+    out: dict[str, float] = {}
+    for name, value in metrics.items():
+        if name in NOT_TRACKED:
+            continue
+        each = {f"_{depth}": part for depth, part in enumerate(value, 1)} if isinstance(value, list) else {"": value}
+        numbers = {end: part for end, part in each.items() if isinstance(part, int | float)}
+        out |= {f"{metrics['kind']}/{name}{end}": part for end, part in numbers.items()}
+    return out
+
+
+def _percent(rates: Sequence[float | None]) -> str:
+    return " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in rates) + "%"
