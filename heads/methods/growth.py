@@ -238,7 +238,7 @@ class SlotState:
     """The head, with products in place of linear layers."""
     lm_head: ProductModule  # (..., D) -> (..., Vd)
     embed: Callable[[Tensor], Tensor]
-    cos_sin_table: CosSin  # (1, 1, S, d) each
+    cos_sin_table: Tensor  # (2, S, d)
     cache: KVCache
     forms: Forms
 
@@ -269,7 +269,7 @@ class SlotState:
             head=with_products(head, without="lm_head"),
             lm_head=ProductModule(Product(lm_head_weight.to(weight.dtype), draft=True)),
             embed=embed,
-            cos_sin_table=head.cos_sin(slot[None], weight.dtype),
+            cos_sin_table=torch.stack(head.cos_sin(slot[None], weight.dtype)).squeeze((1, 2)),
             cache=KVCache(
                 num_layers=layers,
                 batch_size=batch_size,
@@ -284,8 +284,9 @@ class SlotState:
 
     def cos_sin(self, positions: Tensor) -> CosSin:
         """Return the rows (B, 1, T, d) of the tables for positions (B, T)."""
-        cos, sin = (table[0, 0].index_select(0, positions.flatten()) for table in self.cos_sin_table)
-        return cos.view(*positions.shape, -1)[:, None], sin.view(*positions.shape, -1)[:, None]
+        made = self.cos_sin_table.index_select(1, positions.flatten())
+        cos, sin = made.view(2, len(positions), 1, positions.shape[1], -1)
+        return cos, sin
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values (B, Hkv, T, d) to the slots that the cache aims at. Return those of all visible slots,

@@ -105,7 +105,7 @@ class MedusaState:
     length: Tensor  # (B,) int64, the root's position
     hidden: Tensor  # (B, D), the target's state before the root
     levels: list[Any]
-    """For each depth, the head with the backend's products: (B, D) -> logits (B, Vd)."""
+    """For each depth, the head with products in place of linear layers: (B, D) -> logits (B, Vd)."""
 
 
 class ResidualBlock(nn.Module):

@@ -79,8 +79,8 @@ class Product:
         return self.weight.element_size() if self.library is None or self.packed is None else self.packed.element_size()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the product (R, O) of x (R, K), plus the residual (R, O) if given."""
-        if self.packed is None or len(x) > MOST_ROWS:
+        """Return the product (..., O) of x (..., K), plus the residual (..., O) if given."""
+        if self.packed is None or x.numel() > MOST_ROWS * x.shape[-1]:
             y = linear(x, self.weight if self.rounded is None else self.rounded.to(x.dtype), self.bias)
             return y if residual is None else y.add_(residual)
         if self.library is not None:
@@ -102,9 +102,7 @@ class ProductModule(nn.Module):
         return self.product.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        made = self.product(rows if rows.stride(-1) == 1 else rows.contiguous())
-        return made.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+        return self.product(x)
 
 
 def with_products(module: Any, without: str | None = None) -> Any:
@@ -181,13 +179,14 @@ def _multiply(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Return the library's product (R, O) of x (R, K) with a weight from `_packed`."""
-    rows, inputs = x.shape
-    assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
-    y = x.new_empty(rows, outputs)
+    """Return the library's product (..., O) of x (..., K) with a weight from `_packed`."""
+    x, inputs = x.contiguous(), x.shape[-1]
+    rows = x.numel() // inputs
+    assert residual is None or residual.is_contiguous()
+    y = x.new_empty(*x.shape[:-1], outputs)
     given = [None if t is None else t.data_ptr() for t in (packed, bias, x, residual, y)]
     half, threads = packed.element_size() == 2, torch.get_num_threads() if inputs * outputs >= SERIAL_WEIGHTS else 1
-    library.multiply(*given, inputs, outputs, rows, x.stride(0), half, threads)
+    library.multiply(*given, inputs, outputs, rows, inputs, half, threads)
     return y
 
 
