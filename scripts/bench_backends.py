@@ -28,7 +28,6 @@ BASE, NEEDED = "torch float32", 1.3
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = Parser("Whole rounds with each product of a CPU.")
     add_head_options(parser)
     parser.add_argument("--tree", dest="trees", type=trees, default="chain:5,tree:5x6x16", help="drafts to measure")

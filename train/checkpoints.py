@@ -183,6 +183,5 @@ def read_state(path: Path) -> RunState:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete incomplete checkpoints that a killed process has left."""
     for path in folder.glob(".step-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)

@@ -50,7 +50,6 @@ class Trained(nn.Module):
 
     @property
     def drafts(self) -> DraftHead:
-        """The head, typed as a DraftHead."""
         return cast(DraftHead, self.head)
 
     def forward(
@@ -101,7 +100,6 @@ class Replicas:
         torch.autograd.backward(self.loss_factor * loss)
 
     def divide(self, weight: Tensor) -> None:
-        """Divide the step's gradients by `weight` ()."""
         for parameter in self.trained.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(weight)
@@ -261,7 +259,6 @@ class Zero(Replicas):
 
 
 def make_form(trained: Trained, settings: Train, accelerator: Accelerator, passes: int) -> Replicas:
-    """Return the form of the head for the mode of this launch."""
     forms = {"ddp": Replicas, "fsdp": FullySharded, "deepspeed": Zero}
     mode = wanted_mode()
     if mode == "fsdp" and accelerator.num_processes == 1:
@@ -289,7 +286,6 @@ def check_alike(own: Tensors, found: Tensors) -> None:
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """Return the decoder layers of a draft model, or none for a head without a language model."""
     if model is None:
         return []
     names = model._no_split_modules or ()

@@ -83,7 +83,6 @@ class Interval:
     """() for each step since the last check, in this process: finite if the step's loss and gradients are."""
 
     def add_micro(self, sums: Tensor, metrics: dict[str, Tensor]) -> None:
-        """Add one micro-batch of this process."""
         for name, value in {LOSS: sums, **metrics}.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
@@ -224,12 +223,10 @@ class Stepper:
         return tokens
 
     def _places(self, number: int) -> list[range]:
-        """Return the rows of this process's passes in step `number`, as indices in the endless order."""
         process, world = self.accelerator.process_index, self.accelerator.num_processes
         return rows_of_process(number, self.rows, self.settings.batch_size, process, world)
 
     def _seed(self, place: range) -> None:
-        """Set the random state for the pass over these rows."""
         torch.manual_seed(self.settings.seed + SEED_STRIDE * (place.start // len(place) + 1))
 
     def _counts(self, place: range, rows: Rows) -> Tensor:

@@ -40,7 +40,6 @@ class Tracker:
         self._file: TextIO | None = None
 
     def say(self, text: str) -> None:
-        """Print one line on the terminal."""
         if self.main:
             if self._progress is not None:
                 self._progress.say(text)

@@ -77,7 +77,6 @@ def _type(node: dict[str, Any], plural: str = "") -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a default as YAML."""
     if isinstance(value, dict) and value:
         return "default see below"
     return f"default {value if isinstance(value, str) else json.dumps(value)}"

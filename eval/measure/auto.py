@@ -62,7 +62,6 @@ class Search:
     """Trees that were measured while something else used the machine, or on too few tokens."""
 
     def take(self, measurements: Iterable[Results]) -> None:
-        """Add the measurements of this head."""
         for m in measurements:
             if m["speedup"] is not None and why_unreliable(m) is None:
                 self.measured[m["tree"]] = m["speedup"]["measured"]

@@ -222,7 +222,6 @@ def read_tools(record: Record) -> list[Any] | None:
 
 
 def read_text(record: Record) -> str:
-    """Return the `text` of a record."""
     place, fields = record
     if "text" not in fields:
         raise UserError(f"{place}: expected a record with 'text', got keys {', '.join(sorted(fields)) or 'none'}")

@@ -60,7 +60,6 @@ def compare(options: argparse.Namespace, variants: Sequence[str], labels: Sequen
 
 
 def run(variant: str, labels: str) -> Any:
-    """Return the record of one process of this command."""
     command = [sys.executable, *sys.argv, "--variant", variant, "--labels", labels]
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -179,6 +178,5 @@ def reset_peak(device: torch.device) -> int:
 
 
 def read_status(name: str) -> int:
-    """Return a size in /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024

@@ -107,7 +107,6 @@ def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
 
 
 def row_chart(name: str, measured: Sequence[Results]) -> Chart:
-    """Return the chart of the speedup, or of tau, of each setting."""
     note = "Over plain decoding on the same prompts in the same run, with 95% intervals. The line is 1x."
     if name == "compare-tau":
         note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
@@ -152,7 +151,6 @@ def reliable(measured: Sequence[Results]) -> list[Results]:
 
 
 def at_headline(results: Results) -> list[Results]:
-    """Return the reliable measurements at the headline's temperature, batch size and context."""
     names = ("temperature", "batch_size", "context")
     return [m for m in reliable(results["measurements"]) if all(m.get(name) == results.get(name) for name in names)]
 
@@ -200,7 +198,6 @@ def row_name(figures: Results, room: int) -> str:
 
 
 def shared(value: float, interval: Sequence[float | None] | None) -> tuple[float, float]:
-    """Return the ends of an interval, or the value twice if there is none."""
     low, high = interval or (None, None)
     return (value, value) if low is None or high is None else (low, high)
 

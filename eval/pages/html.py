@@ -111,7 +111,6 @@ def tiles(results: Results) -> list[Tile]:
 
 
 def interval_note(interval: Sequence[float | None] | None, otherwise: str) -> str:
-    """Return the ends of a 95% interval, or `otherwise` if there is none."""
     if interval is None or None in interval:
         return otherwise
     return f"95% interval {format.number(interval[0])} to {format.number(interval[1])}"

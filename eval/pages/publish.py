@@ -253,7 +253,6 @@ def public_results(results: Results, repo_id: str, target: str) -> Results:
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Return the settings of a run's recipe.yaml, or none if it cannot be read."""
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

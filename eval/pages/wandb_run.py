@@ -92,7 +92,6 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
 
 
 def known_figures(results: Results) -> dict[str, float]:
-    """Return the figures of a report that were measured, without those of a speedup that is not reliable."""
     return {name: value for name, value in figures_of(results).items() if value is not None}
 
 

@@ -57,7 +57,6 @@ class RowSampling:
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     def row(self, row: int) -> "RowSampling":
-        """Return a copy of one row, as a batch of one."""
         alone, settings = type(self)(1, self.seed.device), self._rows[row]
         if settings is not None:
             alone.set_row(0, settings)

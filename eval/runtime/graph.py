@@ -57,11 +57,9 @@ class Rounds:
 
     @property
     def form(self) -> Form:
-        """Form of sampling of the current rows."""
         return self.decoder.sampling.random, self.decoder.sampling.filtered
 
     def prepare(self) -> None:
-        """Capture rounds for the form of sampling of the current rows, unless that was done before."""
         if self.capture is not None and (self.bucket(1), self.form) not in self.graphs:
             self.record(self.form)
 
@@ -72,7 +70,6 @@ class Rounds:
         return min(max(SMALLEST_EXTENT, 1 << (extent - 1).bit_length()), self.decoder.step.capacity)
 
     def extents(self) -> list[int]:
-        """Return every captured extent."""
         capacity, extents = self.decoder.step.capacity, [self.bucket(1)]
         while extents[-1] < capacity:
             extents.append(self.bucket(extents[-1] + 1))
@@ -95,7 +92,6 @@ class Rounds:
             self.give_up(trouble)
 
     def give_up(self, reason: str) -> None:
-        """Free the graphs, and run rounds without them from now on."""
         self.graphs.clear()
         self.capture = None
         gc.collect()

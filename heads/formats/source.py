@@ -40,7 +40,6 @@ class Source:
     files: Mapping[str, Path]
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return the tensors with these names, or all tensors."""
         wanted = set(self.files if names is None else names)
         pickles = {file for file in self.files.values() if file.name in PICKLES}
         if pickles:

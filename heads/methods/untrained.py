@@ -42,7 +42,6 @@ class Lookup(Drafter):
 
     @classmethod
     def for_target(cls, number: int, target: FrozenTarget) -> "Lookup":
-        """Return a drafter whose longest match has `number` tokens. It works with any target."""
         return cls(number, target.device)
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:

@@ -61,7 +61,6 @@ class EncoderDecoder(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder's layers."""
         layers: nn.ModuleList = self.decoder.block
         return layers
 
@@ -152,7 +151,6 @@ class CrossCache:
         ]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write the keys and values of a prompt's encoder states."""
         return self.cache.update(key_states, value_states, self.first + layer_idx)
 
 
@@ -197,7 +195,6 @@ def _language_model(model: PreTrainedModel) -> Any:
 
 
 def decoder_of(base: nn.Module) -> nn.Module:
-    """Return the decoder stack."""
     decoder: nn.Module = base.decoder if isinstance(base, EncoderDecoder) else base
     return decoder
 

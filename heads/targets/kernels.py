@@ -26,7 +26,6 @@ ON_CPU = False
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Return True if kernels can take tensors on the device of `x`."""
     return triton is not None and (ON_CPU or (x.is_cuda and why_not(x.device) is None))
 
 
@@ -63,5 +62,4 @@ def _nothing(X):  # type: ignore[no-untyped-def]
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

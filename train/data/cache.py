@@ -204,7 +204,6 @@ def stored_documents(name: str, documents: Callable[[], Iterable[Document]]) -> 
 
 
 def has_documents(name: str) -> bool:
-    """Return True if the documents with a fingerprint are in the cache."""
     return any(cache_root().glob(f"generator/*={name}/*/dataset_info.json"))
 
 
@@ -261,7 +260,6 @@ class Reader:
 
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
-    """Return a hash of a prompt's tokens, 16 bytes."""
     return hashlib.sha256(np.array(prompt, dtype="<i4").tobytes()).digest()[:16]
 
 

@@ -80,7 +80,6 @@ class Pool:
         return f"{name}: {sizes}{left_out}"
 
     def row(self, index: int) -> Rows:
-        """Return one packed row as a batch of 1."""
         out = empty_rows(1, self.row_length)
         self.fill(index, 0, out)
         return out

@@ -156,11 +156,9 @@ class RecordSource(Settings):
         return is_file(self.path)
 
     def records(self) -> Iterator[Record]:
-        """Yield each record, in order."""
         return read_records(self.path, split=self.split, limit=self.limit)
 
     def content(self) -> dict[str, Any]:
-        """Return the plain values on which the records depend."""
         form = Path(self.path).suffix if self.is_local else ""
         return {"content": content_hash(self.path, split=self.split), "form": form, "limit": self.limit}
 

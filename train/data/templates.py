@@ -102,7 +102,6 @@ class ChatTemplate:
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of everything in the tokenizer on which the tokens depend."""
     whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     parts = [type(tokenizer).__name__, whole, sorted(tokenizer.special_tokens_map.items()), tokenizer.eos_token_id]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
