@@ -160,7 +160,6 @@ class Conversation:
         return output.decoded / plain.timings.decode_seconds if output.decoded > 1 else None
 
     def engine_for(self, needed: int) -> "Engine":
-        """Return an engine with room for `needed` tokens."""
         from eval.runtime.engine import Engine, EngineOptions
 
         if self.engine is None or self.engine.options.max_length < needed:

@@ -265,7 +265,6 @@ def csv_text(sweep: Sweep, rows: Sequence[Row]) -> str:
 
 
 def print_table(sweep: Sweep, rows: Sequence[Row]) -> None:
-    """Print a table with a line for each setting: the values that vary, and the figures."""
     shown = list(dict.fromkeys([sweep.metric.name, "tau", "speedup", "tokens_per_second"]))
     table = Table(box=box.SIMPLE, show_edge=False)
     table.add_column("setting", overflow="fold")

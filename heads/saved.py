@@ -117,7 +117,6 @@ def _head_here(path: Path) -> Path | None:
 
 
 def weights_hash(path: str | Path) -> str | None:
-    """Return the SHA-256 of the file with a head's weights; None if the path names no local head."""
     try:
         folder = _head_here(Path(path))
         file = None if folder is None else _weights_file(folder)

@@ -33,7 +33,6 @@ def license_name(text: str) -> str:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = Parser("Publish a run's head with its model card on the Hugging Face Hub.")
     add = parser.add_argument
     add("run", type=Path, help="a run directory, or the head's folder in it")

@@ -69,7 +69,6 @@ class Search:
                 self.unreliable.append(m["tree"])
 
     def record(self, temperature: float) -> Results:
-        """Return the entry for results.json."""
         chosen = max(self.measured, key=lambda tree: self.measured[tree]) if self.measured else None
         return {
             "temperature": temperature,
@@ -128,7 +127,6 @@ def look_at(
 
 
 def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) -> bool:
-    """Return True if the head can draft trees of this shape, the rule can judge them and the target can verify them."""
     try:
         check_rule(rule, shape)
         target.check_shape(shape)

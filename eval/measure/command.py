@@ -52,7 +52,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole_number(least: int, text: str) -> int:
-    """Parse an integer of at least `least`."""
     try:
         number = int(text)
     except ValueError:

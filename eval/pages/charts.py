@@ -286,7 +286,6 @@ def kind_of(m: Results) -> str:
 
 
 def draw_depths(axes: Axes, *, measured: Sequence[Results]) -> None:
-    """Draw speedup against the depth of the draft."""
     axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
     for at, m in dots(measured):
         speedup, colour = m["speedup"], COLOURS[KINDS[kind_of(m)]]

@@ -173,7 +173,6 @@ def device_text(results: Results) -> str:
 
 
 def setting_line(results: Results) -> str:
-    """Return the prompts and the device of a measurement in a line."""
     settings = results["settings"]
     names = ", ".join(map(short_name, settings["suites"]))
     count, conversations = settings["num_prompts"], settings.get("conversations", settings["num_prompts"])
@@ -187,7 +186,6 @@ def setting_line(results: Results) -> str:
 
 
 def subtitle(results: Results) -> str:
-    """Return the line below the heading. For several heads it includes the speed of plain decoding."""
     if "heads" not in results:
         return setting_line(results)
     plain = {m["temperature"]: m["baseline"]["tokens_per_second"] for m in results["measurements"]}
@@ -207,7 +205,6 @@ def fastest(results: Results) -> list[Results]:
 
 
 def divergence_text(divergence: Results) -> str:
-    """Return a line with the position at which an output differs from plain decoding's."""
     tokens = [f"{MISSING} (it ended)" if t is None else repr(t) for t in (divergence["plain_text"], divergence["text"])]
     reference = "plain" if divergence.get("against", "plain") == "plain" else "its first run"
     return (

@@ -25,7 +25,6 @@ class Table:
 
 
 def headline_table(results: Results) -> Table:
-    """Return the top-level figures of one head, one per line."""
     rows = [["tau, tokens per target pass", format.tau_text(results)]]
     for depth, alpha in enumerate(format.reached(results["alpha"]), start=1):
         rows.append([f"accepted at depth {depth}", format.percent(alpha, 1)])
@@ -83,7 +82,6 @@ def suites_table(results: Results) -> list[Table]:
 
 
 def comparison_table(results: Results) -> Table:
-    """Return the settings of several heads."""
     heads = {head["name"]: head for head in results["heads"]}
     rows = []
     for m in format.fastest(results):

@@ -43,7 +43,6 @@ class RowSampling:
         """Pick children for the rule `match`: those with the highest scores, noise included."""
 
     def set_row(self, row: int, sampling: Sampling) -> None:
-        """Set the settings of one row."""
         self._rows[row] = sampling
         self.temperature[row] = sampling.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p

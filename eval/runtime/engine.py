@@ -276,7 +276,6 @@ class Engine:
         return time.perf_counter() if self.ahead else self.clock()
 
     def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, RequestState]:
-        """Start new requests: read their prompts and choose their first tokens."""
         started = self.clock()
         read_prompts(self.decoder, {row: request for row, (_, request) in newcomers.items()})
         self.timings.prefill_seconds += self.clock() - started

@@ -48,7 +48,6 @@ class Source:
 
 
 def without_pickle(path: str) -> tuple[str, str | None]:
-    """Split the name of a pickle off the end of a path or Hub id. The name is None if there is none."""
     folder, slash, name = path.rpartition("/")
     return (folder, name) if slash and name in PICKLES else (path, None)
 

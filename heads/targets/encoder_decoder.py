@@ -184,7 +184,6 @@ def find_base(model: PreTrainedModel, name: str) -> nn.Module:
 
 
 def find_head(model: PreTrainedModel) -> Any:
-    """Return a model's output embeddings; None without any."""
     return _language_model(model).get_output_embeddings()
 
 

@@ -135,7 +135,6 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def _drop_null(tree: Any, key: Key) -> bool:
-    """Remove the null at a key from its mapping. Return False if there is none."""
     for part in key[:-1]:
         tree = tree[part]
     if isinstance(tree, dict) and key and key[-1] in tree and tree[key[-1]] is None:

@@ -199,7 +199,6 @@ def stored(name: str, features: Any, rows: Callable[[], Iterable[dict[str, Any]]
 
 
 def stored_documents(name: str, documents: Callable[[], Iterable[Document]]) -> Corpus:
-    """Return the documents with a fingerprint. `documents` makes them, if they are not in the cache."""
     return corpus_in(stored(name, document_features(), lambda: map(row, documents())))
 
 

@@ -85,7 +85,6 @@ class Pool:
         return out
 
     def fill(self, index: int, row: int, out: Rows) -> None:
-        """Write packed row `index` into row `row` of `out`."""
         at = 0
         pieces = self.pieces[self.ends[index - 1] if index else 0 : self.ends[index]]
         for number, (start, length, position, context) in enumerate(pieces.tolist()):

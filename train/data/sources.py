@@ -312,7 +312,6 @@ def _tokenised(source: AnySource, rendering: ChatTemplate) -> Corpus:
 
 
 def tokens_key(source: AnySource, rendering: ChatTemplate) -> dict[str, Any]:
-    """Return the plain values on which the tokens of a source depend, apart from its records."""
     return {"tokenizer": tokenizer_key(rendering.tokenizer), **source.key(rendering)}
 
 
@@ -333,7 +332,6 @@ def _records(source: AnySource, name: str) -> "Dataset":
 def _tokenise(
     source: AnySource, rendering: ChatTemplate, process: int, batch: dict[str, list[str]]
 ) -> dict[str, list[Any]]:
-    """Return the documents of a batch of records as columns. `process`: the process of the run."""
     if os.getpid() != process:  # one of several, which leaves signals to the run
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -73,7 +73,6 @@ class ChatTemplate:
             )
 
     def arguments_read(self) -> list[str] | None:
-        """Return the names of the arguments that the template reads, or None if it cannot be parsed."""
         return arguments_read(self.text or self.tokenizer.chat_template, self.tokenizer)
 
     def prepared(self, messages: Sequence[Message], *, place: str, tools: Any = None) -> Sequence[Message]:
