@@ -210,7 +210,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     _replace_length(source)
     recipe, errors = check(source, Recipe)
     if recipe is not None:
-        errors += [source.line(key, what) for key, what in (*_given_in_vain(recipe), *_contradictions(recipe))]
+        for key, why in _useless(recipe).items():
+            if _is_given(recipe, key):
+                errors.append(source.line(key, f"has no effect {why}; leave it out ({dotted(key)}=null)"))
+        errors += [source.line(key, what) for key, what in _contradictions(recipe)]
     if recipe is None or errors:
         raise UserError("\n".join(errors))
     return recipe
@@ -268,13 +271,6 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
         if isinstance(source, RecordSource) and source.is_local:
             useless["data", "sources", n, "split"] = "on a file, which has no splits"
     return useless
-
-
-def _given_in_vain(recipe: Recipe) -> Iterator[tuple[Key, str]]:
-    """Yield the settings without effect that the recipe gives, each with its error."""
-    for key, why in _useless(recipe).items():
-        if _is_given(recipe, key):
-            yield key, f"has no effect {why}; leave it out ({dotted(key)}=null)"
 
 
 def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from heads.core.errors import UserError
 from train.adapter import merged_weights
 from train.core.interrupts import Interrupted
-from train.data.packing import Mixture, Rows
+from train.data.packing import Mixture
 from train.features.source import FeatureSource, make_batch
 from train.optim import set_lr
 from train.parallel import Trained, make_form
@@ -195,7 +195,11 @@ class Stepper:
             self.expected = coming + 1
         places = self._places(number)
         micros = [self.mixture.rows(place) for place in places]
-        own = torch.stack([self._counts(place, rows) for place, rows in zip(places, micros, strict=True)])  # (micro, K)
+        counted = []
+        for place, rows in zip(places, micros, strict=True):
+            self._seed(place)  # supervised rows may be drawn at random, in the random state that the loss will use
+            counted.append(self.trained.drafts.counts(rows.loss_mask, rows.documents).double())
+        own = torch.stack(counted)  # (micro, K)
         tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
         counts, tokens, stop = self._total(own.sum(0), tokens, stop)
         if stop:
@@ -228,12 +232,6 @@ class Stepper:
 
     def _seed(self, place: range) -> None:
         torch.manual_seed(self.settings.seed + SEED_STRIDE * (place.start // len(place) + 1))
-
-    def _counts(self, place: range, rows: Rows) -> Tensor:
-        """Return (K,) the number of supervised rows of a pass. They may be drawn at random, so the random state is set
-        to the one that the loss will use."""
-        self._seed(place)
-        return self.trained.drafts.counts(rows.loss_mask, rows.documents).double()
 
     def head_weights(self) -> dict[str, Tensor]:
         """Return the head's weights with adapters merged. If they are sharded, only the main process gets them."""

@@ -357,7 +357,9 @@ def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> No
 
 def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, dots: bool = False) -> None:
     """Draw a figure over the training steps. With `dots`, mark each measurement, and the best one with a ring."""
-    steps, values = zip(*thinned(points), strict=True)
+    size = math.ceil(len(points) / MOST_POINTS)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    steps, values = ([fmean(point[axis] for point in group) for group in groups] for axis in (0, 1))
     colour = COLOURS["accept" if dots else "draft"]
     axes.plot(steps, values, "o-" if dots else "-", color=colour, lw=1.8, ms=5)
     if dots:
@@ -370,9 +372,3 @@ def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, d
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(6))
     grid(axes)
-
-
-def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    size = math.ceil(len(points) / MOST_POINTS)
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(fmean(step for step, _ in group), fmean(value for _, value in group)) for group in groups]

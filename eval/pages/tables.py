@@ -30,10 +30,11 @@ def headline_table(results: Results) -> Table:
         rows.append([f"accepted at depth {depth}", format.percent(alpha, 1)])
     rows.append(["plain tokens/s", format.number(results["baseline"]["tokens_per_second"], 1)])
     if results["speedup"] is not None:
-        rows += [
-            ["speculative tokens/s", format.speculative_text(results)],
-            ["speedup over plain decoding", short_speedup(results)],
-        ]
+        speedup = format.speedup_text(results)
+        if speedup.startswith(NOT_RELIABLE):  # a warning below the table has the reason
+            speedup = NOT_RELIABLE
+        rows.append(["speculative tokens/s", format.speculative_text(results)])
+        rows.append(["speedup over plain decoding", speedup])
         if format.why_unreliable(results) is None:
             rows.append(["speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x"])
     rows.append(["outputs that end in a loop", format.percent(results["loop_share"])])
@@ -102,9 +103,3 @@ def audit_table(results: Results) -> Table:
         cells = [format.setting_text(m), format.exact_cell(m), format.number(m["tau"]["mean"])]
         rows.append([*([m["head"]] if "heads" in results else []), *cells, format.percent(m["loop_share"])])
     return Table("Audit", [], columns, rows)
-
-
-def short_speedup(figures: Results) -> str:
-    """Return the speedup for a column of a table. A warning below the table has the reason why there is none."""
-    text = format.speedup_text(figures)
-    return NOT_RELIABLE if text.startswith(NOT_RELIABLE) else text

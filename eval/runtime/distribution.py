@@ -81,12 +81,6 @@ class RowSampling:
         if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # independent heads: one distribution for all
             ids, logp = self.pick_likeliest(logits[:, :1], positions[:, :1], count, token_ids)
             return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
-        return self.pick_of_each(logits, positions, count, token_ids)
-
-    def pick_of_each(
-        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Pick the likeliest tokens of nodes that each have their own distribution."""
         if not self.random:
             return best_columns(logits, SHARPNESS, count, token_ids)
         sharpness = torch.where(self.temperature > 0, 1.0, SHARPNESS)[:, None, None]

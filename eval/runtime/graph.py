@@ -89,15 +89,14 @@ class Rounds:
             except RuntimeError as error:
                 trouble = "the GPU has no memory left for them" if is_out_of_memory(error) else first_line(error)
         if trouble is not None:  # outside the except block: the error would keep the round's tensors alive
-            self.give_up(trouble)
-
-    def give_up(self, reason: str) -> None:
-        self.graphs.clear()
-        self.capture = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        logger.warning("rounds cannot be captured as CUDA graphs (%s): they are launched one by one, slower", reason)
+            self.graphs.clear()
+            self.capture = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            logger.warning(
+                "rounds cannot be captured as CUDA graphs (%s): they are launched one by one, slower", trouble
+            )
 
 
 @contextmanager

@@ -38,16 +38,12 @@ def why_not(device: torch.device) -> str | None:
     if capability < (8, 0):
         return f"a GPU of compute capability {capability[0]}.{capability[1]} has no bfloat16; 8.0 has"
     try:
-        launch_once(device)
+        # An empty kernel is launched, since Triton also needs a C compiler and uses it only at the first launch.
+        with torch.cuda.device(device):  # a kernel launches on the current device, not on that of its tensors
+            _nothing[(1,)](torch.empty(1, device=device))
     except Exception as error:  # whatever fails, kernels are unavailable
         return f"Triton fails ({first_line(error)})"
     return None
-
-
-def launch_once(device: torch.device) -> None:
-    """Launch an empty kernel, since Triton also needs a C compiler and uses it only at the first launch."""
-    with torch.cuda.device(device):  # a kernel launches on the current device, not on that of its tensors
-        _nothing[(1,)](torch.empty(1, device=device))
 
 
 def jit(function: Any, plain: Sequence[str] = ()) -> Any:

@@ -249,7 +249,8 @@ def answer_by_answer(
     """
     messages = list(template.prepared(messages, place=place, tools=tools))
     tokenizer = template.tokenizer
-    special = special_ids(tokenizer)
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.update(tokenizer.all_special_ids)
     answers = (n for n, message in enumerate(messages) if message["role"] == "assistant")
     turns = [n for n in answers if calls or "tool_calls" not in messages[n]]
     if not turns:
@@ -271,8 +272,3 @@ def answer_by_answer(
             return "a turn on an answer with special tokens"
         messages[turn] = {"role": "assistant", "content": str(tokenizer.decode(said))}
     return None
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset(tokenizer.all_special_ids).union(added)
