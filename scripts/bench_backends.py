@@ -76,8 +76,9 @@ def open_engines(product: str, dtype: str, options: argparse.Namespace, length: 
     return engines
 
 
-def measure(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Time all variants, print a table and write the record."""
+    options = parse_arguments(arguments)
     from eval.measure.command import draft_shapes
     from eval.measure.environment import machine, target_facts
     from eval.measure.loading import chosen_prompts, open_target_of
@@ -129,10 +130,6 @@ def measure(options: argparse.Namespace) -> int:
         facts = {"target": target_facts(target), "head": options.head, **machine(target.device)}
         write_record({**facts, "rounds": record, "gain_of_c": gains}, options.out)
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return measure(parse_arguments(arguments))
 
 
 if __name__ == "__main__":

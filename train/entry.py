@@ -70,7 +70,6 @@ def say_why(text: str) -> None:
 
 
 def _end(status: int) -> None:
-    """End the process, with `train.launch.leave` if accelerate has been imported."""
     if "accelerate" in sys.modules:
         from train.core.processes import leave
 

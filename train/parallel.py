@@ -79,7 +79,6 @@ class Replicas:
         self.prepare()
 
     def prepare(self) -> None:
-        """Create `optimizer` and `model`, whose forward pass is that of `trained`."""
         self.optimizer = self.make_optimizer()
         self.model: nn.Module = self.accelerator.prepare(self.trained)
 
@@ -272,7 +271,6 @@ def flat(state: dict[str, Tensors]) -> Tensors:
 
 
 def unflat(tensors: Tensors, like: dict[str, Tensors]) -> dict[str, Tensors]:
-    """Return the inverse of `flat`, with the names of another state."""
     return {name: {entry: tensors[f"{name}.{entry}"] for entry in entries} for name, entries in like.items()}
 
 

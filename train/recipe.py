@@ -305,7 +305,6 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
 
 
 def _beyond_the_end(recipe: Recipe) -> Iterator[tuple[Key, str]]:
-    """Yield the settings that come into effect only after the last step, each with its error."""
     steps, expected = recipe.train.steps, f"expected less than train.max_steps ({recipe.train.steps})"
     if recipe.data.on_policy and recipe.data.on_policy.every >= steps:
         yield ("data", "on_policy", "every"), expected

@@ -87,7 +87,6 @@ class Interval:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def add_step(self, counts: Tensor, tokens: int, norm: Tensor) -> None:
-        """Add one step of all processes: supervised rows by depth, tokens, and the gradients' norm ()."""
         self.counts = counts if self.counts is None else self.counts + counts
         self.tokens += tokens
         self.unchecked.append(self.sums[LOSS].sum() + norm)
@@ -238,7 +237,6 @@ class Stepper:
         return merged_weights(self.trained.head, self.form.weights())
 
     def _total(self, counts: Tensor, tokens: int, stop: bool) -> tuple[Tensor, int, bool]:
-        """Return the sums over all processes, and True if any of them is to stop."""
         device = self.accelerator.device
         if self.accelerator.num_processes == 1:
             return counts.to(device), tokens, stop

@@ -51,7 +51,6 @@ def _sections(
 
 
 def _references(node: Any) -> Iterator[str]:
-    """Yield the names of the sections that a field may hold."""
     if isinstance(node, dict):
         if "$ref" in node:
             yield node["$ref"].rpartition("/")[2]

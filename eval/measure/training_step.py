@@ -68,7 +68,6 @@ def run(variant: str, labels: str) -> Any:
 
 
 def merge(runs: Sequence[Any]) -> dict[str, float]:
-    """Return the loss of the first process, and over all processes the median time of a step and the highest peak."""
     seconds = [taken for record in runs for taken in record["seconds"]]
     peak = max(record["step_bytes"] for record in runs)
     return {"loss": runs[0]["loss"], "seconds": statistics.median(seconds), "step_bytes": peak}

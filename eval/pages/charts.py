@@ -230,7 +230,6 @@ def draw_positions(axes: Axes, *, bins: Sequence[Results]) -> None:
 
 
 def draw_tokens(axes: Axes, *, results: Results) -> None:
-    """Draw the share of rounds by the number of tokens they emitted."""
     counts = results["accepted_histogram"][: len(reached(results["alpha"])) + 1]
     shares = [n / max(sum(counts), 1) for n in counts]
     draw_bars(axes, range(1, len(counts) + 1), shares, list(map(percent, shares)), "accept")

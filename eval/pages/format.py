@@ -44,7 +44,6 @@ def tau_text(figures: Results) -> str:
 
 
 def accepted_text(figures: Results) -> str:
-    """Return acceptance by depth, as in `79% 71% 80%`."""
     return " ".join(percent(alpha) for alpha in figures["alpha"] if alpha is not None) or MISSING
 
 

@@ -243,7 +243,6 @@ def public_config(file: Path, base: str | None) -> bytes:
 
 
 def public_results(results: Results, repo_id: str, target: str) -> Results:
-    """Return results for publication: without paths and without the texts of prompts."""
     public: Results = with_names({key: value for key, value in results.items() if key not in ("samples", "command")})
     return public | {
         "target": {**public["target"], "name": target},

@@ -96,7 +96,6 @@ def comparison_table(results: Results) -> Table:
 
 
 def audit_table(results: Results) -> Table:
-    """Return the settings of audit.json, whose times were not measured."""
     columns = ["head"] * ("heads" in results) + ["draft", "identical", "tau", "loops"]
     rows = []
     for m in results["measurements"]:

@@ -100,7 +100,6 @@ def tags(kind: str, target: str) -> tuple[str, ...]:
 
 
 def run_place(run: Any) -> str:
-    """Return a line with the address of a wandb run, or with the command that uploads an offline run."""
     if run.offline:
         path = Path(run.sync_dir)
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

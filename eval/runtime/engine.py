@@ -56,7 +56,6 @@ class Timings:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of the whole batch."""
         return len(self.round_seconds)
 
 

@@ -64,7 +64,6 @@ class Rounds:
             self.record(self.form)
 
     def bucket(self, extent: int) -> int:
-        """Return the smallest captured extent that covers `extent` slots."""
         if not self.decoder.step.decoder.reads_masks:
             return self.decoder.step.capacity
         return min(max(SMALLEST_EXTENT, 1 << (extent - 1).bit_length()), self.decoder.step.capacity)

@@ -49,7 +49,6 @@ class HFCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def show(self) -> None:
-        """Update the views after a change of the rows or the extent."""
         rows, extent = self.cache.rows, self.cache.extent
         self.shown_keys = self.keys[rows, :extent].transpose(1, 2)
         self.shown_values = self.values[rows, :extent].transpose(1, 2)

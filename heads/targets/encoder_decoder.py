@@ -134,7 +134,6 @@ class EncoderDecoder(nn.Module):
         return hidden
 
     def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Split tokens into the encoder's input and the decoder's input, which begins with the start token."""
         start = int((tokens[0] == self.start).nonzero()[0])
         return tokens[:, :start], tokens[:, start:]
 

@@ -215,7 +215,6 @@ class Dialogue:
         self._next(ids)
 
     def take(self, kept: Callable[[list[int]], list[int] | None]) -> None:
-        """Add stored answers, which `kept` returns, up to the first prompt without one."""
         while self.prompt is not None and (ids := kept(self.prompt)) is not None:
             self.answer(ids)
 

@@ -98,7 +98,6 @@ class Pool:
             at += length
 
     def digest(self) -> str:
-        """Return a hash of every token, label and boundary."""
         parts = np.array([self.row_length, *self.pieces.shape, *self.ends]).tobytes() + self.pieces.tobytes()
         return hashlib.sha256(self.corpus.digest.encode() + parts).hexdigest()
 

@@ -124,7 +124,6 @@ class PythonSource(Settings, Texts):
             yield place, {"text": text}
 
     def content(self) -> dict[str, Any]:
-        """Return the plain values on which the records depend."""
         content = hashlib.sha256()
         for record in self.records():
             content.update(hashlib.sha256(read_text(record).encode()).digest())
@@ -255,7 +254,6 @@ AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminato
 
 
 def left_out(error: RecordError, name: str) -> Document:
-    """Return a document without tokens, which stands for a record of a source that cannot be used."""
     return Document.of([], [], reason=error.reason, error=str(error).removeprefix(name))
 
 

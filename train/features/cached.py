@@ -272,7 +272,6 @@ def begin_folder(folder: Path, about: dict[str, Any]) -> set[bytes] | None:
 
 
 def all_rows(mixture: Mixture, batch_size: int, accelerator: Accelerator, done: set[bytes]) -> Iterator[Rows]:
-    """Yield this process's share of the rows of all pools in batches, without the rows that are `done`."""
     places = [(pool, index) for pool in mixture.pools for index in range(len(pool))]
     own = (pool.row(index) for pool, index in places[accelerator.process_index :: accelerator.num_processes])
     left = (rows for rows in own if row_key(rows.tokens[0], rows.positions[0], rows.documents[0]) not in done)
