@@ -43,10 +43,6 @@ def tau_text(figures: Results) -> str:
     return with_interval(figures["tau"]["mean"], figures["tau"]["ci95"])
 
 
-def accepted_text(figures: Results) -> str:
-    return " ".join(percent(alpha) for alpha in figures["alpha"] if alpha is not None) or MISSING
-
-
 def speculative_text(figures: Results) -> str:
     if (why := why_unreliable(figures)) is not None:
         return "withheld" if why == AUDIT_FAILED else NOT_RELIABLE

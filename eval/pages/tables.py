@@ -88,7 +88,8 @@ def comparison_table(results: Results) -> Table:
     for m in format.fastest(results):
         head = heads[m["head"]]
         names = [m["head"], head["kind"], format.count(head["parameters"]), format.setting_text(m)]
-        cells = [format.speedup_cell(m), format.tau_text(m), format.accepted_text(m), format.exact_cell(m)]
+        accepted = " ".join(format.percent(alpha) for alpha in m["alpha"] if alpha is not None) or format.MISSING
+        cells = [format.speedup_cell(m), format.tau_text(m), accepted, format.exact_cell(m)]
         rows.append([*names, *cells])
     columns = ["head", "kind", "parameters", "draft", "speedup", "tau", "accepted by depth", "identical"]
     turns = f"{TURNS} {format.left_out_text(results['measurements'][0])}".rstrip()
