@@ -216,6 +216,7 @@ class Engine:
                 break
             elif not (waiting and free):
                 self._decode(request_states)
+            # The host reads reports until it can launch rounds ahead of them: no newcomer waits, and some text goes on.
             while self.launched and (
                 running
                 or len(self.launched) > self.ahead
