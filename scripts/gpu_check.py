@@ -10,6 +10,7 @@ as a model's are. A command exits with status 1 if a fact does not hold: a kerne
 a text that differs by more than a near-tie, or an engine that left its kernels or its CUDA graphs out.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -218,12 +219,16 @@ def seconds(work: Callable[[], Any], device: "torch.device") -> float:
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {"facts": facts, "texts": texts, "speed": speed}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Facts, exact texts and speed on a card that no engine has run on yet.")
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--small", action="store_true", help="tiny sizes, for Triton's interpreter on a CPU")
     parser.add_argument("--out", type=Path, default=Path("gpu-check.json"), help="file that the part is added to")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
     import torch
 
     from eval.measure.environment import machine

@@ -57,11 +57,11 @@ def is_possible(family: str, head: str, tree: str, sampling: str, rows: int, rul
 
 def pairwise(factors: Sequence[Sequence[Any]], is_possible: Callable[..., bool]) -> Iterator[tuple[Any, ...]]:
     """Yield rows that hold every possible pair of values of two factors, chosen greedily."""
-    rows = {row: {*combinations(enumerate(row), 2)} for row in product(*factors) if is_possible(*row)}
-    left = dict.fromkeys(pair for pairs in rows.values() for pair in pairs)
+    rows = {row: [*combinations(enumerate(row), 2)] for row in product(*factors) if is_possible(*row)}
+    left = dict.fromkeys(pair for pairs in rows.values() for pair in pairs)  # in order, the same in every process
     while left:
         first = next(iter(left))
-        row = max((row for row, pairs in rows.items() if first in pairs), key=lambda row: len(rows[row] & left.keys()))
+        row = max((row for row, pairs in rows.items() if first in pairs), key=lambda row: len(left.keys() & rows[row]))
         yield row
         for pair in rows[row]:
             left.pop(pair, None)
