@@ -74,7 +74,6 @@ class Conversation:
         """Tokens/s of plain decoding; None before the first answer."""
 
     def show(self, text: str, style: str = "") -> None:
-        """Write a piece of an answer."""
         if self.console.is_terminal:
             self.console.print(Text(text.translate(INVISIBLE), style), end="", soft_wrap=True)
         elif style != QUIET:  # the prompt is not part of the output
@@ -153,7 +152,6 @@ class Conversation:
         return output
 
     def decode_plainly(self, ids: Sequence[int], sampling: Sampling) -> float | None:
-        """Return the tokens/s of plain decoding after a prompt, or None if the answer ends at once."""
         from eval.runtime.engine import Engine, EngineOptions, Request
 
         plain = Engine(self.target, None, EngineOptions(max_length=len(ids) + PROBE + 1))
@@ -162,7 +160,6 @@ class Conversation:
         return output.decoded / plain.timings.decode_seconds if output.decoded > 1 else None
 
     def engine_for(self, needed: int) -> "Engine":
-        """Return an engine with room for `needed` tokens."""
         from eval.runtime.engine import Engine, EngineOptions
 
         if self.engine is None or self.engine.options.max_length < needed:

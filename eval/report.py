@@ -17,7 +17,6 @@ from heads.core.errors import UserError
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = Parser("Render report.html, plots/ and README.md from a results.json again.")
     parser.add_argument(
         "results",

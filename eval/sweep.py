@@ -77,7 +77,6 @@ class Sweep(BaseModel):
     run_cap: Annotated[int, Field(ge=1)] | None = None
 
     def text(self, setting: Setting) -> str:
-        """Return the values of a setting in one line, without those that do not vary."""
         varying = [name for name, given in self.parameters.items() if len(given.get("values", ())) > 1]
         return " ".join(f"{name}={setting[name]}" for name in varying or self.parameters)
 
@@ -250,7 +249,6 @@ def found(folder: Path) -> Results | None:
 
 
 def rank(row: Row, metric: Metric) -> float:
-    """Return the key by which rows are sorted, the best first and those without the metric last."""
     value = row["figures"].get(metric.name)
     return math.inf if value is None else -value if metric.goal == "maximize" else value
 
@@ -267,7 +265,6 @@ def csv_text(sweep: Sweep, rows: Sequence[Row]) -> str:
 
 
 def print_table(sweep: Sweep, rows: Sequence[Row]) -> None:
-    """Print a table with a line for each setting: the values that vary, and the figures."""
     shown = list(dict.fromkeys([sweep.metric.name, "tau", "speedup", "tokens_per_second"]))
     table = Table(box=box.SIMPLE, show_edge=False)
     table.add_column("setting", overflow="fold")
@@ -280,7 +277,6 @@ def print_table(sweep: Sweep, rows: Sequence[Row]) -> None:
 
 
 def figure_text(figures: dict[str, float | None], name: str) -> str:
-    """Return a figure with its interval, if it has one."""
     value, low, high = (figures.get(name + end) for end in ("", "_low", "_high"))
     if value is None:
         return "not measured" if figures else "-"
@@ -289,7 +285,6 @@ def figure_text(figures: dict[str, float | None], name: str) -> str:
 
 
 def best_line(sweep: Sweep, rows: Sequence[Row]) -> str:
-    """Return a line with the setting that is best by the metric, and its figures. `rows` are sorted."""
     best, metric = rows[0], sweep.metric.name
     if best["figures"].get(metric) is None:
         return f"best: none, since no setting has a reliable {metric}"

@@ -76,7 +76,6 @@ def untrained_kind(text: str) -> str | None:
 
 
 def build_untrained(text: str, target: FrozenTarget) -> Any:
-    """Return the drafter that `KIND:NUMBER` names."""
     kind, _, number = text.partition(":")
     if not number.isdecimal():
         raise UserError(f"{text}: expected {kind} with a number, such as {kind}:3")

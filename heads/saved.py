@@ -108,18 +108,15 @@ def save_head(
 
 
 def _weights_file(folder: Path) -> Path | None:
-    """Return the file of a head's tensors, for a head of any kind; None if there is no head."""
     files = [folder / name for name in WEIGHTS if (folder / name).is_file()]
     return files[0] if files and (folder / CONFIG).is_file() else None
 
 
 def _head_here(path: Path) -> Path | None:
-    """Return the folder of the head that a path names: the path itself or its `head` folder. None if it has no head."""
     return next((folder for folder in (path, path / "head") if _weights_file(folder)), None)
 
 
 def weights_hash(path: str | Path) -> str | None:
-    """Return the SHA-256 of the file with a head's weights; None if the path names no local head."""
     try:
         folder = _head_here(Path(path))
         file = None if folder is None else _weights_file(folder)
@@ -234,7 +231,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:
-    """Return the engines' verdicts on a saved head, from `heads.formats.engine.check_folder`."""
     folder = find_head(path)
     record = read_config(folder)
     form = HEADS[record["kind"]].format

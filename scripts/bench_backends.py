@@ -28,7 +28,6 @@ BASE, NEEDED = "torch float32", 1.3
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = Parser("Whole rounds with each product of a CPU.")
     add_head_options(parser)
     parser.add_argument("--tree", dest="trees", type=trees, default="chain:5,tree:5x6x16", help="drafts to measure")
@@ -77,8 +76,9 @@ def open_engines(product: str, dtype: str, options: argparse.Namespace, length: 
     return engines
 
 
-def measure(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Time all variants, print a table and write the record."""
+    options = parse_arguments(arguments)
     from eval.measure.command import draft_shapes
     from eval.measure.environment import machine, target_facts
     from eval.measure.loading import chosen_prompts, open_target_of
@@ -130,10 +130,6 @@ def measure(options: argparse.Namespace) -> int:
         facts = {"target": target_facts(target), "head": options.head, **machine(target.device)}
         write_record({**facts, "rounds": record, "gain_of_c": gains}, options.out)
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return measure(parse_arguments(arguments))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ WARM_UP_TOKENS = 16
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = Parser("Plain decoding here against transformers generate.")
     add: Any = parser.add_argument
     add("target", help="a folder or a hub id")

@@ -23,7 +23,6 @@ LABELS = ("all", "half")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = Parser("Time and memory of a training step, against whole logits.")
     add: Any = parser.add_argument
     add("--tokens", type=count, default=512, help="T, of one packed row")

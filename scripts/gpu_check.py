@@ -119,7 +119,6 @@ def random_target(family: str, layers: int, sizes: Sizes, device: Any, dtype: An
 
 
 def forms(engine: "Engine") -> dict[str, bool]:
-    """Return whether an engine runs as it should on a card."""
     decoder, has_graphs = engine.decoder.step.decoder, engine.rounds.capture is not None
     kernels = not decoder.reads_masks and decoder.in_tiles
     return {"kernels": kernels, "graphs": has_graphs, "ok": kernels and (has_graphs or engine.on_host)}

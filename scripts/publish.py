@@ -21,21 +21,18 @@ from heads.targets.hub import is_hub_id
 
 
 def hub_id(text: str) -> str:
-    """Return `text` if it has the form OWNER/NAME."""
     if "@" in text or not is_hub_id(text):
         raise argparse.ArgumentTypeError(f"expected OWNER/NAME on the Hub, and no folder here, got {text!r}")
     return text
 
 
 def license_name(text: str) -> str:
-    """Return `text` if it has the form of a license's name on the Hub, such as apache-2.0."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", text):
         raise argparse.ArgumentTypeError(f"expected a license as the Hub names it, such as apache-2.0, got {text!r}")
     return text
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = Parser("Publish a run's head with its model card on the Hugging Face Hub.")
     add = parser.add_argument
     add("run", type=Path, help="a run directory, or the head's folder in it")

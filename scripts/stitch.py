@@ -17,7 +17,6 @@ from heads.core.files import check_folder
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = Parser("Put the modules of an MTP head into a copy of its target's checkpoint.")
     add = parser.add_argument
     add("head", help="run directory, folder or hub id of a head of kind mtp")

@@ -154,7 +154,6 @@ def begun_in(folder: Path) -> str | None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the paths of all checkpoints, oldest first."""
     found = [path for path in folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdecimal()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -183,6 +182,5 @@ def read_state(path: Path) -> RunState:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete incomplete checkpoints that a killed process has left."""
     for path in folder.glob(".step-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)

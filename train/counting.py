@@ -177,7 +177,8 @@ def head_work(
         else:
             R = B * min(config.num_anchors, T)
             rows, at_once = R * config.block_size, R * K
-            fuse, context = head.fc.weight, sum(_flops(m.weight) for m in _named(head, "k_proj", "v_proj"))
+            context_read = [part for name, part in head.named_modules() if name.endswith(("k_proj", "v_proj"))]
+            fuse, context = head.fc.weight, sum(_flops(part.weight) for part in context_read)
             flops = rows * (products - _flops(fuse)) + N * (context + 4 * fuse.numel())
             flops += layers * rows * 2 * ATTENTION_PRODUCTS[kind] * A * (T / 2 + config.block_size)
             kept = layers * (rows * row + N * w * 3 * G) + N * w * (2 + len(head.aux_layer_ids)) * D
@@ -229,10 +230,6 @@ def _layer_sizes(head: Any) -> tuple[int, int, int, int]:
 def _flops(weight: Tensor) -> int:
     """Return the operations of a row's product with a matrix, and of its gradients."""
     return (6 if weight.requires_grad else 4) * weight.numel()
-
-
-def _named(module: nn.Module, *ends: str) -> list[Any]:
-    return [part for name, part in module.named_modules() if name.endswith(ends)]
 
 
 def count_target(

@@ -44,8 +44,6 @@ def run_script(main: Callable[[Sequence[str]], int]) -> None:
 
 
 def attempt(name: str, arguments: Sequence[str]) -> int:
-    """Run one entry, and return its exit status."""
-
     def run() -> int:
         if asks_usage(USAGE.format(name=name), arguments, keys=lambda: f"{PLANNING}\n\n{keys_of(Recipe, KINDS[name])}"):
             return 0
@@ -72,7 +70,6 @@ def say_why(text: str) -> None:
 
 
 def _end(status: int) -> None:
-    """End the process, with `train.launch.leave` if accelerate has been imported."""
     if "accelerate" in sys.modules:
         from train.core.processes import leave
 

@@ -95,7 +95,6 @@ def make_head(section: Any, target: "FrozenTarget", token_counts: "Tensor") -> A
 
 
 def resolved_head(head: Any, config: Any) -> BaseModel:
-    """Return the section with all its settings filled in from a head's `config`."""
     values = {name: getattr(config, name) for name in type(head).model_fields if name not in OURS}
     resolved: BaseModel = type(head).model_validate_json(to_json(head.model_dump(include=OURS) | values))
     return resolved

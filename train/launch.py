@@ -102,7 +102,6 @@ def wanted_mode() -> str:
 
 
 def _mixed_precision(settings: Train, device: torch.device, begun_in: str | None) -> str:
-    """Return the precision of `train.precision`, in Accelerate's terms."""
     if settings.precision != "auto":
         return "bf16" if settings.precision == "bf16" else "no"
     if begun_in is not None:

@@ -241,7 +241,6 @@ class Training:
             self._measure()
 
     def _step(self) -> None:
-        """Make one optimizer step, and write a log line if one is due."""
         state, train = self.state, self.settings
         started = time.perf_counter()
         state.tokens += self.stepper.step(state.step, self.interval, stop=self.interrupts.asked)

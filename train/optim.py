@@ -11,6 +11,8 @@ from train.recipe import Train
 
 MOMENTUM = 0.95
 """Momentum of Muon."""
+ENDS = ("lm_head", "embed", "wte", "wpe", "markov", "codebook")
+"""Names of matrices with a row for each token or position, whose updates should not be orthogonal."""
 
 
 def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = torch.float32) -> torch.optim.Optimizer:
@@ -25,10 +27,12 @@ def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = tor
     for name, p in head.named_parameters():
         if not p.requires_grad:
             continue
-        if settings.optimizer == "muon" and p.dim() == 2 and not _is_end(name):
+        if settings.optimizer == "muon" and p.dim() == 2 and not any(part in name for part in ENDS):
             inner.append(p)
+        elif p.dim() < 2 or name.endswith("base_kernel"):  # of a per-channel convolution that starts as the identity
+            scales.append(p)
         else:
-            (scales if _is_scale(name, p) else decayed).append(p)
+            decayed.append(p)
     alike = {"lr": settings.lr, "betas": (settings.betas[0], settings.betas[1])}
     groups: list[dict[str, Any]] = [
         {"params": inner, "momentum": MOMENTUM, "weight_decay": settings.weight_decay, **alike},
@@ -37,16 +41,6 @@ def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = tor
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups) if settings.optimizer == "adamw" else Muon(groups, products=products)
-
-
-def _is_scale(name: str, parameter: Tensor) -> bool:
-    """Return True for a norm, a bias, or the kernel of a per-channel convolution that starts as the identity."""
-    return parameter.dim() < 2 or name.endswith("base_kernel")
-
-
-def _is_end(name: str) -> bool:
-    """Return True for a matrix with a row for each token or position. Its updates should not be orthogonal."""
-    return any(part in name for part in ("lm_head", "embed", "wte", "wpe", "markov", "codebook"))
 
 
 class Muon(torch.optim.AdamW):

@@ -50,7 +50,6 @@ class Trained(nn.Module):
 
     @property
     def drafts(self) -> DraftHead:
-        """The head, typed as a DraftHead."""
         return cast(DraftHead, self.head)
 
     def forward(
@@ -80,7 +79,6 @@ class Replicas:
         self.prepare()
 
     def prepare(self) -> None:
-        """Create `optimizer` and `model`, whose forward pass is that of `trained`."""
         self.optimizer = self.make_optimizer()
         self.model: nn.Module = self.accelerator.prepare(self.trained)
 
@@ -101,7 +99,6 @@ class Replicas:
         torch.autograd.backward(self.loss_factor * loss)
 
     def divide(self, weight: Tensor) -> None:
-        """Divide the step's gradients by `weight` ()."""
         for parameter in self.trained.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(weight)
@@ -261,7 +258,6 @@ class Zero(Replicas):
 
 
 def make_form(trained: Trained, settings: Train, accelerator: Accelerator, passes: int) -> Replicas:
-    """Return the form of the head for the mode of this launch."""
     forms = {"ddp": Replicas, "fsdp": FullySharded, "deepspeed": Zero}
     mode = wanted_mode()
     if mode == "fsdp" and accelerator.num_processes == 1:
@@ -275,7 +271,6 @@ def flat(state: dict[str, Tensors]) -> Tensors:
 
 
 def unflat(tensors: Tensors, like: dict[str, Tensors]) -> dict[str, Tensors]:
-    """Return the inverse of `flat`, with the names of another state."""
     return {name: {entry: tensors[f"{name}.{entry}"] for entry in entries} for name, entries in like.items()}
 
 
@@ -289,7 +284,6 @@ def check_alike(own: Tensors, found: Tensors) -> None:
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """Return the decoder layers of a draft model, or none for a head without a language model."""
     if model is None:
         return []
     names = model._no_split_modules or ()

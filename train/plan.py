@@ -61,7 +61,6 @@ class Launch:
         return total_memory(torch.device(self.device)) if self.memory is None else round(self.memory * GIB)
 
     def bf16(self, precision: str) -> bool:
-        """Return True if matrix products are in bfloat16."""
         if precision != "auto":
             return precision == "bf16"
         return self.memory is not None or fastest_dtype(torch.device(self.device)) == torch.bfloat16

@@ -210,7 +210,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     _replace_length(source)
     recipe, errors = check(source, Recipe)
     if recipe is not None:
-        errors += [source.line(key, what) for key, what in (*_given_in_vain(recipe), *_contradictions(recipe))]
+        for key, why in _useless(recipe).items():
+            if _is_given(recipe, key):
+                errors.append(source.line(key, f"has no effect {why}; leave it out ({dotted(key)}=null)"))
+        errors += [source.line(key, what) for key, what in _contradictions(recipe)]
     if recipe is None or errors:
         raise UserError("\n".join(errors))
     return recipe
@@ -270,13 +273,6 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
     return useless
 
 
-def _given_in_vain(recipe: Recipe) -> Iterator[tuple[Key, str]]:
-    """Yield the settings without effect that the recipe gives, each with its error."""
-    for key, why in _useless(recipe).items():
-        if _is_given(recipe, key):
-            yield key, f"has no effect {why}; leave it out ({dotted(key)}=null)"
-
-
 def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     """Yield the settings that contradict other settings, each with its error."""
     train, data = recipe.train, recipe.data
@@ -309,7 +305,6 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
 
 
 def _beyond_the_end(recipe: Recipe) -> Iterator[tuple[Key, str]]:
-    """Yield the settings that come into effect only after the last step, each with its error."""
     steps, expected = recipe.train.steps, f"expected less than train.max_steps ({recipe.train.steps})"
     if recipe.data.on_policy and recipe.data.on_policy.every >= steps:
         yield ("data", "on_policy", "every"), expected

@@ -157,7 +157,6 @@ class RunFolder:
         return provenance
 
     def write_recipe(self, record: dict[str, Any]) -> None:
-        """Write a recipe's plain settings to recipe.yaml."""
         write_text(
             self.recipe,
             "# The recipe as resolved: the file and its overrides, with every default.\n" + dump_recipe(record),

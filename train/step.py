@@ -19,7 +19,7 @@ from torch import Tensor
 from heads.core.errors import UserError
 from train.adapter import merged_weights
 from train.core.interrupts import Interrupted
-from train.data.packing import Mixture, Rows
+from train.data.packing import Mixture
 from train.features.source import FeatureSource, make_batch
 from train.optim import set_lr
 from train.parallel import Trained, make_form
@@ -83,12 +83,10 @@ class Interval:
     """() for each step since the last check, in this process: finite if the step's loss and gradients are."""
 
     def add_micro(self, sums: Tensor, metrics: dict[str, Tensor]) -> None:
-        """Add one micro-batch of this process."""
         for name, value in {LOSS: sums, **metrics}.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def add_step(self, counts: Tensor, tokens: int, norm: Tensor) -> None:
-        """Add one step of all processes: supervised rows by depth, tokens, and the gradients' norm ()."""
         self.counts = counts if self.counts is None else self.counts + counts
         self.tokens += tokens
         self.unchecked.append(self.sums[LOSS].sum() + norm)
@@ -196,7 +194,11 @@ class Stepper:
             self.expected = coming + 1
         places = self._places(number)
         micros = [self.mixture.rows(place) for place in places]
-        own = torch.stack([self._counts(place, rows) for place, rows in zip(places, micros, strict=True)])  # (micro, K)
+        counted = []
+        for place, rows in zip(places, micros, strict=True):
+            self._seed(place)  # supervised rows may be drawn at random, in the random state that the loss will use
+            counted.append(self.trained.drafts.counts(rows.loss_mask, rows.documents).double())
+        own = torch.stack(counted)  # (micro, K)
         tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
         counts, tokens, stop = self._total(own.sum(0), tokens, stop)
         if stop:
@@ -224,26 +226,17 @@ class Stepper:
         return tokens
 
     def _places(self, number: int) -> list[range]:
-        """Return the rows of this process's passes in step `number`, as indices in the endless order."""
         process, world = self.accelerator.process_index, self.accelerator.num_processes
         return rows_of_process(number, self.rows, self.settings.batch_size, process, world)
 
     def _seed(self, place: range) -> None:
-        """Set the random state for the pass over these rows."""
         torch.manual_seed(self.settings.seed + SEED_STRIDE * (place.start // len(place) + 1))
-
-    def _counts(self, place: range, rows: Rows) -> Tensor:
-        """Return (K,) the number of supervised rows of a pass. They may be drawn at random, so the random state is set
-        to the one that the loss will use."""
-        self._seed(place)
-        return self.trained.drafts.counts(rows.loss_mask, rows.documents).double()
 
     def head_weights(self) -> dict[str, Tensor]:
         """Return the head's weights with adapters merged. If they are sharded, only the main process gets them."""
         return merged_weights(self.trained.head, self.form.weights())
 
     def _total(self, counts: Tensor, tokens: int, stop: bool) -> tuple[Tensor, int, bool]:
-        """Return the sums over all processes, and True if any of them is to stop."""
         device = self.accelerator.device
         if self.accelerator.num_processes == 1:
             return counts.to(device), tokens, stop

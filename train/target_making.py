@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eval.measure.metrics import is_loop
+from eval.measure.metrics import LOOP_PERIOD, is_loop
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.errors import UserError
 from heads.core.files import check_folder, whole_folder, write_text
@@ -29,11 +29,12 @@ from train.launch import make_accelerator
 from train.parallel import flat, unflat
 from train.recipe import Train
 from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
-from train.unlikelihood import continuations, unlikelihood
 
 CONTEXT = 512
 """Tokens per held-out window."""
 SAMPLES, SAMPLE_PROMPT, SAMPLE_TOKENS = 100, 96, 128
+LEAST_REPEATED = 12
+"""Least number of repeated tokens after which a text counts as a loop, for short periods."""
 SHOWN_EVERY = 50
 """Steps between two lines of progress."""
 
@@ -170,6 +171,52 @@ class LanguageLoss(nn.Module):
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+@torch.no_grad()
+def continuations(model: LlamaForCausalLM, prompts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the prompts (B, P) with their greedy continuations (B, P + SAMPLE_TOKENS), and a mask of the new tokens
+    that continue a loop."""
+    with torch.compiler.set_stance("force_eager"):  # the shapes change with each token
+        made: Tensor = cast(Any, model).generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=False,
+            min_new_tokens=SAMPLE_TOKENS,
+            max_new_tokens=SAMPLE_TOKENS,
+            pad_token_id=0,
+        )
+    looping = repeats(made)
+    looping[:, : prompts.shape[1]] = False
+    return made, looping
+
+
+def repeats(tokens: Tensor) -> Tensor:
+    """Return (B, T) bool: the tokens that continue a loop. For some period p <= LOOP_PERIOD, such a token and at least
+    the max(2 p, LEAST_REPEATED) tokens before it equal the tokens p positions earlier."""
+    looping = torch.zeros_like(tokens, dtype=torch.bool)
+    for period in range(1, LOOP_PERIOD + 1):
+        same = tokens[:, period:] == tokens[:, :-period]
+        length = max(2 * period, LEAST_REPEATED) + 1
+        if same.shape[1] >= length:
+            looping[:, period + length - 1 :] |= same.unfold(1, length, 1).all(-1)
+    return looping
+
+
+def unlikelihood(logits: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
+    """Unlikelihood training (Welleck et al., arXiv 1908.04319, section 5.2) against loops in the model's own text.
+
+    A small model may repeat one line without end. Such text is easy to draft, so a target that often loops makes every
+    draft head look good. The paper counts every n-gram seen before as a repetition. Source code also repeats itself for
+    good reasons, so here only tokens after a second consecutive repetition count.
+
+    Return the mean of -log(1 - q) over the `chosen` (B, T) tokens (B, T), or 0 if none is chosen. q is their
+    probability from logits (B, T, V). The gradient of a token's logit is q, so it does not vanish where the model is
+    sure of its loop.
+    """
+    z = logits[chosen].float()  # (n, V)
+    others = z.scatter(1, tokens[chosen][:, None], -torch.inf)
+    return (z.logsumexp(1) - others.logsumexp(1)).sum() / chosen.sum().clamp_min(1)
 
 
 def read_rows(text: np.ndarray, recipe: TargetRecipe, stage: int, step: int, part: int, parts: int) -> Tensor:

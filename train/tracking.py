@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,7 +39,6 @@ class Tracker:
         self._file: TextIO | None = None
 
     def say(self, text: str) -> None:
-        """Print one line on the terminal."""
         if self.main:
             if self._progress is not None:
                 self._progress.say(text)
@@ -68,9 +66,9 @@ class Tracker:
             return
         depths = "" if self._explained else f" of draft tokens 1 to {len(metrics['accuracy'])}:"
         self._explained = True
+        accuracy = " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in metrics["accuracy"])
         self._progress.log(
-            f"loss {metrics['loss']:.3f}, accuracy{depths} {_percent(metrics['accuracy'])}, "
-            f"{count(metrics['tokens_per_second'])} tokens/s"
+            f"loss {metrics['loss']:.3f}, accuracy{depths} {accuracy}%, {count(metrics['tokens_per_second'])} tokens/s"
         )
 
     def log_eval(self, metrics: Metrics) -> None:
@@ -188,7 +186,3 @@ def flat(metrics: Metrics) -> dict[str, float]:
         numbers = {end: part for end, part in each.items() if isinstance(part, int | float)}
         out |= {f"{metrics['kind']}/{name}{end}": part for end, part in numbers.items()}
     return out
-
-
-def _percent(rates: Sequence[float | None]) -> str:
-    return " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in rates) + "%"

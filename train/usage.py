@@ -51,7 +51,6 @@ def _sections(
 
 
 def _references(node: Any) -> Iterator[str]:
-    """Yield the names of the sections that a field may hold."""
     if isinstance(node, dict):
         if "$ref" in node:
             yield node["$ref"].rpartition("/")[2]
@@ -77,7 +76,6 @@ def _type(node: dict[str, Any], plural: str = "") -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a default as YAML."""
     if isinstance(value, dict) and value:
         return "default see below"
     return f"default {value if isinstance(value, str) else json.dumps(value)}"

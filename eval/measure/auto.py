@@ -62,7 +62,6 @@ class Search:
     """Trees that were measured while something else used the machine, or on too few tokens."""
 
     def take(self, measurements: Iterable[Results]) -> None:
-        """Add the measurements of this head."""
         for m in measurements:
             if m["speedup"] is not None and why_unreliable(m) is None:
                 self.measured[m["tree"]] = m["speedup"]["measured"]
@@ -70,7 +69,6 @@ class Search:
                 self.unreliable.append(m["tree"])
 
     def record(self, temperature: float) -> Results:
-        """Return the entry for results.json."""
         chosen = max(self.measured, key=lambda tree: self.measured[tree]) if self.measured else None
         return {
             "temperature": temperature,
@@ -129,7 +127,6 @@ def look_at(
 
 
 def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) -> bool:
-    """Return True if the head can draft trees of this shape, the rule can judge them and the target can verify them."""
     try:
         check_rule(rule, shape)
         target.check_shape(shape)

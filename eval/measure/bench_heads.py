@@ -77,7 +77,9 @@ def bench_heads(
     every = [prompt for chosen in prompts.values() for prompt in chosen]
     results: Results = {"schema_version": SCHEMA_VERSION, "target": target_facts(target)}
     results |= {**environment(target), "settings": settings.record(every)}
-    results["command"] = measuring_command(target, list(heads), settings)
+    kind = ["--dtype", str(target.dtype).removeprefix("torch.")]
+    kind += ["--quantize", target.quantize] if target.quantize else []
+    results["command"] = ["python", "eval/bench.py", *heads, "--target", target.name, *settings.options(), *kind]
     owner: list[Results] = [{"head": name} if several else {} for name in names]
     measurements = [owner[m.head] | m.figures for m in found.measured]
     facts = [{"name": name} | head_facts(head, path) for name, (path, head) in zip(names, heads.items(), strict=True)]
@@ -153,12 +155,6 @@ def head_names(paths: Sequence[str]) -> list[str]:
         raise UserError(f"{max(paths, key=list(paths).count)}: named twice; name each head once")
     names = [path if untrained_kind(path) else short_name(path) for path in paths]
     return names if len(set(names)) == len(names) else list(paths)
-
-
-def measuring_command(target: FrozenTarget, heads: Sequence[str], settings: BenchSettings) -> list[str]:
-    kind = ["--dtype", str(target.dtype).removeprefix("torch.")]
-    quantized = ["--quantize", target.quantize] if target.quantize else []
-    return ["python", "eval/bench.py", *heads, "--target", target.name, *settings.options(), *kind, *quantized]
 
 
 def parts_of_headline(

@@ -52,7 +52,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole_number(least: int, text: str) -> int:
-    """Parse an integer of at least `least`."""
     try:
         number = int(text)
     except ValueError:
@@ -70,7 +69,6 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def temperatures(text: str) -> tuple[float, ...]:
-    """Parse temperatures separated by commas."""
     with _shown():
         return tuple(Sampling(float(part)).temperature for part in text.split(","))
 
@@ -138,7 +136,6 @@ HEAD_HELP = "a run directory, a head's directory or a hub id; or lookup:NGRAM, e
 
 
 def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Add the argument for the head, or for several heads, and the options for loading their target."""
     if several:
         parser.add_argument("heads", nargs="*", metavar="head", help=HEAD_HELP)
     else:

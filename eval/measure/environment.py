@@ -129,14 +129,12 @@ def contention(device: torch.device) -> str | None:
 
 
 def cpu_name() -> str:
-    """Return the manufacturer's name of the processor, or its architecture if the name is unknown."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:(.*)", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that affect results, and this project's commit."""
     found = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):

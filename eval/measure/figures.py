@@ -89,7 +89,6 @@ def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTra
 
 
 def at_temperature_zero(comparison: Comparison) -> Comparison:
-    """Decode the prompts again with the same engines at temperature 0."""
     requests = [replace(request, sampling=Sampling()) for request in comparison.requests]
     plain, *drafting = (Variant(variant.engine) for variant in (comparison.plain, *comparison.drafting))
     for unit, indices in enumerate(comparison.units):

@@ -74,7 +74,6 @@ def short_name(path: str) -> str:
 
 
 def folders_of(run: Path) -> list[Path]:
-    """Return the folders of a run's measurements: the run itself, and the folders in bench/."""
     return [run, *sorted((run / BENCH).glob("*"))]
 
 

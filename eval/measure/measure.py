@@ -55,7 +55,6 @@ class Variant:
         return self.engine.options.shape
 
     def run(self, unit: int, indices: Sequence[int], requests: Sequence[Request], repeat: int) -> None:
-        """Decode one unit, and keep its outputs and times."""
         if len(self.outputs) == repeat:
             self.outputs.append({})
             self.timings.append({})

@@ -57,7 +57,6 @@ class Progress:
         self.close()
 
     def advance(self, count: int = 1) -> None:
-        """Count units that are done."""
         self.done, self._last = self.done + count, time.monotonic()
         if self.cold:
             self.cold, self._since, self._base = False, self._last, self.done
@@ -93,7 +92,6 @@ class Progress:
             self._bar = None
 
     def seconds_left(self) -> float | None:
-        """Return the estimate from the units done so far, or None without any."""
         made = self.done - self._base
         if self.total is None or made == 0:
             return None

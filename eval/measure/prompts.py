@@ -214,7 +214,6 @@ def cut_prompt(
 
 
 def suite_records(suite_or_path: str) -> Iterator[Record]:
-    """Return the records of a file, or of a public suite by name."""
     if is_file(suite_or_path):
         return read_records(suite_or_path)
     if suite_or_path in HUB_SUITES:

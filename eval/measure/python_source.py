@@ -29,7 +29,6 @@ def standard_library() -> tuple[Path, ...]:
 
 
 def installed_source() -> tuple[Path, ...]:
-    """Return the folders of the running interpreter's standard library and of its installed packages."""
     return (*standard_library(), Path(sysconfig.get_paths()["purelib"]))
 
 
@@ -74,7 +73,6 @@ def read_module(path: Path) -> str | None:
 
 
 def long_lines(text: str) -> set[str]:
-    """Return the distinctive lines of a text: those with at least 24 characters after stripping."""
     return {line for line in map(str.strip, text.splitlines()) if len(line) >= 24}
 
 

@@ -200,7 +200,6 @@ def read_turns(record: Record, key: str) -> list[Message]:
 
 
 def read_question(record: Record, key: str) -> str:
-    """Return the text of an instruction, followed by the `input` that some records have."""
     place, fields = record
     text = _text(f"{place}: {key}", fields[key])
     return f"{text}\n\n{_text(f'{place}: input', fields['input'])}" if fields.get("input") else text
@@ -222,7 +221,6 @@ def read_tools(record: Record) -> list[Any] | None:
 
 
 def read_text(record: Record) -> str:
-    """Return the `text` of a record."""
     place, fields = record
     if "text" not in fields:
         raise UserError(f"{place}: expected a record with 'text', got keys {', '.join(sorted(fields)) or 'none'}")

@@ -38,7 +38,6 @@ def is_believable(speedup: float | None, tau: float | None) -> bool:
 
 
 def is_uneven(figures: dict[str, Any]) -> bool:
-    """Return True if steps, which should all take the same time, did not."""
     _, mean, median = most_uneven(figures)
     return mean > BUSY * median
 

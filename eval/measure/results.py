@@ -293,7 +293,6 @@ def write_record(record: Results, path: Path) -> None:
 
 
 def write_results(results: Results, path: Path) -> None:
-    """Write results.json atomically, in the form of the schema."""
     File.model_validate_json(to_json(results, inf_nan_mode="null", fallback=str))
     write_record(results, path)
 

@@ -88,7 +88,6 @@ class BenchSettings:
         return shapes
 
     def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """Return the record of the settings and the prompts for results.json."""
         distinct = len({prompt.ids for prompt in prompts})
         conversations = sum(not LATER_TURN.search(prompt.id) for prompt in prompts)
         counts = {"num_prompts": len(prompts), "distinct_prompts": distinct, "conversations": conversations}

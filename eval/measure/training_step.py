@@ -60,7 +60,6 @@ def compare(options: argparse.Namespace, variants: Sequence[str], labels: Sequen
 
 
 def run(variant: str, labels: str) -> Any:
-    """Return the record of one process of this command."""
     command = [sys.executable, *sys.argv, "--variant", variant, "--labels", labels]
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -69,7 +68,6 @@ def run(variant: str, labels: str) -> Any:
 
 
 def merge(runs: Sequence[Any]) -> dict[str, float]:
-    """Return the loss of the first process, and over all processes the median time of a step and the highest peak."""
     seconds = [taken for record in runs for taken in record["seconds"]]
     peak = max(record["step_bytes"] for record in runs)
     return {"loss": runs[0]["loss"], "seconds": statistics.median(seconds), "step_bytes": peak}
@@ -179,6 +177,5 @@ def reset_peak(device: torch.device) -> int:
 
 
 def read_status(name: str) -> int:
-    """Return a size in /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024

@@ -31,7 +31,6 @@ def check_card(folder: Path, name: str) -> None:
 
 
 def model_card(results: Results, *, serve: str | None = None) -> str:
-    """Return the model card of a measurement. `serve`: the command that serves the head."""
     head = results["head"]
     return render_card(head["kind"], results["target"]["name"], head["parameters"], results, serve=serve, plot=True)
 

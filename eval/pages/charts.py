@@ -107,7 +107,6 @@ def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
 
 
 def row_chart(name: str, measured: Sequence[Results]) -> Chart:
-    """Return the chart of the speedup, or of tau, of each setting."""
     note = "Over plain decoding on the same prompts in the same run, with 95% intervals. The line is 1x."
     if name == "compare-tau":
         note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
@@ -152,7 +151,6 @@ def reliable(measured: Sequence[Results]) -> list[Results]:
 
 
 def at_headline(results: Results) -> list[Results]:
-    """Return the reliable measurements at the headline's temperature, batch size and context."""
     names = ("temperature", "batch_size", "context")
     return [m for m in reliable(results["measurements"]) if all(m.get(name) == results.get(name) for name in names)]
 
@@ -200,7 +198,6 @@ def row_name(figures: Results, room: int) -> str:
 
 
 def shared(value: float, interval: Sequence[float | None] | None) -> tuple[float, float]:
-    """Return the ends of an interval, or the value twice if there is none."""
     low, high = interval or (None, None)
     return (value, value) if low is None or high is None else (low, high)
 
@@ -233,7 +230,6 @@ def draw_positions(axes: Axes, *, bins: Sequence[Results]) -> None:
 
 
 def draw_tokens(axes: Axes, *, results: Results) -> None:
-    """Draw the share of rounds by the number of tokens they emitted."""
     counts = results["accepted_histogram"][: len(reached(results["alpha"])) + 1]
     shares = [n / max(sum(counts), 1) for n in counts]
     draw_bars(axes, range(1, len(counts) + 1), shares, list(map(percent, shares)), "accept")
@@ -289,7 +285,6 @@ def kind_of(m: Results) -> str:
 
 
 def draw_depths(axes: Axes, *, measured: Sequence[Results]) -> None:
-    """Draw speedup against the depth of the draft."""
     axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
     for at, m in dots(measured):
         speedup, colour = m["speedup"], COLOURS[KINDS[kind_of(m)]]
@@ -361,7 +356,9 @@ def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> No
 
 def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, dots: bool = False) -> None:
     """Draw a figure over the training steps. With `dots`, mark each measurement, and the best one with a ring."""
-    steps, values = zip(*thinned(points), strict=True)
+    size = math.ceil(len(points) / MOST_POINTS)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    steps, values = ([fmean(point[axis] for point in group) for group in groups] for axis in (0, 1))
     colour = COLOURS["accept" if dots else "draft"]
     axes.plot(steps, values, "o-" if dots else "-", color=colour, lw=1.8, ms=5)
     if dots:
@@ -374,9 +371,3 @@ def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, d
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(6))
     grid(axes)
-
-
-def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    size = math.ceil(len(points) / MOST_POINTS)
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(fmean(step for step, _ in group), fmean(value for _, value in group)) for group in groups]

@@ -26,7 +26,6 @@ LEFT_OUT = "The slowest tenth of the turns is left out of the times of both"
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """Return a figure as text, or a dash if there is none."""
     return MISSING if value is None or math.isnan(value) else f"{value:,.{digits}f}"
 
 
@@ -44,20 +43,13 @@ def tau_text(figures: Results) -> str:
     return with_interval(figures["tau"]["mean"], figures["tau"]["ci95"])
 
 
-def accepted_text(figures: Results) -> str:
-    """Return acceptance by depth, as in `79% 71% 80%`."""
-    return " ".join(percent(alpha) for alpha in figures["alpha"] if alpha is not None) or MISSING
-
-
 def speculative_text(figures: Results) -> str:
-    """Return speculative tokens/s, or a note that they are withheld or were not measured."""
     if (why := why_unreliable(figures)) is not None:
         return "withheld" if why == AUDIT_FAILED else NOT_RELIABLE
     return number(figures["speculative"]["tokens_per_second"], 1)
 
 
 def left_out_text(figures: Results) -> str:
-    """Return a sentence with the number of turns that the times leave out, or an empty string if there are none."""
     turns = figures.get("turns", {"timed": 0, "left_out": 0})
     left_out, whole = turns["left_out"], turns["left_out"] + turns["timed"]
     return f"{LEFT_OUT}: {left_out} of {whole}." if left_out else ""
@@ -159,7 +151,6 @@ def code_span(name: str) -> str:
 
 
 def heading(results: Results) -> str:
-    """Return the heading of a report: the head, or the number of heads, and the target."""
     target = short_name(results["target"]["name"])
     if "heads" in results:
         return f"{plural(len(results['heads']), 'head')} on {target}"
@@ -177,7 +168,6 @@ def device_text(results: Results) -> str:
 
 
 def setting_line(results: Results) -> str:
-    """Return the prompts and the device of a measurement in a line."""
     settings = results["settings"]
     names = ", ".join(map(short_name, settings["suites"]))
     count, conversations = settings["num_prompts"], settings.get("conversations", settings["num_prompts"])
@@ -191,7 +181,6 @@ def setting_line(results: Results) -> str:
 
 
 def subtitle(results: Results) -> str:
-    """Return the line below the heading. For several heads it includes the speed of plain decoding."""
     if "heads" not in results:
         return setting_line(results)
     plain = {m["temperature"]: m["baseline"]["tokens_per_second"] for m in results["measurements"]}
@@ -211,7 +200,6 @@ def fastest(results: Results) -> list[Results]:
 
 
 def divergence_text(divergence: Results) -> str:
-    """Return a line with the position at which an output differs from plain decoding's."""
     tokens = [f"{MISSING} (it ended)" if t is None else repr(t) for t in (divergence["plain_text"], divergence["text"])]
     reference = "plain" if divergence.get("against", "plain") == "plain" else "its first run"
     return (
@@ -236,7 +224,6 @@ def busy_warning(measurements: Sequence[Results]) -> str | None:
 
 
 def no_speedup(unreliable: Sequence[Results], measurements: Sequence[Results]) -> str:
-    """Return the part of a warning that says how many settings have no speedup."""
     which = "" if len(unreliable) == len(measurements) else f" for {len(unreliable)} of {len(measurements)} settings"
     return f"no speedup is stated{which}"
 
@@ -325,8 +312,6 @@ def search_line(search: Results) -> str:
 
 
 def setting_text(figures: Results) -> str:
-    """Return a draft, its sampling, and the batch size and context if several were measured, as in `chain:5, batch 4,
-    greedy`."""
     return f"{figures['tree']}{point_text(figures)}, {sampling_text(figures['temperature'])}"
 
 
@@ -366,7 +351,6 @@ def verdict_at(measurements: Sequence[Results]) -> str:
 
 
 def draft_name(figures: Results) -> str:
-    """Return the draft of a setting, with its head's name in a comparison."""
     head = figures["head"] if isinstance(figures.get("head"), str) else ""
     return f"{head} {figures['tree']}{point_text(figures)}".strip()
 

@@ -111,7 +111,6 @@ def tiles(results: Results) -> list[Tile]:
 
 
 def interval_note(interval: Sequence[float | None] | None, otherwise: str) -> str:
-    """Return the ends of a 95% interval, or `otherwise` if there is none."""
     if interval is None or None in interval:
         return otherwise
     return f"95% interval {format.number(interval[0])} to {format.number(interval[1])}"
@@ -133,7 +132,6 @@ def sample_rounds(sample: Results) -> Results:
 
 
 def target_facts(target: Results) -> Facts:
-    """Return the facts of the target that are needed to repeat the measurement."""
     size = f"{format.count(target['parameters'])} parameters, {target['layers']} layers of {target['hidden_size']}"
     return [
         ("name", target["name"]),
@@ -153,7 +151,6 @@ def head_facts(head: Results) -> Facts:
 
 
 def measurement_facts(results: Results) -> list[tuple[str, Facts]]:
-    """Return the facts of the measurement and the machine."""
     settings = results["settings"]
     measurement: Facts = [
         ("prompts", f"{settings['num_prompts']} of {settings['prompts']}"),

@@ -243,7 +243,6 @@ def public_config(file: Path, base: str | None) -> bytes:
 
 
 def public_results(results: Results, repo_id: str, target: str) -> Results:
-    """Return results for publication: without paths and without the texts of prompts."""
     public: Results = with_names({key: value for key, value in results.items() if key not in ("samples", "command")})
     return public | {
         "target": {**public["target"], "name": target},
@@ -253,7 +252,6 @@ def public_results(results: Results, repo_id: str, target: str) -> Results:
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Return the settings of a run's recipe.yaml, or none if it cannot be read."""
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -99,7 +99,6 @@ def write_report(results: Results, folder: Path) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return the report of several heads as Markdown."""
     shown = comparison_table(results)
     parts = [
         f"# {format.as_markdown(format.heading(results))}",

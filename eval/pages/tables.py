@@ -25,16 +25,16 @@ class Table:
 
 
 def headline_table(results: Results) -> Table:
-    """Return the top-level figures of one head, one per line."""
     rows = [["tau, tokens per target pass", format.tau_text(results)]]
     for depth, alpha in enumerate(format.reached(results["alpha"]), start=1):
         rows.append([f"accepted at depth {depth}", format.percent(alpha, 1)])
     rows.append(["plain tokens/s", format.number(results["baseline"]["tokens_per_second"], 1)])
     if results["speedup"] is not None:
-        rows += [
-            ["speculative tokens/s", format.speculative_text(results)],
-            ["speedup over plain decoding", short_speedup(results)],
-        ]
+        speedup = format.speedup_text(results)
+        if speedup.startswith(NOT_RELIABLE):  # a warning below the table has the reason
+            speedup = NOT_RELIABLE
+        rows.append(["speculative tokens/s", format.speculative_text(results)])
+        rows.append(["speedup over plain decoding", speedup])
         if format.why_unreliable(results) is None:
             rows.append(["speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x"])
     rows.append(["outputs that end in a loop", format.percent(results["loop_share"])])
@@ -83,13 +83,13 @@ def suites_table(results: Results) -> list[Table]:
 
 
 def comparison_table(results: Results) -> Table:
-    """Return the settings of several heads."""
     heads = {head["name"]: head for head in results["heads"]}
     rows = []
     for m in format.fastest(results):
         head = heads[m["head"]]
         names = [m["head"], head["kind"], format.count(head["parameters"]), format.setting_text(m)]
-        cells = [format.speedup_cell(m), format.tau_text(m), format.accepted_text(m), format.exact_cell(m)]
+        accepted = " ".join(format.percent(alpha) for alpha in m["alpha"] if alpha is not None) or format.MISSING
+        cells = [format.speedup_cell(m), format.tau_text(m), accepted, format.exact_cell(m)]
         rows.append([*names, *cells])
     columns = ["head", "kind", "parameters", "draft", "speedup", "tau", "accepted by depth", "identical"]
     turns = f"{TURNS} {format.left_out_text(results['measurements'][0])}".rstrip()
@@ -97,16 +97,9 @@ def comparison_table(results: Results) -> Table:
 
 
 def audit_table(results: Results) -> Table:
-    """Return the settings of audit.json, whose times were not measured."""
     columns = ["head"] * ("heads" in results) + ["draft", "identical", "tau", "loops"]
     rows = []
     for m in results["measurements"]:
         cells = [format.setting_text(m), format.exact_cell(m), format.number(m["tau"]["mean"])]
         rows.append([*([m["head"]] if "heads" in results else []), *cells, format.percent(m["loop_share"])])
     return Table("Audit", [], columns, rows)
-
-
-def short_speedup(figures: Results) -> str:
-    """Return the speedup for a column of a table. A warning below the table has the reason why there is none."""
-    text = format.speedup_text(figures)
-    return NOT_RELIABLE if text.startswith(NOT_RELIABLE) else text

@@ -92,7 +92,6 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
 
 
 def known_figures(results: Results) -> dict[str, float]:
-    """Return the figures of a report that were measured, without those of a speedup that is not reliable."""
     return {name: value for name, value in figures_of(results).items() if value is not None}
 
 
@@ -101,7 +100,6 @@ def tags(kind: str, target: str) -> tuple[str, ...]:
 
 
 def run_place(run: Any) -> str:
-    """Return a line with the address of a wandb run, or with the command that uploads an offline run."""
     if run.offline:
         path = Path(run.sync_dir)
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

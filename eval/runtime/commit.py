@@ -118,7 +118,6 @@ class Commit:
         state.reached.scatter_(1, at, tested.clamp(max=levels)[:, None])
 
     def publish(self) -> None:
-        """Write the report."""
         state = self.state
         place = (state.output_length[:, None] - len(self.shown) + self.shown).clamp_min(0)
         facts = [state.done.long()[:, None], state.output_length[:, None], state.length[:, None]]

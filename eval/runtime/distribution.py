@@ -43,7 +43,6 @@ class RowSampling:
         """Pick children for the rule `match`: those with the highest scores, noise included."""
 
     def set_row(self, row: int, sampling: Sampling) -> None:
-        """Set the settings of one row."""
         self._rows[row] = sampling
         self.temperature[row] = sampling.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p
@@ -57,7 +56,6 @@ class RowSampling:
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     def row(self, row: int) -> "RowSampling":
-        """Return a copy of one row, as a batch of one."""
         alone, settings = type(self)(1, self.seed.device), self._rows[row]
         if settings is not None:
             alone.set_row(0, settings)
@@ -83,12 +81,6 @@ class RowSampling:
         if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # independent heads: one distribution for all
             ids, logp = self.pick_likeliest(logits[:, :1], positions[:, :1], count, token_ids)
             return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
-        return self.pick_of_each(logits, positions, count, token_ids)
-
-    def pick_of_each(
-        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Pick the likeliest tokens of nodes that each have their own distribution."""
         if not self.random:
             return best_columns(logits, SHARPNESS, count, token_ids)
         sharpness = torch.where(self.temperature > 0, 1.0, SHARPNESS)[:, None, None]

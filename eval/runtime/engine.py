@@ -56,7 +56,6 @@ class Timings:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of the whole batch."""
         return len(self.round_seconds)
 
 
@@ -217,17 +216,16 @@ class Engine:
                 break
             elif not (waiting and free):
                 self._decode(request_states)
+            # The host reads reports until it can launch rounds ahead of them: no newcomer waits, and some text goes on.
             while self.launched and (
-                running or len(self.launched) > self.ahead or not self._goes_on(request_states, waiting)
+                running
+                or len(self.launched) > self.ahead
+                or (waiting and None in request_states)
+                or not any(state is not None and state.left > 0 for state in request_states)
             ):
                 for row, (index, output) in self._look(request_states, on_tokens).items():
                     outputs[index], request_states[row] = output, None
         return [output for output in outputs if output is not None]
-
-    def _goes_on(self, request_states: list[RequestState | None], waiting: deque[tuple[int, Request]]) -> bool:
-        """Return True if rounds can be launched before the host polls again."""
-        has_newcomers = waiting and None in request_states
-        return not has_newcomers and any(state is not None and state.left > 0 for state in request_states)
 
     def _decode(self, request_states: list[RequestState | None]) -> None:
         """Launch the rounds until the next poll, but at most as many as the row with most tokens left can need: each
@@ -276,7 +274,6 @@ class Engine:
         return time.perf_counter() if self.ahead else self.clock()
 
     def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, RequestState]:
-        """Start new requests: read their prompts and choose their first tokens."""
         started = self.clock()
         read_prompts(self.decoder, {row: request for row, (_, request) in newcomers.items()})
         self.timings.prefill_seconds += self.clock() - started
@@ -316,15 +313,11 @@ class Engine:
                 # An empty row still takes part in rounds. With length 0 it never needs more slots than the other rows.
                 state.length[row] = 0
         if ended and sum(is_current) == len(ended):
-            self._drop_rounds_after(max(output.first_round + output.rounds for _, output in ended.values()))
+            # Rounds after the end of every text, which the host learns only when it polls, do not count.
+            count = max(output.first_round + output.rounds for _, output in ended.values())
+            self.timings.decode_seconds -= sum(self.timings.round_seconds[count:])
+            del self.timings.round_seconds[count:]
         return ended
-
-    def _drop_rounds_after(self, count: int) -> None:
-        """Take the rounds after the first `count` out of the timings: they came after the end of every text, which the
-        host learns only when it polls."""
-        spare = self.timings.round_seconds[count:]
-        del self.timings.round_seconds[count:]
-        self.timings.decode_seconds -= sum(spare)
 
     def _output(self, row: int, request_state: RequestState) -> Output:
         state = self.decoder.state

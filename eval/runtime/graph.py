@@ -57,22 +57,18 @@ class Rounds:
 
     @property
     def form(self) -> Form:
-        """Form of sampling of the current rows."""
         return self.decoder.sampling.random, self.decoder.sampling.filtered
 
     def prepare(self) -> None:
-        """Capture rounds for the form of sampling of the current rows, unless that was done before."""
         if self.capture is not None and (self.bucket(1), self.form) not in self.graphs:
             self.record(self.form)
 
     def bucket(self, extent: int) -> int:
-        """Return the smallest captured extent that covers `extent` slots."""
         if not self.decoder.step.decoder.reads_masks:
             return self.decoder.step.capacity
         return min(max(SMALLEST_EXTENT, 1 << (extent - 1).bit_length()), self.decoder.step.capacity)
 
     def extents(self) -> list[int]:
-        """Return every captured extent."""
         capacity, extents = self.decoder.step.capacity, [self.bucket(1)]
         while extents[-1] < capacity:
             extents.append(self.bucket(extents[-1] + 1))
@@ -92,16 +88,14 @@ class Rounds:
             except RuntimeError as error:
                 trouble = "the GPU has no memory left for them" if is_out_of_memory(error) else first_line(error)
         if trouble is not None:  # outside the except block: the error would keep the round's tensors alive
-            self.give_up(trouble)
-
-    def give_up(self, reason: str) -> None:
-        """Free the graphs, and run rounds without them from now on."""
-        self.graphs.clear()
-        self.capture = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        logger.warning("rounds cannot be captured as CUDA graphs (%s): they are launched one by one, slower", reason)
+            self.graphs.clear()
+            self.capture = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            logger.warning(
+                "rounds cannot be captured as CUDA graphs (%s): they are launched one by one, slower", trouble
+            )
 
 
 @contextmanager

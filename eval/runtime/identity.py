@@ -49,7 +49,6 @@ class Flip:
     """Unit in the last place of the larger of the two logits."""
 
     def is_within(self, ulps: float) -> bool:
-        """Return True if the gap is at most so many units in the last place."""
         return self.gap <= ulps * self.ulp
 
 

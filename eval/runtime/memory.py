@@ -46,7 +46,6 @@ def check_memory(per_row: int, batch_size: int, free: int | None, name: str) -> 
 
 
 def free_bytes() -> int | None:
-    """Return the free memory of the machine, or None if it is unknown."""
     info = Path("/proc/meminfo")
     lines = dict(line.split(":", 1) for line in info.read_text(encoding="ascii").splitlines()) if info.is_file() else {}
     return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None

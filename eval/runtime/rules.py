@@ -134,7 +134,6 @@ class Draws:
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` highest scores in the last dimension, the highest first."""
     return scores.argmax(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1).indices
 
 

@@ -16,7 +16,6 @@ def shown(value: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, without its trailing period."""
     text = str(error).strip()
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__
 

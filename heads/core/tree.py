@@ -149,7 +149,6 @@ class Pick(Protocol):
 
 
 def level_widths(shape: TreeShape) -> list[int]:
-    """Return the number of nodes that `grow` expands at each level below the root."""
     if shape.paths is None:
         return [shape.top_k] * max(shape.depth - 1, 0)
     parents = {path[:-1] for path in shape.paths if len(path) > 1}

@@ -95,7 +95,6 @@ UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_fre
 
 
 def embedding_scale(architecture: str, width: int) -> float:
-    """Factor by which a target of this class multiplies its embeddings of `width`."""
     return width**0.5 if SCALED.match(architecture) else 1.0
 
 
@@ -176,7 +175,6 @@ SIZES = (*DECODER_SIZES, "num_hidden_layers", "block_size", "num_target_layers")
 
 
 def are_layers(ids: Any) -> TypeGuard[list[int]]:
-    """True for ascending numbers of layers."""
     return isinstance(ids, list) and bool(ids) and all(type(k) is int for k in ids) and sorted(set(ids)) == ids
 
 

@@ -196,7 +196,6 @@ DECODER_SIZES = (
 
 
 def decoder_config(config: Any, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the fields of config.json for a head's decoder layers and its target's special tokens."""
     own = {name: getattr(config, name) for name in (*DECODER_SIZES, "rms_norm_eps", "rope_theta")}
     tokens = {name: target.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {**own, "max_position_embeddings": config.max_position_embeddings, **tokens, "torch_dtype": dtype}
@@ -222,7 +221,6 @@ def gated_mlp(prefix: str, D: int, width: int) -> Shapes:
 
 
 def named_class(config: Mapping[str, Any]) -> str | None:
-    """Return the first class that config.json names, or None."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 

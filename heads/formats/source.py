@@ -40,7 +40,6 @@ class Source:
     files: Mapping[str, Path]
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return the tensors with these names, or all tensors."""
         wanted = set(self.files if names is None else names)
         pickles = {file for file in self.files.values() if file.name in PICKLES}
         if pickles:
@@ -49,7 +48,6 @@ class Source:
 
 
 def without_pickle(path: str) -> tuple[str, str | None]:
-    """Split the name of a pickle off the end of a path or Hub id. The name is None if there is none."""
     folder, slash, name = path.rpartition("/")
     return (folder, name) if slash and name in PICKLES else (path, None)
 

@@ -153,7 +153,6 @@ def by_tiles(
     sight: Sight,
     attention: Callable[..., Any] = flex_attention,
 ) -> Tensor:
-    """Compute `block_attention` with FlexAttention, compiled or eager."""
     keys, values = torch.cat([context_k, k], 2), torch.cat([context_v, v], 2)
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = attention(q, keys, values, block_mask=sight.block_mask, enable_gqa=grouped)

@@ -119,7 +119,6 @@ class _Chosen:
         return torch.minimum(p.probs.gather(1, self.tokens), self.probs).sum(1)
 
     def through_bias(self, grad: Tensor, bias: Tensor, beside: Tensor, into: Tensor) -> Tensor:
-        """See `_All.through_bias`."""
         slope = self.grad.to(beside.dtype)
         by_candidate = slope[..., None] * beside[:, None]  # (C, k, r)
         into.index_add_(0, self.tokens.flatten(), by_candidate.flatten(0, 1).to(into.dtype))

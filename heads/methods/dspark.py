@@ -80,7 +80,6 @@ class DSpark(DraftBlockHead):
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
-        """Also start the Markov head with the target's own bigrams."""
         super().initialise(probe)
         w1, w2 = bigrams(probe, self.config.markov_rank)
         self.markov_head.markov_w1.weight.copy_(w1)

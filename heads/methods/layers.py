@@ -162,5 +162,4 @@ def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -
 
 
 def is_float(dtype: torch.dtype) -> bool:
-    """Return True for floating-point numbers of at least 16 bits."""
     return dtype.is_floating_point and dtype.itemsize >= 2

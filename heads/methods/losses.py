@@ -228,7 +228,8 @@ class _DraftLoss(torch.autograd.Function):
         correct = torch.zeros(K, R, dtype=torch.bool, device=states.device)
         with torch.autocast(states.device.type, enabled=False):
             width = target_logits(hidden[:1]).shape[-1]
-            draft_ids = _draft_ids(kept, width)
+            draft_ids = kept.new_full((width,), -1)  # (V,), the draft id of each target id, -1 if it has none
+            draft_ids[kept] = torch.arange(len(kept), device=kept.device)
             C = chunk or max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * width))
             for start in range(0, R, C):
                 part = slice(start, start + C)
@@ -278,10 +279,3 @@ def _target(logits: Tensor, kept: Tensor, draft_ids: Tensor) -> tuple[Tensor, Di
     torch.softmax(logits, -1, out=logits)  # allocating memory of this size takes longer than the softmax
     lse = most - logits.gather(1, best[:, None])[:, 0].log_()
     return draft_ids[best], p, p.probs * (p.lse - lse).exp_()[:, None]
-
-
-def _draft_ids(kept: Tensor, width: int) -> Tensor:
-    """Return (V,) int64: the draft id of each target id, -1 if it has none."""
-    ids = kept.new_full((width,), -1)
-    ids[kept] = torch.arange(len(kept), device=kept.device)
-    return ids

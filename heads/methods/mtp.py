@@ -346,8 +346,6 @@ def find_modules(names: Collection[str], layers: int) -> tuple[str, int]:
 
 
 def module_names(names: Iterable[str], layout: Layout, count: int, layers: int) -> list[str]:
-    """Return the names of the tensors of the first `count` modules, with their copies of the target's layers
-    (`SHARED`)."""
     prefixes = tuple({layout.of_module(i, layers) for i in range(count)})
     return [name for name in names if name.startswith(prefixes)]
 

@@ -44,7 +44,6 @@ class StartSettings:
     of the newest one. `random`: PyTorch's, as in other trainers."""
 
     def check_start(self) -> None:
-        """Raise UserError for an unknown name."""
         expect_one_of(INITIAL_WEIGHTS, "head.initial_weights", self.initial_weights)
 
 

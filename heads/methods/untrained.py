@@ -42,7 +42,6 @@ class Lookup(Drafter):
 
     @classmethod
     def for_target(cls, number: int, target: FrozenTarget) -> "Lookup":
-        """Return a drafter whose longest match has `number` tokens. It works with any target."""
         return cls(number, target.device)
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
@@ -127,7 +126,6 @@ class EarlyExit(Drafter):
 
     @classmethod
     def for_target(cls, number: int, target: FrozenTarget) -> "EarlyExit":
-        """Return the draft that exits after `number` layers."""
         if not 1 <= number < target.num_layers:
             raise UserError(
                 f"early_exit:{number}: {target.name} has {target.num_layers} layers; name 1 to {target.num_layers - 1}"

@@ -42,7 +42,6 @@ class HFCacheLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take storage of the shape of the model's first keys and values."""
         self.keys = self.cache.storage("keys", key_states)
         self.values = self.cache.storage("values", value_states)
         self.flat_keys, self.flat_values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
@@ -50,7 +49,6 @@ class HFCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def show(self) -> None:
-        """Update the views after a change of the rows or the extent."""
         rows, extent = self.cache.rows, self.cache.extent
         self.shown_keys = self.keys[rows, :extent].transpose(1, 2)
         self.shown_values = self.values[rows, :extent].transpose(1, 2)
@@ -74,7 +72,6 @@ class HFCacheLayer(CacheLayerMixin):
         return self.cache.extent
 
     def get_max_length(self) -> int:
-        """Return the number of slots per row."""
         return self.cache.capacity
 
 
@@ -120,7 +117,6 @@ class MixerState:
         return self.current.get(("recurrent", state_idx))
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
-        """Store the state after the newest token, and return it."""
         self.current["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
@@ -199,7 +195,6 @@ class HFCache(Cache):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all keys and values."""
         return sum(store.nbytes for store in (*self.stores["keys"], *self.stores["values"]))
 
     @property

@@ -57,7 +57,6 @@ def choose_in_tiles(
 
 
 def rows_of(M: int, tile: int) -> int:
-    """Return the number of rows of a program."""
     return min(ROWS, max(16, next_power_of_2(max(M, tile))))
 
 

@@ -61,7 +61,6 @@ class EncoderDecoder(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder's layers."""
         layers: nn.ModuleList = self.decoder.block
         return layers
 
@@ -135,7 +134,6 @@ class EncoderDecoder(nn.Module):
         return hidden
 
     def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Split tokens into the encoder's input and the decoder's input, which begins with the start token."""
         start = int((tokens[0] == self.start).nonzero()[0])
         return tokens[:, :start], tokens[:, start:]
 
@@ -152,7 +150,6 @@ class CrossCache:
         ]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write the keys and values of a prompt's encoder states."""
         return self.cache.update(key_states, value_states, self.first + layer_idx)
 
 
@@ -186,7 +183,6 @@ def find_base(model: PreTrainedModel, name: str) -> nn.Module:
 
 
 def find_head(model: PreTrainedModel) -> Any:
-    """Return a model's output embeddings; None without any."""
     return _language_model(model).get_output_embeddings()
 
 
@@ -197,7 +193,6 @@ def _language_model(model: PreTrainedModel) -> Any:
 
 
 def decoder_of(base: nn.Module) -> nn.Module:
-    """Return the decoder stack."""
     decoder: nn.Module = base.decoder if isinstance(base, EncoderDecoder) else base
     return decoder
 

@@ -84,7 +84,6 @@ def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
 
 
 def final_norm(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Any:
-    """Return the norm after a decoder's layers; None if none is found."""
     inside = set(layers.modules())
     norms: list[Any] = [m for m in base.modules() if m not in inside and getattr(m, "weight", None) is not None]
     norms = [m for m in norms if m.weight.shape == (hidden_size,)]

@@ -58,5 +58,4 @@ class HFDecoder(CachedDecoder):
 
 
 def positions_of(config: Any) -> int:
-    """Return the number of positions that a model supports; `sys.maxsize` if its configuration has no limit."""
     return longest_text(config) or sys.maxsize

@@ -91,7 +91,6 @@ def tensor_files(path: str, names: Iterable[str] = ("model.safetensors",)) -> di
 
 
 def read_tensors(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Any]:
-    """Return the tensors with these names, each from its file."""
     from safetensors import safe_open
 
     out: dict[str, Any] = {}

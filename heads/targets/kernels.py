@@ -26,7 +26,6 @@ ON_CPU = False
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Return True if kernels can take tensors on the device of `x`."""
     return triton is not None and (ON_CPU or (x.is_cuda and why_not(x.device) is None))
 
 
@@ -39,16 +38,12 @@ def why_not(device: torch.device) -> str | None:
     if capability < (8, 0):
         return f"a GPU of compute capability {capability[0]}.{capability[1]} has no bfloat16; 8.0 has"
     try:
-        launch_once(device)
+        # An empty kernel is launched, since Triton also needs a C compiler and uses it only at the first launch.
+        with torch.cuda.device(device):  # a kernel launches on the current device, not on that of its tensors
+            _nothing[(1,)](torch.empty(1, device=device))
     except Exception as error:  # whatever fails, kernels are unavailable
         return f"Triton fails ({first_line(error)})"
     return None
-
-
-def launch_once(device: torch.device) -> None:
-    """Launch an empty kernel, since Triton also needs a C compiler and uses it only at the first launch."""
-    with torch.cuda.device(device):  # a kernel launches on the current device, not on that of its tensors
-        _nothing[(1,)](torch.empty(1, device=device))
 
 
 def jit(function: Any, plain: Sequence[str] = ()) -> Any:
@@ -63,5 +58,4 @@ def _nothing(X):  # type: ignore[no-untyped-def]
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

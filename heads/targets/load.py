@@ -252,7 +252,6 @@ class ShapeTarget(FrozenTarget):
     def packed_features(
         self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
     ) -> Features:
-        """Return features of the right shape, without a forward pass."""
         made = [
             torch.empty(*tokens.shape, n * self.hidden_size, dtype=self.dtype, device=self.device)
             for n in (len(aux_layer_ids), 1)

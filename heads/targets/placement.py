@@ -65,7 +65,8 @@ def shard_layers(target: "FrozenTarget", mesh: DeviceMesh, dtype: torch.dtype | 
         for tensor in stored:
             files.forget(tensor)
     if mesh.device_type != "cpu":  # with a common root, the next layer is gathered while one computes
-        fully_shard(target.base, mesh=mesh, ignored_params=set(_outside(target)))
+        inside = set(target.layers.parameters())
+        fully_shard(target.base, mesh=mesh, ignored_params=set(target.model.parameters()) - inside)
     target.placement = "sharded"
 
 
@@ -75,11 +76,6 @@ def drop_layers(target: "FrozenTarget", device: torch.device, dtype: torch.dtype
     _place_rest(target, device, dtype)
     target.layers.to("meta")
     target.placement = "absent"
-
-
-def _outside(target: "FrozenTarget") -> list[nn.Parameter]:
-    inside = set(target.layers.parameters())
-    return [parameter for parameter in target.model.parameters() if parameter not in inside]
 
 
 def _place_rest(target: "FrozenTarget", device: torch.device, dtype: torch.dtype | None) -> None:

@@ -164,7 +164,6 @@ def empty_model(record: dict[str, Any]) -> PreTrainedModel:
 
 
 def model_record(model: PreTrainedModel) -> dict[str, Any]:
-    """Return a model's config as plain values."""
     record: dict[str, Any] = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     for name in ("dtype", "_name_or_path"):
         record.pop(name, None)

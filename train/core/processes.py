@@ -23,7 +23,6 @@ T = TypeVar("T")
 
 
 def is_launched() -> bool:
-    """Return True in a process that `accelerate launch` or torchrun has started."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 

@@ -58,7 +58,6 @@ class Source:
     overrides: dict[str, str]
 
     def line(self, key: Key, what: str) -> str:
-        """Return the line of one error: file or override, key, and what is wrong."""
         name = dotted(key)
         place = next((text for given, text in self.overrides.items() if f"{name}.".startswith(f"{given}.")), self.file)
         return f"{place}: {name}: {what}" if key else f"{place}: {what}"
@@ -136,7 +135,6 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def _drop_null(tree: Any, key: Key) -> bool:
-    """Remove the null at a key from its mapping. Return False if there is none."""
     for part in key[:-1]:
         tree = tree[part]
     if isinstance(tree, dict) and key and key[-1] in tree and tree[key[-1]] is None:
@@ -188,7 +186,6 @@ def _sections(model: type[BaseModel], tree: Any, key: Key) -> list[type[BaseMode
 
 
 def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
-    """Return the kinds of a section, or none if it has no field `kind`."""
     return get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
 
 

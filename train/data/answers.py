@@ -127,7 +127,6 @@ def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, 
 
 
 def describe_cut(tally: Tally) -> str:
-    """Return one line with the number of conversations that end early, by reason."""
     reasons = ", ".join(f"{count} before {why}" for why, count in sorted(tally.skipped.items()))
     return f"data.regenerate: {sum(tally.skipped.values())} of {tally.records} conversations end early: {reasons}"
 
@@ -166,7 +165,6 @@ class Answering:
         return (server.model if server is not None else None) or self.target.name
 
     def dialogues(self) -> Iterator[Dialogue]:
-        """Yield all dialogues, from their beginning."""
         rendering, most = self.reader.rendering, self.settings.prompt_tokens
         for prompts in self.prompts:
             found = prompts.source.dialogues(rendering, most, prompts.count, self.seed)

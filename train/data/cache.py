@@ -199,12 +199,10 @@ def stored(name: str, features: Any, rows: Callable[[], Iterable[dict[str, Any]]
 
 
 def stored_documents(name: str, documents: Callable[[], Iterable[Document]]) -> Corpus:
-    """Return the documents with a fingerprint. `documents` makes them, if they are not in the cache."""
     return corpus_in(stored(name, document_features(), lambda: map(row, documents())))
 
 
 def has_documents(name: str) -> bool:
-    """Return True if the documents with a fingerprint are in the cache."""
     return any(cache_root().glob(f"generator/*={name}/*/dataset_info.json"))
 
 
@@ -261,7 +259,6 @@ class Reader:
 
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
-    """Return a hash of a prompt's tokens, 16 bytes."""
     return hashlib.sha256(np.array(prompt, dtype="<i4").tobytes()).digest()[:16]
 
 

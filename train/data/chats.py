@@ -171,8 +171,6 @@ def _labelled(turns: Sequence[Turn], encoding: Encoding, eos: int | None) -> Doc
 
 
 def _token_at(encoding: Encoding, at: int, length: int) -> int | None:
-    """Return the index of the token that begins at character `at` of a text, or None. The end of the text gives the
-    number of tokens."""
     if at == length:
         return len(encoding.ids)
     token = encoding.char_to_token(at)
@@ -187,7 +185,6 @@ def _answer_end(ids: Sequence[int], start: int, stop: int, eos: int | None) -> i
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of a rendered text, without added special tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return ids
 
@@ -213,13 +210,11 @@ class Dialogue:
         self._next(None)
 
     def answer(self, ids: list[int]) -> None:
-        """Add the answer to `prompt`, and go on to the next prompt."""
         assert self.prompt is not None
         self.exchanges.append((self.prompt, ids))
         self._next(ids)
 
     def take(self, kept: Callable[[list[int]], list[int] | None]) -> None:
-        """Add stored answers, which `kept` returns, up to the first prompt without one."""
         while self.prompt is not None and (ids := kept(self.prompt)) is not None:
             self.answer(ids)
 
@@ -253,7 +248,8 @@ def answer_by_answer(
     """
     messages = list(template.prepared(messages, place=place, tools=tools))
     tokenizer = template.tokenizer
-    special = special_ids(tokenizer)
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.update(tokenizer.all_special_ids)
     answers = (n for n, message in enumerate(messages) if message["role"] == "assistant")
     turns = [n for n in answers if calls or "tool_calls" not in messages[n]]
     if not turns:
@@ -275,9 +271,3 @@ def answer_by_answer(
             return "a turn on an answer with special tokens"
         messages[turn] = {"role": "assistant", "content": str(tokenizer.decode(said))}
     return None
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the special tokens, which are not text."""
-    added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset(tokenizer.all_special_ids).union(added)

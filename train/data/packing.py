@@ -80,13 +80,11 @@ class Pool:
         return f"{name}: {sizes}{left_out}"
 
     def row(self, index: int) -> Rows:
-        """Return one packed row as a batch of 1."""
         out = empty_rows(1, self.row_length)
         self.fill(index, 0, out)
         return out
 
     def fill(self, index: int, row: int, out: Rows) -> None:
-        """Write packed row `index` into row `row` of `out`."""
         at = 0
         pieces = self.pieces[self.ends[index - 1] if index else 0 : self.ends[index]]
         for number, (start, length, position, context) in enumerate(pieces.tolist()):
@@ -100,7 +98,6 @@ class Pool:
             at += length
 
     def digest(self) -> str:
-        """Return a hash of every token, label and boundary."""
         parts = np.array([self.row_length, *self.pieces.shape, *self.ends]).tobytes() + self.pieces.tobytes()
         return hashlib.sha256(self.corpus.digest.encode() + parts).hexdigest()
 

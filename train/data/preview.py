@@ -63,7 +63,6 @@ def preview(arguments: Sequence[str]) -> int:
 
 
 def marked(tokenizer: "PreTrainedTokenizerBase", document: "Document") -> str:
-    """Return the text of a document, with each run of labels between brackets."""
     ids, labels = document.ids.tolist(), document.labels.tolist()
     bounds = [n for n in range(1, len(ids)) if labels[n] != labels[n - 1]]
     runs = zip([0, *bounds], [*bounds, len(ids)], strict=True)

@@ -124,7 +124,6 @@ class PythonSource(Settings, Texts):
             yield place, {"text": text}
 
     def content(self) -> dict[str, Any]:
-        """Return the plain values on which the records depend."""
         content = hashlib.sha256()
         for record in self.records():
             content.update(hashlib.sha256(read_text(record).encode()).digest())
@@ -156,11 +155,9 @@ class RecordSource(Settings):
         return is_file(self.path)
 
     def records(self) -> Iterator[Record]:
-        """Yield each record, in order."""
         return read_records(self.path, split=self.split, limit=self.limit)
 
     def content(self) -> dict[str, Any]:
-        """Return the plain values on which the records depend."""
         form = Path(self.path).suffix if self.is_local else ""
         return {"content": content_hash(self.path, split=self.split), "form": form, "limit": self.limit}
 
@@ -257,7 +254,6 @@ AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminato
 
 
 def left_out(error: RecordError, name: str) -> Document:
-    """Return a document without tokens, which stands for a record of a source that cannot be used."""
     return Document.of([], [], reason=error.reason, error=str(error).removeprefix(name))
 
 
@@ -314,7 +310,6 @@ def _tokenised(source: AnySource, rendering: ChatTemplate) -> Corpus:
 
 
 def tokens_key(source: AnySource, rendering: ChatTemplate) -> dict[str, Any]:
-    """Return the plain values on which the tokens of a source depend, apart from its records."""
     return {"tokenizer": tokenizer_key(rendering.tokenizer), **source.key(rendering)}
 
 
@@ -335,7 +330,6 @@ def _records(source: AnySource, name: str) -> "Dataset":
 def _tokenise(
     source: AnySource, rendering: ChatTemplate, process: int, batch: dict[str, list[str]]
 ) -> dict[str, list[Any]]:
-    """Return the documents of a batch of records as columns. `process`: the process of the run."""
     if os.getpid() != process:  # one of several, which leaves signals to the run
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

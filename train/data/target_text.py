@@ -95,7 +95,6 @@ def read_chats(paths: Sequence[str]) -> dict[str, list[str]]:
 
 
 def chat_text(messages: Sequence[Message]) -> str:
-    """Return a conversation as `CHAT_TEMPLATE` renders it."""
     return "".join(f"<|{m['role']}|>{m['content']}{END if m['role'] == 'assistant' else ''}" for m in messages)
 
 
@@ -122,5 +121,4 @@ def learn_tokenizer(settings: TokenizerSettings, texts: Sequence[str], *, chat: 
 
 
 def special_tokens(chat: bool) -> list[str]:
-    """Return the special tokens, which have no bytes."""
     return [END, *(f"<|{role}|>" for role in ROLES if chat)]

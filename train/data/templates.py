@@ -73,7 +73,6 @@ class ChatTemplate:
             )
 
     def arguments_read(self) -> list[str] | None:
-        """Return the names of the arguments that the template reads, or None if it cannot be parsed."""
         return arguments_read(self.text or self.tokenizer.chat_template, self.tokenizer)
 
     def prepared(self, messages: Sequence[Message], *, place: str, tools: Any = None) -> Sequence[Message]:
@@ -102,7 +101,6 @@ class ChatTemplate:
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of everything in the tokenizer on which the tokens depend."""
     whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     parts = [type(tokenizer).__name__, whole, sorted(tokenizer.special_tokens_map.items()), tokenizer.eos_token_id]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

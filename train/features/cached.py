@@ -72,11 +72,6 @@ def encode(streams: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
     return (streams.float() / scales[..., None]).clamp(-most, most).to(torch.float8_e4m3fn), scales
 
 
-def stored_bytes(tokens: int, streams: int, width: int, dtype: str) -> int:
-    """Return the bytes of the stored features of `tokens` tokens, without hashes and headers."""
-    return tokens * streams * (width * DTYPES[dtype].itemsize + (4 if dtype == "fp8" else 0))
-
-
 def decode(values: Tensor, scales: Tensor | None) -> Tensor:
     """Convert stored values back into streams (N, S, D)."""
     return values if scales is None else values.float() * scales[..., None]
@@ -222,7 +217,8 @@ def fill_folder(
             return None
         written = sum(path.stat().st_size for path in folder.glob("rows-*.safetensors"))
         tokens = sum(int(pool.pieces[:, 1].sum()) for pool in mixture.pools)
-        size = stored_bytes(tokens, streams, source.target.hidden_size, settings.dtype)
+        stream = source.target.hidden_size * DTYPES[settings.dtype].itemsize + (4 if settings.dtype == "fp8" else 0)
+        size = tokens * streams * stream  # bytes, without hashes and headers
         say(f"features.folder {folder}: {size / 1e9:.3g} GB, of which {written / 1e9:.3g} GB are there")
         free = shutil.disk_usage(folder).free
         if size - written > free:
@@ -276,7 +272,6 @@ def begin_folder(folder: Path, about: dict[str, Any]) -> set[bytes] | None:
 
 
 def all_rows(mixture: Mixture, batch_size: int, accelerator: Accelerator, done: set[bytes]) -> Iterator[Rows]:
-    """Yield this process's share of the rows of all pools in batches, without the rows that are `done`."""
     places = [(pool, index) for pool in mixture.pools for index in range(len(pool))]
     own = (pool.row(index) for pool, index in places[accelerator.process_index :: accelerator.num_processes])
     left = (rows for rows in own if row_key(rows.tokens[0], rows.positions[0], rows.documents[0]) not in done)

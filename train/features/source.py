@@ -51,7 +51,6 @@ class FeatureSource:
 
 
 def has_room(target: FrozenTarget) -> bool:
-    """Return True if the target's device has enough free memory for the whole target."""
     size = sum(parameter.numel() for parameter in target.model.parameters()) * target.dtype.itemsize
     on_gpu = target.device.type == "cuda"
     free = torch.cuda.mem_get_info(target.device)[0] if on_gpu else free_bytes() or 0

@@ -2,7 +2,7 @@
 
 import torch
 
-from train.unlikelihood import LEAST_REPEATED, repeats, unlikelihood
+from train.target_making import LEAST_REPEATED, repeats, unlikelihood
 
 
 def test_tokens_of_a_loop_are_found_from_its_second_repetition_on() -> None:
