@@ -100,7 +100,7 @@ def test_no_two_files_import_each_other() -> None:
         typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
         hidden = {id(node) for block in typing for node in ast.walk(block)}
         found = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and id(n) not in hidden]
-        names = {name for n in found for name in (n.module, *(f"{n.module}.{alias.name}" for alias in n.names))}
+        names = {name for n in found for name in (str(n.module), *(f"{n.module}.{alias.name}" for alias in n.names))}
         return {(ROOT / name.replace(".", "/")).with_suffix(".py") for name in names}
 
     left = {path: imports(path) for folder in ORDER[:-1] for path in modules(folder)}
