@@ -220,7 +220,7 @@ def test_a_command_runs(
         monkeypatch.setenv(name, value)
         forget_library()
     extra = next((options for program, options in TINY.items() if command.program.startswith(program)), "")
-    if command.program.startswith("train/") and "data.regenerate=null" not in command.words:
+    if command.program.startswith(("train/", "scripts/cache_features")) and "data.regenerate=null" not in command.words:
         extra += f" {ANSWERS}"
     forget_accelerator()
     status = start(command.program, [*command.arguments, *extra.split()])

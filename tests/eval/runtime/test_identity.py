@@ -108,8 +108,9 @@ def test_the_text_is_the_targets_own(family: str, kind: str, tree: str, sampling
     assert texts(outputs) == texts(expected)
     if isinstance(head, ScriptedHead):
         assert sum(sum(output.accepted) for output in outputs) > 0
-    if kind == "the target" and target.dtype == torch.float64 and not tree.startswith("tree"):  # which may prune it
-        assert all(output.accepted == output.reached for output in outputs), "it is always right"
+    if kind == "the target" and not tree.startswith("tree"):  # which may prune it, as a filter may its first choice
+        free = [output for output, request in zip(outputs, requests, strict=True) if request.sampling.top_k == 0]
+        assert all(output.accepted == output.reached for output in free), "it is always right"
 
 
 OTHERS = [family for family in [*FAMILIES, *HYBRIDS, *OTHER_HYBRIDS] if family not in FACTORS[0]]
