@@ -160,9 +160,7 @@ def test_bad_folders_and_heads_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"mlp__up_proj__weight": None}, "up_proj.weight: expected no such tensor"),
         ({"mlp__up_proj__weight": torch.zeros(32, 48)}, "up_proj.weight: expected (32, 48), found (48, 32)"),
-        ({"extra__weight": torch.zeros(3)}, "extra.weight: expected (3,), found none"),
         ({"input_proj__weight": None}, "holds a part of a module of mimo"),
         (
             {"mlp__up_proj__weight": torch.zeros(48, 32).to(torch.float8_e4m3fn)},

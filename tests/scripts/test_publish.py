@@ -164,12 +164,6 @@ def refused(hub: StandInHub, capsys: pytest.CaptureFixture[str]) -> Callable[...
     return run
 
 
-def change_target(run: Path, **changes: Any) -> None:
-    """Change the head's record of its target."""
-    record = read_config(run / "head")
-    change_config(run / "head", draftsmith=record | {"target": record["target"] | changes})
-
-
 def front_matter(card: bytes) -> dict[str, Any]:
     found = yaml.safe_load(card.decode().split("---")[1])
     assert isinstance(found, dict)
@@ -303,15 +297,6 @@ def test_what_an_engine_would_misread_is_published_at_request_alone(
     assert "eagle_aux_hidden_state_layer_ids" in error and "--unserved" in error
     assert call(run, REPO, "--unserved") == 0
     assert b"eagle_aux_hidden_state_layer_ids" in hub.repos[REPO]["README.md"]
-
-
-def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(run: Path, hub: StandInHub) -> None:
-    change_target(run, name="org/target")
-    assert call(run, REPO) == 0
-    assert front_matter(hub.repos[REPO]["README.md"])["base_model"] == "org/target"
-    (run.parent / "org/target").mkdir(parents=True)  # trained from here, published from elsewhere
-    assert call(run, REPO) == 0
-    assert "base_model" not in front_matter(hub.repos[REPO]["README.md"])
 
 
 def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

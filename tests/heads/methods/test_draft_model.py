@@ -113,20 +113,8 @@ def texts_of(lengths: list[int]) -> list[list[int]]:
     return [torch.randint(2, V, (n,), generator=generator).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_chain_equals_a_loop_without_a_cache(family: str) -> None:
-    head = make_head(make_target(family))
-    texts = texts_of([9, 2, 14])
-    proposal = head.propose(opened(head, texts, "chain:4"), greedy)
-    for row, text in enumerate(texts):
-        naive = list(text)
-        for _ in range(4):
-            naive.append(int(plain_logits(head, naive)[-1].argmax()))
-        assert proposal.tokens[row].tolist() == naive[-5:]
-
-
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
-@pytest.mark.parametrize("shape", ["tree:3x3x13", "static:3.2.1"])
+@pytest.mark.parametrize("shape", ["chain:4", "tree:3x3x13", "static:3.2.1"])
 def test_every_path_of_a_tree_scores_as_a_chain_would(family: str, shape: str) -> None:
     head = make_head(make_target(family))
     texts = texts_of([9, 12])
@@ -136,6 +124,8 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(family: str, shape: str) -
             logp = plain_logits(head, [*text, *path]).log_softmax(-1)
             total = sum(float(logp[len(text) - 1 + i, token]) for i, token in enumerate(path))
             assert score == pytest.approx(total, abs=1e-6)
+            if shape == "chain:4" and path:  # the likeliest tokens
+                assert path[-1] == int(logp[len(text) - 2 + len(path)].argmax())
 
 
 @pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x13", "static:3.2.1"])
@@ -257,28 +247,6 @@ def test_kept_layers_are_the_targets_own() -> None:
     assert head.model.config.num_hidden_layers == 2 and len(target.layers) == 4
     windowed = make_head(make_target("gemma2"), layers=[1, 3])  # every other layer has a window, these have none
     assert windowed.model.config.layer_types == ["full_attention", "full_attention"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"loss": "kl"}, "head"),
-        ({"layers": [0], "fresh": {}}, "head"),
-        ({"layers": [0, 4]}, "head.layers"),
-        ({"layers": [0], "loss": "mse"}, "head.loss"),
-        ({"layers": [0], "beta": 0.5}, "head.beta"),
-        ({"fresh": {"hiden_size": 3}}, "head.fresh.hiden_size"),
-        ({"fresh": {"num_attention_heads": 5}}, "head.fresh"),
-        ({"layers": [0], "lora": {"rank": 0}}, "head.lora"),
-        ({"path": "no/such/folder"}, "no/such/folder"),
-    ],
-)
-def test_bad_settings_are_named(settings: dict[str, Any], key: str, tiny_target_dir: Path) -> None:
-    target = make_target()
-    target.name = str(tiny_target_dir)
-    with pytest.raises(UserError) as caught:
-        build_head("draft", settings, target, torch.ones(V))
-    assert str(caught.value).startswith(f"{key}: ") and "\n" not in str(caught.value)
 
 
 def test_what_is_saved_is_a_hugging_face_model(tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -108,3 +108,15 @@ def test_every_nodes_score_is_the_sum_of_log_q_along_its_path(shape: str, make: 
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match="tree:2x25x40"):
         seen(eagle3_head(), random_batch([[20]]), "tree:2x25x40", [9])
+
+
+@each_form
+def test_recomputed_steps_have_the_same_gradients_to_the_last_bit(make: Make) -> None:
+    gradients = []
+    for most_kept in (None, 0):
+        head = make()
+        head.most_kept = most_kept
+        scale = torch.ones(head.config.depth, dtype=torch.float64)
+        loss = head.loss(random_batch([[11, 3, 7], [2, 1, 18]]), scale).loss
+        gradients.append(torch.autograd.grad(loss, [p for p in head.parameters() if p.requires_grad]))
+    assert all(map(torch.equal, *gradients))
