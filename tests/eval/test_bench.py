@@ -26,7 +26,6 @@ from eval.pages.format import (
     percent,
     setting_line,
     verdict_line,
-    warnings,
     why_unreliable,
 )
 from eval.pages.html import render_page
@@ -147,44 +146,6 @@ def test_a_failed_audit_withholds_every_speed(rule: str, tmp_path: Path, bench: 
     page = (tmp_path / "report.html").read_text()
     assert "withheld" in page and "the audit failed" in page and "withheld" in (tmp_path / "README.md").read_text()
     assert not (tmp_path / "plots" / "round.png").exists()
-
-
-def test_a_head_run_deeper_than_trained_is_said_with_what_was_measured(measured: tuple[Results, str, Path]) -> None:
-    results, said = copy.deepcopy(measured[0]), {}
-    for trained in (1, 2):
-        results["head"]["config"] = {"depth": trained}
-        said[trained] = [line for line in warnings(results) if line.startswith("drafted ")]
-    assert said[2] == [] and len(said[1]) == 1
-    assert said[1][0].startswith("drafted 2 deep, trained for 1: beyond that, chain:2 (greedy) accepted ")
-    assert f"{percent(results['measurements'][0]['alpha'][1])} at depth 2" in said[1][0]
-
-
-def test_plain_decoding_is_said_to_be_faster_where_it_is(measured: tuple[Results, str, Path]) -> None:
-    results = copy.deepcopy(measured[0])
-    for m, speed in zip(results["measurements"], (0.62, 0.4, 0.9, 1.1), strict=True):
-        m["speedup"] |= {"measured": speed, "ci95": None}
-        m["baseline"] |= {"ms_per_token": 1.0, "token_ms": {"p50": 1.0, "p95": 1.0, "p99": 1.0}}  # on a quiet machine
-    results |= results["measurements"][0]
-    search: dict[str, Any] = {"temperature": 0.0, "curve": [], "proposed": ["chain:2"], "chosen": "chain:2"}
-    results["auto"] = [{**search, "measured": {"chain:2": 0.62, "tree:2x2x4": 0.4}, "plain_is_faster": True}]
-    terminal, page, card = reported(results)
-    for text in (terminal, page, card):
-        assert "lain decoding is faster than every draft measured (greedy)" in text and "fastest" not in text
-    for text in (terminal, page):
-        assert "plain decoding is faster than all 2 measured, chain:2 is next (0.62x)" in text
-    assert '<span class="caution">plain decoding is faster</span>' in page
-
-
-def test_few_prompts_and_outputs_without_a_round_are_given_of(measured: tuple[Results, str, Path]) -> None:
-    results = copy.deepcopy(measured[0])
-    for m in results["measurements"]:
-        m["exact"]["prompts"] = 20
-    assert not any("output" in line or "prompt" in line for line in warnings(results))
-    results["measurements"][0]["undecoded"] = 14
-    (line,) = (line for line in warnings(results) if "output" in line)
-    assert line.startswith("14 of 20 outputs (greedy) ended with the first token") and "figures of 6 prompts" in line
-    results["settings"] |= {"num_prompts": 5, "distinct_prompts": 3}
-    assert any("3 of 5 prompts are different" in line for line in warnings(results))
 
 
 def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(

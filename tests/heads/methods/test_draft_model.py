@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from heads.core.contract import Batch, Observation
 from heads.core.errors import UserError
@@ -21,37 +21,15 @@ from heads.targets.load import load_target, load_tokenizer
 from heads.targets.model import FrozenTarget
 from tests.closeness import assert_close
 from tests.heads.small_heads import greedy, loss_agrees, token_paths
+from tests.heads.targets.test_model import make_model
 
 V = 40
-SIZE = {
-    "vocab_size": V,
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 24,
-    "head_dim": 8,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {"tie_word_embeddings": True},
-    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
-    "granite": {"logits_scaling": 2.0},
-    "gpt2": {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64},
-}
+FAMILIES = ["llama", "qwen3", "gemma2", "granite", "gpt2"]
 
 
 def make_target(family: str = "llama", **changes: Any) -> FrozenTarget:
-    config = AutoConfig.for_model(family, **{**SIZE, **FAMILIES[family], **changes})
-    auto: Any = AutoModelForCausalLM
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return FrozenTarget(auto.from_config(config).double(), family)
+    tied = {"tie_word_embeddings": True} if family == "qwen3" else {}
+    return FrozenTarget(make_model(family, **tied, **changes).double(), family)
 
 
 def make_head(target: FrozenTarget, **settings: Any) -> Any:
@@ -213,9 +191,9 @@ def test_the_loss_by_hand(family: str, loss: str) -> None:
     head, batch = make_head(target, **settings), make_batch(target, [[7, 2, 9], [1, 12, 5]])
     p = target.shared.lm_head(batch.hidden).double().softmax(-1)
     total, rows = torch.zeros((), dtype=torch.float64), 0
-    logits = head.model.lm_head(head.states(batch)) / (2.0 if family == "granite" else 1.0)
+    logits = head.model.lm_head(head.states(batch)) / (4.0 if family == "granite" else 1.0)
     if family == "gemma2":
-        logits = 3.0 * torch.tanh(logits / 3.0)
+        logits = 2.0 * torch.tanh(logits / 2.0)
     logq = logits.log_softmax(-1)
     for b in range(2):
         for t in range(18):
@@ -304,9 +282,7 @@ def make_smaller(tiny_target_dir: Path) -> Callable[..., Path]:
     """(folder, settings of its config) -> a small model with the tiny target's tokenizer."""
 
     def make(folder: Path, **changes: Any) -> Path:
-        config = AutoConfig.for_model("llama", **{**SIZE, "max_position_embeddings": 512, **changes})
-        auto: Any = AutoModelForCausalLM
-        auto.from_config(config).save_pretrained(folder)
+        make_model("llama", **{"max_position_embeddings": 512, **changes}).save_pretrained(folder)
         load_tokenizer(str(tiny_target_dir)).save_pretrained(folder)
         return folder
 
