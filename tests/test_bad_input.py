@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval import bench, report
@@ -140,12 +139,6 @@ def rewrite(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def put_nan(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    tensors["model.norm.weight"].fill_(torch.nan)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
 def make_other(folder: Path, **changes: Any) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -153,11 +146,8 @@ def make_other(folder: Path, **changes: Any) -> None:
 
 
 TARGETS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "not finite": (put_nan, "model.norm.weight"),
-    "misdescribed": (lambda to: rewrite(to, vocab_size=96), "lm_head.weight is [128, 32]"),
     "another's tokenizer": (lambda to: make_other(to, vocab_size=100), "its tokenizer has 128 tokens"),
     "another's weights": (make_other, "with fingerprint of the weights"),
-    "shallow": (lambda to: make_other(to, num_hidden_layers=2), "too shallow for the default auxiliary layers"),
     # transformers would ignore it, and texts would end elsewhere.
     "damaged generation_config": (lambda to: (to / "generation_config.json").write_text("{"), "generation_config.json"),
 }
@@ -170,8 +160,7 @@ def test_targets(kind: str, here: Path, tiny_target_dir: Path, refused: Any) -> 
     spoil(here / "other")
     if kind != "another's weights":
         assert named in refused(lambda: train("target.path=other"))
-    if kind != "shallow":
-        assert named in refused(lambda: measure("run", "--target", "other"))
+    assert named in refused(lambda: measure("run", "--target", "other"))
 
 
 def test_a_target_that_was_moved_can_be_named(here: Path, tiny_target_dir: Path, refused: Any) -> None:
@@ -248,13 +237,6 @@ def test_results_are_of_the_head_that_is_there_and_of_the_settings_asked_for(her
     assert train("output_dir=run", "eval.report.temperatures=[0, 1]", "train.lr=0.02") == 0
     again = read_config(here / "run/head")["sha256"]
     assert measured()["head"]["sha256"] == again != first["head"]["sha256"]
-
-
-def test_a_head_that_was_damaged_is_neither_finished_nor_measured(here: Path, refused: Any) -> None:
-    file = here / "run/head" / WEIGHTS
-    file.write_bytes(file.read_bytes()[:-100])
-    for command in (lambda: train("output_dir=run"), measure):
-        assert f"run/head/{WEIGHTS}: truncated or damaged" in refused(command)
 
 
 def test_no_memory_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,16 +63,6 @@ def test_a_killed_launcher_leaves_no_orphan(small: Settings, write_recipe: Write
     assert len(list(run.glob("checkpoints/step-*/manifest.json"))) == 1
 
 
-def test_a_run_in_progress_is_not_disturbed(small: Settings, write_recipe: WriteRecipe) -> None:
-    small["train"] |= {"max_steps": 10_000, "eval_every": 10_000}
-    recipe = write_recipe(small)
-    process = start(recipe)
-    wait_for(Path(small["output_dir"]), 1, process)
-    assert f"in use by process {process.pid}" in finish(start(recipe), 2)
-    process.send_signal(signal.SIGINT)
-    finish(process, 130)
-
-
 # Each process has a folder of its own, as on two machines; `data.jsonl` is wherever the recipe's sources are.
 TWO_MACHINES = """
 import os

@@ -128,17 +128,3 @@ def test_states_that_are_not_finite_are_said_to_be_so(
     for check in (target.check, lambda: open_engine(target, None, max_length=64)):
         with pytest.raises(UserError, match=f"the target's states are not finite {fault}"):
             check()
-
-
-def test_a_target_without_a_native_decoder_is_given_of_once(
-    target_of: TargetOf, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In a process, however many engines there are; a warning, which is seen where logging was never set up."""
-    warn_once.cache_clear()
-    for _ in range(2):
-        open_engine(target_of("gpt2"), None, max_length=64)
-    said = "gpt2: decoded by its Hugging Face model, slower: gpt2 has no native decoder"
-    assert [(r.levelno, r.message) for r in caplog.records] == [(logging.WARNING, said)]
-    caplog.clear()
-    open_engine(target_of("llama"), None, max_length=64)
-    assert not caplog.records

@@ -227,7 +227,7 @@ def test_memory_grows_with_sequences_trees_and_drafts_and_is_checked(target_of: 
         check_memory(2**40, 1, 2 * 2**30, "big")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
 def test_routing_does_not_depend_on_neighbours(family: str, target_of: TargetOf) -> None:
     """Not even where seven neighbours crowd the same experts: no expert is ever full."""
     target = target_of(f"{family}-float32")
