@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 4, "num_heads": 2, "attention_types": [[["global", "local"], 2]], "window_size": 4},
     "gpt_neox": {},
     "gpt_bigcode": {"multi_query": True},
-    "falcon": {"multi_query": True, "new_decoder_architecture": False, "alibi": False},
+    "falcon": {"head_dim": None, "multi_query": True, "new_decoder_architecture": False, "alibi": False},
     "gpt_oss": {"num_local_experts": 4, "sliding_window": 4, **MOE},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8},
     "phi": {},
@@ -109,7 +109,10 @@ def from_config(config: PreTrainedConfig) -> Any:
 
 def make_model(family: str, **changes: Any) -> Any:
     """A tiny random model, the same every time; family may bear a note after a space."""
-    config = AutoConfig.for_model(family.split()[0], **{**BASE, **FAMILIES.get(family, {}), **changes})
+    given = {**BASE, **FAMILIES.get(family, {}), **changes}
+    config = AutoConfig.for_model(
+        family.split()[0], **{name: value for name, value in given.items() if value is not None}
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = from_config(config)
