@@ -11,27 +11,21 @@ import pytest
 from markdown_it import MarkdownIt
 from markupsafe import escape
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 
 from eval.bench import default_out, parse_arguments
-from eval.measure.prompts import load_prompts
 from eval.measure.results import Results, read_log, read_results
 from eval.measure.settings import to_settings
 from eval.pages.card import model_card
 from eval.pages.charts import head_charts, points
 from eval.pages.format import (
-    MISSING,
     audit_line,
     heading,
-    percent,
     setting_line,
     verdict_line,
     why_unreliable,
 )
 from eval.pages.html import render_page
 from eval.pages.report import print_report, write_report
-from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.targets.model import FrozenTarget
 
 Bench = Callable[..., tuple[Results, str]]
 KEYS = {
@@ -146,31 +140,6 @@ def test_a_failed_audit_withholds_every_speed(rule: str, tmp_path: Path, bench: 
     page = (tmp_path / "report.html").read_text()
     assert "withheld" in page and "the audit failed" in page and "withheld" in (tmp_path / "README.md").read_text()
     assert not (tmp_path / "plots" / "round.png").exists()
-
-
-def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(
-    tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, bench: Bench
-) -> None:
-    requests = []
-    for name, text in (("goes-on", "def f(x):"), ("ends", "import os")):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": text}) + "\n")
-        (prompt,) = load_prompts(str(tmp_path / f"{name}.jsonl"), tiny_tokenizer, max_prompt_tokens=40)
-        requests.append(Request(prompt.ids, 12))
-    going, ending = (
-        output.tokens
-        for output in Engine(tiny_target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)
-    )
-    assert ending[0] not in going, "this token is to end one of the two outputs"
-    target = copy.copy(tiny_target)
-    target.eos_token_ids = (ending[0],)
-    files = ",".join(str(tmp_path / f"{name}.jsonl") for name in ("ends", "goes-on"))
-    results, text = bench(tmp_path / "out", target=target, prompts=files, trees=("chain:2",))
-    assert results["undecoded"] == 1 and "1 of 2 outputs (greedy) ended with the first token" in text
-    assert results["tau"]["mean"] == results["suites"]["goes-on"]["tau"]["mean"] and results["tau"]["ci95"] is None
-    assert results["speculative"]["plain_step_ms"] > 0  # it is timed on the prompt that has steps
-    again = read_results(tmp_path / "out/results.json")
-    assert again["suites"]["ends"]["tau"] == {"mean": None, "ci95": None}
-    assert percent(again["suites"]["ends"]["alpha"][0]) == MISSING and "ends" in render_page(again, [])
 
 
 NASTY = "</title><img src=x onerror=y> a|b `c` $d$ *e* _f_ [g](h) &amp; <b>\x1b[31m\n# i"

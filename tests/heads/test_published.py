@@ -228,10 +228,6 @@ def test_what_was_read_comes_back_in_our_form(form: str, target: FrozenTarget, t
     comes_back(read_published(path, target), tmp_path, target)
 
 
-def transposed(name: str) -> Change:
-    return lambda config, weights: weights.update({name: weights[name].T})
-
-
 def set_in(**changes: Any) -> Change:
     return lambda config, weights: config.update(changes)
 

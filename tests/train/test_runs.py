@@ -1,16 +1,9 @@
 """Whole runs as processes of their own, as users start them: killed, interrupted, doubled."""
 
-import json
-import os
-import random
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.processes import finish, launcher, start, wait_for
 from tests.runs import Settings, WriteRecipe
@@ -24,33 +17,6 @@ def small(settings: Settings) -> Settings:
     settings["train"] |= {"max_steps": 12, "eval_every": 4, "checkpoint_every": 2, "log_every": 1}
     settings["eval"]["report"] = {"repeats": 1}
     return settings
-
-
-def final(run: Path, step: int = 12) -> dict[str, torch.Tensor]:
-    return load_file(run / f"checkpoints/step-{step}/head.safetensors")
-
-
-def test_kills_at_random_moments_change_nothing(small: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    recipe = write_recipe(small)
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    began = time.monotonic()
-    finish(start(recipe, f"output_dir={unbroken}"))
-    duration = time.monotonic() - began
-    rng = random.Random(0)
-    for _ in range(5):
-        process = start(recipe, f"output_dir={broken}")
-        time.sleep(rng.uniform(0.4, 1.0) * duration)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    finish(start(recipe, f"output_dir={broken}"))
-    assert all(torch.equal(tensor, final(broken)[name]) for name, tensor in final(unbroken).items())
-    records = [(run / "metrics.jsonl").read_text().splitlines() for run in (unbroken, broken)]
-    keys = [
-        [(line["kind"], line["step"], line.get("loss"), line.get("tau")) for line in map(json.loads, r)]
-        for r in records
-    ]
-    assert keys[0] == keys[1]
-    assert not list((broken / "checkpoints").glob(".*"))
 
 
 def test_a_killed_launcher_leaves_no_orphan(small: Settings, write_recipe: WriteRecipe) -> None:

@@ -178,24 +178,6 @@ def test_an_engine_without_the_hook_for_a_target_serves_no_head_of_it(
     assert (why_unfit([*found.values()]) is None) == bool(readers)  # what serves nowhere says so
 
 
-@pytest.mark.parametrize(
-    ("architecture", "readers"),
-    [
-        ("Gemma4ForConditionalGeneration", {SGLANG}),  # as a real Gemma-4 is loaded; its factor is lost in vLLM
-        ("Qwen3VLMoeForConditionalGeneration", {VLLM, SGLANG}),
-        ("Qwen3VLForConditionalGeneration", {VLLM}),  # the hook of SGLang's class calls what its model does not have
-        ("Mistral3ForConditionalGeneration", {VLLM}),
-    ],
-)
-def test_which_engine_hands_streams_to_a_block_head(
-    architecture: str, readers: set[str], target: FrozenTarget, tmp_path: Path
-) -> None:
-    found = verdicts(save(tmp_path / "head", target, "dflash"), architecture=architecture)
-    assert serving(found) == readers and not any(verdict.faults for verdict in found.values())
-    if architecture.startswith("Gemma"):
-        assert "without their factor" in str(found[VLLM].lacks)
-
-
 def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path) -> None:
     """The factor in config.json is the one by which the target's own class multiplies."""
     target = make_target("gemma3_text", torch.float32, hidden_size=256)
