@@ -9,27 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.core.contract import Batch
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record
 from heads.targets.load import load_target
 from heads.targets.model import FrozenTarget
 from tests.heads.published_heads import LLAMA3, RAW, SPECULATORS, D, V, eagle3, layers_0, medusa, write
-from tests.heads.small_heads import greedy, seen
+from tests.heads.small_heads import greedy, seen, target_batch
 from tests.native_mtp import change_config, write_native
 from tests.refusals import refused
-from train.data.packing import Rows
-from train.features.source import make_batch
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
-
-
-def batch_of(target: FrozenTarget, head: Any, T: int = 20) -> Batch:
-    tokens = torch.randint(2, target.vocab_size, (2, T), generator=torch.Generator().manual_seed(4))
-    rows = Rows(tokens, torch.ones(2, T, dtype=torch.bool), torch.arange(T).expand(2, T), torch.zeros_like(tokens))
-    return make_batch(target, rows, head.aux_layer_ids, torch.float32)
 
 
 def drafts_equal(found: Any, expected: Any, target: FrozenTarget) -> None:
@@ -39,7 +30,7 @@ def drafts_equal(found: Any, expected: Any, target: FrozenTarget) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     proposals = []
     for head in (found, expected):
-        batch = batch_of(target, head)
+        batch = target_batch(target, [[20], [20]], head.aux_layer_ids)
         state = seen(head, batch, "chain:3", [9, 14])
         proposals.append(head.propose(state, greedy))
     assert torch.equal(proposals[0].tokens, proposals[1].tokens)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from heads.core.contract import Batch, Observation
+from heads.core.contract import Observation
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.methods.draft_model import DraftState
@@ -20,7 +20,7 @@ from heads.saved import load_head, save_head, target_record
 from heads.targets.load import load_target, load_tokenizer
 from heads.targets.model import FrozenTarget
 from tests.closeness import assert_close
-from tests.heads.small_heads import greedy, loss_agrees, token_paths
+from tests.heads.small_heads import greedy, loss_agrees, target_batch, token_paths
 from tests.heads.targets.test_model import make_model
 
 V = 40
@@ -37,24 +37,6 @@ def make_head(target: FrozenTarget, **settings: Any) -> Any:
         torch.manual_seed(4)
         head = build_head("draft", settings or {"layers": [0, 2]}, target, torch.ones(target.vocab_size))
     return head.double()
-
-
-def make_batch(target: FrozenTarget, documents: list[list[int]], *, labels_from: int = 2) -> Batch:
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(2, V, (len(documents), sum(documents[0])), generator=generator)
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
-    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in documents])
-    features = target.packed_features(tokens, positions, ids, ())
-    return Batch(
-        tokens=tokens,
-        loss_mask=positions >= labels_from,
-        positions=positions,
-        documents=ids,
-        embeddings=target.shared.embed_tokens(tokens),
-        aux_hidden_states=features.aux_hidden_states,
-        hidden=features.hidden,
-        shared=target.shared,
-    )
 
 
 def plain_logits(head: Any, tokens: list[int]) -> Tensor:
@@ -172,7 +154,7 @@ def test_prompts_may_come_in_pieces_and_rows_begin_anew() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_states_are_what_the_model_gives_each_document(family: str) -> None:
     target = make_target(family)
-    head, batch = make_head(target), make_batch(target, [[7, 2, 9], [1, 12, 5]])
+    head, batch = make_head(target), target_batch(target, [[7, 2, 9], [1, 12, 5]], labels_from=2)
     with torch.no_grad():
         logits = head.logits(head.states(batch))
     for row, lengths in enumerate(([7, 2, 9], [1, 12, 5])):
@@ -188,7 +170,7 @@ def test_training_states_are_what_the_model_gives_each_document(family: str) -> 
 def test_the_loss_by_hand(family: str, loss: str) -> None:
     target = make_target(family)
     settings: dict[str, Any] = {"layers": [1, 3], "loss": loss} | ({"beta": 0.2} if loss == "jsd" else {})
-    head, batch = make_head(target, **settings), make_batch(target, [[7, 2, 9], [1, 12, 5]])
+    head, batch = make_head(target, **settings), target_batch(target, [[7, 2, 9], [1, 12, 5]], labels_from=2)
     p = target.shared.lm_head(batch.hidden).double().softmax(-1)
     total, rows = torch.zeros((), dtype=torch.float64), 0
     logits = head.model.lm_head(head.states(batch)) / (4.0 if family == "granite" else 1.0)
@@ -266,7 +248,7 @@ def test_padded_vocabularies_meet_at_their_common_prefix(
     ids = torch.arange(20)[None]
     wanted = own(input_ids=ids).logits
     with torch.no_grad():
-        batch = make_batch(target, [[20]])
+        batch = target_batch(target, [[20]])
         states = head.states(replace(batch, tokens=ids))
         torch.testing.assert_close(head.logits(states), wanted[..., :common])
     save_head(head, tmp_path / "head", target=target_record(target))
@@ -317,6 +299,6 @@ def test_rows_longer_than_the_drafts_context_are_refused() -> None:
     target = make_target()
     head = make_head(target, fresh={"max_position_embeddings": 8})
     with pytest.raises(UserError, match="the draft model reads 8 positions, a row has 18"):
-        head.loss(make_batch(target, [[18]]), torch.ones(1))
+        head.loss(target_batch(target, [[18]]), torch.ones(1))
     with pytest.raises(UserError, match="the draft model reads 8 positions, the sequences may have 128"):
         head.new_state(None, batch_size=1, capacity=128, shape=parse_shape("chain:3"))
