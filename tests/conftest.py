@@ -25,6 +25,7 @@ if not os.path.exists("/dev/nvidiactl"):
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,20 @@ def tiny_target_dir(once: Callable[[str, Callable[[Path], None]], Path]) -> Path
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
 
 
+def small_recipe(folder: Path, target: Path) -> dict[str, Any]:
+    """Write a text file and prompts to a folder, and return the settings of a run on them, which takes a second."""
+    (folder / "data.jsonl").write_text("".join(f'{{"text": "{TEXT[n:]}{TEXT[:n]}"}}\n' for n in range(0, 80, 5)))
+    (folder / "prompts.jsonl").write_text('{"text": "the sea is near"}\n{"text": "there are ten"}\n')
+    return {
+        "output_dir": str(folder / "run"),
+        "target": {"path": str(target)},
+        "head": {"kind": "medusa", "depth": 2, "tree_nodes": 0},
+        "data": {"sources": [{"kind": "text", "path": str(folder / "data.jsonl")}], "context_length": 48},
+        "train": dict(max_steps=6, batch_size=2, lr=0.01, precision="fp32", log_every=2, checkpoint_every=2),
+        "eval": {"prompts": str(folder / "prompts.jsonl"), "max_new_tokens": 8, "tree": "chain:2"},
+    }
+
+
 @pytest.fixture(scope="session")
 def tiny_run(once: Callable[[str, Callable[[Path], None]], Path], tiny_target_dir: Path) -> Path:
     """A folder with `recipe.yaml`, its data, and its finished run in `run`, an EAGLE-3 head. Not to be changed."""
@@ -152,19 +167,13 @@ def tiny_run(once: Callable[[str, Callable[[Path], None]], Path], tiny_target_di
         from tests.runs import forget_accelerator  # imports all that trains, which takes seconds
         from train.entry import attempt
 
-        (folder / "data.jsonl").write_text("".join(f'{{"text": "{TEXT[n:]}{TEXT[:n]}"}}\n' for n in range(0, 80, 5)))
-        (folder / "prompts.jsonl").write_text('{"text": "the sea is near"}\n{"text": "there are ten"}\n')
-        recipe = {
-            "output_dir": "run",
-            "target": {"path": str(tiny_target_dir)},
-            "head": {"kind": "eagle3", "depth": 2, "intermediate_size": 32},
-            "data": {"sources": [{"kind": "text", "path": "data.jsonl"}], "context_length": 48},
-            "train": dict(max_steps=2, batch_size=2, lr=0.01, precision="fp32", log_every=1, checkpoint_every=1),
-            "eval": {"prompts": "prompts.jsonl", "max_new_tokens": 8, "tree": "chain:2", "report": {"repeats": 1}},
-        }
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
+            recipe = small_recipe(Path(), tiny_target_dir)
+            recipe["head"] = {"kind": "eagle3", "depth": 2, "intermediate_size": 32}
+            recipe["train"] |= {"max_steps": 2, "log_every": 1, "checkpoint_every": 1}
+            recipe["eval"]["report"] = {"repeats": 1}
+            Path("recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
             forget_accelerator()
             assert attempt("eagle", ["recipe.yaml"]) == 0
             forget_accelerator()

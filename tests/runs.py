@@ -1,8 +1,7 @@
 """Training runs of small recipes, and their files."""
 
 import json
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.core.contract import shape_for
-from heads.targets.model import FrozenTarget
 from train.entry import attempt
 from train.loop import Outcome, fit
 from train.opening import open_run
@@ -73,25 +69,3 @@ def the_error(capsys: pytest.CaptureFixture[str]) -> str:
     """Return the single error line that was printed."""
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return line
-
-
-def audit(
-    target: FrozenTarget,
-    head: Any,
-    requests: list[Request],
-    trees: Sequence[str],
-    *,
-    batch_sizes: Sequence[int] = (1, 8),
-    max_length: int = 64,
-) -> None:
-    """Decode with each tree. Assert that every output equals that of plain decoding, and that some draft tokens are
-    accepted."""
-    plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=max_length)).generate(requests)]
-    drafted = 0
-    for batch_size, tree in product(batch_sizes, trees):
-        shape = shape_for(tree, head)
-        options = EngineOptions(shape=shape, batch_size=batch_size, max_length=max_length)
-        outputs = Engine(target, head, options).generate(requests)
-        assert [output.tokens for output in outputs] == plain, (tree, batch_size)
-        drafted += sum(sum(output.accepted) for output in outputs)
-    assert drafted > 0, "an audit in which nothing drafted came out proves little"

@@ -34,7 +34,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_key_value_heads=4, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1,
         **EXPERTS, **LATENT,
     ),
+    "deepseek_v2": dict(
+        num_key_value_heads=4, n_routed_experts=8, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1,
+        topk_method="greedy", **EXPERTS, **LATENT,
+    ),
     "gpt_neox": {},
+    "gpt_bigcode": dict(multi_query=True),
+    "opt": dict(ffn_dim=48, word_embed_proj_dim=32),
     "olmo2": {},
     "granite": dict(logits_scaling=2.0, embedding_multiplier=2.0),
     "cohere2": WINDOW,

@@ -12,17 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval import bench, report
 from eval.measure.command import exit_status
-from eval.measure.prompts import held_out_prompts, suite_records
-from eval.measure.records import apply_template, read_records
 from eval.measure.results import read_results
-from heads.core.errors import UserError
-from heads.core.files import check_file, file_hash
-from heads.saved import find_head, read_config
+from heads.core.files import file_hash
+from heads.saved import read_config
 from tests.runs import forget_accelerator
 from train.entry import attempt
 
@@ -78,27 +74,16 @@ def measure(head: str = "run", *options: str) -> int:
     ("change", "named"),
     [
         ("trian.max_steps=3", "did you mean 'train'?"),
-        ("train.max_steps=many", "train.max_steps"),
-        ("train.max_steps", "expected key.sub=value"),
         ("output_dir=run train.lr=0.02", "train.lr was 0.01, is 0.02"),
-        ("head.kind=[1]", "head.kind"),
-        ("head.kind=mtp", "use train/mtp.py"),
-        ("head.aux_layer_ids=[1,99]", "head.aux_layer_ids"),
         ("head.aux_layer_ids=[] data.sources.0.path=no.jsonl", "head.aux_layer_ids"),  # before any data is read
         ("head.depth=48", "head.depth"),
-        ("data.sources=[{}]", "data.sources.0.kind"),
         ("data.sources.0.path=no.jsonl", "no.jsonl: no such file"),
         ("data.sources.0.path=run/head/config.json", "run/head/config.json:1"),
         ("data.context_length=4096", "at most 512"),
         ("eval.prompts=mt-bench", "mt-bench: no such file, and no suite of that name"),
-        ("eval.tree=oak", "eval.tree"),
-        ("eval.max_prompt_tokens=2", "eval.max_prompt_tokens"),
         ("eval.max_prompt_tokens=2 eval.skip_long=true", "no prompt of at most 2 tokens"),
-        ("target.path=no/such/folder", "no/such/folder"),
         ("target.path=~/target", "no such folder; expected one with config.json, or a hub id"),
-        ("output_dir=prompts.jsonl", "output_dir"),
         ("output_dir=/proc/x", "output_dir"),
-        (f"output_dir={'x' * 300}", "name another"),
         ("output_dir=.", "holds a README.md of something else"),
     ],
 )
@@ -111,26 +96,17 @@ def test_a_recipe(change: str, named: str, here: Path, refused: Any) -> None:
     ("options", "named"),
     [
         ("--nonsense", "unrecognized arguments: --nonsense; see --help"),
-        ("--num-prompts x", "--num-prompts"),
         ("--num-prompts 0", "--num-prompts"),
-        ("--seed -1", "--seed"),
         ("--tree chain", "--tree"),
-        ("--tree none", "--tree"),
-        ("--temperature warm", "--temperature"),
-        ("--temperature -1", "--temperature"),
         ("--temperature 1 --top-p 2", "top_p"),
         ("--top-k 5", "--top-k: has no effect at --temperature 0"),
-        ("--rule typical", "--rule"),
         ("--rule ratio", "--rule: has no effect at --temperature 0"),
         ("--device meta", "--device"),
         ("--max-new-tokens 600", "leave no room for a prompt in the 512 positions"),
         ("--max-prompt-tokens 2", "prompts.jsonl:1"),
         ("--prompts no.jsonl", "no.jsonl: no such file, and no suite of that name"),
-        ("--prompts prompts.jsonl,", "--prompts"),
-        ("--out prompts.jsonl/x", "--out"),
         ("--out .", "--out .: holds a README.md of something else"),
         ("--max-new-tokens 1", "prompts: every output ended with its first token"),
-        ("--max-new-tokens 1 --tree auto", "--tree auto"),
     ],
 )
 def test_options_of_the_bench(options: str, named: str, here: Path, refused: Any) -> None:
@@ -145,13 +121,10 @@ IMAGE = b'{"messages": [{"role": "user", "content": [{"type": "image_url", "imag
 @pytest.mark.parametrize(
     ("data", "change", "named"),
     [
-        (b'{"text": "a"}\n{"text": \n', BAD, "bad.jsonl:2"),
         (b'{"txt": "a"}\n', BAD, "bad.jsonl:1: expected a record with 'text', got keys txt"),
         (b'{"text": "a"}\n', BAD, "no token to train on: every document is too short"),
         (b'{"text": "a"}\n{"text": "\\ud83d"}\n', BAD, "bad.jsonl:2: expected UTF-8 text"),
-        (b'{"messages": "hi"}\n', CHAT, "bad.jsonl:1: expected 'messages'"),
         (IMAGE, CHAT, "bad.jsonl:1: messages[0]: images"),
-        (b'{"text": "a"}\n{"text":', PROMPTS, "bad.jsonl:2"),
         (LONG, PROMPTS, "bad.jsonl:1: the prompt has"),
         (LONG, f"{PROMPTS} eval.max_prompt_tokens=5000", "need 1814 positions, the target has 512"),
     ],
@@ -166,12 +139,6 @@ def rewrite(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def put_nan(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    tensors["model.norm.weight"].fill_(torch.nan)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
 def make_other(folder: Path, **changes: Any) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -179,16 +146,10 @@ def make_other(folder: Path, **changes: Any) -> None:
 
 
 TARGETS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda to: (to / WEIGHTS).write_bytes((to / WEIGHTS).read_bytes()[:5000]), "safetensors"),
-    "not finite": (put_nan, "model.norm.weight"),
-    "pickled": (lambda to: (to / WEIGHTS).rename(to / "pytorch_model.bin"), "pickled weights (.bin) are not read"),
-    "misdescribed": (lambda to: rewrite(to, vocab_size=96), "lm_head.weight is [128, 32]"),
     "another's tokenizer": (lambda to: make_other(to, vocab_size=100), "its tokenizer has 128 tokens"),
     "another's weights": (make_other, "with fingerprint of the weights"),
-    "shallow": (lambda to: make_other(to, num_hidden_layers=2), "too shallow for the default auxiliary layers"),
     # transformers would ignore it, and texts would end elsewhere.
     "damaged generation_config": (lambda to: (to / "generation_config.json").write_text("{"), "generation_config.json"),
-    "damaged tokenizer": (lambda to: (to / "tokenizer.json").write_text("{"), "replace its tokenizer files"),
 }
 
 
@@ -199,8 +160,7 @@ def test_targets(kind: str, here: Path, tiny_target_dir: Path, refused: Any) -> 
     spoil(here / "other")
     if kind != "another's weights":
         assert named in refused(lambda: train("target.path=other"))
-    if kind != "shallow":
-        assert named in refused(lambda: measure("run", "--target", "other"))
+    assert named in refused(lambda: measure("run", "--target", "other"))
 
 
 def test_a_target_that_was_moved_can_be_named(here: Path, tiny_target_dir: Path, refused: Any) -> None:
@@ -279,35 +239,9 @@ def test_results_are_of_the_head_that_is_there_and_of_the_settings_asked_for(her
     assert measured()["head"]["sha256"] == again != first["head"]["sha256"]
 
 
-def test_a_head_that_was_damaged_is_neither_finished_nor_measured(here: Path, refused: Any) -> None:
-    file = here / "run/head" / WEIGHTS
-    file.write_bytes(file.read_bytes()[:-100])
-    for command in (lambda: train("output_dir=run"), measure):
-        assert f"run/head/{WEIGHTS}: truncated or damaged" in refused(command)
-
-
 def test_no_memory_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(lambda: len(torch.empty(2**50))) == 2
     assert capsys.readouterr().err.startswith("error: the memory does not suffice (")
-
-
-def test_what_no_one_means_is_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
-
-    def chat(template: str) -> object:
-        tokenizer.chat_template = template
-        return apply_template([{"role": "user", "content": "hi"}], tokenizer, "place")
-
-    actions: list[Callable[[], object]] = [
-        *(lambda read=read: read("x" * 300 + ".jsonl") for read in (read_records, suite_records, find_head)),
-        *(lambda text=text: chat(text) for text in ("{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")),
-        lambda: held_out_prompts(tokenizer, 10**8, 64, 0),
-        lambda: check_file(tmp_path, "--out"),
-    ]
-    for action in actions:
-        with pytest.raises(UserError) as caught:
-            action()
-        assert str(caught.value) and "\n" not in str(caught.value)
 
 
 ODD: tuple[Any, ...] = (

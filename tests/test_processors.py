@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_fast_dtype import ONLY_AVX2
-
 ROOT = Path(__file__).resolve().parents[1]
+ONLY_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 MACHINES = {
     "avx2": (ONLY_AVX2 | {"CFLAGS": "-march=x86-64-v3"}, "torch and products in C", "no"),
     "no compiler": ({"CC": "none"}, "torch (no C compiler)", None),

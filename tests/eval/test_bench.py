@@ -3,9 +3,7 @@
 import copy
 import json
 import math
-import shlex
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,21 @@ import pytest
 from markdown_it import MarkdownIt
 from markupsafe import escape
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 
 from eval.bench import default_out, parse_arguments
-from eval.measure.prompts import load_prompts
 from eval.measure.results import Results, read_log, read_results
 from eval.measure.settings import to_settings
 from eval.pages.card import model_card
 from eval.pages.charts import head_charts, points
 from eval.pages.format import (
-    MISSING,
     audit_line,
     heading,
-    percent,
     setting_line,
     verdict_line,
-    warnings,
     why_unreliable,
 )
 from eval.pages.html import render_page
 from eval.pages.report import print_report, write_report
-from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.targets.model import FrozenTarget
 
 Bench = Callable[..., tuple[Results, str]]
 KEYS = {
@@ -151,69 +142,6 @@ def test_a_failed_audit_withholds_every_speed(rule: str, tmp_path: Path, bench: 
     assert not (tmp_path / "plots" / "round.png").exists()
 
 
-def test_a_head_run_deeper_than_trained_is_said_with_what_was_measured(measured: tuple[Results, str, Path]) -> None:
-    results, said = copy.deepcopy(measured[0]), {}
-    for trained in (1, 2):
-        results["head"]["config"] = {"depth": trained}
-        said[trained] = [line for line in warnings(results) if line.startswith("drafted ")]
-    assert said[2] == [] and len(said[1]) == 1
-    assert said[1][0].startswith("drafted 2 deep, trained for 1: beyond that, chain:2 (greedy) accepted ")
-    assert f"{percent(results['measurements'][0]['alpha'][1])} at depth 2" in said[1][0]
-
-
-def test_plain_decoding_is_said_to_be_faster_where_it_is(measured: tuple[Results, str, Path]) -> None:
-    results = copy.deepcopy(measured[0])
-    for m, speed in zip(results["measurements"], (0.62, 0.4, 0.9, 1.1), strict=True):
-        m["speedup"] |= {"measured": speed, "ci95": None}
-        m["baseline"] |= {"ms_per_token": 1.0, "token_ms": {"p50": 1.0, "p95": 1.0, "p99": 1.0}}  # on a quiet machine
-    results |= results["measurements"][0]
-    search: dict[str, Any] = {"temperature": 0.0, "curve": [], "proposed": ["chain:2"], "chosen": "chain:2"}
-    results["auto"] = [{**search, "measured": {"chain:2": 0.62, "tree:2x2x4": 0.4}, "plain_is_faster": True}]
-    terminal, page, card = reported(results)
-    for text in (terminal, page, card):
-        assert "lain decoding is faster than every draft measured (greedy)" in text and "fastest" not in text
-    for text in (terminal, page):
-        assert "plain decoding is faster than all 2 measured, chain:2 is next (0.62x)" in text
-    assert '<span class="caution">plain decoding is faster</span>' in page
-
-
-def test_few_prompts_and_outputs_without_a_round_are_given_of(measured: tuple[Results, str, Path]) -> None:
-    results = copy.deepcopy(measured[0])
-    for m in results["measurements"]:
-        m["exact"]["prompts"] = 20
-    assert not any("output" in line or "prompt" in line for line in warnings(results))
-    results["measurements"][0]["undecoded"] = 14
-    (line,) = (line for line in warnings(results) if "output" in line)
-    assert line.startswith("14 of 20 outputs (greedy) ended with the first token") and "figures of 6 prompts" in line
-    results["settings"] |= {"num_prompts": 5, "distinct_prompts": 3}
-    assert any("3 of 5 prompts are different" in line for line in warnings(results))
-
-
-def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(
-    tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, bench: Bench
-) -> None:
-    requests = []
-    for name, text in (("goes-on", "def f(x):"), ("ends", "import os")):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": text}) + "\n")
-        (prompt,) = load_prompts(str(tmp_path / f"{name}.jsonl"), tiny_tokenizer, max_prompt_tokens=40)
-        requests.append(Request(prompt.ids, 12))
-    going, ending = (
-        output.tokens
-        for output in Engine(tiny_target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)
-    )
-    assert ending[0] not in going, "this token is to end one of the two outputs"
-    target = copy.copy(tiny_target)
-    target.eos_token_ids = (ending[0],)
-    files = ",".join(str(tmp_path / f"{name}.jsonl") for name in ("ends", "goes-on"))
-    results, text = bench(tmp_path / "out", target=target, prompts=files, trees=("chain:2",))
-    assert results["undecoded"] == 1 and "1 of 2 outputs (greedy) ended with the first token" in text
-    assert results["tau"]["mean"] == results["suites"]["goes-on"]["tau"]["mean"] and results["tau"]["ci95"] is None
-    assert results["speculative"]["plain_step_ms"] > 0  # it is timed on the prompt that has steps
-    again = read_results(tmp_path / "out/results.json")
-    assert again["suites"]["ends"]["tau"] == {"mean": None, "ci95": None}
-    assert percent(again["suites"]["ends"]["alpha"][0]) == MISSING and "ends" in render_page(again, [])
-
-
 NASTY = "</title><img src=x onerror=y> a|b `c` $d$ *e* _f_ [g](h) &amp; <b>\x1b[31m\n# i"
 
 
@@ -280,21 +208,6 @@ def test_the_verdict_is_of_the_fastest_that_is_reliable() -> None:
         assert verdict_line({"exact": {"divergences": []}, "measurements": measurements}) == verdict
     failed = {"exact": {"divergences": [{}]}, "measurements": GREEDY}
     assert verdict_line(failed) == "1 output differed from plain decoding: no speedup is stated"
-
-
-def test_the_command_measures_with_the_same_settings(measured: tuple[Results, str, Path]) -> None:
-    results = read_results(measured[2] / "results.json")
-    words = results["command"]
-    assert words[:2] == ["python", "eval/bench.py"] and escape(shlex.join(words)) in render_page(results, [])
-    again = json.loads(json.dumps(asdict(to_settings(parse_arguments(words[2:])))))  # tuples become lists
-    assert all(results["settings"][name] == value for name, value in again.items() if name != "num_prompts")
-
-
-def test_samples_spell_the_output(measured: tuple[Results, str, Path]) -> None:
-    for sample in measured[0]["samples"]:
-        assert "".join(piece["text"] for piece in sample["pieces"]) == sample["output"]
-        assert sample["pieces"][0]["round"] == 0 and not sample["pieces"][0]["drafted"]
-        assert max(piece["round"] for piece in sample["pieces"]) == sample["rounds"]
 
 
 def test_measurements_lie_with_the_run_or_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,13 +133,6 @@ def call(words: Sequence[object]) -> int:
     return exit_status(lambda: module.main([str(word) for word in words]))
 
 
-def test_one_prompt_from_the_command_line(tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["lookup:2", "--target", tiny_target_dir, "--max-new-tokens", "9", "--prompt", PROMPT]
-    assert call(words) == 0
-    said = capsys.readouterr()
-    assert "\x1b" not in said.out + said.err and " tokens, tau " in said.err.splitlines()[-1]
-
-
 def test_lines_are_answered_one_by_one_until_the_input_ends(tiny_target_dir: Path) -> None:
     """One that is too long among them, an empty one, and one in Latin-1."""
     words = ["eval/chat.py", "lookup:2", "--target", str(tiny_target_dir), "--max-new-tokens", "5"]

@@ -57,21 +57,6 @@ def test_all_heads_run_in_one_comparison_with_the_trees_they_can_draft(
     assert "3 heads on " in (out / "plots/compare-tau.svg").read_text()
 
 
-def test_auto_finds_each_heads_own_best(tiny_target: FrozenTarget, small_head: Any, bench: Bench) -> None:
-    heads = {"pairs": small_head, "lookup:3": build_untrained("lookup:3", tiny_target)}
-    results, text = bench(None, heads, trees=("auto",))
-    assert [search["head"] for search in results["auto"]] == ["pairs", "lookup:3"]
-    for search in results["auto"]:
-        own = {m["tree"]: m["speedup"]["measured"] for m in results["measurements"] if m["head"] == search["head"]}
-        assert search["measured"] == own and own[search["chosen"]] == max(own.values())
-    assert len([line for line in text.splitlines() if "4 of 4" in line]) == 2, "the table has the fastest of each"
-
-
-def test_a_tree_that_a_head_cannot_draft_is_named(tiny_target: FrozenTarget, pair_head: Any, bench: Bench) -> None:
-    with pytest.raises(UserError, match=r"lookup:3: drafts none of tree:2x2x5; name a tree that it can"):
-        bench(None, some_heads(tiny_target, pair_head), trees=("tree:2x2x5",))
-
-
 def test_heads_of_different_targets_are_refused(
     tiny_target: FrozenTarget,
     tiny_target_dir: Path,

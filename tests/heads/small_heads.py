@@ -1,7 +1,7 @@
 """Small random heads in float64, random batches, and the state of a head that has seen the beginning of one."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,9 @@ from heads.methods.mtp import Mtp, MtpConfig
 from heads.methods.recycling import Recycling
 from heads.methods.start import TargetProbe
 from heads.methods.vocab import build_vocab
+from heads.targets.model import FrozenTarget
+from train.data.packing import Rows
+from train.features.source import make_batch
 
 Head = TypeVar("Head", bound=Recycling)
 SIZES: dict[str, Any] = {
@@ -58,23 +61,37 @@ def filled(kind: Callable[[Any, Tensor], Head], config: Any) -> Head:
     return head.double()
 
 
+def random_rows(documents: list[list[int]], vocab: int, labels_from: int = 0) -> Rows:
+    """Rows of documents of the given lengths; labels from each document's `labels_from`-th token on."""
+    tokens = torch.randint(2, vocab, (len(documents), sum(documents[0])))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in documents])
+    return Rows(tokens, positions >= labels_from, positions, ids)
+
+
+def target_batch(
+    target: FrozenTarget, documents: list[list[int]], aux_layer_ids: Sequence[int] = (), **labels: int
+) -> Batch:
+    """Random rows with the features of a target."""
+    torch.manual_seed(4)
+    return make_batch(target, random_rows(documents, target.vocab_size, **labels), aux_layer_ids, target.dtype)
+
+
 def random_batch(
     documents: list[list[int]], *, width: int = 16, vocab: int = 40, num_aux_layers: int = 3, labels_from: int = 3
 ) -> Batch:
     """Rows of documents of the given lengths, random features, float64; labels from each document's `labels_from`-th
     token on."""
     torch.manual_seed(2)
-    B, T = len(documents), sum(documents[0])
     table, out = torch.randn(2, vocab, width, dtype=torch.float64)
-    tokens = torch.randint(0, vocab, (B, T))
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
-    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in documents])
+    rows = random_rows(documents, vocab, labels_from)
+    B, T = rows.tokens.shape
     return Batch(
-        tokens=tokens,
-        loss_mask=positions >= labels_from,
-        positions=positions,
-        documents=ids,
-        embeddings=table[tokens],
+        tokens=rows.tokens,
+        loss_mask=rows.loss_mask,
+        positions=rows.positions,
+        documents=rows.documents,
+        embeddings=table[rows.tokens],
         aux_hidden_states=torch.randn(B, T, num_aux_layers * width, dtype=torch.float64),
         hidden=torch.randn(B, T, width, dtype=torch.float64),
         shared=SharedLayers(

@@ -89,24 +89,16 @@ def test_a_full_disk_leaves_the_old_head(folder: Path) -> None:
     assert contents(folder) == before and entries(folder) == {"head"}
 
 
-def test_a_file_system_that_swaps_no_folders_saves_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda name: None)
-    save_head(make_head(fc_norm=True), folder, target=TARGET)
-    assert load_head(folder).config.fc_norm and entries(folder) == {"head"}
-
-
 def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_head_behind_a_symbolic_link_is_saved_where_it_leads(exists: bool, folder: Path) -> None:
+def test_a_head_behind_a_symbolic_link_is_saved_where_it_leads(folder: Path) -> None:
     """A user keeps heads on another disk."""
     disk, run = folder.parent / "disk", folder.parent / "run"
     disk.mkdir()
     run.mkdir()
-    if exists:
-        folder.rename(disk / "kept")
+    folder.rename(disk / "kept")
     (run / "head").symlink_to("../disk/kept")
     for option in (True, False, True):
         save_head(make_head(fc_norm=option), run / "head", target=TARGET)
@@ -169,10 +161,6 @@ def test_truncated_and_damaged_weights(folder: Path) -> None:
     assert "no head there" in refused(load_head, folder)
 
 
-def narrow(weights: dict[str, Tensor]) -> None:
-    weights["fc.weight"] = weights["fc.weight"].to(torch.float8_e4m3fn)
-
-
 def set_nan(weights: dict[str, Tensor]) -> None:
     weights["fc.weight"][3, 4] = torch.nan
 
@@ -187,8 +175,6 @@ def nudge(weights: dict[str, Tensor]) -> None:
         (lambda w: w.pop("fc.weight"), "fc.weight"),
         (lambda w: w.update(surplus=torch.zeros(2)), "surplus"),
         (lambda w: w.update({"fc.weight": torch.zeros(16, 32)}), r"expected \(16, 48\) .*, found \(16, 32\)"),
-        (lambda w: w.update({"fc.weight": w["fc.weight"].int()}), r"expected .* floating-point, found .* torch.int32"),
-        (narrow, r"fc.weight: .* expected .* floating-point, found .* torch.float8"),
         (set_nan, "fc.weight holds values that are not finite"),
         (nudge, "changed since it was saved"),
     ],
@@ -206,38 +192,30 @@ def set_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"draftsmith": 3}', '{"draftsmith": {"kind": "other"}}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"draftsmith": {"kind": "other"}}'])
 def test_configs_that_are_not_ours(text: str, folder: Path) -> None:
     (folder / "config.json").write_text(text)
     assert "config.json" in refused(load_head, folder)
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"format": 99}, {"kind": []}, {"provenance": None}, {"config": {}}, {"config": "wide"}, {"target": []}],
+    ("changes", "words"),
+    [
+        ({"format": 99}, "format"),
+        ({"provenance": None}, ""),
+        ({"config": dataclasses.asdict(CONFIG) | {"rms_norm_eps": "a"}}, ""),
+        ({"config": dataclasses.asdict(CONFIG) | {"surplus": 1}}, ""),
+        ({"target": TARGET | {"hidden_size": "16"}}, "draftsmith.target.hidden_size"),
+    ],
 )
-def test_damaged_records(changes: dict[str, Any], folder: Path) -> None:
+def test_damaged_records(changes: dict[str, Any], words: str, folder: Path) -> None:
     set_config(folder, **changes)
-    assert str(folder) in refused(load_head, folder)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"rms_norm_eps": "a"}, {"intermediate_size": 32}, {"depth": []}, {"aux_layer_ids": 3}, {"surplus": 1}],
-)
-def test_values_that_describe_no_head(change: dict[str, Any], folder: Path) -> None:
-    set_config(folder, config=dataclasses.asdict(CONFIG) | change)
-    assert str(folder) in refused(load_head, folder)
-
-
-@pytest.mark.parametrize(("name", "value"), [("fingerprint", None), ("name", 3), ("hidden_size", "16")])
-def test_damaged_records_of_the_target(name: str, value: object, folder: Path) -> None:
-    set_config(folder, target={**TARGET, name: value})
-    assert f"draftsmith.target.{name}" in refused(load_head, folder)
+    text = refused(load_head, folder)
+    assert str(folder) in text and words in text
 
 
 def test_where_there_is_no_head(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none", "word", "a/b/c", "./a/b", "no/such-head", "no such/head?"):
+    for path in (tmp_path, tmp_path / "none", "word", "no/such-head"):
         assert str(path) in refused(load_head, path)
 
 

@@ -27,7 +27,7 @@ from eval.measure.command import exit_status
 from eval.measure.results import read_results
 from eval.measure.settings import BenchSettings
 from eval.pages import upload
-from eval.pages.publish import base_of_copy, collect
+from eval.pages.publish import collect
 from heads.registry import build_head
 from heads.saved import load_head, read_config, save_head, target_record
 from heads.targets.load import load_target, load_tokenizer
@@ -164,12 +164,6 @@ def refused(hub: StandInHub, capsys: pytest.CaptureFixture[str]) -> Callable[...
     return run
 
 
-def change_target(run: Path, **changes: Any) -> None:
-    """Change the head's record of its target."""
-    record = read_config(run / "head")
-    change_config(run / "head", draftsmith=record | {"target": record["target"] | changes})
-
-
 def front_matter(card: bytes) -> dict[str, Any]:
     found = yaml.safe_load(card.decode().split("---")[1])
     assert isinstance(found, dict)
@@ -259,20 +253,6 @@ def test_the_card_says_what_it_is_how_to_serve_it_and_what_it_was_trained_on(run
         assert not any(secret.encode() in data for data in held.values()), secret
 
 
-@pytest.mark.parametrize(
-    ("path", "config", "expected"),
-    [
-        ("/data/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", {}, "Qwen/Qwen3-8B"),
-        ("{folder}", {"_name_or_path": "Qwen/Qwen3-8B"}, "Qwen/Qwen3-8B"),
-        ("{folder}", {"_name_or_path": "/data/model"}, None),
-        ("{folder}/none", {}, None),
-    ],
-)
-def test_a_copy_of_a_model_is_known_by_its_id(path: str, config: Any, expected: str | None, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert base_of_copy(path.format(folder=tmp_path)) == expected
-
-
 def test_the_targets_license_is_the_heads(run: Path, hub: StandInHub) -> None:
     hub.cards["org/the-target"] = ModelCardData(license="other", license_name="llama3.1", license_link="LICENSE")
     assert call(run, REPO, "--base-model", "org/the-target") == 0
@@ -305,15 +285,6 @@ def test_what_an_engine_would_misread_is_published_at_request_alone(
     assert b"eagle_aux_hidden_state_layer_ids" in hub.repos[REPO]["README.md"]
 
 
-def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(run: Path, hub: StandInHub) -> None:
-    change_target(run, name="org/target")
-    assert call(run, REPO) == 0
-    assert front_matter(hub.repos[REPO]["README.md"])["base_model"] == "org/target"
-    (run.parent / "org/target").mkdir(parents=True)  # trained from here, published from elsewhere
-    assert call(run, REPO) == 0
-    assert "base_model" not in front_matter(hub.repos[REPO]["README.md"])
-
-
 def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "plots/acceptance.png").unlink()
     assert call(run, REPO, "--dry-run") == 0
@@ -338,25 +309,6 @@ def fail_audit(results: dict[str, Any]) -> None:
     results["exact"]["divergences"].append({**texts, **numbers})
     for figures in (results, *results["measurements"], *results["suites"].values()):
         figures["speedup"] = None
-
-
-def test_the_newest_measurement_is_published_or_the_one_that_is_named(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = json.loads((run / "results.json").read_text())
-    for name, year, tau in (("a", 2900, 2.5), ("b", 2000, 1.125)):
-        changed = {**first, "measured_at": f"{year}-01-01T00:00:00.000+00:00"}
-        changed["measurements"] = [{**m, "tau": {"mean": tau, "ci95": None}} for m in first["measurements"]]
-        (run / "bench" / name).mkdir(parents=True)
-        (run / "bench" / name / "results.json").write_text(json.dumps(changed))
-    own = first["measurements"][0]["tau"]["mean"]
-    for folder, tau in ((None, 2.5), (run, own), (run / "bench/b", 1.125)):
-        named = [] if folder is None else ["--results", str(folder)]
-        assert call(run, REPO, "--dry-run", *named) == 0
-        shown = capsys.readouterr().out
-        assert f"| {tau:.2f} " in shown and f"figures: {folder or run / 'bench/a'}\n" in shown
-    assert call(run, REPO, "--dry-run", "--unmeasured", "--results", str(run / "bench")) == 2
-    assert "no results.json in it" in capsys.readouterr().err
 
 
 SPOILED: dict[str, Callable[[dict[str, Any]], None]] = {

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.conftest import small_recipe
 from tests.runs import forget_accelerator
-
-TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
 
 
 @pytest.fixture(autouse=True)
@@ -28,23 +27,7 @@ def fresh() -> Callable[[], None]:
 @pytest.fixture
 def settings(tmp_path: Path, tiny_target_dir: Path) -> dict[str, Any]:
     """The settings of a complete small run on a text file."""
-    (tmp_path / "data.jsonl").write_text("".join(f'{{"text": "{TEXT[n:]}{TEXT[:n]}"}}\n' for n in range(0, 80, 5)))
-    (tmp_path / "prompts.jsonl").write_text('{"text": "the sea is near"}\n{"text": "there are ten"}\n')
-    return {
-        "output_dir": str(tmp_path / "run"),
-        "target": {"path": str(tiny_target_dir)},
-        "head": {"kind": "medusa", "depth": 2, "tree_nodes": 0},
-        "data": {"sources": [{"kind": "text", "path": str(tmp_path / "data.jsonl")}], "context_length": 48},
-        "train": {
-            "max_steps": 6,
-            "batch_size": 2,
-            "lr": 0.01,
-            "precision": "fp32",
-            "log_every": 2,
-            "checkpoint_every": 2,
-        },
-        "eval": {"prompts": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 8, "tree": "chain:2"},
-    }
+    return small_recipe(tmp_path, tiny_target_dir)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.core.errors import UserError
 from heads.registry import build_head
 from heads.saved import load_head
 from heads.targets.load import load_target, load_tokenizer
@@ -86,11 +85,8 @@ def test_a_fused_layer_is_merged_the_right_way_round() -> None:
     ("change", "fault"),
     [
         (["head.lora={modules: [q_proj, q_prj]}"], "head.lora.modules: 'q_prj' fits no linear layer of the draft"),
-        (["head.lora={modules: [lm_head]}"], "head.lora.modules: 'lm_head' fits no linear layer of the draft"),
-        (["head.layers=[0, x]"], "head.layers.1: should be a valid integer, got 'x'"),
         (["head.fresh={hidden_size: 16}"], "head: a draft needs one of path"),
         (["data.on_policy={every: 6, prompts: 2, samples: 2}"], "data.on_policy.every: expected less than train.max"),
-        (["data.on_policy={every: 2, prompts: 4, samples: 2}"], "expected at least"),
         (
             ["data.on_policy={every: 2, prompts: 4, samples: 2, temperature: 0, seed: 3}"],
             "data.on_policy.seed: has no effect at data.on_policy.temperature 0",
@@ -126,15 +122,6 @@ def test_a_whole_run_by_adapters_on_its_own_text(small: Settings, write_recipe: 
     assert not any("lora" in name for name in load_file(folder / "head/model.safetensors"))
     assert head.config.lora.rank == 4
     assert sorted(path.name for path in (folder / "on_policy").iterdir()) == ["step-2.jsonl", "step-4.jsonl"]
-
-
-def test_frozen_weights_stay_and_the_adapters_learn(small: Settings, write_recipe: WriteRecipe) -> None:
-    small["head"]["lora"] = {"rank": 2, "modules": ["q_proj"]}
-    small["train"] |= {"checkpoint_every": 3}
-    folder = run(small, write_recipe)
-    early, late = weights(folder, 3), weights(folder, 6)
-    changed = {name for name in early if not torch.equal(early[name], late[name])}
-    assert changed == {name for name in early if "lora_" in name} != set()
 
 
 @pytest.mark.parametrize("steps", [(3,), pytest.param((2, 4, 5), marks=pytest.mark.slow)])
@@ -179,15 +166,6 @@ def test_samples_are_the_drafts_own_and_are_learnt_from(
             naive.append(int(head.model(input_ids=torch.tensor([naive])).logits[0, -1].argmax()))
         assert naive == [*prompt, *sample]
         assert " ".join(map(str, naive)) in packed
-
-
-def test_a_run_whose_samples_are_lost_says_so(small: Settings, write_recipe: WriteRecipe) -> None:
-    small["data"]["on_policy"] = ON_POLICY
-    with signal_at(3), pytest.raises(Interrupted):
-        run(small, write_recipe)
-    (Path(small["output_dir"]) / "on_policy/step-2.jsonl").unlink()
-    with pytest.raises(UserError, match=r"step-2.jsonl: missing: what the draft wrote at step 2"):
-        run(small, write_recipe)
 
 
 def test_tables_of_tokens_are_not_orthogonalised(target: FrozenTarget) -> None:

@@ -9,15 +9,11 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from eval.measure.loading import load_pair
-from eval.measure.prompts import load_prompts
-from eval.runtime.engine import Request
-from eval.runtime.sampling import Sampling
 from heads.core.errors import UserError
-from heads.saved import load_head
 from heads.targets.encoder_decoder import give_template
 from heads.targets.load import load_tokenizer
 from tests.chats import encode_chat
-from tests.runs import Settings, WriteRecipe, audit, lines, train
+from tests.runs import Settings, WriteRecipe, lines, train, train_in
 
 WORDS = ["the sea", "ten birds in the den", "a stone", "trees on the sand", "there it is", "read on", "so", "no end"]
 
@@ -68,23 +64,15 @@ def t5_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> Se
     ],
     ids=["layers", "fresh", "path", "eagle3"],
 )
-def test_a_head_learns_and_its_output_is_the_targets_own(
+def test_a_head_learns_and_training_foresees_what_the_runtime_accepts(
     head: dict[str, Any], t5_settings: Settings, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     settings = t5_settings | {"head": head | ({"path": str(tmp_path / "small")} if "path" in head else {})}
-    outcome = train(write_recipe(settings))
-    recipe, target, tokenizer = outcome.recipe, outcome.features.target, outcome.tokenizer
-    folder = Path(recipe.output_dir)
+    folder = train_in(settings, write_recipe)
     losses = [line["loss"] for line in lines(folder, "train")]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
     measured = lines(folder)[-1]
     assert measured["tau_by_training_step"] == pytest.approx(measured["tau"], rel=0.05)
-    kept = load_head(folder)
-    prompts = load_prompts(settings["eval"]["prompts"], tokenizer, max_prompt_tokens=64)
-    requests = [
-        Request(prompt.ids, 10, Sampling(float(n % 2), seed=n), ignore_eos=True) for n, prompt in enumerate(prompts)
-    ]
-    audit(target, kept, requests, ("chain:3", "tree:3x4x12"), max_length=128)
 
 
 def test_a_question_and_its_answer_are_one_sequence(tmp_path: Path, tiny_target_dir: Path) -> None:

@@ -88,24 +88,6 @@ def test_wandb_holds_the_outcome_and_no_key(
     assert not leaks
 
 
-def test_long_prompts_are_left_out_where_the_recipe_says_so(
-    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Along the way and in the report alike."""
-    prompts = Path(small["eval"]["prompts"])
-    prompts.write_text('{"text": "the sea"}\n{"text": "%s"}\n' % ("sea " * 200))
-    small["eval"] |= {"skip_long": True, "max_prompt_tokens": 10_000}
-    recipe = str(write_recipe(small))
-    only_reported = ["eval.num_prompts=1", "eval.report.num_prompts=2", "eval.skip_long=false"]
-    assert attempt("eagle", [recipe, *only_reported, "eval.max_prompt_tokens=20"]) == 2
-    assert "prompts.jsonl:2: the prompt has" in capsys.readouterr().err
-    assert attempt("eagle", [recipe]) == 0
-    said = capsys.readouterr().err
-    assert said.count("1 of 2 prompts have more than") == 2
-    results = json.loads((Path(small["output_dir"]) / "results.json").read_text())
-    assert results["exact"]["prompts"] == 1 and results["settings"]["skip_long"]
-
-
 def test_the_wrong_entry_is_refused(
     small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:

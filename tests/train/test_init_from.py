@@ -1,7 +1,6 @@
 """Training from a head that is there already."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ from safetensors.torch import load_file
 
 from heads.saved import load_head
 from tests.closeness import assert_close
-from tests.heads.published_heads import DEEPSPEC, RAW, ZLAB, ZLAB2, dflash, dflash2, dspark, eagle3, write
-from tests.runs import Settings, WriteRecipe, the_error
+from tests.heads.published_heads import RAW, eagle3, write
+from tests.runs import Settings, WriteRecipe
 from train.entry import attempt
 from train.recipe import load_recipe
 
@@ -39,26 +38,3 @@ def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, writ
     assert attempt("eagle", [str(folder / "recipe.yaml"), "output_dir=" + str(folder.parent / "again")]) == 0
     words = [str(write_recipe(small)), "output_dir=" + str(folder.parent / "from-run"), f"head.init_from={folder}"]
     assert attempt("eagle", words) == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "make"), [("dflash", ZLAB, dflash), ("dflash2", ZLAB2, dflash2), ("dspark", DEEPSPEC, dspark)]
-)
-def test_a_run_from_a_published_block_head(
-    kind: str, config: Settings, make: Any, small: Settings, write_recipe: WriteRecipe, tmp_path: Path
-) -> None:
-    path = write(tmp_path / kind, config, make().to_checkpoint())
-    small["head"] = {"kind": kind, "num_anchors": 8, "init_from": path}
-    small["eval"]["tree"] = "chain:3"
-    assert attempt(kind, [str(write_recipe(small))]) == 0
-    saved = load_file(Path(small["output_dir"]) / "checkpoints/step-2/head.safetensors")
-    for name, value in make().state_dict().items():
-        assert_close(saved[name], value, roundings=256)
-    assert not torch.equal(saved["fc.weight"], make().fc.weight)
-
-
-def test_what_contradicts_the_head_is_refused_by_its_key(
-    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert attempt("eagle", [str(write_recipe(small)), "head.fc_norm=true"]) == 2
-    assert "head.fc_norm" in the_error(capsys)

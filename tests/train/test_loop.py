@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -76,40 +75,6 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
         assert ours | timings == whole | timings
 
 
-def stopped(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    raise AssertionError("the signal comes first")
-
-
-def no_space(*_: Any, **__: Any) -> None:
-    raise UserError("no space left on the device")
-
-
-@pytest.mark.parametrize(
-    ("place", "failure", "error"),
-    [
-        ("Evaluation.measure", stopped, Interrupted),
-        ("save_head", no_space, UserError),
-    ],
-)
-def test_a_measurement_that_fails_is_made_again_by_a_run_that_lost_no_step(
-    place: str,
-    failure: Any,
-    error: type[BaseException],
-    settings: Settings,
-    write_recipe: WriteRecipe,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    settings["train"] |= {"eval_every": 3, "checkpoint_every": 100}
-    with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(f"train.loop.{place}", failure)
-        run(settings, write_recipe)
-    folder = run(settings, write_recipe)
-    assert "checkpoints/step-3" in capsys.readouterr().err
-    assert [line["step"] for line in lines(folder, "eval")] == [3, 6]
-
-
 @pytest.mark.parametrize(("step", "text"), [(3, None), (6, '{"measured_step": 9}')])
 def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
     step: int, text: str | None, settings: Settings, write_recipe: WriteRecipe
@@ -137,17 +102,6 @@ def test_checkpoints_are_pruned_by_count(settings: Settings, write_recipe: Write
     settings["train"] |= {"checkpoint_every": 1, "keep_checkpoints": 2}
     folder = run(settings, write_recipe)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-5", "step-6"]
-
-
-def test_a_finished_run_says_so(
-    settings: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(settings, write_recipe)
-    before = {path: path.stat().st_mtime_ns for path in Path(settings["output_dir"]).rglob("*") if path.name != ".lock"}
-    capsys.readouterr()
-    run(settings, write_recipe)
-    assert "finished already, 6 steps" in capsys.readouterr().err
-    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
 
 
 @pytest.fixture

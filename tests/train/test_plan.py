@@ -13,10 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads.core.errors import UserError
-from heads.saved import save_head, target_record
 from heads.targets.load import load_shape, load_target
-from tests.heads.published_heads import eagle3
 from tests.runs import Settings, WriteRecipe, the_error
 from train.adapter import add_adapters
 from train.counting import Shapes, count_run, count_target
@@ -264,17 +261,6 @@ def test_epochs_are_planned_as_far_as_they_are_known(
     assert any(line[:2] == ["10^9", "tokens:"] for line in said) == (steps is None)
     assert attempt("eagle", [str(write_recipe(eagle)), "--plan", "--memory=24", "--nonsense"]) == 2
     assert "unrecognized arguments: --nonsense" in the_error(capsys)
-
-
-def test_a_head_to_start_from_decides_the_shape(
-    settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, tiny_target_dir: Path
-) -> None:
-    target, head = load_target(str(tiny_target_dir)), eagle3(aux_layer_ids=(1, 4))
-    save_head(head, tmp_path / "head", target=target_record(target))
-    settings["head"] = {"kind": "eagle3", "depth": 2, "init_from": str(tmp_path / "head")}
-    assert plan_of(settings, write_recipe).head.trained == sum(parameter.numel() for parameter in head.parameters())
-    with pytest.raises(UserError, match=r"head\.draft_vocab_size"):
-        plan_of(settings, write_recipe, "head.draft_vocab_size=64")
 
 
 def test_advice_leaves_what_it_says(eagle: Settings, write_recipe: WriteRecipe) -> None:

@@ -1,16 +1,9 @@
 """Whole runs as processes of their own, as users start them: killed, interrupted, doubled."""
 
-import json
-import os
-import random
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.processes import finish, launcher, start, wait_for
 from tests.runs import Settings, WriteRecipe
@@ -26,33 +19,6 @@ def small(settings: Settings) -> Settings:
     return settings
 
 
-def final(run: Path, step: int = 12) -> dict[str, torch.Tensor]:
-    return load_file(run / f"checkpoints/step-{step}/head.safetensors")
-
-
-def test_kills_at_random_moments_change_nothing(small: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    recipe = write_recipe(small)
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    began = time.monotonic()
-    finish(start(recipe, f"output_dir={unbroken}"))
-    duration = time.monotonic() - began
-    rng = random.Random(0)
-    for _ in range(5):
-        process = start(recipe, f"output_dir={broken}")
-        time.sleep(rng.uniform(0.4, 1.0) * duration)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    finish(start(recipe, f"output_dir={broken}"))
-    assert all(torch.equal(tensor, final(broken)[name]) for name, tensor in final(unbroken).items())
-    records = [(run / "metrics.jsonl").read_text().splitlines() for run in (unbroken, broken)]
-    keys = [
-        [(line["kind"], line["step"], line.get("loss"), line.get("tau")) for line in map(json.loads, r)]
-        for r in records
-    ]
-    assert keys[0] == keys[1]
-    assert not list((broken / "checkpoints").glob(".*"))
-
-
 def test_a_killed_launcher_leaves_no_orphan(small: Settings, write_recipe: WriteRecipe) -> None:
     small["train"] |= {"max_steps": 10_000, "eval_every": 10_000, "checkpoint_every": 10_000}
     run = Path(small["output_dir"])
@@ -61,38 +27,6 @@ def test_a_killed_launcher_leaves_no_orphan(small: Settings, write_recipe: Write
     process.terminate()
     process.communicate(timeout=60)  # until the last process that holds the pipe is gone
     assert len(list(run.glob("checkpoints/step-*/manifest.json"))) == 1
-
-
-def test_a_run_in_progress_is_not_disturbed(small: Settings, write_recipe: WriteRecipe) -> None:
-    small["train"] |= {"max_steps": 10_000, "eval_every": 10_000}
-    recipe = write_recipe(small)
-    process = start(recipe)
-    wait_for(Path(small["output_dir"]), 1, process)
-    assert f"in use by process {process.pid}" in finish(start(recipe), 2)
-    process.send_signal(signal.SIGINT)
-    finish(process, 130)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_is_the_same_run(stage: int, small: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    small["train"] |= {"max_steps": 4, "eval_every": 2, "checkpoint_every": 2, "batch_size": 1, "max_grad_norm": 0.1}
-    recipe = write_recipe(small)
-    one, two = tmp_path / "one", tmp_path / "two"
-    finish(start(recipe, f"output_dir={one}", "train.batch_size=2"))
-    flags = ["--use_deepspeed", "--zero_stage", str(stage), "--num_processes", "2", "--main_process_port", "29617"]
-    finish(start(recipe, f"output_dir={two}", launcher=launcher(*flags)))
-    losses = [
-        [line["loss"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
-        for run in (one, two)
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    heads = [load_file(run / "head/model.safetensors") for run in (one, two)]
-    for name, tensor in heads[0].items():
-        torch.testing.assert_close(heads[1][name], tensor, rtol=1e-2, atol=1e-4)
-    shutil.rmtree(two / "checkpoints/step-4")
-    assert "resumed from" in finish(start(recipe, f"output_dir={two}", launcher=launcher(*flags)))
-    again = load_file(two / "head/model.safetensors")
-    assert all(torch.equal(tensor, again[name]) for name, tensor in heads[1].items())
 
 
 # Each process has a folder of its own, as on two machines; `data.jsonl` is wherever the recipe's sources are.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from eval.pages.charts import at_headline, comparison_charts, dots, head_charts, remarks
+from eval.pages.charts import comparison_charts, head_charts, remarks
 from eval.pages.drawing import COLOURS, Chart, drawn, inline_svg, write_charts
 from eval.pages.html import DARK
 
@@ -85,16 +85,6 @@ def test_every_kind_of_chart_is_drawn() -> None:
         "compare-speedup",
         "compare-tau",
     }
-
-
-def test_settings_of_the_headlines_temperature_are_drawn_at_their_depth() -> None:
-    places = dots(at_headline(results()))
-    assert [(m["tree"], round(at)) for at, m in places] == [
-        *(("chain:2", 2), ("chain:4", 4), ("tree:4x2x8", 4), ("chain:3", 3))
-    ]
-    assert places[1][0] < 4 < places[2][0], "two of one depth stand beside each other"
-    crowd = dots([measurement(f"tree:4x{n}x9", 4, 9, 1.0) for n in range(40)])
-    assert max(abs(at - 4) for at, _ in crowd) < 0.5, "and never at another depth"
 
 
 def test_nothing_is_drawn_of_a_failed_audit() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.checks import check_family
 from eval.runtime.engine import Request
@@ -88,18 +87,6 @@ def test_kernels_that_are_right_decode(caplog: pytest.LogCaptureFixture) -> None
     assert not caplog.records
 
 
-@pytest.mark.parametrize("family", ["bloom", "falcon", "mamba", "llama4_text"])
-def test_families_without_tree_masks_are_refused(family: str) -> None:
-    extra: dict[str, dict[str, int]] = {
-        "falcon": {"alibi": True},
-        "llama4_text": {"num_local_experts": 2, "intermediate_size": 32, "intermediate_size_mlp": 32},
-    }
-    size = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**size, **extra.get(family, {})}))
-    with pytest.raises(UserError, match="its name: "):
-        check_family(FrozenTarget(model, "its name"))
-
-
 def test_flex_attention_is_refused(target_of: TargetOf) -> None:
     target = copy.deepcopy(target_of("llama"))
     target.config._attn_implementation_internal = "flex_attention"
@@ -141,17 +128,3 @@ def test_states_that_are_not_finite_are_said_to_be_so(
     for check in (target.check, lambda: open_engine(target, None, max_length=64)):
         with pytest.raises(UserError, match=f"the target's states are not finite {fault}"):
             check()
-
-
-def test_a_target_without_a_native_decoder_is_given_of_once(
-    target_of: TargetOf, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In a process, however many engines there are; a warning, which is seen where logging was never set up."""
-    warn_once.cache_clear()
-    for _ in range(2):
-        open_engine(target_of("gpt2"), None, max_length=64)
-    said = "gpt2: decoded by its Hugging Face model, slower: gpt2 has no native decoder"
-    assert [(r.levelno, r.message) for r in caplog.records] == [(logging.WARNING, said)]
-    caplog.clear()
-    open_engine(target_of("llama"), None, max_length=64)
-    assert not caplog.records

@@ -225,3 +225,15 @@ def test_memory_grows_with_sequences_trees_and_drafts_and_is_checked(target_of: 
         check_memory(2**29, 64, 2 * 2**30, "big")
     with pytest.raises(UserError, match="shorten the sequences"):
         check_memory(2**40, 1, 2 * 2**30, "big")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_routing_does_not_depend_on_neighbours(family: str, target_of: TargetOf) -> None:
+    """Not even where seven neighbours crowd the same experts: no expert is ever full."""
+    target = target_of(f"{family}-float32")
+    row, *others = [[3 + (5 * n + i * n + i) % 58 for i in range(13)] for n in range(8)]
+    request = Request(row, 16, WARM, ignore_eos=True)
+    alone = texts(decode_plainly(target, [request]))
+    for neighbours in (others, [row] * 7, [[9] * 13] * 7):
+        crowd = [Request(prompt, 16, ignore_eos=True) for prompt in neighbours]
+        assert texts(decode_plainly(target, [request, *crowd], batch_size=8))[:1] == alone

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.runtime.engine import Request
-from eval.runtime.identity import FAR, NEAR, Flip, Judge, find_flips, pinned_engine
+from eval.runtime.identity import FAR, NEAR, Flip, Judge, find_flips
 from eval.runtime.round import TargetStep
 from eval.runtime.sampling import Sampling
 from heads.registry import build_untrained
@@ -50,13 +50,6 @@ def test_the_gap_is_that_of_the_logits(target_of: TargetOf) -> None:
 
 def test_two_units_in_the_last_place_are_near() -> None:
     assert Flip(3, 1, 2, gap=0.25, ulp=0.125).is_within(NEAR) and not Flip(3, 1, 2, gap=0.26, ulp=0.125).is_within(NEAR)
-
-
-def test_the_reference_has_the_rounds_shape(target_of: TargetOf) -> None:
-    target = target_of("llama")
-    engine = open_engine(target, build_untrained("early_exit:2", target), "tree:3x3x8", batch_size=2, max_length=64)
-    pinned = pinned_engine(engine)
-    assert (pinned.nodes, pinned.options.batch_size, pinned.options.max_length, pinned.head) == (8, 2, 64, None)
 
 
 def judged(target: FrozenTarget, shape: str, *, kind: str = "lookup:2", **options: Any) -> list[bool]:

@@ -448,29 +448,6 @@ def test_default_layers_are_those_of_the_published_heads(layers: int, count: int
     assert spread_layer_ids(layers, count) == ids
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "word"),
-    [
-        ("dflash", {"block_size": 65}, "block_size: expected no more than the target's context of 64, got 65"),
-        ("dflash", {"loss": "mse"}, "loss"),
-        ("dflash", {"gamma": 0.0}, "gamma"),
-        ("dflash", {"sliding_window": 3}, "sliding_window: expected a whole number from head.block_size"),
-        ("dflash", {"sliding_window": 9, "num_layers": 1}, "sliding_window, head.layer_types: .* no layer slides"),
-        ("dflash", {"layer_types": ("sliding_attention",) * 2}, "sliding_window, head.layer_types: .* no window"),
-        ("dflash", {"layer_types": ("full_attention",)}, "layer_types: .* each of 2 layers"),
-        ("dspark", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
-        ("dflash2", {"conv_kernel_size": 5}, "conv_kernel_size: expected at most a block's 4 rows, got 5"),
-        ("dflash2", {"conv_group_size": 3}, "conv_group_size: expected a divisor of the target's width, 16"),
-        ("dflash2", {"selector_top_k": 41}, "selector_top_k"),
-        ("dspark", {"markov_rank": 0}, "markov_rank"),
-        ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}, "ce_weight"),
-    ],
-)
-def test_bad_settings_are_named(kind: str, change: dict[str, Any], word: str) -> None:
-    with pytest.raises(UserError, match=f"head.{word}"):
-        HEADS[kind](**BLOCK_SIZES | OWN_SIZES[kind] | change)
-
-
 def test_a_block_begins_where_its_document_does_whatever_the_positions() -> None:
     """A later part of a long document stands behind others, with positions that go on."""
     batch = make_batch([[7, 11, 3]])

@@ -106,19 +106,6 @@ def test_the_root_is_one_token_behind_head_one() -> None:
         assert proposal.tokens[b].tolist() == [int(batch.tokens[b, n]), *drafted]
 
 
-def test_drafting_is_what_training_foresees() -> None:
-    """Put the drafted tokens where the text has them: each guess is then foreseen right, and only while it is there."""
-    head, batch, n = make_head(), make_batch([[20]]), 9
-    proposal = head.propose(observed(head, batch, "chain:3", [n]), greedy)
-    for wrong in (None, 0, 1, 2):
-        tokens = batch.tokens.clone()
-        tokens[0, n + 1 : n + 4] = proposal.tokens[0, 1:]
-        if wrong is not None:
-            tokens[0, n + 1 + wrong] = (tokens[0, n + 1 + wrong] + 1) % 20
-        foreseen = head.foresees(dataclasses.replace(batch, tokens=tokens), 3)
-        assert foreseen[:, 0, n - 1].tolist() == [k != wrong for k in range(3)]
-
-
 @pytest.mark.parametrize("shape", ["static:3.2.2", "tree:3x3x10"])
 def test_a_trees_scores_are_sums_of_each_heads_log_distribution(shape: str) -> None:
     head, batch, n = make_head(), make_batch([[20]]), 9

@@ -99,15 +99,6 @@ def test_every_weight_is_trained(form: dict[str, object]) -> None:
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
 
 
-def test_the_whole_vocabulary_needs_no_table() -> None:
-    head, batch = mtp_head(draft_vocab_size=40), random_batch([[20]])
-    assert (
-        head.lm_head_weight(batch.shared) is batch.shared.lm_head_weight
-        and not {"d2t", "t2d"} & head.to_checkpoint().keys()
-    )
-    assert {"d2t", "t2d"} <= mtp_head().to_checkpoint().keys()
-
-
 @pytest.mark.parametrize("layout", ["mimo", "deepseek"])
 def test_a_new_head_hands_on_the_targets_state(layout: str) -> None:
     head, batch = mtp_head(layout=layout, num_modules=2), random_batch([[20]])

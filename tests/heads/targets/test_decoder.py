@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.targets.cached_decoder import CacheSpec
 from heads.targets.decoder import Experts, NativeDecoder, native_stack, why_not_native
 from heads.targets.model import Features, FrozenTarget
 from heads.targets.slots import Observed, Verified, ancestors
-from heads.targets.tree_attention import for_groups, masked_attention
 from tests.closeness import assert_close
 from tests.switches import kernels_on_cpu
 
@@ -187,14 +185,3 @@ def test_what_cannot_be_read_is_left_to_the_model() -> None:
     mixed = make_target("qwen3")
     mixed.layers[0].self_attn.q_norm.float()  # type: ignore[union-attr]
     assert why_not_native(mixed) == "0.self_attn.q_norm holds its weights in another form or place"
-
-
-@pytest.mark.parametrize("key_heads", [1, 2, 6])
-def test_query_heads_act_as_queries_of_their_key_head(key_heads: int) -> None:
-    q, k, v = torch.randn(2, 3, 6, 8), torch.randn(2, 20, key_heads, 8), torch.randn(2, 20, key_heads, 8)
-    mask = torch.zeros(2, 3, 20).masked_fill_(torch.rand(2, 3, 20) < 0.5, -torch.inf)
-    mask[..., 0] = 0
-    whole = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    expected = scaled_dot_product_attention(*whole, mask[:, None], enable_gqa=True).transpose(1, 2)
-    found = masked_attention(q, k, v, for_groups(mask, 6 // key_heads))
-    torch.testing.assert_close(found, expected)

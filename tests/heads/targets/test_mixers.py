@@ -8,7 +8,6 @@ from torch import Tensor
 
 from heads.targets.cache import HFCache
 from heads.targets.mixers import find_mixers, state_name
-from tests.closeness import assert_close
 from tests.small_targets import HYBRIDS, make_hybrid
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -57,20 +56,3 @@ def test_accepted_tokens_leave_what_single_steps_leave(family: str, dtype: torch
             lengths[row] += count
             pairs = zip(chains.states(row, lengths[row]), single.states(row, lengths[row]), strict=True)
             assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-@torch.inference_mode()
-def test_a_new_text_begins_with_nothing(family: str) -> None:
-    """And it may come in pieces."""
-    mixer = find_mixers(make_hybrid(family).layers)[0]
-    x = torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(1))
-    fresh, used = Layer(mixer, 4), Layer(mixer, 4)
-    used.read(x[1:], [0], row=0, prompt=True)
-    used.read(x[:, :3], [30, 0])
-    for layer in (fresh, used):
-        whole = layer.read(x[:1], [0], row=0, prompt=True)
-        parts = [layer.read(x[:1, at : at + 9], [at], row=0, prompt=True) for at in range(0, 30, 9)]
-        assert_close(torch.cat(parts, dim=1), whole)
-        assert_close(mixer(x[:1]), whole)
-    assert all(map(torch.equal, fresh.states(0, 30), used.states(0, 30)))

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Engine, EngineOptions
 from heads.methods.head_shape import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.registry import build_head
 from heads.saved import target_record
@@ -42,12 +42,9 @@ LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_h
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama tied": {"tie_word_embeddings": True},
-    "qwen2": {},
     "qwen2 mixed": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
     "qwen2 all windows": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-    "qwen3": {},
     "qwen3_moe": {"num_experts": 4, **MOE},
-    "gemma": {},
     "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0},
     "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
     "mistral": {"sliding_window": 4},
@@ -56,11 +53,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 4},
     "gpt2": {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64},
     "gpt_neo": {"num_layers": 4, "num_heads": 2, "attention_types": [[["global", "local"], 2]], "window_size": 4},
-    "gpt_neox": {},
+    "gpt_bigcode": {"multi_query": True},
+    "falcon": {"head_dim": None, "multi_query": True, "new_decoder_architecture": False, "alibi": False},
     "gpt_oss": {"num_local_experts": 4, "sliding_window": 4, **MOE},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8},
-    "phi": {},
-    "olmo2": {},
     "olmo3": {"sliding_window": 4},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 4, "sliding_window_pattern": 2},
@@ -74,7 +70,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **MOE,
         **LATENT,
     },
-    "starcoder2": {"sliding_window": 4},
+    "deepseek_v2": {
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        **MOE,
+        **LATENT,
+    },
     "smollm3": {"use_sliding_window": True, "sliding_window": 4},
     "afmoe": {"num_experts": 4, "num_dense_layers": 1, "sliding_window": 4, **MOE},
     "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
@@ -97,7 +102,10 @@ def from_config(config: PreTrainedConfig) -> Any:
 
 def make_model(family: str, **changes: Any) -> Any:
     """A tiny random model, the same every time; family may bear a note after a space."""
-    config = AutoConfig.for_model(family.split()[0], **{**BASE, **FAMILIES.get(family, {}), **changes})
+    given = {**BASE, **FAMILIES.get(family, {}), **changes}
+    config = AutoConfig.for_model(
+        family.split()[0], **{name: value for name, value in given.items() if value is not None}
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = from_config(config)
@@ -272,13 +280,6 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_a_target(family: str, 
     assert_close(logits, alone, roundings=512)
     assert target_record(target)["architecture"] == type(model).__name__
     assert load_shape(str(tmp_path)).hidden_size == 16
-    request = Request([*prompt[0].tolist(), 39], 12, ignore_eos=True)
-    plain = Engine(target, None, EngineOptions(max_length=40)).generate([request])[0].tokens
-    whole = torch.tensor([request.prompt])
-    with torch.no_grad():
-        for _ in range(12):
-            whole = torch.cat([whole, model(whole, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-    assert plain == whole[0, len(request.prompt) :].tolist()
 
 
 def test_heads_take_the_commonest_shape_of_layers_that_differ() -> None:
@@ -289,7 +290,6 @@ def test_heads_take_the_commonest_shape_of_layers_that_differ() -> None:
     )
     head = build_head("eagle3", {"aux_layer_ids": [1, 2]}, target, torch.ones(40, dtype=torch.int64))
     assert (head.config.head_dim, head.config.intermediate_size) == (8, 24)
-    assert len(Engine(target, None, EngineOptions(max_length=32)).generate([Request([3, 4, 5], 4)])) == 1
 
 
 def test_a_window_that_the_class_does_not_read_is_refused() -> None:

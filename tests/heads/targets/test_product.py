@@ -79,16 +79,3 @@ def test_a_compiler_that_fails_is_no_obstacle(
         assert product.load() is None
     assert "could not be compiled" in caplog.text and not list(tmp_path.rglob("*.so"))
     forget_library()
-
-
-def test_half_a_library_in_the_cache_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    need_c()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source, compiler = tmp_path / "half.c", product.find_compiler()
-    source.write_text("int half(void) { return 2; }\n")
-    assert compiler is not None
-    whole = product._build(source, compiler)
-    before = whole.read_bytes()
-    assert product._build(source, compiler) == whole
-    whole.write_bytes(before[:1000])  # loaded, it would end the process
-    assert product._build(source, compiler).read_bytes() == before

@@ -1,6 +1,5 @@
 """A target in int8: smaller, near the whole one, known by its fingerprint, and refused where it would not be so."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,22 +60,6 @@ def test_layers_that_are_not_linear_are_refused() -> None:
     model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2))
     with pytest.raises(UserError, match=r"its path: target.quantize .* hold 0% of its layers' weights"):
         FrozenTarget(model, "its path", quantize="int8")
-
-
-def test_what_a_command_hid_is_taken_back_without_a_word(tmp_path: Path) -> None:
-    """In a process of its own, for importing torchao is what logs."""
-    pytest.importorskip("torchao")
-    work = (
-        "import sys; sys.modules['torchao'] = None\n"
-        "from heads.targets.quantization import quantize_layers\n"
-        "from torch import nn\n"
-        "layers = nn.ModuleList([nn.Linear(8, 8)])\n"
-        "quantize_layers(layers, 'int8', 'its path')\n"
-        "print(type(layers[0].weight).__module__)"
-    )
-    done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("torchao.")
 
 
 def test_without_torchao_it_says_what_to_install(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

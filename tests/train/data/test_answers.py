@@ -111,28 +111,6 @@ def test_another_head_asks_for_nothing(make: Make, asked: list[Request], own_cac
     assert asked and len(list((own_cache / "answers").iterdir())) == 2
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
-def test_another_number_of_processes_makes_no_answer_anew(
-    before: int, after: int, make: Make, asked: list[Request]
-) -> None:
-    answering = make()
-
-    def share(process: int, num_processes: int) -> None:
-        with AnswerStore(answering.folder, print, process) as store:
-            store.read()
-            answering.answer_share(store, process, num_processes)
-
-    for process in range(before):
-        share(process, before)
-    whole = len(asked)
-    asked.clear()
-    for process in range(after):
-        share(process, after)
-    assert not asked and len({tuple(prompt) for prompt, _ in exchanges(answering)}) == whole
-    sizes = [path.stat().st_size for path in answering.folder.glob("*.jsonl")]
-    assert sum(size > 0 for size in sizes) == before
-
-
 def test_an_interruption_loses_the_rows_in_flight(
     make: Make, asked: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:

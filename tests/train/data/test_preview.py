@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 from transformers import AutoTokenizer
 
 from tests.chats import reader_of
 from tests.runs import Settings, WriteRecipe, train_in
-from train.data.cache import corpus_in
 from train.data.preview import preview
 from train.data.sources import ChatSource, read_source
 
@@ -48,23 +46,6 @@ def test_a_run_takes_up_what_the_preview_tokenised(chats: Settings, write_recipe
     before = {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")}
     train_in(chats, write_recipe)
     assert before == {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")}
-
-
-def test_a_run_sees_the_day_on_which_it_began(
-    chats: Settings, write_recipe: WriteRecipe, own_cache: Path, tmp_path: Path
-) -> None:
-    """Twenty-five years ago, by its record: what it tokenises is the same on every day on which it is gone on with."""
-    (tmp_path / "dated.jinja").write_text(
-        "{{ strftime_now('%Y') }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    chats["data"]["sources"][0]["chat_template"] = str(tmp_path / "dated.jinja")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/data.json").write_text('{"date": "2001-02-03"}')
-    train_in(chats, write_recipe)
-    (entry,) = own_cache.rglob("cache-*.arrow")  # of the run
-    corpus, tokenizer = corpus_in(Dataset.from_file(str(entry))), AutoTokenizer.from_pretrained(chats["target"]["path"])
-    assert str(tokenizer.decode(next(iter(corpus)).ids)).startswith("2001<|user|>hi")
 
 
 def test_the_price_of_a_template_that_rewrites_is_said(chats: Settings) -> None:

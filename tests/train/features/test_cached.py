@@ -2,9 +2,9 @@
 
 import json
 import shutil
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,18 +123,9 @@ def test_damage_is_named(fault: Any, words: str, filled: Settings, write_recipe:
 
 
 def test_a_disk_without_room_is_refused_first(
-    settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capfd: Any, little_disk: None
+    settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("train.features.cached.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(UserError, match=r"needs .* GB, its disk has .* GB; free some space"):
         fill([str(write_recipe(caching(settings, tmp_path)))])
     assert not list((tmp_path / "features").glob("rows-*"))
-
-
-Usage = namedtuple("Usage", "total used free")
-
-
-@pytest.fixture
-def little_disk() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.features.cached.shutil.disk_usage", lambda path: Usage(10**6, 10**6, 1000))
-        yield
