@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -263,21 +262,23 @@ class Answering:
                 for dialogue in asking[prompts[number]]:
                     take(dialogue)
 
-        while True:
-            begun = list(islice(dialogues, max(0, BATCHES * settings.batch_size - len(held))))
-            for dialogue in begun:
+        def begin() -> list[Dialogue]:
+            """Return the dialogues that wait for an answer: those held, filled up with new ones."""
+            waiting = [dialogue for dialogue in held if dialogue.prompt is not None]
+            while len(waiting) < BATCHES * settings.batch_size and (dialogue := next(dialogues, None)) is not None:
                 take(dialogue)
-            held = [dialogue for dialogue in (*held, *begun) if dialogue.prompt is not None]
-            if not begun and not held:
-                return
+                if dialogue.prompt is not None:
+                    waiting.append(dialogue)
+            return waiting
+
+        while held := begin():
             asking: dict[tuple[int, ...], list[Dialogue]] = {}
             for dialogue in held:
                 asking.setdefault(tuple(dialogue.prompt or ()), []).append(dialogue)
             prompts = list(asking)
             made: list[list[int]] = [[] for _ in prompts]
-            if prompts:
-                engine = engine or Engine(target, None, options)
-                engine.generate([self.request(list(prompt)) for prompt in prompts], on_tokens=keep)
+            engine = engine or Engine(target, None, options)
+            engine.generate([self.request(list(prompt)) for prompt in prompts], on_tokens=keep)
 
     def _fault_of(self, prompt: Sequence[int], answer: Sequence[int]) -> str | None:
         """Return what is wrong with a server's greedy answer: a token whose logit is far below the target's highest.

@@ -65,7 +65,7 @@ def make(target: FrozenTarget, tmp_path: Path) -> Make:
             for n in range(20)
         ]
         path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-        regenerate = {"prompts": 20, "prompt_tokens": 64, "new_tokens": 6, "batch_size": 3, **settings}
+        regenerate = {"prompts": 20, "prompt_tokens": 64, "new_tokens": 6, "batch_size": 2, **settings}
         data = Data.model_validate({"sources": [{"kind": "chat", "path": str(path)}], "regenerate": regenerate})
         return read_answering(data, 0, target, reader_of(load_tokenizer(target.name)))
 
