@@ -51,8 +51,9 @@ class TargetStep:
 
     def chunk_size(self, remaining: int) -> int:
         """Return the number of slots of the next prefill step: with padding, the power of two that covers the remaining
-        tokens, at least 16. At most CHUNK, except for an encoder, which reads a prompt in one step."""
-        size = max(16, 1 << (remaining - 1).bit_length()) if self.pads else remaining
+        tokens, at least 16 and at most all slots. At most CHUNK, except for an encoder, which reads a prompt in one
+        step."""
+        size = min(max(16, 1 << (remaining - 1).bit_length()), self.capacity) if self.pads else remaining
         return size if self.target.start_token is not None else min(CHUNK, size)
 
     def prefill(self, row: int, tokens: Tensor, start: int) -> Features:

@@ -57,7 +57,7 @@ def test_eos_cuts_inside_an_accepted_path(family: str, target_of: TargetOf, prom
 def test_padded_prompts_change_nothing(family: str, target_of: TargetOf, prompts: list[list[int]]) -> None:
     target = target_of(family)
     ends = [] if target.start_token is None else [1, target.start_token]
-    requests = [Request([*p, *ends], 10, WARM, (), True) for p in (prompts[10] * 3, prompts[0], prompts[5])]
+    requests = [Request([*p, *ends], 10, WARM, (), True) for p in ([*range(3, 50)] * 3, prompts[0], prompts[5])]
     expected = decode_plainly(target, requests)
     head = ScriptedHead(target, sequences(requests, expected))
     engine = open_engine(target, head, TREE, batch_size=2, max_length=192)

@@ -80,7 +80,10 @@ def test_a_pass_never_waits_for_the_host(family: str, monkeypatch: pytest.Monkey
             run(target)
 
 
-@pytest.mark.parametrize(("family", "uses_kernel"), [("qwen2 mixed", True), ("gemma2", False), ("deepseek_v3", False)])
+@pytest.mark.parametrize(
+    ("family", "uses_kernel"),
+    [pytest.param("qwen2 mixed", True, marks=pytest.mark.slow), ("gemma2", False), ("deepseek_v3", False)],
+)
 def test_an_engine_finds_out_which_families_the_kernel_serves(family: str, uses_kernel: bool) -> None:
     """Gemma-2 caps its scores and DeepSeek's values are narrower than its keys: they keep their own attention."""
     narrow = {"v_head_dim": 6} if family == "deepseek_v3" else {}

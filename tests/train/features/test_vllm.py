@@ -215,6 +215,7 @@ def test_wrong_layers_are_found_without_room_for_the_target(
     assert not Path(served["output_dir"], "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_without_room_for_the_target_tau_is_an_estimate(
     served: Settings, write_recipe: WriteRecipe, capfd: pytest.CaptureFixture[str]
 ) -> None:
