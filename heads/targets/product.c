@@ -123,22 +123,22 @@ typedef struct {
     const void *weight; /* packed: block b holds columns b * BLOCK .. of W^T as (K, BLOCK), the last padded with 0 */
     const float *bias, *x, *residual;
     float *y;
-    int64_t K, O, R, x_stride, half;
+    int64_t K, O, R, half;
 } Product;
 
 int block_size(void) { return BLOCK; }
 
 /* sums (rows, BLOCK) += x W, for the block's columns. */
-static inline __attribute__((always_inline)) void add_block(const Product *p, int block, const float *x,
-    int64_t x_stride, float *sums, int rows, const int half)
+static inline __attribute__((always_inline)) void add_block(const Product *p, int block, const float *x, float *sums,
+    int rows, const int half)
 {
     const int K = p->K;
     const void *weight = beyond(p->weight, (int64_t)block * BLOCK * K, half);
     if (rows <= TILE)
-        add_rows(x, x_stride, weight, BLOCK, K, sums, BLOCK, rows, VECTORS, half);
+        add_rows(x, K, weight, BLOCK, K, sums, BLOCK, rows, VECTORS, half);
     else
         for (int k = 0; k < K; k += PANEL)
-            add_panel(x + k, x_stride, beyond(weight, (int64_t)k * BLOCK, half), K - k < PANEL ? K - k : PANEL, sums,
+            add_panel(x + k, K, beyond(weight, (int64_t)k * BLOCK, half), K - k < PANEL ? K - k : PANEL, sums,
                       rows, half);
 }
 
@@ -147,15 +147,15 @@ static __attribute__((noinline)) void one_block(const Product *p, int block)
     const int from = block * BLOCK, width = p->O - from < BLOCK ? p->O - from : BLOCK, R = p->R;
     for (int at = 0; at < R; at += CHUNK) {
         const int rows = R - at < CHUNK ? R - at : CHUNK;
-        const float *input = p->x + at * p->x_stride;
+        const float *input = p->x + at * p->K;
         float sums[CHUNK][BLOCK] __attribute__((aligned(64)));
         for (int r = 0; r < rows; r++)
             for (int o = 0; o < BLOCK; o++)
                 sums[r][o] = p->bias && o < width ? p->bias[from + o] : 0;
         if (p->half)
-            add_block(p, block, input, p->x_stride, sums[0], rows, 1);
+            add_block(p, block, input, sums[0], rows, 1);
         else
-            add_block(p, block, input, p->x_stride, sums[0], rows, 0);
+            add_block(p, block, input, sums[0], rows, 0);
         for (int r = 0; r < rows; r++) {
             const size_t row = (size_t)(at + r) * p->O + from;
             for (int o = 0; o < width; o++)
@@ -164,12 +164,12 @@ static __attribute__((noinline)) void one_block(const Product *p, int block)
     }
 }
 
-/* y = x W^T + bias + residual: weight packed in float32 or, if `half`, in bfloat16; bias (O) or NULL; x (R, K) with row
- * stride x_stride; residual (R, O) or NULL; y (R, O), which may be the residual. */
+/* y = x W^T + bias + residual: weight packed in float32 or, if `half`, in bfloat16; bias (O) or NULL; x (R, K);
+ * residual (R, O) or NULL; y (R, O), which may be the residual. */
 void multiply(const void *weight, const float *bias, const float *x, const float *residual, float *y, int64_t K,
-              int64_t O, int64_t R, int64_t x_stride, int64_t half, int64_t threads)
+              int64_t O, int64_t R, int64_t half, int64_t threads)
 {
-    const Product p = {weight, bias, x, residual, y, K, O, R, x_stride, half};
+    const Product p = {weight, bias, x, residual, y, K, O, R, half};
     const int blocks = (O + BLOCK - 1) / BLOCK;
     if (threads > 1) {
 #pragma omp parallel for schedule(static) num_threads(threads)

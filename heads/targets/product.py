@@ -152,7 +152,7 @@ def load() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:  # RuntimeError: a user without a home
         logger.info("product.c could not be compiled (%s): products on this CPU take oneDNN, which is slower", error)
         return None
-    library.multiply.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 6
+    library.multiply.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5
     library.multiply.restype = None
     if not _is_right(library):
         warn_once(f"product.c, compiled by {compiler}, gives wrong products: oneDNN's are used, which are slower")
@@ -186,7 +186,7 @@ def _multiply(
     y = x.new_empty(*x.shape[:-1], outputs)
     given = [None if t is None else t.data_ptr() for t in (packed, bias, x, residual, y)]
     half, threads = packed.element_size() == 2, torch.get_num_threads() if inputs * outputs >= SERIAL_WEIGHTS else 1
-    library.multiply(*given, inputs, outputs, rows, inputs, half, threads)
+    library.multiply(*given, inputs, outputs, rows, half, threads)
     return y
 
 

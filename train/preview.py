@@ -1,4 +1,4 @@
-"""A preview of a recipe's data, without training: python -m train.data.preview RECIPE.yaml [key.sub=value ...].
+"""A preview of a recipe's data, without training: python -m train.preview RECIPE.yaml [key.sub=value ...].
 
 Prints the first documents of each source, with the labels between brackets, and counts: documents, tokens, labels,
 rows, and the records left out by reason. A run of the recipe reuses the tokenised data.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from train.data.cache import Document
 
-USAGE = "usage: python -m train.data.preview RECIPE.yaml [key.sub=value ...]"
+USAGE = "usage: python -m train.preview RECIPE.yaml [key.sub=value ...]"
 SHOWN = 2
 """Documents of each source that are printed."""
 OPEN, CLOSE = "⟦", "⟧"

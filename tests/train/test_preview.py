@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from tests.chats import reader_of
 from tests.runs import Settings, WriteRecipe, train_in
-from train.data.preview import preview
 from train.data.sources import ChatSource, read_source
+from train.preview import preview
 
 TALK = [
     {"role": "user", "content": "hi"},
