@@ -5,9 +5,10 @@
     python scripts/gpu_check.py speed   # steps and rounds of an 8B model against the bandwidth, transformers beside
     TRITON_INTERPRET=1 python scripts/gpu_check.py facts --small      # on a CPU, in Triton's interpreter, in float32
 
-Each command is sized for eight minutes on a card of 80 GB, where it has not run yet, and adds its part to the file. Weights are random and dense,
-as a model's are. A command exits with status 1 if a fact does not hold: a kernel that is off or does not repeat itself,
-a text that differs by more than a near-tie, or an engine that left its kernels or its CUDA graphs out.
+Each command is sized for eight minutes on a card of 80 GB, where it has not run yet, and adds its part to the file.
+Weights are random and dense, as a model's are. A command exits with status 1 if a fact does not hold: a kernel that is
+off or does not repeat itself, a text that differs by more than a near-tie, or an engine that left its kernels or its
+CUDA graphs out.
 """
 
 import argparse
