@@ -230,11 +230,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return record
 
 
+def trained_depth(record: dict[str, Any]) -> int | None:
+    """Return how many tokens a round a head was trained to draft; None for a draft model, which has no such number."""
+    rows: int | None = record["config"].get("block_size")
+    return record["config"].get("depth") if rows is None else rows - HEADS[record["kind"]].head.first_row
+
+
 def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:
     folder = find_head(path)
     record = read_config(folder)
-    form = HEADS[record["kind"]].format
-    return check_folder(folder, form, record["kind"], record["target"], name=name, base=base, steps=steps)
+    form, trained = HEADS[record["kind"]].format, trained_depth(record)
+    return check_folder(
+        folder, form, record["kind"], record["target"], name=name, base=base, steps=steps, trained=trained
+    )
 
 
 def check_fits(path: str | Path, target: FrozenTarget) -> None:

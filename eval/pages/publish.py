@@ -22,7 +22,7 @@ from eval.pages.format import LOCAL_MODEL, as_markdown, is_exact, why_unreliable
 from heads.core.errors import UserError
 from heads.formats.engine import ENGINES, Verdict, why_unfit
 from heads.registry import HEADS, untrained_kind
-from heads.saved import CONFIG, check_loaders, find_head, load_head, read_config
+from heads.saved import CONFIG, check_loaders, find_head, load_head, read_config, trained_depth
 from heads.targets.hub import is_hub_id, repo_and_revision, with_names
 
 PLOT = "plots/acceptance.png"
@@ -173,7 +173,7 @@ def serve_command(results: Results) -> str | None:
 
 
 def engine_command(verdicts: Sequence[Verdict]) -> str | None:
-    return next((verdict.command for verdict in verdicts if verdict.reader in ENGINES and verdict.serves), None)
+    return next((verdict.shown for verdict in verdicts if verdict.reader in ENGINES and verdict.serves), None)
 
 
 def head_verdicts(
@@ -182,7 +182,7 @@ def head_verdicts(
     """Return the verdict of each engine's check of the head. The number of draft tokens is the depth of the headline
     setting, else of the training."""
     config = record["config"]
-    depth = (results or {}).get("depth") or config.get("depth") or STEPS
+    depth = (results or {}).get("depth") or trained_depth(record) or STEPS
     modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or several times
     steps = max(depth // modules, 1) * modules
     return check_loaders(folder, name=repo_id, base=repo_and_revision(base)[0], steps=steps)

@@ -26,6 +26,10 @@ VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 ENGINES = (VLLM, SGLANG)
 VOCABULARY = ("d2t", "t2d", "token_map")
 """Names of the tensors of a draft vocabulary."""
+SAMPLING = (
+    "vLLM samples by the target's generation_config.json where a request does not say how; --generation-config vllm "
+    "turns that off, and the figures here are without it"
+)
 PORTABLE = (
     "the portable form is an EAGLE-3 file, with eagle_config.use_aux_hidden_state: false where the head reads the last "
     "hidden state alone"
@@ -99,6 +103,13 @@ class Verdict:
     """Reason why the reader supports no such head, whatever its folder holds."""
     faults: tuple[str, ...]
     """Parts of the folder that the reader would refuse or, worse, load as another head."""
+    notes: tuple[str, ...] = ()
+    """What to know before the command is used."""
+
+    @property
+    def shown(self) -> str:
+        """The command, with its notes as comments."""
+        return "\n".join([self.command, *(f"# {note}" for note in self.notes)])
 
     @property
     def serves(self) -> bool:
@@ -114,12 +125,20 @@ class Verdict:
 
 
 def check_folder(
-    folder: Path, form: Format, kind: str, target: Mapping[str, Any], *, name: str, base: str, steps: int
+    folder: Path,
+    form: Format,
+    kind: str,
+    target: Mapping[str, Any],
+    *,
+    name: str,
+    base: str,
+    steps: int,
+    trained: int | None = None,
 ) -> list[Verdict]:
     """Return the verdicts on a head's folder, the engines' first. Raises UserError if the folder cannot be read.
 
     target: the head's record of its target. The commands name the head `name` and its target `base`, and draft `steps`
-    tokens per round.
+    tokens per round. `trained`: the number for which the head was trained, if it was for one.
     """
     file = folder / "config.json"
     try:
@@ -132,12 +151,17 @@ def check_folder(
     try:
         found = Folder(config, shapes, target)
         base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in config else "")
+        deeper = (
+            f"{steps} draft tokens are more than the head was trained for, {trained}: the last ones are accepted less"
+        )
         verdicts = []
         for reader in dict.fromkeys((*ENGINES, *form.readers)):
             if reader in form.readers:
                 lacks, faults = form.check(found, reader)
                 command = form.readers[reader](base, name, steps, config)
-                verdicts.append(Verdict(reader, command, lacks, tuple(faults)))
+                notes = [SAMPLING] if command.startswith("vllm serve") else []
+                notes += [deeper] if trained is not None and steps > trained else []
+                verdicts.append(Verdict(reader, command, lacks, tuple(faults), tuple(notes)))
             else:
                 verdicts.append(Verdict(reader, "", f"has no method for heads of kind {kind}", ()))
         return verdicts

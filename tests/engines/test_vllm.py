@@ -1,0 +1,170 @@
+"""A whole vLLM beside this runtime: the same text, and in every round the same number of accepted draft tokens.
+
+DRAFTSMITH_ENGINE_RECORD names a file to which the figures are written, eval/results/vllm.json in the repository.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from eval.measure.environment import machine, target_facts
+from eval.measure.figures import top_two_margin
+from eval.measure.prompts import HELD_OUT_SUITE, load_prompts, prompts_hash
+from eval.measure.results import write_record
+from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.identity import FAR, find_flips, first_difference
+from heads.core.tree import parse_shape
+from heads.saved import load_head
+from heads.targets.load import load_target, load_tokenizer
+from tests.engines.vllm_process import NEEDS_VLLM, TARGET, ask_vllm
+from tests.runs import forget_accelerator, train
+
+pytestmark = NEEDS_VLLM
+PROMPTS, NEW_TOKENS = 32, 64
+
+
+@dataclass(frozen=True)
+class Family:
+    """A head, trained a little, and the number of tokens that it drafts."""
+
+    head: dict[str, Any]
+    depth: int = 5
+    method: str = "eagle3"
+    steps: int = 40
+
+
+EAGLE3 = {"kind": "eagle3", "depth": 4, "intermediate_size": 384}
+DFLASH = {"kind": "dflash", "block_size": 6, "num_layers": 2, "intermediate_size": 192, "num_anchors": 64}
+FAMILIES = {
+    "EAGLE-3": Family(EAGLE3),
+    "EAGLE-3, draft vocabulary": Family(EAGLE3 | {"draft_vocab_size": 2048}),
+    "EAGLE-3.1": Family(EAGLE3 | {"draft_vocab_size": 2048, "fc_norm": True, "norm_output": True}),
+    "EAGLE-3, sliding window": Family(EAGLE3 | {"sliding_window": 24}),
+    "EAGLE-3, other layers": Family(EAGLE3 | {"aux_layer_ids": [1, 5, 12, 20]}),
+    "DFlash": Family(DFLASH, method="dflash"),
+    "DFlash, causal": Family(DFLASH | {"causal": True}, method="dflash"),
+    "draft model": Family({"kind": "draft", "layers": [0, 9, 19]}, method="draft_model", steps=80),
+    "Medusa": Family({"kind": "medusa", "depth": 3, "tree_nodes": 0}, 3, "medusa"),
+    "MTP": Family({"kind": "mtp", "native": True, "depth": 3}, 3, "mtp"),
+}
+
+
+def make_mimo(folder: Path) -> None:
+    """Write the quickstart's target as a MiMo, with a module that begins as a copy of the last layer."""
+    config = json.loads((TARGET / "config.json").read_text())
+    weights = {name: value.float() for name, value in load_file(TARGET / "model.safetensors").items()}
+    D, last, module = config["hidden_size"], config["num_hidden_layers"] - 1, "model.mtp_layers.0."
+    for n in range(last + 1):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = len(weights[f"model.layers.{n}.self_attn.{name}.weight"])
+            weights[f"model.layers.{n}.self_attn.{name}.bias"] = torch.zeros(rows)
+    copied = f"model.layers.{last}."
+    weights |= {name.replace(copied, module): value for name, value in weights.items() if name.startswith(copied)}
+    weights |= {f"{module}{name}_layernorm.weight": torch.ones(D) for name in ("token", "hidden")}
+    weights[f"{module}input_proj.weight"] = torch.cat([torch.eye(D), 0.5 * torch.eye(D)], 1)
+    weights[f"{module}final_layernorm.weight"] = weights["model.norm.weight"]
+    save_file({name: value.clone() for name, value in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    config |= {"dtype": "float32", "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "configuration_mimo.py").write_text(
+        "from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):\n    model_type = 'mimo'\n"
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_bytes((TARGET / name).read_bytes())
+
+
+def train_head(folder: Path, target: Path, family: Family) -> None:
+    recipe = {
+        "output_dir": str(folder / "run"),
+        "target": {"path": str(target)},
+        "head": family.head,
+        "data": {"context_length": 256, "sources": [{"kind": "python", "limit": 20}]},
+        "train": dict(
+            max_steps=family.steps, batch_size=2, optimizer="muon", lr=6e-3, min_lr_ratio=0.02, warmup_steps=5,
+            checkpoint_every=family.steps, eval_every=family.steps,
+        ),
+        "eval": {"prompts": HELD_OUT_SUITE, "num_prompts": 2, "max_new_tokens": 16, "tree": f"chain:{family.depth}"},
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    forget_accelerator()
+    train(folder / "recipe.yaml")
+    forget_accelerator()
+
+
+def add_to_record(row: dict[str, Any], **shared: Any) -> None:
+    """Write a family's figures to the record, in the place of those of another time."""
+    if file := os.environ.get("DRAFTSMITH_ENGINE_RECORD"):
+        path, facts = Path(file), {**machine(torch.device("cpu")), **shared}
+        rows = json.loads(path.read_text())["rows"] if path.is_file() else []
+        kept = {other["family"]: other for other in rows} | {row["family"]: row}
+        write_record({**facts, "rows": [kept[name] for name in FAMILIES if name in kept]}, path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_whole_vllm_writes_the_same_text_and_accepts_the_same_drafts(
+    name: str, once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
+) -> None:
+    family = FAMILIES[name]
+    K = family.depth
+    folder = once("mimo", make_mimo) if family.method == "mtp" else TARGET
+    target, tokenizer = load_target(str(folder), dtype=torch.float32), load_tokenizer(str(folder))
+    train_head(tmp_path, folder, family)
+    prompts = load_prompts(HELD_OUT_SUITE, tokenizer, num_prompts=PROMPTS, max_prompt_tokens=96)
+    engine = Engine(target, load_head(tmp_path / "run"), EngineOptions(shape=parse_shape(f"chain:{K}"), max_length=256))
+    # The last round of a text is whole in vLLM's counters; here, if the text may go on to the end of it.
+    outputs = engine.generate([Request(p.ids, NEW_TOKENS + K, ignore_eos=True) for p in prompts])
+    texts, accepted = [output.tokens[:NEW_TOKENS] for output in outputs], []
+    for output in outputs:
+        starts = [1 + sum(output.accepted[:r]) + r for r in range(output.rounds)]  # tokens before round r
+        accepted.append([count for count, start in zip(output.accepted, starts, strict=True) if start < NEW_TOKENS])
+    theirs = ask_vllm(
+        tmp_path,
+        target=str(folder),
+        speculative={"method": family.method, "model": str(tmp_path / "run/head"), "num_speculative_tokens": K},
+        prompts=[prompt.ids for prompt in prompts],
+        new_tokens=NEW_TOKENS,
+        options={"trust_remote_code": True} if family.method == "mtp" else {},
+    )
+    plain = Engine(target, None, EngineOptions(max_length=256))
+    differing = []
+    for i, prompt in enumerate(prompts):
+        place = first_difference(texts[i], theirs["tokens"][i])
+        if place is not None:
+            flips = find_flips(plain, Request(prompt.ids, NEW_TOKENS, ignore_eos=True), theirs["tokens"][i])
+            margin = top_two_margin(target, [*prompt.ids, *texts[i][:place]], outputs[i].sampling)
+            near = all(flip.is_within(FAR) for flip in flips)
+            differing.append({"prompt": prompt.id, "position": place, "top_two_margin": margin, "near_tie": near})
+    same = [i for i in range(len(prompts)) if texts[i] == theirs["tokens"][i]]
+    counts = {
+        who: [sum(count > k for i in same for count in rounds[i]) for k in range(K)]
+        for who, rounds in (("vllm", theirs["accepted"]), ("draftsmith", accepted))
+    }
+    row = {
+        "family": name,
+        "head": family.head,
+        "target": target_facts(target),
+        "depth": K,
+        "prompts": len(prompts),
+        "identical": len(same),
+        "differing": differing,
+        "rounds": {
+            "vllm": sum(len(theirs["accepted"][i]) for i in same),
+            "draftsmith": sum(len(accepted[i]) for i in same),
+        },
+        "accepted_by_position": counts,
+    }
+    shared = {"prompts": HELD_OUT_SUITE, "prompts_hash": prompts_hash(prompts), "max_new_tokens": NEW_TOKENS}
+    add_to_record(row, engine=theirs["versions"], **shared)
+    assert theirs["counters"] == [sum(count > k for rounds in theirs["accepted"] for count in rounds) for k in range(K)]
+    assert all(difference["near_tie"] for difference in differing), differing
+    assert [theirs["accepted"][i] for i in same] == [accepted[i] for i in same]
+    assert counts["vllm"][0] > 0
