@@ -117,6 +117,7 @@ def collect(
         again=f"python eval/bench.py {repo_id}" + ("" if base else f" --target {shlex.quote(target)}"),
         engines=[verdict for verdict in verdicts if verdict.reader in ENGINES],
         others=[verdict for verdict in verdicts if verdict.reader not in ENGINES],
+        tried=HEADS[record["kind"]].format.tried,
         converters=HEADS[record["kind"]].format.converters(repo_id, base or target, record["config"]),
     )
     files[CARD] = card.encode(errors="backslashreplace")  # names from a damaged file may not be valid text

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from heads.formats.engine import SGLANG, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
+from heads.formats.engine import SGLANG, TRIED, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
 from heads.formats.source import Source
 from heads.targets.load import load_tokenizer
 from heads.targets.model import FrozenTarget
@@ -50,5 +50,6 @@ FORMAT = Format(
     engine_config=draft_engine_config,
     readers={VLLM: vllm("draft_model"), SGLANG: sglang("STANDALONE")},
     check=check_draft,
+    tried=TRIED,
     write_beside=write_tokenizer,
 )

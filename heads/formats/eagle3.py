@@ -22,6 +22,7 @@ from heads.core.errors import UserError, shown
 from heads.formats.engine import (
     DECODER_SIZES,
     SGLANG,
+    TRIED,
     VLLM,
     Folder,
     Format,
@@ -346,5 +347,6 @@ FORMAT = Format(
         EAGLE: lambda target, head, *_: f"EaModel.from_pretrained(base_model_path={target!r}, ea_model_path={head!r})",
     },
     check=check_eagle3,
+    tried=TRIED,
     converters=speculators,
 )

@@ -24,6 +24,8 @@ from heads.targets.model import FrozenTarget
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 ENGINES = (VLLM, SGLANG)
+TRIED = "vLLM 0.32.0"
+"""The newest build for CPUs."""
 VOCABULARY = ("d2t", "t2d", "token_map")
 """Names of the tensors of a draft vocabulary."""
 SAMPLING = (
@@ -86,6 +88,9 @@ class Format:
     """Read a head of the target in other projects' forms. Returns None for a folder without a head of this kind. Raises
     UserError for a head of another target, or of a kind that cannot be run. Names and shapes of the tensors are checked
     later."""
+    tried: str | None = None
+    """Engine in which small heads of this kind were run as a whole (`tests/engines`): it wrote the same text as this
+    runtime and accepted the same drafts."""
     converters: Callable[[str, str, Mapping[str, Any]], list[str]] = lambda head, target, config: []
     """(head, target, the head's config) -> lines on how to convert the folder into other forms."""
 

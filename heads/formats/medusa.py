@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from heads.core.errors import UserError
-from heads.formats.engine import Folder, Format, Reading, Shapes, fields, sizes, tensors, vllm
+from heads.formats.engine import TRIED, Folder, Format, Reading, Shapes, fields, sizes, tensors, vllm
 from heads.formats.source import Source, check_same
 from heads.targets.model import FrozenTarget
 
@@ -105,4 +105,5 @@ FORMAT = Format(
     engine_config=medusa_engine_config,
     readers={OLD_VLLM: vllm("medusa"), MEDUSA: lambda _, head, *__: f"MedusaModel.from_pretrained({head!r})"},
     check=check_medusa,
+    tried=TRIED,
 )

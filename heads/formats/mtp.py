@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from heads.core.errors import first_line
 from heads.formats.engine import (
     SGLANG,
+    TRIED,
     VLLM,
     Folder,
     Format,
@@ -59,6 +60,7 @@ ONE_EACH = {VLLM: 1, SGLANG: 1}
 DEEPSEEK = {VLLM: None, SGLANG: 1}
 FIRST_TOKEN = f"{SGLANG} reads the token at position 0 too, which this head and {VLLM} read as zeros"
 PRE_NORM = f"{VLLM} recycles the state before shared_head.norm from the second draft token on, this head that after it"
+POST_NORM = f"{SGLANG} passes the state after the target's final norm, this head and {VLLM} pass that before"
 QWEN3_5 = MtpLoader("qwen", "mtp_num_hidden_layers", ONE_EACH)
 MTP = {
     "DeepseekV3ForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", DEEPSEEK, (FIRST_TOKEN,)),
@@ -66,7 +68,7 @@ MTP = {
     # vLLM looks for the modules of this family at layer 0, because its config override says that the target has no
     # layers.
     "Glm4MoeLiteForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", {SGLANG: 1}, (FIRST_TOKEN,)),
-    "MiMoForCausalLM": MtpLoader("mimo", "num_nextn_predict_layers", ONE_EACH),
+    "MiMoForCausalLM": MtpLoader("mimo", "num_nextn_predict_layers", ONE_EACH, (POST_NORM,)),
     "Qwen3NextForCausalLM": MtpLoader("qwen", "num_nextn_predict_layers", ONE_EACH),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
@@ -135,4 +137,5 @@ FORMAT = Format(
     engine_config=mtp_engine_config,
     readers={VLLM: vllm("mtp"), SGLANG: sglang("NEXTN")},
     check=check_mtp,
+    tried=TRIED,
 )

@@ -5,6 +5,8 @@ layer.
     h^k_t = norm(block_k(u^k_t))                        predicts x_{t+k+1} through the target's own output head
 
 vLLM's classes for DeepSeek, GLM and MiMo read the token at position 0 as zeros; so does this head in their layouts.
+MiMo's own modules read h^0 before the target's final norm: its class in vLLM, by MiMo's authors, leaves the norm to the
+output head.
 Each step has its own module (DeepSeek, num_modules = depth), or all steps share one (FastMTP, arXiv 2509.18362,
 num_modules = 1). FastMTP's training lets step k see the step-k keys of all slots; here step k sees the same keys as in
 drafting (`heads.methods.recycling`). Embeddings and output head are the target's, frozen and not stored. Loss = sum
@@ -75,13 +77,15 @@ class Layout:
     zero_first: bool = False
     """True if engines read the token at position 0 as zeros: vLLM in both layouts that set it, SGLang only in
     MiMo's."""
+    pre_norm: bool = False
+    """True if the family's own modules read the target's last hidden state before its final norm."""
 
     def of_module(self, i: int, layers: int) -> str:
         return self.prefix.format(i=i, n=layers + i)
 
 
 LAYOUTS = {
-    "mimo": Layout("model.mtp_layers.{i}.", PARTS, "", hidden_first=True, zero_first=True),
+    "mimo": Layout("model.mtp_layers.{i}.", PARTS, "", hidden_first=True, zero_first=True, pre_norm=True),
     "deepseek": Layout(
         "model.layers.{n}.",
         ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
@@ -151,6 +155,8 @@ class Mtp(Recycling):
         powers = [config.depth_decay**k for k in range(config.depth)]
         self.depth_weights = tuple(power / sum(powers) for power in powers)
         D, hidden_first, self.zero_first = config.hidden_size, self.layout.hidden_first, self.layout.zero_first
+        self.pre_norm = config.native and self.layout.pre_norm
+        self.aux_layer_ids = (config.num_target_layers,) if self.pre_norm else ()
         if config.decoder is None:
             blocks: Iterable[nn.Module] = (
                 DecoderLayer(config, Attention(config, D)) for _ in range(config.num_modules)
@@ -258,6 +264,7 @@ class Mtp(Recycling):
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """Return h^0 in the dtype that the projection computes in."""
+        hidden = aux_hidden_states if self.pre_norm else hidden
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             return hidden.to(torch.get_autocast_dtype(device))

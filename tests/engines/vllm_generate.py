@@ -19,7 +19,7 @@ def main(job_file: str, result_file: str) -> None:
         dtype="float32",
         speculative_config=job["speculative"],
         generation_config="vllm",  # no sampling defaults of the model's own
-        max_num_seqs=1,  # as in the runtime that is compared: rounding may depend on the number of rows
+        max_num_seqs=job["rows"],
         max_model_len=512,
         enforce_eager=True,
         enable_prefix_caching=False,

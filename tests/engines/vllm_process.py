@@ -54,7 +54,9 @@ def vllm_server(folder: Path, *options: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(Path(PYTHON).with_name("vllm")), "serve", str(TARGET), "--dtype", "float32", "--enforce-eager"]
+    # As `vllm serve`, which asks for the version of a package that the build for CPUs calls otherwise.
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET)]
+    command += ["--dtype", "float32", "--enforce-eager", "--generation-config", "vllm"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--max-num-seqs", "8", *options]
     with (folder / "vllm.log").open("w") as log:
         server = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log, process_group=0)

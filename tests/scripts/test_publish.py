@@ -232,10 +232,11 @@ def test_the_card_says_what_it_is_how_to_serve_it_and_what_it_was_trained_on(run
     for part in ("chats.jsonl (chat)", "org/chats", "lr 0.01", "max_steps 9", "12,345 tokens", "depth 7"):
         assert part in trained, part
     commands = card[card.index("## Served by") :].split("```")[1:4:2]
-    settings = json.loads(shlex.split(commands[0])[-1])
+    settings = json.loads(shlex.split(commands[0], comments=True)[-1])
     assert commands[0].startswith("\nvllm serve org/the-target ")
     assert settings == {"method": "eagle3", "model": REPO, "num_speculative_tokens": 2}
-    words = shlex.split(commands[1])
+    assert "\n# vLLM samples by the target's generation_config.json" in commands[0]
+    words = shlex.split(commands[1], comments=True)
     assert words[words.index("--speculative-draft-model-path") + 1] == REPO and "EAGLE3" in words
     assert '{"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}' in card  # for speculators' converter
 

@@ -15,7 +15,7 @@ from heads.formats.engine import ENGINES, SGLANG, VLLM, Verdict, check_folder, w
 from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.published import read_published
 from heads.registry import HEADS, build_head
-from heads.saved import read_config, save_head, target_record
+from heads.saved import check_loaders, read_config, save_head, target_record
 from heads.targets.load import load_target
 from heads.targets.model import FrozenTarget
 from tests.native_mtp import V, make_multimodal, write_native
@@ -138,6 +138,25 @@ def test_an_eagle3_head_is_what_every_reader_loads(
         "--speculative-draft-model-path ann/a-head --speculative-num-steps 4 --speculative-eagle-topk 1 "
         "--speculative-num-draft-tokens 5"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "trained"),
+    [
+        ("eagle3", {"depth": 4}, 4),
+        ("dflash", {"block_size": 5, "num_layers": 2}, 4),
+        ("dspark", {"block_size": 4, "num_layers": 2, "markov_rank": 6}, 4),
+        ("draft", {"layers": [0, 7]}, 64),
+    ],
+)
+def test_a_command_that_drafts_more_than_was_trained_says_so(
+    kind: str, settings: dict[str, Any], trained: int, target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "head", target, kind, **settings)
+    for steps, warned in ((trained, False), (trained + 1, kind != "draft")):
+        for verdict in check_loaders(folder, steps=steps)[:2]:
+            assert ("more than the head was trained for, 4" in verdict.shown) == warned
+            assert verdict.shown.startswith(verdict.command) and f" {steps}" in verdict.command
 
 
 @pytest.mark.parametrize(

@@ -161,10 +161,12 @@ def test_deepseeks_states_are_those_of_transformers(name: str, targets: Targets)
 
 @pytest.mark.parametrize("name", ["mimo1", "mimo2"])
 def test_mimos_states_are_its_formula(name: str, targets: Targets) -> None:
-    """Hidden state first, biases in the attention, each module over its own inputs."""
+    """Hidden state first and before the final norm, biases in the attention, each module over its own inputs."""
     target, native = targets[name]
     head = build_head("mtp", {"native": True}, target, COUNTS).double()
-    batch, state = target_batch(target, [[18], [18]]), target_batch(target, [[18], [18]]).hidden
+    batch = target_batch(target, [[18], [18]], head.aux_layer_ids)
+    state = batch.aux_hidden_states  # before the target's final norm
+    assert_close(target.base.norm(state), batch.hidden, precision=torch.float32)
     embeddings = batch.embeddings.clone()
     embeddings[:, 1] = 0  # the token that module 1 reads at position 0
     for k, ours in enumerate(head.unroll(batch, head.num_modules), start=1):
@@ -199,7 +201,7 @@ def test_a_drafting_step_is_a_training_step(name: str, targets: Targets) -> None
     """Of blocks whose attention is the target's own: the score of each drafted token is what training gives it."""
     target, _ = targets[name]
     head = build_head("mtp", {"native": True, "draft_vocab_size": 90}, target, COUNTS).double()
-    batch, n = target_batch(target, [[18], [18]]), 11
+    batch, n = target_batch(target, [[18], [18]], head.aux_layer_ids), 11
     proposal = head.propose(seen(head, batch, "chain:4", [n, n]), greedy)
     tokens = batch.tokens.clone()
     tokens[:, n + 1 : n + 5] = proposal.tokens[:, 1:]
