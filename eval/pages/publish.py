@@ -237,7 +237,8 @@ def public_config(file: Path, base: str | None) -> bytes:
     if base and isinstance(config.get("auto_map"), dict):  # its code is in the target's folder, not in the head's
         repo, _ = repo_and_revision(base)
         config["auto_map"] = {
-            key: name if "--" in str(name) else f"{repo}--{name}" for key, name in config["auto_map"].items()
+            key: name if is_hub_id(str(name).partition("--")[0]) else f"{repo}--{str(name).rpartition('--')[2]}"
+            for key, name in config["auto_map"].items()
         }
     config["draftsmith"]["target"]["name"] = base
     return as_json(config)

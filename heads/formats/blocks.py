@@ -24,7 +24,6 @@ from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, MULTIMODAL, hooke
 from heads.formats.engine import (
     DECODER_SIZES,
     SGLANG,
-    TRIED,
     VLLM,
     Folder,
     Format,
@@ -420,7 +419,6 @@ DFLASH = Format(
     engine_config=dflash_engine_config,
     readers={VLLM: vllm("dflash"), SGLANG: sglang("DFLASH", block=True)},
     check=BlockForm("DFlashDraftModel", nested=True).check,
-    tried=TRIED,
 )
 DFLASH2 = Format(
     read=partial(read_block, "dflash2"),

@@ -3,6 +3,7 @@ target's family (`heads.methods.mtp`). Engines load it together with the target,
 use.
 """
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from heads.formats.source import Source, check_same
 from heads.methods.family_layers import BlockMaker, block_record
 from heads.methods.mtp import LAYOUTS, PARTS, Layout, count_modules, read_native, to_field
 from heads.targets.families import register_mimo
+from heads.targets.hub import repo_and_revision
 from heads.targets.model import FrozenTarget
 
 
@@ -36,9 +38,16 @@ def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[s
     """Return config.json: the target's own, from `heads.saved.target_record`. Engines find the modules' class with
     it.
 
-    The modules are not quantised, even if the target's checkpoint is.
+    The modules are not quantised, even if the target's checkpoint is. The config's own code stays in the target's
+    folder, and `auto_map` says where that is.
     """
-    return {key: value for key, value in target["config"].items() if key != "quantization_config"}
+    own = {key: value for key, value in target["config"].items() if key != "quantization_config"}
+    if isinstance(own.get("auto_map"), dict):
+        place, _ = repo_and_revision(str(target["name"]))
+        place = os.path.abspath(place) if os.path.isdir(place) else place
+        named = own["auto_map"].items()
+        own["auto_map"] = {key: name if "--" in str(name) else f"{place}--{name}" for key, name in named}
+    return own
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A whole vLLM as the server of a training run: its answers and its hidden states are the target's."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,56 +35,65 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "head": {"kind": "eagle3", "depth": 3, "intermediate_size": 192, "draft_vocab_size": 2048},
         "data": {"context_length": 128, "sources": [{"kind": "python", "limit": 20}]},
         "train": dict(max_steps=20, batch_size=2, lr=1e-3, precision="fp32", checkpoint_every=20, eval_every=20),
-        "eval": {"num_prompts": 2, "max_prompt_tokens": 64, "max_new_tokens": 16, "tree": "chain:3"},
+        "eval": {
+            "prompts": "python-heldout",
+            "num_prompts": 2,
+            "max_prompt_tokens": 64,
+            "max_new_tokens": 16,
+            "tree": "chain:3",
+        },
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     return tmp_path / "recipe.yaml"
 
 
-def test_answers_of_a_whole_vllm_are_the_targets_and_train_a_head(recipe: Path, tmp_path: Path) -> None:
-    asked = ["data.regenerate={prompts: 32, prompt_tokens: 64, new_tokens: 32, batch_size: 8}"]
-    (tmp_path / "server").mkdir()
-    answers = []
-    with vllm_server(tmp_path / "server") as url:
-        for server in (f"data.regenerate.server={{url: {url}}}", "data.regenerate.server=null"):
-            assert regenerate.main([str(recipe), *asked, server]) == 0
-            answers.append((tmp_path / "run/answers.jsonl").read_text().splitlines())
-            forget_accelerator()
-        train(recipe, *asked, f"data.regenerate.server={{url: {url}}}")
-    assert len(answers[0]) == 32 and answers[0] == answers[1]
-    assert lines(tmp_path / "run", "eval")[-1]["tau"] > 1
-
-
-def test_states_of_a_whole_vllm_are_the_targets_and_train_a_head(recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "server").mkdir()
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server of hidden states, which also answers."""
+    folder = tmp_path_factory.mktemp("server")
     streams = {"eagle_aux_hidden_state_layer_ids": [*LAYERS, 20]}
     extract: dict[str, Any] = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
     connector = {
         "kv_connector": "HiddenStatesConnector",
         "kv_connector_module_path": "hidden_states_connector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "server/states")},
+        "kv_connector_extra_config": {"shared_storage_path": str(folder / "states")},
     }
     options = ["--speculative-config", json.dumps(extract | {"draft_model_config": {"hf_config": streams}})]
     options += ["--kv-transfer-config", json.dumps(connector), "--no-enable-prefix-caching"]
-    with vllm_server(tmp_path / "server", *options) as url:
-        whole = load_target(str(TARGET), dtype=torch.float32)
-        lean = load_target(str(TARGET), dtype=torch.float32, place=drop_layers)
-        accelerator = make_accelerator(Train(max_steps=1, precision="fp32"))
-        source = ServedFeatures(lean, VllmFeatures(kind="vllm", url=url), 2, accelerator)
-        rows = packed_rows()
-        given = rows.tokens, rows.positions, rows.documents, LAYERS
-        theirs, own, kept = lean.packed_features(*given), whole.packed_features(*given), rows.documents >= 0
-        source.close()
-        for found, expected in (
-            *zip(theirs.aux_hidden_states[kept].chunk(3, -1), own.aux_hidden_states[kept].chunk(3, -1), strict=True),
-            (theirs.hidden[kept], own.hidden[kept]),
-        ):
-            assert float((found - expected).norm() / expected.norm()) < 1e-4
-        forget_accelerator()
-        train(recipe, f"features={{kind: vllm, url: {url}}}")
+    with vllm_server(folder, *options) as url:
+        yield url
+
+
+def test_states_of_a_whole_vllm_are_the_targets_and_train_a_head(recipe: Path, url: str, tmp_path: Path) -> None:
+    whole = load_target(str(TARGET), dtype=torch.float32)
+    lean = load_target(str(TARGET), dtype=torch.float32, place=drop_layers)
+    accelerator = make_accelerator(Train(max_steps=1, precision="fp32"))
+    source = ServedFeatures(lean, VllmFeatures(kind="vllm", url=url), 2, accelerator)
+    rows = packed_rows()
+    given = rows.tokens, rows.positions, rows.documents, LAYERS
+    theirs, own, kept = lean.packed_features(*given), whole.packed_features(*given), rows.documents >= 0
+    source.close()
+    for found, expected in (
+        *zip(theirs.aux_hidden_states[kept].chunk(3, -1), own.aux_hidden_states[kept].chunk(3, -1), strict=True),
+        (theirs.hidden[kept], own.hidden[kept]),
+    ):
+        assert float((found - expected).norm() / expected.norm()) < 1e-4
+    forget_accelerator()
+    train(recipe, f"features={{kind: vllm, url: {url}}}")
     forget_accelerator()
     train(recipe, f"output_dir={tmp_path}/own")
     served, alone = ([line["loss"] for line in lines(tmp_path / name, "train")] for name in ("run", "own"))
     assert served == pytest.approx(alone, rel=1e-3)
-    assert not list((tmp_path / "server/states").iterdir())
+
+
+def test_answers_of_a_whole_vllm_are_the_targets_and_train_a_head(recipe: Path, url: str, tmp_path: Path) -> None:
+    asked, server = "data.regenerate={prompts: 32, prompt_tokens: 64, new_tokens: 32}", f"{{url: {url}}}"
+    answers = []
+    for place in ("null", server):
+        assert regenerate.main([str(recipe), asked, f"data.regenerate.server={place}"]) == 0
+        answers.append((tmp_path / "run/answers.jsonl").read_text().splitlines())
+        forget_accelerator()
+    assert len(answers[0]) == 32 and answers[0] == answers[1]
+    train(recipe, asked, f"data.regenerate.server={server}")
+    assert lines(tmp_path / "run", "eval")[-1]["tau"] > 1

@@ -56,7 +56,7 @@ def vllm_server(folder: Path, *options: str) -> Iterator[str]:
         port = free.getsockname()[1]
     # As `vllm serve`, which asks for the version of a package that the build for CPUs calls otherwise.
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET)]
-    command += ["--dtype", "float32", "--enforce-eager", "--generation-config", "vllm"]
+    command += ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--max-num-seqs", "8", *options]
     with (folder / "vllm.log").open("w") as log:
         server = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log, process_group=0)

@@ -267,6 +267,8 @@ def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_
     target = load_target(str(tmp_path / "target"))
     head = build_head("mtp", {"native": True}, target, torch.ones(target.vocab_size))
     save_head(head, tmp_path / "run/head", target=target_record(target))
+    beside = json.loads((tmp_path / "run/head/config.json").read_text())["auto_map"]
+    assert beside == {"AutoConfig": f"{tmp_path}/target--configuration_mimo.MiMoConfig"}  # not in the head's folder
     publication = collect(tmp_path / "run", REPO, base_model="org/mimo", unmeasured=True)
     data = publication.files["config.json"]
     assert isinstance(data, bytes)

@@ -156,7 +156,7 @@ def test_a_command_that_drafts_more_than_was_trained_says_so(
     for steps, warned in ((trained, False), (trained + 1, kind != "draft")):
         for verdict in check_loaders(folder, steps=steps)[:2]:
             assert ("more than the head was trained for, 4" in verdict.shown) == warned
-            assert verdict.shown.startswith(verdict.command) and f" {steps}" in verdict.command
+            assert verdict.shown.startswith(verdict.command)
 
 
 @pytest.mark.parametrize(
