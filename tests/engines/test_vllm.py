@@ -103,9 +103,11 @@ def train_head(folder: Path, target: Path, family: Family) -> None:
 
 
 def fit_for_comparison(head: Any) -> None:
-    """Round the weights to bfloat16, as the runtime does on a CPU with a draft's, and vLLM in float32 does not. Give all
-    layers of a block head the first one's norm of keys: vLLM 0.32's kernel for CPUs norms the keys of the context by it
-    in every layer."""
+    """Round the weights to bfloat16, as the runtime does on a CPU with a draft's, and vLLM in float32 does not.
+
+    All layers of a DFlash head get the first one's norm of keys: vLLM 0.32's kernel for CPUs applies that to the keys
+    of the context in every layer.
+    """
     for name, weight in head.named_parameters():
         weight.data = weight.data.bfloat16().float()
         if isinstance(head, DFlash) and name.endswith("k_norm.weight"):
