@@ -401,6 +401,18 @@ def test_the_table_of_results_is_the_records() -> None:
     assert not absent, "the records say:\n" + "\n".join(absent)
 
 
+def test_the_table_of_a_whole_engine_is_the_record() -> None:
+    rows, text = json.loads((RECORDS / "vllm.json").read_text())["rows"], (RECORDS / "README.md").read_text()
+    for found in rows:
+        theirs, ours = (found["accepted_by_position"][who] for who in ("vllm", "draftsmith"))
+        assert theirs == ours and found["rounds"]["vllm"] == found["rounds"]["draftsmith"]
+        texts = f"{found['identical']} of {found['prompts']}"
+        counts = ", ".join(f"{count:,}" for count in theirs)
+        line = f"| {found['family']} | {found['depth']} | {texts} | {found['rounds']['vllm']:,} | {counts} |"
+        assert line in text, f"the record says:\n{line}"
+    assert {found["head"]["kind"] for found in rows} == {kind for kind, head in HEADS.items() if head.format.tried}
+
+
 def test_every_record_is_listed_with_its_commit() -> None:
     text = (RECORDS / "README.md").read_text()
     first = FIRST.read_text()

@@ -39,8 +39,8 @@ class Family:
     head: dict[str, Any]
     depth: int = 5
     method: str = "eagle3"
-    steps: int = 200
-    lr: float = 6e-3
+    steps: int = 60
+    lr: float = 1e-3
 
 
 EAGLE3 = {"kind": "eagle3", "depth": 4, "intermediate_size": 384}
@@ -53,9 +53,9 @@ FAMILIES = {
     "EAGLE-3, other layers": Family(EAGLE3 | {"aux_layer_ids": [1, 5, 12, 20]}),
     "DFlash": Family(DFLASH, method="dflash"),
     "DFlash, causal": Family(DFLASH | {"causal": True}, method="dflash"),
-    "draft model": Family({"kind": "draft", "layers": [0, 9, 19]}, method="draft_model"),
-    "Medusa": Family({"kind": "medusa", "depth": 3, "tree_nodes": 0}, 3, "medusa", lr=2e-2),
-    "MTP": Family({"kind": "mtp", "native": True, "depth": 3}, 3, "mtp"),
+    "draft model": Family({"kind": "draft", "layers": [0, 9, 19]}, 5, "draft_model", 80, 5e-3),
+    "Medusa": Family({"kind": "medusa", "depth": 3, "tree_nodes": 0}, 3, "medusa", 120, 2e-2),
+    "MTP": Family({"kind": "mtp", "native": True, "depth": 3}, 3, "mtp", 200, 6e-3),
 }
 
 
@@ -89,9 +89,9 @@ def train_head(folder: Path, target: Path, family: Family) -> None:
         "output_dir": str(folder / "run"),
         "target": {"path": str(target)},
         "head": family.head,
-        "data": {"context_length": 256, "sources": [{"kind": "python", "limit": 60}]},
+        "data": {"context_length": 256, "sources": [{"kind": "python", "limit": 20}]},
         "train": dict(
-            max_steps=family.steps, batch_size=2, optimizer="muon", lr=family.lr, min_lr_ratio=0.02, warmup_steps=10,
+            max_steps=family.steps, batch_size=2, optimizer="muon", lr=family.lr, min_lr_ratio=0.02, warmup_steps=5,
             checkpoint_every=family.steps, eval_every=family.steps,
         ),
         "eval": {"prompts": HELD_OUT_SUITE, "num_prompts": 2, "max_new_tokens": 16, "tree": f"chain:{family.depth}"},

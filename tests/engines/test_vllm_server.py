@@ -73,7 +73,11 @@ def test_states_of_a_whole_vllm_are_the_targets_and_train_a_head(recipe: Path, u
     rows = packed_rows()
     given = rows.tokens, rows.positions, rows.documents, LAYERS
     theirs, own, kept = lean.packed_features(*given), whole.packed_features(*given), rows.documents >= 0
+    client, text = source.open_server(LAYERS), rows.tokens[1, :31]
+    said, hidden = client.log_probabilities(text), own.hidden[1, :30]
     source.close()
+    ours = whole.lm_head(hidden).log_softmax(-1).gather(-1, text[1:, None])[:, 0]
+    torch.testing.assert_close(said, ours, rtol=1e-4, atol=1e-4)
     for found, expected in (
         *zip(theirs.aux_hidden_states[kept].chunk(3, -1), own.aux_hidden_states[kept].chunk(3, -1), strict=True),
         (theirs.hidden[kept], own.hidden[kept]),
