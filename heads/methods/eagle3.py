@@ -81,6 +81,8 @@ class Eagle3Layer(nn.Module):
 class Eagle3(Recycling):
     """EAGLE-3 head. SGLang, vLLM and the EAGLE repository use the same tensor names."""
 
+    kept_widths = (6, 3, 2)
+
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, kept: Tensor) -> None:

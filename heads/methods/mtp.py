@@ -142,6 +142,8 @@ class MtpModule(nn.Module):
 class Mtp(Recycling):
     """MTP head. It is saved with the target's config, under the tensor names of its layout's family."""
 
+    kept_widths = (9, 3, 2)
+
     config: MtpConfig
 
     def __init__(self, config: MtpConfig, kept: Tensor) -> None:

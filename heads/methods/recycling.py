@@ -26,13 +26,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from heads.core.contract import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
+from heads.core.contract import (
+    KEPT_SHARE,
+    Batch,
+    DraftHead,
+    HeadLoss,
+    Observation,
+    Pick,
+    RoundReads,
+    SharedLayers,
+    StepCost,
+)
 from heads.core.errors import UserError
 from heads.core.tree import Proposal, TreeShape, check_width, scratch_slots
 from heads.methods.growth import Forms, SlotState, grow, take_newest
 from heads.methods.labels import chain_metrics, counts_by_depth, label_slots
 from heads.methods.losses import draft_loss
 from heads.methods.rotary import CosSin, Rotary
+from heads.methods.step_cost import Widths, flops
 from heads.methods.training_time_test import causal_attention
 from heads.targets.masks import additive
 from heads.targets.slots import Drafted, Observed
@@ -70,6 +81,8 @@ class Recycling(nn.Module, DraftHead):
     sliding_window: int | None = None
     """Number of positions that attention sees, the token's own included. None: all."""
     cos_sin: Rotary
+    kept_widths: tuple[int, int, int]
+    """Arguments of `Widths.kept` for a step."""
     zero_first: bool = False
     """True if a step reads zeros in place of the token at position 0."""
 
@@ -154,9 +167,11 @@ class Recycling(nn.Module, DraftHead):
         The answer depends only on shapes and the device, because processes that share a head's weights have to agree.
         """
         most = KEPT_SHARE * total_memory(state.device) if self.most_kept is None else self.most_kept
-        widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size  # kept per token by a step
-        kept: int = depth * state[..., 0].numel() * widths * state.element_size()
-        return kept > most
+        return self.kept_by_steps(state[..., 0].numel(), depth, state.element_size()) > most
+
+    def kept_by_steps(self, rows: int, depth: int, width: int) -> int:
+        kept: int = depth * rows * (4 * self.config.intermediate_size + 10 * self.config.hidden_size) * width
+        return kept
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)
@@ -183,6 +198,20 @@ class Recycling(nn.Module, DraftHead):
         output = width * len(self.kept) * self.config.hidden_size
         used = sum(J - min(level, J - 1) for level in range(1, K))
         return RoundReads(K * output + used * (own - start) // J, own, len(self.kept))
+
+    def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
+        N, K, config, sizes = batch_size * length, self.config.depth, self.config, Widths.of(self.config)
+        own: Any = getattr(self, "lm_head", None)
+        outputs = [own] if isinstance(own, nn.Linear) else []
+        start = flops(*self.starting)
+        work: float = N * (K * (flops(self) - flops(*outputs) - start) / self.num_modules + start * 2 / 3)
+        work += K * N * length * 2 * 7 * sizes.queries / 2  # 2 products forward, 1 computed again, 4 backward; causal
+        row = width * sizes.kept(*self.kept_widths)
+        kept, backward = K * N * (row + (4 - width) * config.hidden_size), 0  # embeddings stay in float32
+        if self.kept_by_steps(N, K, width) > most:  # only the states, keys and values of every step are kept
+            kept, backward, work = K * N * width * 2 * (config.hidden_size + sizes.keys), N * row, work * 4 / 3
+        backward += 2 * width * sizes.inner * N
+        return StepCost(work, kept, N, len(self.kept), N, N, backward, outputs)
 
     @property
     def starting(self) -> Sequence[nn.Module]:

@@ -142,6 +142,17 @@ def layer_setting(config: Any, name: str) -> Any:
     return most
 
 
+def attention_widths(config: Any, hidden_size: int) -> tuple[int, int, int, int]:
+    """Return the widths of a key and of a value of one head, and the numbers of query heads and of key heads."""
+    heads: int = layer_setting(config, "num_attention_heads")
+    width: int = layer_setting(config, "head_dim") or hidden_size // heads
+    key_heads: int = layer_setting(config, "num_key_value_heads") or heads
+    nope = getattr(config, "qk_nope_head_dim", None)
+    if nope is None:
+        return width, width, heads, key_heads
+    return nope + config.qk_rope_head_dim, config.v_head_dim, heads, heads  # latent attention
+
+
 def longest_text(config: Any) -> int | None:
     """Return the maximum number of positions of a model; None if it has no limit.
 
