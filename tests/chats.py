@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from eval.measure.records import Message, RecordError
 from train.data.cache import Document, Reader
 from train.data.chats import encode_conversations, read_conversation
+from train.data.screen import CLOSE, OPEN, marked
 from train.data.templates import ChatTemplate
-from train.preview import CLOSE, OPEN, marked
 
 
 def encode_chat(

@@ -108,7 +108,7 @@ def test_a_split_has_no_effect_on_a_file(tmp_path: Path) -> None:
         for path in (tmp_path / "a.jsonl", "some/set")
     )
     (line,) = faults(tmp_path, file)
-    assert "data.sources.0.split: has no effect on a file" in line
+    assert "data.sources.0.split: has no effect on files" in line
     (tmp_path / "hub.yaml").write_text(hub)
     assert "split: test" in dump_recipe(plain_settings(load_recipe(tmp_path / "hub.yaml")))
 

@@ -12,7 +12,7 @@ conversation is tokenised turn by turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -200,8 +200,10 @@ Prompts = Generator[list[int], list[int], str | None]
 class Dialogue:
     """The prompts of one record, with their answers."""
 
-    def __init__(self, prompts: Prompts) -> None:
+    def __init__(self, prompts: Prompts, about: Mapping[str, str] | None = None) -> None:
         self._prompts = prompts
+        self.about = about or {}
+        """What a document says of the record: its `form`, `unread` and `notes`."""
         self.prompt: list[int] | None = None
         """Token ids of the next prompt, or None at the end."""
         self.exchanges: list[tuple[list[int], list[int]]] = []

@@ -77,10 +77,7 @@ class ChatTemplate:
 
     def prepared(self, messages: Sequence[Message], *, place: str, tools: Any = None) -> Sequence[Message]:
         """Return the conversation, with its tool calls in a form that the template renders. RecordError if there is no
-        such form, or if the conversation begins with an answer."""
-        opening = next((message["role"] for message in messages if message["role"] != "system"), None)
-        if opening == "assistant":
-            raise RecordError(f"{place}: begins with an answer; expected what it answers", "beginning with an answer")
+        such form."""
         if not any("tool_calls" in message for message in messages):
             return messages
         fault = RecordError(

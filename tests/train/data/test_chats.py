@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eval.measure.chat_template import with_arguments
+from eval.measure.forms import read_chat
 from eval.measure.prompts import render
-from eval.measure.records import RecordError, read_messages, read_tools
+from eval.measure.records import RecordError
 from heads.core.errors import UserError
 from tests.chats import bracketed, encode_chat
 from train.data.chats import (
@@ -206,7 +207,7 @@ def calling(content: dict[str, Any]) -> list[dict[str, Any]]:
         {"role": "tool", "content": "blue"},
         {"role": "assistant", "content": "blue", "tool_calls": None},
     ]
-    return read_messages(("f:1", {"messages": turns}))
+    return read_chat(("f:1", {"messages": turns})).messages
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
@@ -227,42 +228,13 @@ def test_calls_of_tools_render_as_the_template_wants_them(
 
 
 def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase) -> None:
-    given: Any
-    for given in ([{"name": "look"}], '[{"name": "look"}]'):
-        found = read_tools(("f:1", {"tools": given}))
-        template = ChatTemplate(tokenizer, CALLING.replace("CALLS", ""))
-        prompt = first_prompt(template, TALK[1:3], found)
-        assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
-    for given in ([], None, "", "null"):
-        assert read_tools(("f:1", {"tools": given})) is None
-    for given in ("look", {"name": "look"}, 3):
-        with pytest.raises(RecordError, match="f:1: tools: expected"):
-            read_tools(("f:1", {"tools": given}))
+    prompt = first_prompt(ChatTemplate(tokenizer, CALLING.replace("CALLS", "")), TALK[1:3], [{"name": "look"}])
+    assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
 
 
 def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
     (document,) = encode_text(tokenizer, ["the sea"])
     assert tokenizer.decode(document.ids.tolist()) == "the sea</s>" and document.labels.all()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]},
-        {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]},
-        {"instruction": "a b", "input": "", "response": "c"},
-        {"instruction": "a b", "output": "c"},
-        {"question": "a b", "answer": "c"},
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a b"}]},
-                {"role": "assistant", "content": "c"},
-            ]
-        },
-    ],
-)
-def test_the_forms_of_a_record(fields: dict[str, Any]) -> None:
-    assert read_messages(("f:1", fields)) == [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
 
 
 def test_chat_data_needs_a_template(tiny_target_dir: Path) -> None:
