@@ -6,9 +6,8 @@ history and tools may have columns of their own.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.measure.records import Message, Record, RecordError
 from heads.core.errors import shown
@@ -37,8 +36,7 @@ BESIDES = (*SYSTEM, "history", "tools", "functions")
 """Columns that are read in every form."""
 
 
-@dataclass(frozen=True)
-class Chat:
+class Chat(NamedTuple):
     """The conversation of a record."""
 
     messages: list[Message]
@@ -100,6 +98,7 @@ def read_chat(record: Record) -> Chat:
     )
 
 
+@lru_cache
 def _name(form: Form) -> str:
     columns = ", ".join(filter(None, form))
     if {"chosen", "preferred_output"}.intersection(form):
@@ -236,7 +235,7 @@ def _text(place: str, value: Any) -> str:
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else [None]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if all(isinstance(text, str) for text in texts):
         return "".join(texts)
     if any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts):

@@ -236,6 +236,7 @@ def test_tools_have_the_form_of_the_protocol() -> None:
         {"tools": '[{"name": "look", "parameters": {}}]'},
     ):
         assert read_chat(("f:1", {"messages": [U, A], **given})).tools == [whole]
+    nothing: Any
     for nothing in ([], None, "", "null", "[]"):
         assert read_chat(("f:1", {"messages": [U, A], "tools": nothing})).tools is None
     preference = {"input": {"messages": [U], "tools": [whole]}, "preferred_output": [A]}
