@@ -39,14 +39,13 @@ def preview(arguments: Sequence[str]) -> int:
     from train.data.cache import Reader
     from train.data.packing import Pool
     from train.data.sources import read_source
-    from train.data.templates import ChatTemplate
-    from train.opening import read_recipe
+    from train.opening import read_recipe, rendering_of
 
     recipe = read_recipe(arguments)
     data = recipe.data
     target = recipe.target
     tokenizer = load_tokenizer(target.path, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
-    reader = Reader(ChatTemplate(tokenizer, arguments=data.template), Accelerator(cpu=True), print)
+    reader = Reader(rendering_of(recipe, tokenizer), Accelerator(cpu=True), print)
     for number, source in enumerate(data.sources):
         name = f"data.sources.{number}"
         corpus = read_source(source, name, reader)

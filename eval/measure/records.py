@@ -11,7 +11,7 @@ import hashlib
 import json
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,14 @@ QUESTIONS = ("instruction", "question", "prompt")
 ANSWERS = ("response", "output", "answer", "completion")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
 ROLES |= {"chatgpt": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "function": "tool"}
+WEIGHTS = frozenset(
+    ["weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask"]
+)
+"""Names under which turns say whether they are to be trained on: `weight` of OpenAI, Mistral and SlimOrca, `train` and
+`training` of axolotl, `trainable` of prime-rl and tinker, `loss` and `loss_scale` of ms-swift, `loss_weight` of
+LLaMA-Factory, `step_loss_mask` of slime."""
+READ = WEIGHTS | {"role", "from", "content", "value"}
+"""Keys of a turn that are read. Chat templates see the other ones."""
 
 
 def read_records(path: str, *, split: str = "train", limit: int | None = None) -> Iterator[Record]:
@@ -196,7 +204,9 @@ def read_turns(record: Record, key: str) -> list[Message]:
     turns = fields[key]
     if not isinstance(turns, list) or not turns:
         raise RecordError(f"{place}: expected '{key}' to be a list of turns, got {shown(turns)}", "no turns")
-    return [_read_turn(f"{place}: {key}[{n}]", turn) for n, turn in enumerate(turns)]
+    # A table has a name for every turn or for none, and null where a turn did not have it.
+    named = WEIGHTS.intersection(*turns) if all(isinstance(turn, dict) for turn in turns) else WEIGHTS
+    return [_read_turn(f"{place}: {key}[{n}]", turn, nullable=named) for n, turn in enumerate(turns)]
 
 
 def read_question(record: Record, key: str) -> str:
@@ -242,7 +252,9 @@ def apply_template(
         ) from None
 
 
-def _read_turn(place: str, turn: Any) -> Message:
+def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message:
+    """Return a turn with `role` and `content`, and `weight` 0 if it is an answer that is not to be trained on.
+    `nullable`: names of weights of which null says nothing."""
     if not isinstance(turn, dict):
         raise RecordError(f"{place}: expected a turn with 'role' and 'content', got {shown(turn)}", "no turns")
     role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
@@ -252,11 +264,24 @@ def _read_turn(place: str, turn: Any) -> Message:
     rest = {
         key: value
         for key, value in turn.items()
-        if key not in ("role", "from", "content", "value") and value is not None and (key, value) != ("tool_calls", [])
+        if key not in READ and value is not None and (key, value) != ("tool_calls", [])
     }
+    if ROLES[role] == "assistant" and not _is_trained(place, turn, nullable):
+        rest["weight"] = 0
     if content is None and rest.get("tool_calls"):
         content = ""
     return {**rest, "role": ROLES[role], "content": _text(place, content)}
+
+
+def _is_trained(place: str, turn: Message, nullable: Collection[str]) -> bool:
+    weights = [(name, turn[name]) for name in WEIGHTS & turn.keys() if turn[name] is not None or name not in nullable]
+    for name, weight in weights:
+        if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
+            got = "null" if weight is None else shown(weight)
+            raise RecordError(
+                f"{place}: {name}: expected 0 (not to be trained on) or 1, got {got}", "a weight other than 0 or 1"
+            )
+    return all(weight for _, weight in weights)
 
 
 def _text(place: str, value: Any) -> str:

@@ -181,18 +181,18 @@ class ChatSource(RecordSource):
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's template."""
     answers: Literal["all", "last"] = "all"
-    """`last` trains only on the last answer of each conversation. This saves tokens if the chat template rewrites
-    earlier turns, since each answer then needs its own document. `data.regenerate` then generates only the last answer,
-    after the recorded turns."""
+    """`last` trains only on the last answer of each conversation that has not weight 0. This saves tokens if the chat
+    template rewrites earlier turns, since each answer then needs its own document. `data.regenerate` then generates
+    only that answer, after the recorded turns."""
     max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Maximum fraction of records that cannot be used: without an answer, with an unknown role, or refused by the chat
     template. Above it, training does not start."""
 
     def template(self, rendering: ChatTemplate) -> ChatTemplate:
         """Return the chat template of the conversations. UserError if there is none."""
-        given = self.chat_template
-        text = None if given is None else read_given(Path(given), "a Jinja chat template")
-        template = replace(rendering, text=text)
+        template = rendering
+        if self.chat_template is not None:
+            template = replace(rendering, text=read_given(Path(self.chat_template), "a Jinja chat template"))
         template.check(self.path)
         return template
 
@@ -213,16 +213,16 @@ class ChatSource(RecordSource):
                 read.append(error)
         encoded = encode_conversations(template, [found for found in read if isinstance(found, Conversation)])
         for conversation in read:
-            found = conversation if isinstance(conversation, RecordError) else next(encoded)
-            if isinstance(found, RecordError):
-                yield left_out(found, self.path)
+            if isinstance(conversation, RecordError):
+                yield left_out(conversation, self.path)
                 continue
-            labelled = [document for document in found if document.labels.any()]
-            for number, document in enumerate(labelled, start=1):
-                yield replace(document, ends_record=number == len(labelled))
-            if not labelled:
-                assert isinstance(conversation, Conversation)
-                what = f"{conversation.place}: expected an answer of the assistant, got none"
+            labelled = [document for document in next(encoded) if document.labels.any()]
+            for document in labelled[:-1]:
+                yield replace(document, ends_record=False)
+            if labelled:
+                yield replace(labelled[-1], notes="\n".join(conversation.notes))
+            else:
+                what = f"{conversation.place}: expected an answer of the assistant, got an empty one"
                 yield left_out(RecordError(what, "without an answer"), self.path)
 
     def dialogues(
@@ -280,6 +280,8 @@ def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
     recipe. UserError if there is nothing to train on."""
     corpus = reader.read(str(source), lambda: _tokenised(source, reader.rendering))
     report_skipped(source, corpus.tally, reader.say, whole=True)
+    for note, count in corpus.tally.notes.items():
+        reader.say(f"{source}: {count:,} {note}")
     if corpus.num_labels == 0:
         raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; give longer ones")
     if corpus.tally.last_tokens < corpus.num_tokens:
