@@ -95,8 +95,8 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
 def rendering_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     """Return the chat template of a recipe's target, with the recipe's arguments and all tokens that end an answer."""
     target = recipe.target
-    how = {"trust_remote_code": target.trust_remote_code, "gguf_file": target.gguf_file}
-    return ChatTemplate(tokenizer, arguments=recipe.data.template, end_ids=load_end_ids(target.path, tokenizer, **how))
+    ends = load_end_ids(target.path, tokenizer, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
+    return ChatTemplate(tokenizer, arguments=recipe.data.template, end_ids=ends)
 
 
 def open_reader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, run: Run) -> Reader:

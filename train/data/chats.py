@@ -110,25 +110,26 @@ def _read_answer(template: ChatTemplate, messages: Sequence[Message], place: str
     bare = head + frame.empty
     reasoning = [*filter(None, _reasoning(message))]
     notes = [weight_like(key) for key in message.keys() - KNOWN if WEIGHT_LIKE.search(key)]
-    tag = OPENS_REASONING.search(prompt)
-    kept = all(text in whole[len(head) :] for text in reasoning)
-    if tag is not None and whole.startswith(bare):
-        kept &= f"</{tag[1]}>" in whole[len(bare) :]
-    if reasoning and not kept:
-        if tag is None or not whole.startswith(bare):
-            raise RecordError(
-                f"{place}: the chat template drops the reasoning of turn {number}, which the target would write; "
-                "give the source a chat_template that keeps it, or records without",
-                "with reasoning that the chat template drops",
-            )
-        answer, close = whole[len(bare) :], f"</{tag[1]}>"
-        between = close if bare.endswith(close) else f"\n{close}\n\n"
-        whole = prompt + reasoning[0] + between + (answer if between == close else answer.lstrip("\n"))
-    elif not reasoning and bare != prompt and whole.startswith(bare):
+    if reasoning:
+        tag = OPENS_REASONING.search(prompt)
+        close = f"</{tag[1]}>" if tag is not None else ""
+        answer = whole[len(bare) :] if tag is not None and whole.startswith(bare) else None
+        if not all(text in whole[len(head) :] for text in reasoning) or (answer is not None and close not in answer):
+            if answer is None:
+                raise RecordError(
+                    f"{place}: the chat template drops the reasoning of turn {number}, which the target would write; "
+                    "give the source a chat_template that keeps it, or records without",
+                    "with reasoning that the chat template drops",
+                )
+            if not bare.endswith(close):
+                close, answer = f"\n{close}\n\n", answer.lstrip("\n")
+            whole = prompt + reasoning[0] + close + answer
+    elif bare != prompt and whole.startswith(bare):
         prompt = bare
         if (frame.opened + frame.empty).strip():
             notes.append(template.unreasoned)
-    prompt = prompt[: common_prefix(prompt, whole)]
+    if not whole.startswith(prompt):
+        prompt = prompt[: common_prefix(prompt, whole)]
     if (end := template.ends.search(whole, len(prompt))) is not None:
         whole = whole[: end.end()]
     else:
@@ -223,10 +224,10 @@ def _token_at(encoding: Encoding, at: int, length: int, ends: Collection[int]) -
     if at == length:
         return len(encoding.ids)
     token = encoding.char_to_token(at)
-    bounds = None if token is None else encoding.token_to_chars(token)
-    if bounds is None:
+    if token is None:
         return None
-    if bounds[0] == at:
+    bounds = encoding.token_to_chars(token)
+    if bounds is not None and bounds[0] == at:
         return token
     # The end token of some tokenizers takes the space after it along.
     return token + 1 if encoding.ids[token] in ends else None

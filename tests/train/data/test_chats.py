@@ -181,7 +181,8 @@ def test_an_answer_follows_its_prompt_as_served_where_the_template_rewrites_it(
 
 def test_the_first_of_the_targets_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerBase) -> None:
     talk = [TALK[1], {"role": "assistant", "content": "the<|system|>sea"}, *TALK[3:]]
-    chat = ChatTemplate(tokenizer, end_ids=[tokenizer.convert_tokens_to_ids("<|system|>")])
+    end_ids: Any = tokenizer.convert_tokens_to_ids(["<|system|>"])
+    chat = ChatTemplate(tokenizer, end_ids=end_ids)
     (documents,) = encode_conversations(chat, [read_conversation(chat, talk, place="f:1")])
     assert bracketed(tokenizer, documents) == [
         "<s><|user|>hi<|assistant|>[the<|system|>]sea</s><|user|>and<|assistant|>[sand</s>]"

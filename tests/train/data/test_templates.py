@@ -269,14 +269,14 @@ FAMILIES = {
 }
 
 CALL = {"id": "call_00001", "type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}
-TURNS = [
+TURNS: list[Message] = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": "the sea"},
     {"role": "user", "content": "and?"},
     {"role": "assistant", "content": "a <b>beach</b>"},
 ]
 REASONED = [m if m["role"] == "user" else m | {"reasoning_content": f"so {n}, hi"} for n, m in enumerate(TURNS)]
-CALLED = [
+CALLED: list[Message] = [
     TURNS[0],
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "3", "tool_call_id": "call_00001"},
@@ -307,7 +307,7 @@ def template_of(name: str) -> ChatTemplate:
     bytes_alone.add_special_tokens(added)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, bos_token="<bos>", eos_token=ends[0])
     tokenizer.chat_template = family.template
-    end_ids = [tokenizer.convert_tokens_to_ids(text) for text in ends]
+    end_ids: Any = tokenizer.convert_tokens_to_ids(ends)
     return ChatTemplate(tokenizer, arguments=family.arguments, end_ids=end_ids)
 
 
