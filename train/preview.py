@@ -28,14 +28,13 @@ def preview(arguments: Sequence[str]) -> int:
     from train.data.answers import find_prompts
     from train.data.cache import Reader
     from train.data.sources import read_source
-    from train.data.templates import ChatTemplate
-    from train.opening import read_recipe
+    from train.opening import read_recipe, rendering_of
 
     recipe = read_recipe(arguments)
     data = recipe.data
     target = recipe.target
     tokenizer = load_tokenizer(target.path, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
-    reader = Reader(ChatTemplate(tokenizer, arguments=data.template), Accelerator(cpu=True), print)
+    reader = Reader(rendering_of(recipe, tokenizer), Accelerator(cpu=True), print)
     share = 0.0 if data.regenerate is None else data.regenerate.share
     if share < 1:
         for number, source in enumerate(data.sources):

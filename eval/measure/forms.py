@@ -5,7 +5,7 @@ history and tools may have columns of their own.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +15,14 @@ from heads.core.errors import shown
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
 ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "bot": "assistant", "system": "system"}
 ROLES |= {"developer": "system", "tool": "tool", "function": "tool", "observation": "tool"}
+WEIGHTS = frozenset(
+    ["weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask"]
+)
+"""Names under which turns say whether they are to be trained on: `weight` of OpenAI, Mistral and SlimOrca, `train` and
+`training` of axolotl, `trainable` of prime-rl and tinker, `loss` and `loss_scale` of ms-swift, `loss_weight` of
+LLaMA-Factory, `step_loss_mask` of slime."""
+READ = WEIGHTS | {"role", "from", "content", "value"}
+"""Keys of a turn that are read. Chat templates see the other ones."""
 CALL = "function_call"
 """Role of a turn, or key of a turn, that calls a tool."""
 
@@ -134,7 +142,9 @@ def read_turns(record: Record, column: str, role: str = "user") -> list[Message]
                 {"role": role if n % 2 == 0 else others[role], "content": _text(f"{place}[{n}]", turn)}
                 for n, turn in enumerate(turns)
             ]
-        return [_read_turn(f"{place}[{n}]", turn) for n, turn in enumerate(turns)]
+        # A table has a name for every turn or for none, and null where a turn did not have it.
+        named = WEIGHTS.intersection(*turns) if all(isinstance(turn, dict) for turn in turns) else WEIGHTS
+        return [_read_turn(f"{place}[{n}]", turn, nullable=named) for n, turn in enumerate(turns)]
     if column in FORMS or isinstance(turns, list):
         raise RecordError(f"{place}: expected a list of turns, got {shown(turns)}", "no turns")
     text = _text(place, turns)
@@ -196,25 +206,40 @@ def _read_tools(record: Record, messages: Sequence[Message]) -> list[Any] | None
     ]
 
 
-def _read_turn(place: str, turn: Any) -> Message:
+def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message:
+    """Return a turn with `role` and `content`, and `weight` 0 if it is an answer that is not to be trained on.
+    `nullable`: names of weights of which null says nothing."""
     if not isinstance(turn, dict):
         raise RecordError(f"{place}: expected a turn with 'role' and 'content', got {shown(turn)}", "no turns")
     role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
     if role == CALL:
-        return {"role": "assistant", "content": "", "tool_calls": _read_calls(place, content)}
+        role, content, turn = "assistant", None, {**turn, CALL: content}
     if not isinstance(role, str) or role not in ROLES:
         known = ", ".join(dict.fromkeys(ROLES.values()))
         raise RecordError(f"{place}: expected a role of {known}, got {shown(role)}", f"unknown role {shown(role)}")
     rest = {
         key: value
         for key, value in turn.items()
-        if key not in ("role", "from", "content", "value") and value is not None and (key, value) != ("tool_calls", [])
+        if key not in READ and value is not None and (key, value) != ("tool_calls", [])
     }
-    if CALL in rest:  # OpenAI's, before there were tools
+    if ROLES[role] == "assistant" and not _is_trained(place, turn, nullable):
+        rest["weight"] = 0
+    if CALL in rest:  # also a key of OpenAI's turns, before there were tools
         rest["tool_calls"] = _read_calls(place, rest.pop(CALL))
     if content is None and rest.get("tool_calls"):
         content = ""
     return {**rest, "role": ROLES[role], "content": _text(place, content)}
+
+
+def _is_trained(place: str, turn: Message, nullable: Collection[str]) -> bool:
+    weights = [(name, turn[name]) for name in WEIGHTS & turn.keys() if turn[name] is not None or name not in nullable]
+    for name, weight in weights:
+        if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
+            got = "null" if weight is None else shown(weight)
+            raise RecordError(
+                f"{place}: {name}: expected 0 (not to be trained on) or 1, got {got}", "a weight other than 0 or 1"
+            )
+    return all(weight for _, weight in weights)
 
 
 def _read_calls(place: str, given: Any) -> list[Any]:

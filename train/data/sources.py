@@ -5,7 +5,7 @@ import json
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -180,18 +180,18 @@ class ChatSource(RecordSource):
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's template."""
     answers: Literal["all", "last"] = "all"
-    """`last` trains only on the last answer of each conversation. This saves tokens if the chat template rewrites
-    earlier turns, since each answer then needs its own document. `data.regenerate` then generates only the last answer,
-    after the recorded turns."""
+    """`last` trains only on the last answer of each conversation that has not weight 0. This saves tokens if the chat
+    template rewrites earlier turns, since each answer then needs its own document. `data.regenerate` then generates
+    only that answer, after the recorded turns."""
     max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Maximum fraction of records that cannot be used: without an answer, with an unknown role, or refused by the chat
     template. Above it, training does not start."""
 
     def template(self, rendering: ChatTemplate) -> ChatTemplate:
         """Return the chat template of the conversations. UserError if there is none."""
-        given = self.chat_template
-        text = None if given is None else read_given(Path(given), "a Jinja chat template")
-        template = replace(rendering, text=text)
+        template = rendering
+        if self.chat_template is not None:
+            template = replace(rendering, text=read_given(Path(self.chat_template), "a Jinja chat template"))
         template.check(self.path)
         return template
 
@@ -212,18 +212,16 @@ class ChatSource(RecordSource):
                 read.append(error)
         encoded = encode_conversations(template, [pair[0] for pair in read if not isinstance(pair, RecordError)])
         for pair in read:
-            found = pair if isinstance(pair, RecordError) else next(encoded)
-            if isinstance(found, RecordError):
-                yield left_out(found, self.path)
+            if isinstance(pair, RecordError):
+                yield left_out(pair, self.path)
                 continue
-            assert not isinstance(pair, RecordError)
             conversation, chat = pair
-            labelled = [document for document in found if document.labels.any()]
+            labelled = [document for document in next(encoded) if document.labels.any()]
             yield from (replace(document, ends_record=False) for document in labelled[:-1])
             if labelled:
-                yield replace(labelled[-1], **about(chat))
+                yield replace(labelled[-1], **about(chat, conversation.notes))
             else:
-                what = f"{conversation.place}: expected an answer of the assistant, got none"
+                what = f"{conversation.place}: expected an answer of the assistant, got an empty one"
                 yield left_out(RecordError(what, "without an answer"), self.path)
 
     def dialogues(
@@ -255,9 +253,9 @@ class ChatSource(RecordSource):
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
 
 
-def about(chat: Chat) -> dict[str, Any]:
-    """Return what the last document of a record says of it."""
-    return {"form": chat.form, "unread": "\n".join(chat.unread), "notes": "\n".join(chat.notes)}
+def about(chat: Chat, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what the last document of a record says of it. `notes`: those on its answers."""
+    return {"form": chat.form, "unread": "\n".join(chat.unread), "notes": "\n".join([*chat.notes, *notes])}
 
 
 def left_out(error: RecordError, name: str) -> Document:

@@ -26,6 +26,9 @@ ODD: dict[str, dict[str, Any]] = {
     "no turns": {"messages": []},
     "no conversation": {"text": "a"},
     "without an answer": {"messages": [{"role": "user", "content": "hi"}]},
+    "whose answers all have weight 0": {
+        "messages": [{"role": "user", "content": "hi", "weight": 1}, {"role": "assistant", "content": "a", "weight": 0}]
+    },
     "refused by the chat template": {
         "messages": [{"role": "user", "content": "FAIL"}, {"role": "assistant", "content": "a"}]
     },
@@ -73,15 +76,46 @@ def test_one_odd_record_is_left_out_and_given(reason: str, tmp_path: Path, token
     assert f"1 of 20 records are left out: 1 {reason}; the first is" in line and "chats.json: record 2: " in line
 
 
+@pytest.mark.parametrize(
+    ("name", "weight", "got"),
+    [("weight", "yes", "'yes'"), ("weight", 2, "2"), ("weight", None, "null"), ("loss", [], "[]")],
+)
+def test_a_weight_is_0_or_1(
+    name: str, weight: Any, got: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    odd = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", name: weight}]}
+    _, said = read([odd, *[GOOD] * 19], tmp_path, tokenizer)
+    assert "1 of 20 records are left out: 1 a weight other than 0 or 1; the first is" in said[0]
+    assert f"messages[1]: {name}: expected 0 (not to be trained on) or 1, got {got}" in said[0]
+
+
+def test_what_is_worth_saying_of_answers_is_said_once(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    thinking = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}<think>"
+        "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", "masked": True}]
+    thought = [turns[0], {"role": "assistant", "content": "a", "reasoning_content": "so"}]
+    records = [{"messages": turns * 2}, {"messages": thought}, {"messages": turns}]
+    tokenizer.chat_template = thinking
+    _, said = read(records, tmp_path, tokenizer)
+    assert "  3 answers have no reasoning, under a chat template that thinks\n" in said[0]
+    assert said[0].count("  3 answers have a key 'masked', which is not read; if it") == 1
+    tokenizer.chat_template = "{{ enable_thinking }}" + thinking
+    _, said = read(records, tmp_path, tokenizer)
+    assert "that thinks; data.template.enable_thinking: false" in said[0]
+
+
 def test_reasons_are_counted_and_more_than_the_recipe_allows_are_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    records = [*[ODD["no turns"]] * 3, *ODD.values(), *[GOOD] * 5]
-    documents, said = read(records, tmp_path, tokenizer, max_skipped=0.75)
-    assert len(documents) == 5
-    assert "15 of 20 records are left out: 4 no turns, 1 " in said[0] and ", 7 others; the first is" in said[0]
-    with pytest.raises(UserError, match=r"15 of 20 records are left out: 4 no .* record 1: .* max_skipped=0\.74"):
-        read(records, tmp_path, tokenizer, max_skipped=0.74)
+    records = [*[ODD["no turns"]] * 3, *ODD.values(), *[GOOD] * 4]
+    documents, said = read(records, tmp_path, tokenizer, max_skipped=0.8)
+    assert len(documents) == 4
+    assert "16 of 20 records are left out: 4 no turns, 1 " in said[0] and ", 8 others; the first is" in said[0]
+    with pytest.raises(UserError, match=r"16 of 20 records are left out: 4 no .* record 1: .* max_skipped=0\.79"):
+        read(records, tmp_path, tokenizer, max_skipped=0.79)
     with pytest.raises(UserError, match="no token to train on in its 0 texts"):
         read([ODD["no turns"]], tmp_path, tokenizer, max_skipped=1.0)
 
