@@ -54,7 +54,8 @@ MOST_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
 ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
 LATER_TURN = re.compile(r"#\d+$")
 """End of the id of a prompt that `follow_up` made."""
-TEXT_KEYS = ("turns", *FORMS, "prompt", *QUESTIONS, "text")
+KNOWN = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")
+TEXT_KEYS = tuple(dict.fromkeys([*KNOWN, *FORMS, *QUESTIONS]))
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 """Start of the text in the rows of SPEED-Bench whose prompts may not be shared with it."""
 
