@@ -187,7 +187,7 @@ def load_end_ids(
     repo, revision = repo_and_revision(path)
     generation = None
     with suppress(OSError):  # it has no generation config
-        generation = GenerationConfig.from_pretrained(repo, **({"revision": revision} if revision else {}))
+        generation = GenerationConfig.from_pretrained(repo, revision=revision or "main")
     return eos_ids(generation, config, config.get_text_config(), tokenizer)
 
 
