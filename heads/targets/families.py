@@ -176,10 +176,10 @@ def rope_theta(config: Any) -> float:
     return float(parameters.get("rope_theta", 10_000.0))
 
 
-def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the tokens that end a generation: from the generation config, which chat models extend, else from the
-    model config."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+def eos_ids(*sources: Any) -> tuple[int, ...]:
+    """Return the tokens that end a text, of all `sources` (configs, generation configs, tokenizers; None has none)."""
+    found: dict[int, None] = {}
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found |= dict.fromkeys(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    return tuple(found)

@@ -104,13 +104,13 @@ def test_a_rule_must_fit_the_tree_and_matter(overrides: list[str], fault: str, t
 def test_a_split_has_no_effect_on_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     file, hub = (
-        GOOD.replace("{kind: python, limit: 10}", f"{{kind: text, path: {path}, split: test}}")
+        GOOD.replace("{kind: python, limit: 10}", f"{{kind: text, path: {path}, subset: all, split: test}}")
         for path in (tmp_path / "a.jsonl", "some/set")
     )
-    (line,) = faults(tmp_path, file)
-    assert "data.sources.0.split: has no effect on a file" in line
+    lines = faults(tmp_path, file)
+    assert all(f"data.sources.0.{name}: has no effect on files" in "\n".join(lines) for name in ("subset", "split"))
     (tmp_path / "hub.yaml").write_text(hub)
-    assert "split: test" in dump_recipe(plain_settings(load_recipe(tmp_path / "hub.yaml")))
+    assert "subset: all\n    split: test" in dump_recipe(plain_settings(load_recipe(tmp_path / "hub.yaml")))
 
 
 def test_weights_are_given_to_all_sources_or_none(tmp_path: Path) -> None:
