@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.core.errors import UserError, shown
-from heads.formats.eagle3 import sort_vocab
 from heads.formats.engine import SGLANG, VLLM, Reading
+from heads.formats.published_eagle3 import sort_vocab
 from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.methods.head_shape import spread_layer_ids
 from heads.methods.layers import FULL, LAYER_TYPES, SLIDING
