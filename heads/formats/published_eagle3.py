@@ -91,13 +91,13 @@ def pair_norms(path: str, weights: dict[str, Tensor], layers: int) -> list[str]:
     differs = []
     for i in range(1, layers):
         names = {reader: f"layers.{i}.{name}.weight" for reader, name in BEFORE.items()}
-        norm = next((weights[name] for name in names.values() if name in weights), None)
-        for reader, name in names.items() if norm is not None else ():
-            if name not in weights:
+        found = [weights[name] for name in names.values() if name in weights]
+        if len(found) == 2 and not torch.equal(*found):
+            raise UserError(f"{path}: {' and '.join(names.values())} differ: each engine reads one of them")
+        for reader, name in names.items():
+            if found and name not in weights:
                 differs.append(f"{reader} norms the input of layer {i} by {name}, which the file lacks")
-            elif not torch.equal(weights[name], norm):
-                raise UserError(f"{path}: {' and '.join(names.values())} differ: each engine reads one of them")
-            weights[name] = norm
+                weights[name] = found[0]
     return differs
 
 

@@ -76,7 +76,8 @@ NVIDIA_DSPARK = nested(
     use_confidence_head=True,
 )  # fmt: skip
 TRAINED = dict(target_model_name_or_path="org/target", ttt_length=7, step_loss_decay=0.8, num_target_layers=8)
-DFLASH, SPARK = (dflash, {}, ZLAB), (dspark, {}, SPECFORGE_DSPARK)
+DFLASH: Row = dflash, {}, ZLAB
+SPARK: Row = dspark, {}, SPECFORGE_DSPARK
 
 READ: dict[str, dict[str, Row]] = {
     "SpecForge": {
