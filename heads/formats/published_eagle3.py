@@ -83,6 +83,8 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
         differs.append(f"{VLLM} refuses a file with the d2t of a whole vocabulary")
     if borrows and raw.get("draft_vocab_size") is not None:
         differs.append(f"{SGLANG} borrows the target's output head only where draft_vocab_size is null")
+    if not borrows and raw.get("draft_vocab_size", Vd) is None:
+        differs.append(f"{SGLANG} takes the target's output head for the head's own where draft_vocab_size is null")
     return Reading(form, config, weights, (*differs, *pair_norms(path, weights, layers)))
 
 

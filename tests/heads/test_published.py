@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.published import is_published, open_any, read_published, start_from
@@ -116,6 +117,9 @@ def test_the_targets_output_head_is_borrowed(size: int | None, target: FrozenTar
     found = read_published(write(tmp_path / "raw", raw(draft_vocab_size=size), weights), target)
     drafts_equal(found, head, target)
     assert any("borrows the target's output head only" in line for line in found.origin.differs) is (size == V)
+    (tmp_path / "raw/config.json").write_text(json.dumps(raw(draft_vocab_size=None)))
+    save_file(head.to_checkpoint(), tmp_path / "raw/model.safetensors")
+    assert "takes the target's output head" in read_published(str(tmp_path / "raw"), target).origin.differs[0]
 
 
 WIDE: dict[str, Any] = {"own_embeddings": True, "target_hidden_size": D}
