@@ -24,11 +24,11 @@ from eval.measure.forms import read_chat
 from eval.measure.records import read_records
 from eval.measure.settings import to_settings
 from eval.sweep import Sweep
-from heads.formats.blocks import SCALED
 from heads.formats.blocks import TARGETS as BLOCK_TARGETS
 from heads.formats.eagle3 import EAGLE3
 from heads.formats.engine import ENGINES, SGLANG, VLLM
 from heads.formats.medusa import OLD_VLLM
+from heads.formats.published_blocks import SCALED
 from heads.registry import HEADS, build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target, load_tokenizer

@@ -133,14 +133,15 @@ def head_work(
     D, V, K, w = target.hidden_size, target.vocab_size, len(head.depth_weights), 2 if bf16 else 4
     cost: StepCost = head.step_cost(B, T, width=w, most=most)
     R, Vd, outputs = cost.rows, cost.logits, cost.outputs
-    kept = cost.kept + 2 * K * R * D * w  # the states of the loss and their gradient
+    read = outputs[0].in_features if outputs else D  # width of the states of the loss
+    kept = cost.kept + 2 * K * R * read * w  # these and their gradient
     trained = [end.weight for end in outputs if end.weight.requires_grad]
     inner = [m.weight for m in head.modules() if isinstance(m, nn.Linear) and all(m is not end for end in outputs)]
     if bf16:  # autocast's copies of the weights
         kept += 2 * sum(weight.numel() for weight in inner)
     if (4 if trained else target.dtype.itemsize) != w:  # an output head, in the states' dtype
-        kept += w * Vd * D
-    flops = cost.flops + K * R * (6 if trained else 4) * D * Vd
+        kept += w * Vd * read
+    flops = cost.flops + K * R * (6 if trained else 4) * read * Vd
     if getattr(head.config, "loss", None) != LABELS:
         flops += 2 * D * V * cost.target_rows
     rows = min(cost.chunked, max(LEAST_ROWS, chunk // (4 * V)))

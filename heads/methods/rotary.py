@@ -13,7 +13,8 @@ from heads.core.errors import UserError, expect, first_line
 from heads.targets.families import FIXED_ROTATIONS
 
 CosSin = tuple[Tensor, Tensor]
-"""Cosines of rotary positions, and sines with the first half negated, (B, 1, T, d) each."""
+"""Cosines of rotary positions, and sines with the first half negated, (B, 1, T, d) each. With a
+`partial_rotary_factor`, d is only that part of a head's width."""
 Rotary = Callable[[Tensor, torch.dtype], CosSin]
 """Function that returns the `CosSin` (B, 1, T, d) of rotary positions (B, T), in the given dtype."""
 
@@ -26,9 +27,15 @@ def rotary_of(config: Any) -> Rotary:
         return partial(rotation, head_dim=config.head_dim, theta=config.rope_theta)
     is_known = isinstance(scaling, dict) and scaling.get("rope_type") in FIXED_ROTATIONS
     expect(is_known, "head.rope_scaling", f"a rope_type of {', '.join(FIXED_ROTATIONS)}", scaling)
+    part = scaling.get("partial_rotary_factor", 1)
+    rotated = int(part * config.head_dim) if isinstance(part, int | float) and 0 < part <= 1 else 0
+    fits = rotated > 0 and rotated % 2 == 0
+    expect(fits, "head.rope_scaling", "a partial_rotary_factor of at most 1, for an even number of channels", scaling)
+    if scaling["rope_type"] == "default":
+        return partial(rotation, head_dim=rotated, theta=config.rope_theta)
     try:
         llama = LlamaConfig(
-            hidden_size=config.hidden_size,
+            hidden_size=config.num_attention_heads * config.head_dim,  # which Llama's own is a multiple of
             num_attention_heads=config.num_attention_heads,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
@@ -70,6 +77,10 @@ def rotation(positions: Tensor, dtype: torch.dtype, *, head_dim: int, theta: flo
 
 
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
-    """Rotate the two halves of each head (B, H, T, d), as Llama-family checkpoints do."""
+    """Rotate the two halves of each head (B, H, T, d), as Llama-family checkpoints do. Narrower angles rotate only as
+    many of the first channels, in halves of their own."""
     cos, sin = cos_sin
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat([rotate(x[..., :width], cos_sin), x[..., width:]], dim=-1)
+    return torch.addcmul(x * cos, x.roll(width // 2, -1), sin)

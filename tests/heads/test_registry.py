@@ -65,7 +65,9 @@ def test_a_new_head_knows_the_familys_scale_of_logits() -> None:
 
 
 IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
-    ("eagle3", {"hidden_size": 8}, "hidden_size"),
+    ("eagle3", {"hidden_size": 0}, "hidden_size"),
+    ("dflash", {"hidden_size": 8}, "hidden_size"),
+    ("eagle3", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.1}}, "rope_scaling"),
     ("eagle3", {"draft_vocab_size": 129}, "draft_vocab_size"),
     ("eagle3", {"aux_layer_ids": [9]}, "aux_layer_ids"),
     ("eagle3", {"num_attention_heads": 3}, "num_attention_heads"),
