@@ -31,6 +31,7 @@ from heads.formats.engine import (
     decoder_config,
     fields,
     gated_mlp,
+    rotation_faults,
     sglang,
     sizes,
     tensors,
@@ -66,7 +67,6 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
     return {
         **EAGLE3_FIELDS,
         **decoder_config(config, target, dtype),
-        "rope_scaling": config.rope_scaling,
         **({} if config.sliding_window is None else {"sliding_window": config.sliding_window, **SLIDING}),
         "draft_vocab_size": config.draft_vocab_size,
         "own_embeddings": config.own_embeddings,  # no engine reads it: the tensors in the file decide
@@ -176,6 +176,7 @@ def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     options = (*sorted(EAGLE_3_1), "norm_before_residual", "sliding_window")
     ignored = [name for name in options if config.get(name) and name not in loader.options]
     faults += [f"config.json: {name}: is not read, so another head would run" for name in ignored]
+    faults += rotation_faults(config, reader)
     if reader == SGLANG and EMBEDDING in folder.shapes:
         faults.append(f"{EMBEDDING}: the target's own would take its place")
     return lacks, faults + layer_ids(config, target["num_layers"], reader)

@@ -116,7 +116,7 @@ class Eagle3(Recycling):
         )
         defaults = {
             "draft_vocab_size": min(32_000, target.vocab_size),
-            **block_settings(target, settings.num_attention_heads),
+            **block_settings(target, settings.num_attention_heads, settings.rope_scaling),
         }
         config = Eagle3Config(**{**defaults, **given(settings), "aux_layer_ids": aux_layer_ids})
         head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
