@@ -215,16 +215,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eval.measure.auto import can_draft
     from eval.measure.loading import open_head
 
+    if options.sampling and options.temperature is not None:
+        raise UserError(f"--temperature: --sampling {SERVED} takes it from the target; leave one of the two out")
+    given = Sampling(options.temperature or 0.0)
     if options.prompt is None and sys.stdin is None:
         raise UserError("standard input is closed, and prompts are read from it; name one with --prompt")
     if isinstance(sys.stdin, io.TextIOWrapper):  # of bytes that are not UTF-8, only their prompt is refused
         sys.stdin.reconfigure(errors="surrogateescape")
-    if options.sampling and options.temperature is not None:
-        raise UserError(f"--temperature: --sampling {SERVED} takes it from the target; leave one of the two out")
-    sampling = Sampling(options.temperature or 0.0)
     opened = open_head(options)
-    if options.sampling:
-        sampling = served_sampling(opened.target)
+    sampling = served_sampling(opened.target) if options.sampling else given
     sampling = replace(sampling, seed=options.seed)
     shapes = draft_shapes(options.trees, opened.head)
     fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]

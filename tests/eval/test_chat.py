@@ -50,21 +50,21 @@ def conversation(opened: Opened, length: int, console: Console | None = None, **
     return Conversation(opened, parse_shape("chain:3"), Sampling(**sampling), length, console or Console())
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 9}])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_an_answer_is_plain_decodings_text(
-    opened: Opened, sampling: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    opened: Opened, temperature: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its tokens are marked as the output says, also if its last round is cut on a draft token."""
-    plain = plainly(opened, PROMPT, 40, Sampling(**sampling, seed=5))
+    plain = plainly(opened, PROMPT, 40, Sampling(temperature, top_k=9, seed=5))
     capsys.readouterr()
-    talk = conversation(opened, 40, **sampling, seed=5)
+    talk = conversation(opened, 40, temperature=temperature, top_k=9, seed=5)
     output, said = talk.answer(PROMPT), capsys.readouterr()
     text = str(opened.tokenizer.decode(plain.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     assert output.tokens == plain.tokens and said.out.rstrip("\n") == text.rstrip("\n") and text
     assert said.err.startswith(f"{len(plain.tokens)} tokens, tau ") and "tokens/s" in said.err
     drafted_last = 0
     for length in range(1, 24):
-        talk = conversation(opened, length, **sampling)
+        talk = conversation(opened, length, temperature=temperature)
         assert talk.answer(PROMPT).drafted() == talk.marks
         drafted_last += talk.marks[-1]
     assert drafted_last and not all(talk.marks)
