@@ -172,7 +172,7 @@ def add_measure_options(parser: Parser) -> None:
         help=f"drafts to measure, separated by commas: chain:5,tree:5x8x24,static:3.2.1; {HEAD_TREE}: the head's own "
         f"static tree; {AUTO}: search for the fastest; default: chain:5, for several heads chain:5,chain:3,{HEAD_TREE}",
     )
-    given = {"default": argparse.SUPPRESS}  # absent unless given, since --sampling replaces them
+    given: Any = {"default": argparse.SUPPRESS}  # absent unless given, since --sampling replaces them
     add(
         "--temperature",
         dest="temperatures",

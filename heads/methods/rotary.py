@@ -37,7 +37,7 @@ def check_scaling(scaling: dict[str, Any]) -> None:
         )
     expect(kind in SCALINGS, f"{where}.rope_type", f"one of {', '.join(SCALINGS)}", kind)
     for name in SCALINGS[str(kind)]:
-        value = scaling.get(name)
+        value: Any = scaling.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         expect(is_number and 0 < value < float("inf"), f"{where}.{name}", "a number above 0", value)
 
