@@ -135,6 +135,9 @@ class Report(Settings):
     """Chains and trees to measure. `auto` searches for the fastest. Null: `eval.tree`."""
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] | None = None
     """Sampling temperatures to measure at. Null: `eval.temperature`."""
+    sampling: Literal["model"] | None = None
+    """`model`: temperature, top-k, top-p and min-p of the target's generation_config, as servers sample by default.
+    Null: `temperatures`, and the filters of `eval`."""
     repeats: Count = 2
     """Number of times that each prompt is decoded with each setting."""
 
@@ -256,8 +259,11 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
         useless |= {("tracking", name): "with tracking.wandb off" for name in ("project", "name")}
     if recipe.eval.prompts == HELD_OUT_SUITE:
         useless["eval", "skip_long"] = "on modules, which are cut to fit"
-    if recipe.eval.temperature == 0 and not any(recipe.eval.report.temperatures or ()):
-        sampled = ("rule", "top_k", "top_p", "min_p")
+    report = recipe.eval.report
+    if report.sampling:
+        useless["eval", "report", "temperatures"] = "with eval.report.sampling"
+    if recipe.eval.temperature == 0 and (report.sampling or not any(report.temperatures or ())):
+        sampled = ("top_k", "top_p", "min_p") if report.sampling else ("rule", "top_k", "top_p", "min_p")
         useless |= {("eval", name): "at eval.temperature 0, which is greedy" for name in sampled}
     for name in ("regenerate", "on_policy"):
         if getattr(recipe.data, name) is not None and getattr(recipe.data, name).temperature == 0:

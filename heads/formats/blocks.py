@@ -25,6 +25,7 @@ from heads.formats.engine import (
     decoder_config,
     fields,
     gated_mlp,
+    rotation_faults,
     sglang,
     sizes,
     tensors,
@@ -74,7 +75,6 @@ def qwen3_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, A
         "layer_types": [*config.kinds],
         "use_sliding_window": SLIDING in config.kinds,
         "sliding_window": config.sliding_window,
-        "rope_scaling": config.rope_scaling,
         "attention_dropout": 0.0,
         "block_size": config.block_size,
         "num_target_layers": config.num_target_layers,
@@ -186,7 +186,7 @@ class BlockForm:
                 f"config.json: {where}target_layer_ids: {ids}: only the outputs of layers 0 to {last - 1} are captured "
                 "by every engine"
             )
-        return lacks, faults + tensors(self.tensors(config, own, ids), folder.shapes)
+        return lacks, faults + rotation_faults(config, reader) + tensors(self.tensors(config, own, ids), folder.shapes)
 
 
 DFLASH = Format(

@@ -25,6 +25,7 @@ from heads.formats.engine import (
     decoder_config,
     fields,
     gated_mlp,
+    rotation_faults,
     sglang,
     sizes,
     tensors,
@@ -54,7 +55,6 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         **EAGLE3_FIELDS,
         **decoder_config(config, target, dtype),
         "num_hidden_layers": config.num_layers,
-        "rope_scaling": config.rope_scaling,
         "draft_vocab_size": config.draft_vocab_size,
         "own_embeddings": config.own_embeddings,  # no engine reads it: the tensors in the file decide
         "norm_before_fc": config.norm_before_fc,
@@ -179,6 +179,7 @@ def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     said = {**(config.get("rope_scaling") or {}), **config}
     ignored = [name for name in OPTIONS if said.get(name) and name not in loader.options]
     faults += [f"config.json: {name}: is not read, so another head would run" for name in ignored]
+    faults += rotation_faults(config, reader)
     D, layers = config["hidden_size"], config["num_hidden_layers"]
     if reader == SGLANG and EMBEDDING in folder.shapes and config[width] == D:
         faults.append(f"{EMBEDDING}: the target's own would take its place")

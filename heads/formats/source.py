@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
 from heads.core.errors import UserError, first_line
-from heads.targets.families import FIXED_ROTATIONS
+from heads.methods.rotary import SCALINGS
 from heads.targets.hub import is_hub_id, read_tensors, repo_and_revision, tensor_files
 from heads.targets.model import FrozenTarget
 
@@ -145,7 +145,7 @@ def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target:
         raise UserError(f"{source.path}: config.json describes no decoder layer ({first_line(error)})") from error
     unread = {
         "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
-        "rope_parameters": scaled not in FIXED_ROTATIONS,
+        "rope_parameters": scaled not in SCALINGS,
     }
     refuse_settings(source, unread)
     return config, block

@@ -105,6 +105,9 @@ class MtpConfig(BlockConfig, MtpSettings):
     layout: str = "mimo"
     num_modules: int = 1
     depth: int = 3
+    rope_scaling: dict[str, Any] | None = None
+    """Scaling of rotary positions, the target's, since engines read them from its config. Native modules have their
+    decoder's."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self)

@@ -53,7 +53,8 @@ class RotarySettings:
 
     rope_scaling: dict[str, Any] | None = None
     """Scaling of rotary positions, as in transformers' `rope_parameters` but without the base: `{rope_type: yarn,
-    factor: 4.0, original_max_position_embeddings: 8192}`. Kinds: `yarn`, `llama3`, `linear`. Null: no scaling."""
+    factor: 4.0, original_max_position_embeddings: 8192}`. Kinds: `yarn`, `llama3`, `linear`, `longrope`, and `default`
+    for plain positions. Null: the target's."""
 
 
 @dataclass(frozen=True, kw_only=True)

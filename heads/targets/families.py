@@ -167,13 +167,27 @@ def longest_text(config: Any) -> int | None:
     return first if longest is None else min(first, longest)
 
 
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """Return the settings of the target's rotary positions, those of its full attention if its layers differ."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return parameters if "rope_theta" in parameters else parameters.get("full_attention") or {}
+
+
 def rope_theta(config: Any) -> float:
-    """Return the target's rotary base. transformers 5 stores it in `rope_parameters`, per layer type if there are
-    several."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if "rope_theta" not in parameters:
-        parameters = parameters.get("full_attention", {})
-    return float(parameters.get("rope_theta", 10_000.0))
+    return float(rope_parameters(config).get("rope_theta", 10_000.0))
+
+
+def rope_scaling(config: Any) -> dict[str, Any] | None:
+    """Return the scaling of the target's rotary positions, without the base; None for plain ones.
+
+    Plain are also: positions of images (for text); `dynamic` ones, which are scaled only beyond
+    `max_position_embeddings`, where texts end here; and `proportional` ones, which rotate a part of each head.
+    """
+    found = rope_parameters(config)
+    if found.get("rope_type") not in ("linear", "yarn", "llama3", "longrope"):
+        return None
+    others = ("type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+    return {name: value for name, value in found.items() if name not in others and value is not None}
 
 
 def eos_ids(*sources: Any) -> tuple[int, ...]:

@@ -90,6 +90,8 @@ def test_overrides_go_through_the_same_checks(override: str, fault: str, tmp_pat
     ("overrides", "fault"),
     [
         (["eval.rule=ratio"], "eval.rule: has no effect at eval.temperature 0"),
+        (["eval.report.sampling=model", "eval.top_k=3"], "eval.top_k: has no effect at eval.temperature 0"),
+        (["eval.report.sampling=model", "eval.report.temperatures=[1]"], "no effect with eval.report.sampling"),
         (["eval.rule=typical", "eval.temperature=1"], "eval.rule: got 'typical'; known: match, ratio, block"),
         (["eval.rule=block", "eval.temperature=1", "eval.tree=static:2.2"], "eval.tree: rule block judges chains"),
         (["eval.rule=ratio", "eval.temperature=1", "eval.tree=tree:2x2x4"], "eval.tree: rule ratio: the tree"),
@@ -145,6 +147,7 @@ def test_the_final_measurement_has_the_settings_of_the_report_or_else_those_of_e
     assert made == BenchSettings(
         num_prompts=32, max_prompt_tokens=256, trees=("auto",), temperatures=(0.5,), top_k=3, seed=1
     )
+    assert load_recipe(path, ["eval.report.sampling=model", "eval.rule=ratio"]).eval.final().sampling == "model"
 
 
 @pytest.mark.parametrize(

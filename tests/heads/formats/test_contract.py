@@ -237,6 +237,38 @@ def test_eagle3_fields_that_engines_would_misread(target: FrozenTarget, tmp_path
         assert why_unfit([*found.values()])
 
 
+LENGTH = {"original_max_position_embeddings": 64}
+LISTS = {"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize(
+    ("scaling", "readers"),
+    [
+        ({"rope_type": "default"}, {VLLM, SGLANG, EAGLE}),
+        ({"rope_type": "linear", "factor": 4}, {VLLM, SGLANG}),
+        ({"rope_type": "yarn", "factor": 4.0, "truncate": False, **LENGTH}, {VLLM, SGLANG}),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, **LENGTH}, {VLLM}),
+        ({"rope_type": "longrope", **LISTS, **LENGTH}, {VLLM, SGLANG}),
+        ({"rope_type": "longrope", "attention_factor": 1.5, **LISTS, **LENGTH}, set()),
+    ],
+)
+def test_positions_that_a_reader_would_compute_otherwise(
+    kind: str, scaling: dict[str, Any], readers: set[str], target: FrozenTarget, tmp_path: Path
+) -> None:
+    found = verdicts(save(tmp_path / "head", target, kind, rope_scaling=scaling))
+    assert serving(found) == readers - (set() if kind == "eagle3" else {EAGLE})
+    assert all("rope_scaling" in verdict.reason for verdict in found.values() if not verdict.serves)
+
+
+def test_modules_have_the_positions_of_the_config_beside_them(tmp_path: Path) -> None:
+    write_native(tmp_path / "target", "mimo")
+    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", layout="mimo")
+    change_config(folder, lambda c: c["draftsmith"]["config"].update(rope_theta=123.0))
+    for verdict in verdicts(folder).values():
+        assert any(fault.startswith("config.json: rope_parameters: not those") for fault in verdict.faults)
+
+
 @pytest.mark.parametrize(
     ("family", "modules", "readers"),
     [
