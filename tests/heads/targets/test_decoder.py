@@ -187,7 +187,7 @@ def test_what_cannot_be_read_is_left_to_the_model() -> None:
         """A class of other code under a name of transformers."""
 
     other = make_target("llama")
-    other.layers[0].mlp.__class__ = LlamaMLP  # type: ignore[assignment]
+    other.layers[0].mlp.__class__ = LlamaMLP
     assert why_not_native(other) == "0.mlp is a LlamaMLP of other code"
     mixed = make_target("qwen3")
     mixed.layers[0].self_attn.q_norm.float()  # type: ignore[union-attr]
