@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from eval.measure.command import (
     seed,
     trees,
 )
+from eval.measure.settings import SERVED, served_sampling
 from eval.runtime.sampling import Sampling
 from heads.core.errors import UserError
 
@@ -102,7 +104,7 @@ class Conversation:
                 f"for {self.max_new_tokens} new ones; begin anew, or with another --max-new-tokens"
             )
         engine = self.engine_for(len(ids) + self.max_new_tokens + self.shape.nodes)
-        sampling = Sampling(self.sampling.temperature, seed=self.sampling.seed + self.answers)
+        sampling = replace(self.sampling, seed=self.sampling.seed + self.answers)
         request = Request(ids, self.max_new_tokens, sampling)
         if not talks:
             self.show(prompt, QUIET)
@@ -201,7 +203,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=DEFAULT_TREES,
         help="draft: chain:5, tree:5x8x24, static:3.2.1 or head; of several, the first that the head can draft",
     )
-    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--temperature", type=float, help="0, the default, is greedy")
+    add("--sampling", choices=[SERVED], help=f"{SERVED}: as servers of the target sample by default")
     add("--seed", type=seed, default=0, help="seed of the sampling; each further answer adds 1")
     add("--max-new-tokens", type=count, default=256, help="most new tokens of each answer")
     return parser.parse_args(arguments)
@@ -212,12 +215,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eval.measure.auto import can_draft
     from eval.measure.loading import open_head
 
+    if options.sampling and options.temperature is not None:
+        raise UserError(f"--temperature: --sampling {SERVED} takes it from the target; leave one of the two out")
+    given = Sampling(options.temperature or 0.0)
     if options.prompt is None and sys.stdin is None:
         raise UserError("standard input is closed, and prompts are read from it; name one with --prompt")
     if isinstance(sys.stdin, io.TextIOWrapper):  # of bytes that are not UTF-8, only their prompt is refused
         sys.stdin.reconfigure(errors="surrogateescape")
-    sampling = Sampling(options.temperature, seed=options.seed)
     opened = open_head(options)
+    sampling = served_sampling(opened.target) if options.sampling else given
+    sampling = replace(sampling, seed=options.seed)
     shapes = draft_shapes(options.trees, opened.head)
     fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
     shape = (fitting or shapes)[0]  # if none fits, the engine raises the error that says why

@@ -6,18 +6,44 @@ head like any other.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
 from heads.core.contract import Origin
-from heads.core.errors import UserError, first_line
+from heads.core.errors import UserError, first_line, shown
 from heads.core.files import file_hash
-from heads.formats.source import foreign_config, open_source
+from heads.formats.source import Source, foreign_config, open_source
 from heads.methods.settings import SETTINGS
 from heads.registry import HEADS, kind_of
 from heads.saved import check_fits, find_head, load_head, restore_head
 from heads.targets.model import FrozenTarget
+
+UNREAD = {
+    "domino": "a DFlash block whose logits a GRU corrects by the tokens drafted before (Domino)",
+    "p-?eagle": "an EAGLE-3 that drafts all tokens in one pass, from a mask's state where none is known (P-EAGLE)",
+    "eagle3.*deepseek|deepseek.*eagle3": "an EAGLE-3 whose layer has DeepSeek's latent attention",
+    "gemma4(eagle3|dspark)": "a head with Gemma-4's layers",
+    "eagle(?!3)": "an EAGLE of the first two kinds, which reads the last hidden state and imitates it",
+    "^mtp$": "a target's modules in speculators' form, which scripts/stitch_mtp.py there puts into the checkpoint",
+}
+"""Kinds of heads that are known and not read, by a pattern of the names in config.json."""
+
+
+def refuse_unread(source: Source) -> None:
+    """Raise UserError for a head of a kind in `UNREAD`."""
+    config, files = source.config, source.files
+    nested = config.get("dflash_config") or {}
+    names = [*(config.get("architectures") or ()), config.get("speculators_model_type"), nested.get("projector_type")]
+    if "mask_hidden" in files:
+        names.append("P-EAGLE")
+    if "fc.weight" in files and names[:-2] == ["LlamaForCausalLM"] and "draft_vocab_size" not in config:
+        names.append("EAGLE")
+    for pattern, what in UNREAD.items():
+        for name in names:
+            if re.search(pattern, str(name), re.IGNORECASE):
+                raise UserError(f"{source.path}: {shown(name)}: {what}; such heads are not read here")
 
 
 def is_published(path: str) -> bool:
@@ -29,18 +55,17 @@ def read_published(path: str, target: FrozenTarget) -> Any:
     """Return a head in another project's form. Raises UserError if it is damaged, made for another target, or in no
     known form."""
     source = open_source(path, foreign_config(path) or {})
-    for kind, method in HEADS.items():
-        try:
-            reading = method.format.read(source, target)
-        except UserError:
-            raise
-        except Exception as error:  # types of values that no head's config.json has
-            raise UserError(f"{path}: config.json describes no head ({first_line(error)})") from error
-        if reading is not None:
-            head = restore_head(kind, reading.config, reading.weights, path)
-            break
-    else:
+    try:
+        refuse_unread(source)
+        readings = ((kind, method.format.read(source, target)) for kind, method in HEADS.items())
+        kind, reading = next((found for found in readings if found[1] is not None), ("", None))
+    except UserError:
+        raise
+    except Exception as error:  # types of values that no head's config.json has
+        raise UserError(f"{path}: config.json describes no head ({first_line(error)})") from error
+    if reading is None:
         raise UserError(f"{path}: neither a head of draftsmith's nor a published one of a kind of {', '.join(HEADS)}")
+    head = restore_head(kind, reading.config, reading.weights, path)
     used = {file for name, file in source.files.items() if name in reading.weights} or set(source.files.values())
     hashes = {file.name: file_hash(file) for file in sorted(used)}
     head.origin = Origin(reading.form, hashes, reading.differs)

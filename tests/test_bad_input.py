@@ -101,6 +101,8 @@ def test_a_recipe(change: str, named: str, here: Path, refused: Any) -> None:
         ("--temperature 1 --top-p 2", "top_p"),
         ("--top-k 5", "--top-k: has no effect at --temperature 0"),
         ("--rule ratio", "--rule: has no effect at --temperature 0"),
+        ("--sampling model --temperature 0", "--temperature: --sampling model takes it from the target"),
+        ("--sampling model --min-p 0", "--min-p: --sampling model takes it from the target"),
         ("--device meta", "--device"),
         ("--max-new-tokens 600", "leave no room for a prompt in the 512 positions"),
         ("--max-prompt-tokens 2", "prompts.jsonl:1"),

@@ -20,14 +20,15 @@ import torch
 import yaml
 
 from eval.measure.command import exit_status
-from eval.measure.records import read_messages, read_records
+from eval.measure.forms import read_chat
+from eval.measure.records import read_records
 from eval.measure.settings import to_settings
 from eval.sweep import Sweep
-from heads.formats.blocks import SCALED
 from heads.formats.blocks import TARGETS as BLOCK_TARGETS
 from heads.formats.eagle3 import EAGLE3
 from heads.formats.engine import ENGINES, SGLANG, VLLM
 from heads.formats.medusa import OLD_VLLM
+from heads.formats.published_blocks import SCALED
 from heads.registry import HEADS, build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target, load_tokenizer
@@ -252,7 +253,7 @@ def test_every_conversation_that_is_shown_gives_labels(page: Path, tiny_target_d
     assert len(records) == 4
     tokenizer = load_tokenizer(str(tiny_target_dir))
     for record in records:
-        (document,) = encode_chat(tokenizer, read_messages(record))
+        (document,) = encode_chat(tokenizer, read_chat(record).messages)
         assert 0 < document.labels.sum() < len(document.labels)
 
 
@@ -281,10 +282,8 @@ def test_the_command_for_your_own_data_trains_another_model_on_the_lines_above_i
     assert attempt("eagle", words) == 0
     assert json.loads((tmp_path / "runs/NAME/results.json").read_text())["settings"]["prompts"] == "held-out.jsonl"
     said = capsys.readouterr().err
-    assert "left out enable_thinking" in said and f"chats.jsonl: {chats} conversations to answer\n" in said
-    ((steps, epochs),) = re.findall(
-        rf"^{chats} conversations, [\d,]+ labels: (\d+) steps of 1,536 tokens are (\S+) epochs", said, re.MULTILINE
-    )
+    assert "left out enable_thinking" in said and f"data.regenerate: {chats} conversations to answer\n" in said
+    ((steps, epochs),) = re.findall(r"^[\d,]+ rows: (\d+) steps of 1,536 tokens are (\S+) epochs", said, re.MULTILINE)
     assert 8 <= float(epochs) < 8 + 8 and f"the warm-up takes {int(steps) // 5} steps" in said
     assert attempt("eagle", words) == 0 and f"finished already, {steps} steps" in capsys.readouterr().err
 

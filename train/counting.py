@@ -12,10 +12,8 @@ A target's forward pass of a micro-batch, with w bytes of its own dtype:
     widest         = the larger of 3 I, or k (3 I + 2 D) with k experts per token, and twice a layer's queries, keys
                      and values
 
-A head's loss and gradient: a matrix of n numbers takes 2 n FLOP a row forward, and as many for each of the gradients of
-its input and, if it is trained, of itself. A layer keeps for its backward pass, of each row, the inputs of its norms,
-of its products and of SiLU, and the queries, keys, values and output of its attention: `KEPT`. The loss forms logits in
-chunks of C rows, of which several tensors exist at a time.
+A head's layers count their own cost (`DraftHead.step_cost`). The loss forms logits in chunks of rows, of which several
+tensors exist at a time.
 """
 
 from dataclasses import dataclass
@@ -27,12 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from heads.core.contract import KEPT_SHARE
+from heads.core.contract import KEPT_SHARE, StepCost
 from heads.methods.losses import CHUNK_BYTES, LEAST_ROWS
-from heads.methods.recycling import Recycling
 from heads.methods.settings import LABELS
-from heads.registry import kind_of
-from heads.targets.families import layer_setting
+from heads.targets.families import attention_widths, layer_setting
 from heads.targets.forward import takes_block_masks
 from heads.targets.load import ShapeTarget, load_shape
 from heads.targets.quantization import LEAST_SHARE
@@ -44,17 +40,6 @@ from train.recipe import Recipe
 aten = torch.ops.aten
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 """Names that configs use for the number of experts."""
-KEPT = {
-    "eagle3": (6, 3, 2),
-    "mtp": (9, 3, 2),
-    "dflash": (4, 4, 3),
-    "dflash2": (4, 4, 3),
-    "dspark": (4, 4, 3),
-    "draft": (6, 4, 4),
-}
-"""By kind, the numbers that a layer keeps of each row, in multiples of D, A and G; and 4 of I."""
-ATTENTION_PRODUCTS = {"eagle3": 7, "mtp": 7, "draft": 7, "dflash": 8, "dflash2": 8, "dspark": 8}
-"""Products of queries and keys' size: 2 forward, 1 or 2 computed again, 4 or 5 backward."""
 
 
 @dataclass(frozen=True)
@@ -145,91 +130,27 @@ def head_work(
     """Return the bytes that exist while the loss of a micro-batch is formed, without features and weights, and the
     operations of loss and gradient. `most`: bytes above which a head that can recompute its steps does so; `chunk`:
     bytes of a chunk of the target's logits."""
-    kind, config, N, D, V = kind_of(head), head.config, B * T, target.hidden_size, target.vocab_size
-    K, w, kept_ids = len(head.depth_weights), 2 if bf16 else 4, getattr(head, "kept", None)
-    Vd = V if kept_ids is None else len(kept_ids)
-    outputs = _outputs(head)
-    inner = [m.weight for m in head.modules() if isinstance(m, nn.Linear) and all(m is not end for end in outputs)]
-    products = sum(_flops(weight) for weight in inner)  # of one row that passes through every layer
-    R = rows = N  # of the loss at each depth, and of a layer
-    at_once = N  # rows of the loss of which chunks are made
-    flops: float
-    backward = 0  # bytes of the widest gradients of a layer, beyond what a chunk of the loss needs
-    if kind == "medusa":
-        flops = N * products
-        kept = K * N * D * (4 + 2 * w * config.num_layers)
-    else:
-        wide, A, G, layers = _layer_sizes(head)
-        d, a, g = KEPT[kind]
-        row = w * (d * D + a * A + g * G + 4 * wide)
-        if isinstance(head, Recycling):
-            start = sum(p.numel() for module in head.starting for p in module.parameters() if p.dim() == 2)
-            flops = N * (K * (products - 6 * start) / head.num_modules + 4 * start)
-            flops += K * N * 2 * ATTENTION_PRODUCTS[kind] * A * T / 2
-            kept = K * N * (row + (4 - w) * D)  # embeddings stay in float32
-            if K * N * w * (4 * wide + 10 * D) > most:  # only the states, keys and values of every step are kept
-                flops *= 4 / 3
-                kept, backward = K * N * w * 2 * (D + G), N * row
-        elif kind == "draft":
-            Vd = config.common_size
-            flops = N * (products + layers * 2 * ATTENTION_PRODUCTS[kind] * A * T)
-            kept = layers * N * row
-        else:
-            R = B * min(config.num_anchors, T)
-            rows, at_once = R * config.block_size, R * K
-            context_read = [part for name, part in head.named_modules() if name.endswith(("k_proj", "v_proj"))]
-            fuse, context = head.fc.weight, sum(_flops(part.weight) for part in context_read)
-            flops = rows * (products - _flops(fuse)) + N * (context + 4 * fuse.numel())
-            flops += layers * rows * 2 * ATTENTION_PRODUCTS[kind] * A * (T / 2 + config.block_size)
-            kept = layers * (rows * row + N * w * 3 * G) + N * w * (2 + len(head.aux_layer_ids)) * D
-            kept += sum(_size(p) for p in head.parameters() if len(p) == V)  # the loss forms their gradients
-        kept += 2 * K * R * D * w  # the states of the loss and their gradient
-        backward += 2 * w * wide * rows
+    D, V, K, w = target.hidden_size, target.vocab_size, len(head.depth_weights), 2 if bf16 else 4
+    cost: StepCost = head.step_cost(B, T, width=w, most=most)
+    R, Vd, outputs = cost.rows, cost.logits, cost.outputs
+    read = outputs[0].in_features if outputs else D  # width of the states of the loss
+    kept = cost.kept + 2 * K * R * read * w  # these and their gradient
     trained = [end.weight for end in outputs if end.weight.requires_grad]
+    inner = [m.weight for m in head.modules() if isinstance(m, nn.Linear) and all(m is not end for end in outputs)]
     if bf16:  # autocast's copies of the weights
         kept += 2 * sum(weight.numel() for weight in inner)
-    if kind != "medusa" and (4 if trained else target.dtype.itemsize) != w:  # the output head, in the states' dtype
-        kept += w * Vd * D
-    flops += K * R * (6 if trained else 4) * D * Vd
-    if getattr(config, "loss", None) != LABELS:  # the target's logits
-        flops += 2 * D * V * (R if isinstance(head, Recycling) else K * R)
-    chunk_rows = min(at_once, max(LEAST_ROWS, chunk // (4 * V)))
+    if (4 if trained else target.dtype.itemsize) != w:  # an output head, in the states' dtype
+        kept += w * Vd * read
+    flops = cost.flops + K * R * (6 if trained else 4) * read * Vd
+    if getattr(head.config, "loss", None) != LABELS:
+        flops += 2 * D * V * cost.target_rows
+    rows = min(cost.chunked, max(LEAST_ROWS, chunk // (4 * V)))
     widened = V * (4 + target.dtype.itemsize % 4) + 3 * 4 * Vd  # the target's logits, in float32 and in its own dtype
-    compared = (22 if at_once == R else 31) * Vd  # two distributions, a divergence or more, and the gradient
-    loss = chunk_rows * max(widened, compared)
+    compared = (22 if cost.chunked == R else 31) * Vd  # two distributions, a divergence or more, and the gradient
+    loss = rows * max(widened, compared)
     if trained:
-        loss = max(loss, chunk_rows * 20 * Vd + _size(trained[0]))  # a chunk's gradient of the output head
-    return kept + sum(map(_size, trained)) + max(loss, backward), flops
-
-
-def _outputs(head: Any) -> list[nn.Linear]:
-    """Return the head's own output heads, whose products the loss forms."""
-    match kind_of(head):
-        case "medusa":
-            return [made[-1] for made in head.heads]
-        case "eagle3":
-            return [head.lm_head]
-        case "draft":
-            return [head.output.head]
-    return []
-
-
-def _layer_sizes(head: Any) -> tuple[int, int, int, int]:
-    """Return I, A, G and the number of layers of a head."""
-    config = head.text_config if kind_of(head) == "draft" else head.config
-    width, _, heads, key_heads = _attention_widths(config, config.hidden_size)
-    layers = layer_setting(config, "num_hidden_layers") or getattr(config, "num_layers", 1)
-    return (
-        layer_setting(config, "intermediate_size") or 4 * config.hidden_size,
-        heads * width,
-        key_heads * width,
-        layers,
-    )
-
-
-def _flops(weight: Tensor) -> int:
-    """Return the operations of a row's product with a matrix, and of its gradients."""
-    return (6 if weight.requires_grad else 4) * weight.numel()
+        loss = max(loss, rows * 20 * Vd + _size(trained[0]))  # a chunk's gradient of the output head
+    return kept + sum(map(_size, trained)) + max(loss, cost.backward), flops
 
 
 def count_target(
@@ -246,7 +167,7 @@ def count_target(
     by_layer = [_layer_bytes(layer, w, quantize) for layer in target.layers]
     linear = sum(m.weight.numel() for m in target.layers.modules() if isinstance(m, nn.Linear))
     end_bytes = (total - sum(in_layers.values())) * w
-    key_width, value_width, heads, key_heads = _attention_widths(config, D)
+    key_width, value_width, heads, key_heads = attention_widths(config, D)
     intermediate: int = layer_setting(config, "intermediate_size") or 4 * D
     mlp = 3 * intermediate
     if experts:
@@ -269,17 +190,6 @@ def count_target(
         flops=flops,
         activations=N * w * ((2 + aux_layers) * D + max(mlp, attention)) + whole_mask,
     )
-
-
-def _attention_widths(config: Any, hidden_size: int) -> tuple[int, int, int, int]:
-    """Return the widths of a key and of a value of one head, and the numbers of query heads and of key heads."""
-    heads: int = layer_setting(config, "num_attention_heads")
-    width: int = layer_setting(config, "head_dim") or hidden_size // heads
-    key_heads: int = layer_setting(config, "num_key_value_heads") or heads
-    nope = getattr(config, "qk_nope_head_dim", None)
-    if nope is None:
-        return width, width, heads, key_heads
-    return nope + config.qk_rope_head_dim, config.v_head_dim, heads, heads  # latent attention
 
 
 def _layer_bytes(layer: nn.Module, width: int, quantize: str | None) -> int:

@@ -81,7 +81,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     evaluation = Evaluation(recipe.eval, features, asking, unfilled)
 
     # Data
-    reader = open_reader(recipe.data, tokenizer, run)
+    reader = open_reader(recipe, tokenizer, run)
     mixture, samples = load_data(recipe.data, seed, unfilled, target, reader, run.folder.path)
     features.check(mixture, unfilled.aux_layer_ids)
     del unfilled  # free its memory
@@ -164,8 +164,7 @@ def describe_length(recipe: Recipe, mixture: Mixture, rows: int) -> str:
             f"train.max_steps: {steps:,} steps of {tokens:,} tokens read {texts} {epochs:,.0f} times, expected at most "
             f"{MOST_EPOCHS:,} times: give train.epochs=10, or train.max_steps={most} at most"
         )
-    labels = sum(pool.corpus.num_labels for pool in mixture.pools)
-    return f"{texts}, {labels:,} labels: {steps:,} steps of {tokens:,} tokens are {epochs:.3g} epochs"
+    return f"{mixture.num_rows:,} rows: {steps:,} steps of {tokens:,} tokens are {epochs:.3g} epochs"
 
 
 class Training:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.measure.command import print_line
 from heads.core.errors import UserError
-from heads.targets.load import Place, load_tokenizer
+from heads.targets.load import Place, load_end_ids, load_tokenizer
 from heads.targets.model import FrozenTarget
 from heads.targets.placement import drop_layers, shard_layers
 from train.checkpoints import begun_in
@@ -20,7 +20,6 @@ from train.core.interrupts import Interrupts
 from train.core.processes import die_with_launcher, on_main
 from train.core.strict_yaml import suggest
 from train.data.cache import Reader
-from train.data.settings import Data
 from train.data.sources import ChatSource
 from train.data.templates import ChatTemplate
 from train.features.cached import CachedFeatures
@@ -93,11 +92,19 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
     return recipe.model_copy(update={"data": data.model_copy(update={"template": kept})})
 
 
-def open_reader(data: Data, tokenizer: PreTrainedTokenizerBase, run: Run) -> Reader:
+def rendering_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    """Return the chat template of a recipe's target, with the recipe's arguments and all tokens that end an answer."""
+    target = recipe.target
+    ends = load_end_ids(target.path, tokenizer, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
+    return ChatTemplate(tokenizer, arguments=recipe.data.template, end_ids=ends)
+
+
+def open_reader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, run: Run) -> Reader:
     """Return the reader of a run's data sources. A chat template that prints the date gets the day on which the run
     began."""
-    rendering = ChatTemplate(tokenizer, arguments=data.template)
-    if any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource)):
+    rendering = rendering_of(recipe, tokenizer)
+    chats = [source for source in recipe.data.sources if isinstance(source, ChatSource)]
+    if any(source.template(rendering).has_date for source in chats):
         rendering = replace(rendering, day=on_main(run.accelerator, run.folder.first_day))
     return Reader(rendering, run.accelerator, run.tracker.say)
 

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from eval.measure.command import AUTO
 from eval.measure.prompts import HELD_OUT_SUITE
+from eval.measure.records import has_splits, is_local
 from eval.measure.settings import IN_A_RECIPE, BenchSettings
 from eval.runtime.sampling import check_rule
 from heads.core.contract import HEAD_TREE
@@ -134,6 +135,9 @@ class Report(Settings):
     """Chains and trees to measure. `auto` searches for the fastest. Null: `eval.tree`."""
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] | None = None
     """Sampling temperatures to measure at. Null: `eval.temperature`."""
+    sampling: Literal["model"] | None = None
+    """`model`: temperature, top-k, top-p and min-p of the target's generation_config, as servers sample by default.
+    Null: `temperatures`, and the filters of `eval`."""
     repeats: Count = 2
     """Number of times that each prompt is decoded with each setting."""
 
@@ -255,8 +259,11 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
         useless |= {("tracking", name): "with tracking.wandb off" for name in ("project", "name")}
     if recipe.eval.prompts == HELD_OUT_SUITE:
         useless["eval", "skip_long"] = "on modules, which are cut to fit"
-    if recipe.eval.temperature == 0 and not any(recipe.eval.report.temperatures or ()):
-        sampled = ("rule", "top_k", "top_p", "min_p")
+    report = recipe.eval.report
+    if report.sampling:
+        useless["eval", "report", "temperatures"] = "with eval.report.sampling"
+    if recipe.eval.temperature == 0 and (report.sampling or not any(report.temperatures or ())):
+        sampled = ("top_k", "top_p", "min_p") if report.sampling else ("rule", "top_k", "top_p", "min_p")
         useless |= {("eval", name): "at eval.temperature 0, which is greedy" for name in sampled}
     for name in ("regenerate", "on_policy"):
         if getattr(recipe.data, name) is not None and getattr(recipe.data, name).temperature == 0:
@@ -268,8 +275,10 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
     for n, source in enumerate(recipe.data.sources):
         if source.weight is None or len(recipe.data.sources) == 1:
             useless["data", "sources", n, "weight"] = "with one source"
-        if isinstance(source, RecordSource) and source.is_local:
-            useless["data", "sources", n, "split"] = "on a file, which has no splits"
+        if isinstance(source, RecordSource) and is_local(source.path):
+            useless["data", "sources", n, "subset"] = "on files, which have no subsets"
+            if not has_splits(source.path):
+                useless["data", "sources", n, "split"] = "on files, which have no splits"
     return useless
 
 

@@ -49,7 +49,7 @@ def bench_heads(
 ) -> Results:
     """Measure heads, given by their paths, in one comparison per temperature, batch size and context. `with_roofline`:
     also time the parts of a round of the headline setting (`eval.measure.roofline`)."""
-    several, names = len(heads) > 1, head_names(list(heads))
+    settings, several, names = settings.as_served(target), len(heads) > 1, head_names(list(heads))
     shapes = [
         fitting_shapes(head, path, target, settings) if several else settings.shapes(head, target)
         for path, head in heads.items()

@@ -48,7 +48,8 @@ def measurement_name(settings: BenchSettings, options: argparse.Namespace) -> st
     """Return a name such as `2026-11-03_14-05-12_chain-5_greedy_python-heldout`: the time, the drafts, temperatures and
     prompts, then all settings that differ from their defaults."""
     words = ["+".join(settings.trees)]
-    words.append("+".join("greedy" if t == 0 else f"T{t:g}" for t in settings.temperatures))
+    if settings.sampling is None:
+        words.append("+".join("greedy" if t == 0 else f"T{t:g}" for t in settings.temperatures))
     words.append("+".join(map(suite_name, split_prompts(settings.prompts))))
     for setting in fields(settings):
         value = getattr(settings, setting.name)

@@ -162,7 +162,7 @@ def line_up(
     """Return a comparison without measurements. Its engines are warmed up. Prompt i has seed `settings.seed` + i."""
     longest = max(len(prompt.ids) for prompt in prompts)
     room = longest + settings.max_new_tokens + max(shape.nodes for _, shape in drafts)
-    sampling = settings.sampling(temperature)
+    sampling = settings.sampling_at(temperature)
     requests = [
         Request(
             list(prompt.ids),

@@ -2,9 +2,8 @@
 
 The prompts of `python-heldout` are cut from modules of Python's standard library that no training run sees
 (`eval.measure.python_source`). The public suites are loaded from the hub with `datasets`. A suite may also be a local
-file of records with `turns`, `messages`, `conversations`, `prompt`, `question`, `instruction` or `text`. A conversation
-is rendered with the tokenizer's chat template if there is one. The runtime gets token ids, and results contain a hash
-of them.
+file of records with `turns` or `text`, or in a form of training data (`eval.measure.forms`). A conversation is rendered
+with the tokenizer's chat template if there is one. The runtime gets token ids, and results contain a hash of them.
 """
 
 from __future__ import annotations
@@ -23,17 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from eval.measure.command import print_line
+from eval.measure.forms import FORMS, QUESTIONS, read_turns, with_context
 from eval.measure.python_source import read_split
-from eval.measure.records import (
-    CONVERSATIONS,
-    Message,
-    Record,
-    apply_template,
-    read_hub,
-    read_question,
-    read_records,
-    read_turns,
-)
+from eval.measure.records import Message, Record, apply_template, read_hub, read_records
 from heads.core.errors import UserError, shown
 from heads.core.files import is_file
 
@@ -63,7 +54,8 @@ MOST_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
 ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
 LATER_TURN = re.compile(r"#\d+$")
 """End of the id of a prompt that `follow_up` made."""
-TEXT_KEYS = ("turns", *CONVERSATIONS, "prompt", "question", "instruction", "text")
+KNOWN = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")
+TEXT_KEYS = tuple(dict.fromkeys([*KNOWN, *FORMS, *QUESTIONS]))
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 """Start of the text in the rows of SPEED-Bench whose prompts may not be shared with it."""
 
@@ -252,17 +244,16 @@ def read_opening(record: Record, key: str) -> tuple[list[Message], list[str]]:
     """Return a record's system message, if any, and its user turns. A conversation with recorded answers yields only
     its first turn, because the answers are not the target's."""
     where, fields = record
-    if key in CONVERSATIONS:
-        said = read_turns(record, key)
-        opening = [message["content"] for message in said if message["role"] == "user"][:1]
-        if not opening:
-            raise UserError(f"{where}: {key}: expected a message of role user, got {said[0]['role']}")
-        return [message for message in said[:1] if message["role"] == "system"], opening
     value = fields[key]
-    turns = value if isinstance(value, list) else [read_question(record, key)]
-    if not all(isinstance(turn, str) and turn for turn in turns):
-        raise UserError(f"{where}: {key}: expected text or a list of texts, got {shown(value)}")
-    return [], turns
+    if key not in FORMS and isinstance(value, list) and not isinstance(value[0], dict):  # as MT-Bench has them
+        if not all(isinstance(turn, str) and turn for turn in value):
+            raise UserError(f"{where}: {key}: expected text or a list of texts, got {shown(value)}")
+        return with_context(record, [])[0], value
+    said, _ = with_context(record, read_turns(record, key))
+    opening = [message["content"] for message in said if message["role"] == "user"][:1]
+    if not opening:
+        raise UserError(f"{where}: {key}: expected a message of role user, got none")
+    return [message for message in said[:1] if message["role"] == "system"], opening
 
 
 def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:

@@ -1,23 +1,21 @@
-"""Records of data files, each with its file and line, and the conversations in them.
-
-Every error names the file and the line. A conversation is a list under `messages` or `conversations`, or a question
-with its answer.
-"""
+"""Records of data files, each with its file and line, which every error names."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from glob import glob
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heads.core.errors import UserError, first_line, shown
-from heads.core.files import is_file, read_given
+from heads.core.files import file_hash, is_file, read_given
 from heads.targets.hub import is_here
 
 if TYPE_CHECKING:
@@ -28,87 +26,152 @@ Record = tuple[str, dict[str, Any]]
 Message = dict[str, Any]
 
 JSON_FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
-FORMS = ".jsonl, .json, .jsonl.gz, .json.gz, .parquet or .txt file"
-
-CONVERSATIONS = ("messages", "conversations")
-QUESTIONS = ("instruction", "question", "prompt")
-ANSWERS = ("response", "output", "answer", "completion")
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
-ROLES |= {"chatgpt": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "function": "tool"}
+FILES = (*JSON_FILES, ".parquet", ".txt")
+EXPECTED = "a .jsonl, .json, .jsonl.gz, .json.gz, .parquet or .txt file, a folder or a pattern of such files"
+PATTERN = re.compile(r"[*?\[]")
+FETCH, NAME = "fetch it again", "name its subset and split as it has them, or without a network a file"
+"""What to do about a data set that cannot be loaded: a local one, and one on the hub."""
 
 
-def read_records(path: str, *, split: str = "train", limit: int | None = None) -> Iterator[Record]:
-    """Return the records of a file of JSON lines or of a JSON array, a .txt or .parquet file, or a data set on the
-    hub."""
-    return islice(_read(path, split), limit)
+def read_records(
+    path: str, *, subset: str | None = None, split: str = "train", limit: int | None = None
+) -> Iterator[Record]:
+    """Return the records of a file of JSON lines or of a JSON array, a .txt or .parquet file; of the files of a folder
+    or of a pattern, by name; of a folder that `datasets` saved; or of a data set on the hub."""
+    return islice(_read(path, subset, split), limit)
 
 
 def read_hub(called: str, /, **arguments: Any) -> Iterator[Record]:
     """Yield the records of the data set that `datasets.load_dataset` loads with these arguments. `called` is its name
     in messages; it is positional, because `arguments` may contain a `name`."""
-    from datasets import load_dataset  # here, because importing it takes a second and local files do not need it
 
-    number = 0
-    try:
-        for record in load_dataset(**arguments):
-            number += 1
-            yield f"{called}:{number}", dict(record)
-    except Exception as error:  # no such data set, no network, no such split, a broken file: each raises another type
-        reason = first_line(error)
-        where = f", broken off after record {number}" if number else ""
-        remedy = "fetch the file again" if is_file(called) else "without a network, name a file"
-        raise UserError(
-            f"{called}: no data set that can be loaded, split {arguments['split']} ({reason}{where}); {remedy}"
-        ) from None
+    subset = f", subset {arguments['name']}" if arguments.get("name") else ""
+    return _read_rows(called, f"{subset}, split {arguments['split']}", NAME, "load_dataset", **arguments)
 
 
-def content_hash(path: str, *, split: str = "train") -> str:
+def content_hash(path: str, *, subset: str | None = None, split: str = "train") -> str:
     """Return a hash that changes with the records that `read_records` returns."""
-    if is_file(path):
-        try:
-            with Path(path).open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); expected a {FORMS}") from None
+    saved = _saved(path, split)
+    if files := _files(path) if saved is None else sorted(filter(is_file, saved.iterdir())):
+        content = hashlib.sha256()
+        for file in files:
+            content.update(file.suffix.encode())
+            try:
+                content.update(bytes.fromhex(file_hash(file)))
+            except OSError as error:
+                raise UserError(f"{file}: cannot be read ({error.strerror}); expected {EXPECTED}") from None
+        return content.hexdigest()
     _check_hub_name(path)
     from datasets import load_dataset_builder
 
     try:
-        return f"{load_dataset_builder(path).hash} {split}"
-    except Exception as error:  # as above
-        raise UserError(
-            f"{path}: no data set that can be loaded ({first_line(error)}); without a network, name a file"
-        ) from None
+        return f"{load_dataset_builder(path, subset).hash} {subset} {split}"
+    except Exception as error:  # as below
+        raise UserError(f"{path}: no data set that can be loaded ({_reason(error)}); {NAME}") from None
+
+
+def is_local(path: str) -> bool:
+    return is_here(path) or PATTERN.search(path) is not None
+
+
+def has_splits(path: str) -> bool:
+    """Return True for a folder that `datasets` saved a dictionary of data sets to."""
+    return is_file(Path(path) / "dataset_dict.json")
 
 
 def _check_hub_name(path: str) -> None:
     if Path(path).is_absolute() or path.count("/") > 1 or Path(path).suffix or is_here(path):
-        raise UserError(f"{path}: no such file; expected a {FORMS}, or a hub data set")
+        raise UserError(f"{path}: no such file; expected {EXPECTED}, or a hub data set")
 
 
-def _read(path: str, split: str) -> Iterator[Record]:
-    file = Path(path)
-    if is_file(file):
-        name = file.name.lower()
-        if name.endswith(JSON_FILES):
-            return _read_json(file)
-        if name.endswith(".txt"):
-            text = read_given(file, "text")
-            if not text.strip():
-                raise UserError(f"{file}: the file is empty; expected text")
-            return iter([(f"{file}:1", {"text": text})])
-        if name.endswith(".parquet"):
-            return read_hub(path, path="parquet", data_files=path, split="train", streaming=True)
-        raise UserError(f"{path}: expected a {FORMS}")
+def _files(path: str) -> list[Path]:
+    """Return the file of a path, or the files of a folder or of a pattern, by name. Files of a folder that hold no
+    records, such as a README, are passed over."""
+    if is_file(path):
+        return [Path(path)]
+    if PATTERN.search(path):
+        found = [Path(name) for name in sorted(glob(path, recursive=True)) if is_file(name)]
+    elif is_here(path):
+        found = sorted(file for file in Path(path).iterdir() if is_file(file) and _kind(file))
+    else:
+        return []
+    if not found:
+        raise UserError(f"{path}: no file there; expected {EXPECTED}")
+    kinds = sorted({_kind(file) or file.suffix for file in found})
+    if len(kinds) > 1:
+        raise UserError(
+            f"{path}: expected files of one form, got {' and '.join(kinds)}; name those of one form by a pattern, such "
+            f"as *{kinds[0]}"
+        )
+    return found
+
+
+def _kind(file: Path) -> str | None:
+    return next((ending for ending in FILES if file.name.lower().endswith(ending)), None)
+
+
+def _saved(path: str, split: str) -> Path | None:
+    """Return the folder of a data set that `datasets` saved to disk, or None. A saved dictionary of data sets has a
+    folder for each split."""
+    if has_splits(path):
+        if not is_file(Path(path) / split / "state.json"):
+            known = ", ".join(sorted(folder.name for folder in Path(path).iterdir() if folder.is_dir()))
+            raise UserError(f"{path}: no split {split}; it has {known}")
+        return Path(path) / split
+    return Path(path) if is_file(Path(path) / "state.json") else None
+
+
+def _read(path: str, subset: str | None, split: str) -> Iterator[Record]:
+    if (saved := _saved(path, split)) is not None:
+        return _read_rows(path, "", FETCH, "load_from_disk", dataset_path=str(saved))
+    if files := _files(path):
+        if len(files) == 1:
+            return _read_file(files[0], path)
+        return chain.from_iterable(_read_file(file, f"{path}: {file.name}") for file in files)
     _check_hub_name(path)
     from datasets import config
 
     # Streaming needs the network, and does not support parts of splits.
     streaming = not config.HF_HUB_OFFLINE and split.isidentifier()
-    return read_hub(path, path=path, split=split, streaming=streaming)
+    return read_hub(path, path=path, name=subset, split=split, streaming=streaming)
 
 
-def _read_json(file: Path) -> Iterator[Record]:
+def _read_file(file: Path, called: str) -> Iterator[Record]:
+    """Return the records of a file that is `called` so in their places."""
+    kind = _kind(file)
+    if kind in JSON_FILES:
+        return _read_json(file, called)
+    if kind == ".txt":
+        text = read_given(file, "text")
+        if not text.strip():
+            raise UserError(f"{called}: the file is empty; expected text")
+        return iter([(f"{called}:1", {"text": text})])
+    if kind == ".parquet":
+        arguments: dict[str, Any] = {"path": "parquet", "data_files": str(file), "split": "train", "streaming": True}
+        return _read_rows(called, "", FETCH, "load_dataset", **arguments)
+    raise UserError(f"{called}: expected {EXPECTED}")
+
+
+def _read_rows(called: str, of: str, remedy: str, load: str, /, **arguments: Any) -> Iterator[Record]:
+    """Yield the rows of the data set that a function of `datasets` loads."""
+    import datasets  # here, because importing it takes a second and local files do not need it
+
+    number = 0
+    try:
+        for record in getattr(datasets, load)(**arguments):
+            number += 1
+            yield f"{called}:{number}", dict(record)
+    except Exception as error:  # no such data set, no network, no such split, a broken file: each raises another type
+        where = f", broken off after record {number}" if number else ""
+        raise UserError(f"{called}: no data set that can be loaded{of} ({_reason(error)}{where}); {remedy}") from None
+
+
+def _reason(error: Exception) -> str:
+    lacks_subset = str(error).startswith("Config name is missing")  # the next line lists them
+    return " ".join(str(error).splitlines()[:2]) if lacks_subset else first_line(error)
+
+
+def _read_json(file: Path, called: str) -> Iterator[Record]:
     """Yield the records of JSON lines one by one, or those of an array, which is read whole."""
     number, found = 0, False
     try:
@@ -117,26 +180,28 @@ def _read_json(file: Path) -> Iterator[Record]:
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if not found and line.lstrip().startswith(b"["):
                     # The newlines before the array keep the line numbers of errors right.
-                    yield from _read_array(file, b"\n" * (number - 1) + line + lines.read())
+                    yield from _read_array(called, b"\n" * (number - 1) + line + lines.read())
                     return
                 if line.strip():
                     found = True
-                    place = f"{file}:{number}"
+                    place = f"{called}:{number}"
                     yield place, _check(place, _parse(place, line.strip()), escaped=b"\\u" in line)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{file}: broken gzip data after line {number} ({error}); fetch the file again") from None
+        raise UserError(f"{called}: broken gzip data after line {number} ({error}); fetch the file again") from None
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); expected a file that this user may read") from None
+        raise UserError(
+            f"{called}: cannot be read ({error.strerror}); expected a file that this user may read"
+        ) from None
     if not found:
-        raise UserError(f"{file}: the file is empty; expected one JSON record a line")
+        raise UserError(f"{called}: the file is empty; expected one JSON record a line")
 
 
-def _read_array(file: Path, text: bytes) -> Iterator[Record]:
-    records = _parse(str(file), text)
+def _read_array(called: str, text: bytes) -> Iterator[Record]:
+    records = _parse(called, text)
     if not records:
-        raise UserError(f"{file}: the array is empty; expected JSON records")
+        raise UserError(f"{called}: the array is empty; expected JSON records")
     for number, record in enumerate(records, start=1):
-        place = f"{file}: record {number}"
+        place = f"{called}: record {number}"
         yield place, _check(place, record, escaped=b"\\u" in text)
 
 
@@ -172,59 +237,13 @@ class RecordError(UserError):
         self.reason = reason
 
 
-def read_messages(record: Record) -> list[Message]:
-    """Return the turns of a record in any of the common formats."""
-    place, fields = record
-    key = next((key for key in CONVERSATIONS if key in fields), None)
-    if key is not None:
-        return read_turns(record, key)
-    question = next((key for key in QUESTIONS if key in fields), None)
-    answer = next((key for key in ANSWERS if key in fields), None)
-    if question is None or answer is None:
-        expected = "'messages', 'conversations', or 'instruction' with 'response'"
-        got = ", ".join(sorted(fields)) or "none"
-        raise RecordError(f"{place}: expected a record with {expected}, got keys {got}", "no conversation")
-    return [
-        {"role": "user", "content": read_question(record, question)},
-        {"role": "assistant", "content": _text(f"{place}: {answer}", fields[answer])},
-    ]
-
-
-def read_turns(record: Record, key: str) -> list[Message]:
-    """Return the turns listed under a key, with the names of roles that chat templates use."""
-    place, fields = record
-    turns = fields[key]
-    if not isinstance(turns, list) or not turns:
-        raise RecordError(f"{place}: expected '{key}' to be a list of turns, got {shown(turns)}", "no turns")
-    return [_read_turn(f"{place}: {key}[{n}]", turn) for n, turn in enumerate(turns)]
-
-
-def read_question(record: Record, key: str) -> str:
-    place, fields = record
-    text = _text(f"{place}: {key}", fields[key])
-    return f"{text}\n\n{_text(f'{place}: input', fields['input'])}" if fields.get("input") else text
-
-
-def read_tools(record: Record) -> list[Any] | None:
-    """Return the tools that a conversation may call, as chat templates expect them. Some records have them as JSON
-    text."""
-    place, fields = record
-    tools = fields.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools or "null")
-        except (ValueError, RecursionError):
-            raise RecordError(f"{place}: tools: expected JSON, got {shown(tools)}", "unreadable tools") from None
-    if tools is not None and not isinstance(tools, list):
-        raise RecordError(f"{place}: tools: expected a list, got {shown(tools)}", "unreadable tools")
-    return tools or None
-
-
 def read_text(record: Record) -> str:
     place, fields = record
     if "text" not in fields:
         raise UserError(f"{place}: expected a record with 'text', got keys {', '.join(sorted(fields)) or 'none'}")
-    return _text(f"{place}: text", fields["text"])
+    if not isinstance(fields["text"], str):
+        raise UserError(f"{place}: text: expected text, got {shown(fields['text'])}")
+    return fields["text"]
 
 
 def apply_template(
@@ -240,32 +259,3 @@ def apply_template(
             f"{place}: the chat template refuses {what} ({said}); mend the record or the template",
             "refused by the chat template",
         ) from None
-
-
-def _read_turn(place: str, turn: Any) -> Message:
-    if not isinstance(turn, dict):
-        raise RecordError(f"{place}: expected a turn with 'role' and 'content', got {shown(turn)}", "no turns")
-    role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
-    if not isinstance(role, str) or role not in ROLES:
-        known = ", ".join(dict.fromkeys(ROLES.values()))
-        raise RecordError(f"{place}: expected a role of {known}, got {shown(role)}", f"unknown role {shown(role)}")
-    rest = {
-        key: value
-        for key, value in turn.items()
-        if key not in ("role", "from", "content", "value") and value is not None and (key, value) != ("tool_calls", [])
-    }
-    if content is None and rest.get("tool_calls"):
-        content = ""
-    return {**rest, "role": ROLES[role], "content": _text(place, content)}
-
-
-def _text(place: str, value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
-        return "".join(part["text"] for part in value)
-    if isinstance(value, list) and any(isinstance(part, dict) and part.get("type", "text") != "text" for part in value):
-        raise RecordError(
-            f"{place}: images and other media are not supported, got {shown(value)}", "images, which are not supported"
-        )
-    if not isinstance(value, str):
-        raise RecordError(f"{place}: expected text, got {shown(value)}", "a turn without text")
-    return value

@@ -2,14 +2,14 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from eval.measure.command import AUTO, Parser, count, counts, draft_shapes, seed, temperatures, trees
+from eval.measure.command import AUTO, Parser, count, counts, draft_shapes, print_line, seed, temperatures, trees
 from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES, LATER_TURN, Prompt, prompts_hash, split_prompts
 from eval.runtime.sampling import RULES, Rule, Sampling, check_rule
 from heads.core.contract import HEAD_TREE, Drafter
@@ -27,6 +27,16 @@ Seed = Annotated[int, Field(ge=0, lt=MOST)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
+SERVED = "model"
+"""Value of an option that takes the sampling from the target (`served_sampling`)."""
+SAMPLED = ("temperatures", "top_k", "top_p", "min_p")
+"""Settings that `sampling` replaces."""
+UNAPPLIED = (
+    *("repetition_penalty", "no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff", "bad_words_ids"),
+    *("sequence_bias", "suppress_tokens"),
+)
+"""Settings of a generation config that change the distribution in ways that are not supported here. Of these, servers
+apply the repetition penalty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +56,8 @@ class BenchSettings:
     """Names of the draft trees; `auto` searches for the fastest."""
     rule: Rule = "match"
     """Acceptance rule when sampling (see eval/README.md). At temperature 0 all rules are the same."""
+    sampling: Literal["model"] | None = None
+    """`model`: sample as a server of the target does by default (`served_sampling`)."""
     temperatures: tuple[float, ...] = (0.0,)
     top_k: Annotated[int, Field(ge=0, lt=MOST)] = 0
     """Sample from this many most likely tokens; 0 keeps all."""
@@ -99,7 +111,8 @@ class BenchSettings:
         words = ["--tree", ",".join(self.trees)]
         for field in fields(BenchSettings):
             value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
-            if value == field.default or field.name in ("trees", "batch_size" if self.batch_sizes else None):
+            known = ("trees", "sampling", "batch_size" if self.batch_sizes else None)  # `as_served` resolved `sampling`
+            if value == field.default or field.name in known:
                 continue
             match value:
                 case bool():
@@ -110,8 +123,34 @@ class BenchSettings:
                     words += [option, str(value)]
         return words
 
-    def sampling(self, temperature: float) -> Sampling:
+    def sampling_at(self, temperature: float) -> Sampling:
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)
+
+    def as_served(self, target: "FrozenTarget") -> "BenchSettings":
+        """Return these settings, with the target's own sampling if `sampling` asks for it."""
+        if self.sampling is None:
+            return self
+        served = served_sampling(target)
+        own = {name: getattr(served, name) for name in ("top_k", "top_p", "min_p")}
+        return replace(self, temperatures=(served.temperature,), **own)
+
+
+def served_sampling(target: "FrozenTarget") -> Sampling:
+    """Return the sampling that vLLM and SGLang take from a target's generation_config if a request names none:
+    temperature 1 and no filter where it says nothing, `do_sample` notwithstanding. Print it in one line, with the
+    settings that are not applied here."""
+    config = target.model.generation_config
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    said = {name: value for name in neutral if (value := getattr(config, name, None)) is not None}
+    try:
+        served = Sampling(**neutral | said | {"top_k": max(said.get("top_k", 0), 0)})  # -1 also keeps all
+    except UserError as error:
+        raise UserError(f"{target.name}: generation_config.json: {error}; leave --sampling {SERVED} out") from None
+    values = ", ".join(f"{name} {getattr(served, name):g}" for name in neutral)
+    unapplied = [f"{name} {value}" for name in UNAPPLIED if (value := getattr(config, name, None)) not in (None, 0, 1)]
+    rest = f"; not applied: {', '.join(unapplied)}" if unapplied else ""
+    print_line(f"sampling of {target.name}'s generation_config: {values}{rest}")
+    return served
 
 
 IN_A_RECIPE = ("skip_long", "rule", "top_k", "top_p", "min_p", "max_new_tokens", "seed")
@@ -133,12 +172,18 @@ def add_measure_options(parser: Parser) -> None:
         help=f"drafts to measure, separated by commas: chain:5,tree:5x8x24,static:3.2.1; {HEAD_TREE}: the head's own "
         f"static tree; {AUTO}: search for the fastest; default: chain:5, for several heads chain:5,chain:3,{HEAD_TREE}",
     )
+    given: Any = {"default": argparse.SUPPRESS}  # absent unless given, since --sampling replaces them
     add(
         "--temperature",
         dest="temperatures",
         type=temperatures,
-        default="0",
-        help="0 is greedy; separate several with commas",
+        help="0, the default, is greedy; separate several with commas",
+        **given,
+    )
+    add(
+        "--sampling",
+        choices=[SERVED],
+        help=f"{SERVED}: temperature and filters of the target's generation_config, as servers sample by default",
     )
     add(
         "--rule",
@@ -146,9 +191,9 @@ def add_measure_options(parser: Parser) -> None:
         choices=RULES,
         help="acceptance rule; ratio and block keep the distribution of sampled text, match every token",
     )
-    add("--top-k", type=int, default=known.top_k, help="sample from this many likeliest tokens; 0: all")
-    add("--top-p", type=float, default=known.top_p, help="sample from the likeliest tokens up to this sum; 1: all")
-    add("--min-p", type=float, default=known.min_p, help="least probability, relative to the likeliest; 0: all")
+    add("--top-k", type=int, help="sample from this many likeliest tokens; default: 0, all", **given)
+    add("--top-p", type=float, help="sample from the likeliest tokens up to this sum; default: 1, all", **given)
+    add("--min-p", type=float, help="least probability, relative to the likeliest; default: 0, all", **given)
     add("--max-new-tokens", type=count, default=known.max_new_tokens, help="most new tokens of each prompt")
     add(
         "--batch-size",
@@ -196,14 +241,19 @@ def add_prompt_options(parser: Parser, *, num_prompts: int, max_prompt_tokens: i
 
 def to_settings(options: argparse.Namespace) -> BenchSettings:
     """Return the settings of a command. Raise UserError if they contradict each other."""
-    for temperature in options.temperatures:
-        Sampling(temperature, options.top_k, options.top_p, options.min_p, options.seed)
-    if not any(options.temperatures):
+    given = {field.name: getattr(options, field.name) for field in fields(BenchSettings) if field.name in options}
+    for name in SAMPLED if options.sampling else ():
+        if name in given:
+            option = name.removesuffix("s").replace("_", "-")
+            raise UserError(f"--{option}: --sampling {SERVED} takes it from the target; leave one of the two out")
+    if not options.sampling and not any(given.get("temperatures", ())):
         for name in ("rule", "top_k", "top_p", "min_p"):
-            if getattr(options, name) != getattr(BenchSettings, name):
+            if given.get(name, getattr(BenchSettings, name)) != getattr(BenchSettings, name):
                 raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
     if AUTO in options.trees and not options.timing:
         raise UserError(f"--tree {AUTO}: searches by time; leave --no-timing out, or name trees")
-    given = {field.name: getattr(options, field.name) for field in fields(BenchSettings) if field.name in options}
     given |= {"batch_size": options.batch_sizes[0], "repeats": options.repeats if options.timing else 1}
-    return BenchSettings(**given | {"batch_sizes": options.batch_sizes if len(options.batch_sizes) > 1 else ()})
+    settings = BenchSettings(**given | {"batch_sizes": options.batch_sizes if len(options.batch_sizes) > 1 else ()})
+    for temperature in settings.temperatures:
+        settings.sampling_at(temperature)  # raises for a filter out of its range
+    return settings

@@ -176,8 +176,11 @@ def setting_line(results: Results) -> str:
         prompts = f"{plural(conversations, 'conversation')}, {plural(count, 'turn')}"
     batch = ", ".join(map(str, settings.get("batch_sizes") or [settings["batch_size"]]))
     rule = "" if results.get("rule", "match") == "match" else f", rule {results['rule']}"
+    neutral = {"top_k": 0, "top_p": 1, "min_p": 0}
+    kept = {name: value for name in neutral if (value := settings.get(name, neutral[name])) != neutral[name]}
+    filters = [f"{name.replace('_', '-')} {value:g}" for name, value in kept.items()]
     new = f"{settings['max_new_tokens']} new tokens"
-    return f"{prompts} of {names}, {new}, batch {batch}{rule}; {device_text(results)}"
+    return f"{prompts} of {names}, {', '.join([new, *filters])}, batch {batch}{rule}; {device_text(results)}"
 
 
 def subtitle(results: Results) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from eval.measure.folders import short_name
 from eval.measure.reliability import why_unreliable
 from eval.measure.results import Results, figures_of
-from eval.measure.settings import to_settings
+from eval.measure.settings import SAMPLED, to_settings
 from heads.core.errors import UserError, first_line
 
 LONGEST_TAG = 64
@@ -45,6 +45,8 @@ def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Result
     def log(results: Results) -> None:
         nonlocal status
         status = 1 if results["exact"]["divergences"] else 0
+        if options.sampling and not in_sweep:
+            run.config.update({name: results["settings"][name] for name in SAMPLED}, allow_val_change=True)
         log_outcome(run, results, out)
 
     try:

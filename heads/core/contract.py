@@ -6,7 +6,7 @@ nodes (root included), M rows of one observation, S cache slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, get_args, get_type_hints
 
@@ -15,7 +15,7 @@ from heads.core.tree import Pick as Pick
 from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 Made = TypeVar("Made")
@@ -90,6 +90,27 @@ class RoundReads:
     """Bytes read by `extend`."""
     logits: int = 0
     """Number of logits from which each draft token is chosen; 0 if there are none."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Bytes and operations of a loss and its gradient, apart from weights, features and logits."""
+
+    flops: float
+    kept: int
+    """Bytes that the layers keep for the backward pass."""
+    rows: int
+    """Rows with logits at each depth, if every token is a label."""
+    logits: int
+    """Logits of a row."""
+    target_rows: int
+    """Rows of the target's logits, which the loss compares with."""
+    chunked: int
+    """Rows of which the loss takes one chunk after the other."""
+    backward: int = 0
+    """Bytes of the widest gradients of a layer."""
+    outputs: Sequence[nn.Linear] = ()
+    """The head's own output heads, whose products belong to the logits."""
 
 
 class OwnTree(Protocol):
@@ -209,6 +230,11 @@ class DraftHead(Drafter, Protocol):
 
         It determines how many tokens of a chain from that root the runtime accepts, without running it.
         """
+
+    def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
+        """Return what the loss of a micro-batch of full rows costs, by formulas (`heads.methods.step_cost`) from the
+        shapes of the head's tensors, which may have no values. `width`: bytes of a number in a layer; `most`: bytes of
+        activations above which a head that can recompute them does so."""
 
     @property
     def reserved_ids(self) -> tuple[int, ...]:

@@ -5,20 +5,15 @@ it leaves. The EAGLE repository reads the file too, but it ignores the layer ids
 `fc_norm` and `norm_output`. speculators' converter (c05b95b) keeps the options and drops the layer ids, unless they are
 given by hand.
 
-Letters: D hidden, V vocabulary, Vd draft vocabulary, L auxiliary layers.
+Letters: D width of the head, Dt width of the target, V vocabulary, Vd draft vocabulary, L auxiliary layers.
 """
 
 import json
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from heads.core.errors import UserError, shown
 from heads.formats.engine import (
     DECODER_SIZES,
     SGLANG,
@@ -26,49 +21,41 @@ from heads.formats.engine import (
     VLLM,
     Folder,
     Format,
-    Reading,
     Shapes,
     attention,
     decoder_config,
     fields,
     gated_mlp,
+    rotation_faults,
     sglang,
     sizes,
     tensors,
     vllm,
-    window_option,
 )
-from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
+from heads.formats.published_eagle3 import EMBEDDING, HEAD, IDS, QWEN3, UNEVEN, read_eagle3
 from heads.methods.head_shape import low_middle_high
-from heads.targets.model import FrozenTarget
+from heads.methods.layers import SLIDING
 
 EAGLE = "the EAGLE repository (cb7e084)"
-EMBEDDING = "embed_tokens.weight"
-IDS = "eagle_aux_hidden_state_layer_ids"
-
 EAGLE3_FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "num_hidden_layers": 1,  # the engines normalise the inputs of further layers differently
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
 }
 
-SLIDING = {"layer_types": ["sliding_attention"]}
-"""Fields that make the layer use the config's sliding window."""
+LLAMA = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
 
 
 def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return config.json under the engines' names, from an `Eagle3Config` and the record of its target."""
     # SGLang numbers a stream by the layer that it leaves; -1 = the embeddings.
     outputs = [k - 1 for k in config.aux_layer_ids]
-    return {
+    made = {
+        **(QWEN3 if config.qk_norm else LLAMA),
         **EAGLE3_FIELDS,
         **decoder_config(config, target, dtype),
-        "rope_scaling": config.rope_scaling,
-        **({} if config.sliding_window is None else {"sliding_window": config.sliding_window, **SLIDING}),
+        "num_hidden_layers": config.num_layers,
         "draft_vocab_size": config.draft_vocab_size,
         "own_embeddings": config.own_embeddings,  # no engine reads it: the tensors in the file decide
         "norm_before_fc": config.norm_before_fc,
@@ -79,6 +66,11 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         IDS: list(config.aux_layer_ids),
         "eagle_config": {"use_aux_hidden_state": True, IDS: outputs},
     }
+    if config.sliding_window is not None:
+        made |= {"sliding_window": config.sliding_window, "layer_types": [SLIDING] * config.num_layers}
+    if config.target_hidden_size is not None:
+        made |= {"target_hidden_size": config.target_hidden_size}
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +85,12 @@ class Eagle3Loader:
     """The stream that enters layer k has the number k + offset."""
     last: bool = False
     """True if the reader captures the output of the last layer."""
-    fewest: int = 1
-    """Minimum number of layers that the reader fuses."""
+    fc_by_width: bool = True
+    """True if the reader applies `fc` where what it is given is not as wide as the head."""
     options: frozenset[str] = frozenset()
     """Settings of a head that the reader supports. It ignores the others."""
+    most_layers: int | None = None
+    """Maximum number of decoder layers that the reader runs, None for no limit."""
 
 
 HOOKS_OF_BOTH = """
@@ -129,35 +123,40 @@ EAGLE3 = {
         targets=hooked(HOOKS_OF_BOTH, HOOKS_OF_VLLM, multimodal=MULTIMODAL[VLLM]),
         ids=(IDS,),
         last=True,
-        options=EAGLE_3_1 | {"norm_before_residual", "sliding_window"},
+        fc_by_width=False,
+        options=EAGLE_3_1 | {"norm_before_residual", "sliding_window", "partial_rotary_factor"},
     ),
     SGLANG: Eagle3Loader(
         targets=hooked(HOOKS_OF_BOTH, HOOKS_OF_SGLANG, multimodal=MULTIMODAL[SGLANG]),
         ids=("eagle_config", IDS),
         offset=-1,
-        fewest=2,  # it omits `fc` where input and output are equally wide
         options=EAGLE_3_1 | {"sliding_window"},  # by an option of its command
     ),
-    EAGLE: Eagle3Loader(targets=hooked("Llama Qwen3")),
+    EAGLE: Eagle3Loader(targets=hooked("Llama Qwen3"), most_layers=1),
 }
-EAGLE3_SIZES = (*DECODER_SIZES, "draft_vocab_size", "num_aux_hidden_states")
+OPTIONS = (*sorted(EAGLE_3_1), "norm_before_residual", "sliding_window", "partial_rotary_factor")
+EAGLE3_SIZES = (*DECODER_SIZES, "num_hidden_layers", "draft_vocab_size", "num_aux_hidden_states")
+
+
+NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 
 def eagle3_tensors(c: Mapping[str, Any]) -> Shapes:
     """Return the shapes of the tensors of a head with this config.json. All other tensors are the target's."""
     D, V, Vd, L = c["hidden_size"], c["vocab_size"], c["draft_vocab_size"], c["num_aux_hidden_states"]
-    shapes: Shapes = {
-        "fc.weight": (D, L * D),
-        **{f"midlayer.{name}.weight": (D,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
-        **attention("midlayer.self_attn", c, 2 * D),
-        **gated_mlp("midlayer.mlp", D, c["intermediate_size"]),
-        "norm.weight": (D,),
-        "lm_head.weight": (Vd, D),
-    }
+    Dt = c.get("target_hidden_size") or D
+    shapes: Shapes = {"fc.weight": (D, L * Dt), "norm.weight": (D,), HEAD: (Vd, D)}
+    for i in range(c["num_hidden_layers"]):
+        layer = f"layers.{i}" if i else "midlayer"
+        shapes |= {f"{layer}.{name}.weight": (D,) for name in NORMS}
+        shapes |= attention(f"{layer}.self_attn", c, D if i else 2 * D)
+        shapes |= gated_mlp(f"{layer}.mlp", D, c["intermediate_size"])
+        if c["model_type"] == QWEN3["model_type"]:
+            shapes |= {f"{layer}.self_attn.{name}.weight": (c["head_dim"],) for name in ("q_norm", "k_norm")}
     if c.get("norm_before_fc"):
-        shapes |= {"input_norm.weight": (L * D,)}
+        shapes |= {"input_norm.weight": (L * Dt,)}
     if c.get("fc_norm"):
-        shapes |= {f"fc_norm.{i}.weight": (D,) for i in range(L)}
+        shapes |= {f"fc_norm.{i}.weight": (Dt,) for i in range(L)}
     if c.get("own_embeddings"):
         shapes |= {EMBEDDING: (V, D)}
     if Vd != V:  # vLLM refuses tables for a whole vocabulary
@@ -168,17 +167,29 @@ def eagle3_tensors(c: Mapping[str, Any]) -> Shapes:
 def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     config, target, loader = folder.config, folder.target, EAGLE3[reader]
     name = str(target.get("architecture"))
+    is_qwen3 = config.get("model_type") == QWEN3["model_type"]
     lacks = None if name in loader.targets else f"hands no residual streams of a {name} to a head"
-    faults = fields(config, EAGLE3_FIELDS) + sizes(config, EAGLE3_SIZES)
-    faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
+    if is_qwen3 and reader != VLLM:
+        lacks = "runs no head that norms queries and keys"
+    faults = fields(config, EAGLE3_FIELDS | (QWEN3 if is_qwen3 else LLAMA)) + sizes(config, EAGLE3_SIZES)
+    width = "target_hidden_size" if "target_hidden_size" in config else "hidden_size"
+    faults += fields(config, {width: target["hidden_size"], "vocab_size": target["vocab_size"]})
     if faults:
         return lacks, faults
     faults = tensors(eagle3_tensors(config), folder.shapes)
-    options = (*sorted(EAGLE_3_1), "norm_before_residual", "sliding_window")
-    ignored = [name for name in options if config.get(name) and name not in loader.options]
+    said = {**(config.get("rope_scaling") or {}), **config}
+    ignored = [name for name in OPTIONS if said.get(name) and name not in loader.options]
     faults += [f"config.json: {name}: is not read, so another head would run" for name in ignored]
-    if reader == SGLANG and EMBEDDING in folder.shapes:
+    faults += rotation_faults(config, reader)
+    D, layers = config["hidden_size"], config["num_hidden_layers"]
+    if reader == SGLANG and EMBEDDING in folder.shapes and config[width] == D:
         faults.append(f"{EMBEDDING}: the target's own would take its place")
+    if reader != EAGLE and not is_qwen3 and D % config["num_attention_heads"]:
+        faults.append(f"config.json: hidden_size: {D}: {UNEVEN}")
+    if loader.most_layers is not None and layers > loader.most_layers:
+        faults.append(f"config.json: num_hidden_layers: {layers}: only the first layer is run")
+    if loader.fc_by_width and config["num_aux_hidden_states"] * config[width] == D:
+        faults.append(f"fc is left out where it is as wide as the states that it reads, {D}: take more layers")
     return lacks, faults + layer_ids(config, target["num_layers"], reader)
 
 
@@ -198,8 +209,6 @@ def layer_ids(config: Mapping[str, Any], layers: int, reader: str) -> list[str]:
         faults.append(f"config.json: {where}: expected {expected}, found {read!r}: other layers would be captured")
     if not all(0 <= k < layers + loader.last for k in ours):
         faults.append(f"layer {max(ours)} of {layers}, the last one's output, is never captured: take lower ones")
-    if len(ours) < loader.fewest:
-        faults.append(f"fc is left out where {len(ours)} layer is read: take {loader.fewest} or more")
     return faults
 
 
@@ -211,131 +220,6 @@ def speculators(head: str, target: str, config: Mapping[str, Any]) -> list[str]:
         f"--algorithm-kwargs {shlex.quote(ids)}"
     )
     return [f"speculators' converter drops the layer ids unless they are given: `{run}`"]
-
-
-DROPPED = ("verifier_norm.weight", "verifier_lm_head.weight", "midlayer.self_attn.rotary_emb.inv_freq")
-"""Tensors in files that are the target's or have no effect."""
-
-
-def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
-    """Read a head of one decoder layer, raw or in speculators' form. Every config field that may be absent in Llama's
-    config may be absent here."""
-    raw, path = source.config, source.path
-    layer, kind = raw.get("transformer_layer_config"), raw.get("speculators_model_type")
-    named = any("eagle3" in str(name).lower() for name in raw.get("architectures") or ())
-    if kind not in (None, "eagle3") or not (named or kind or "draft_vocab_size" in raw):
-        return None
-    decoder = raw if layer is None else layer
-    llama, block = decoder_settings(source, decoder, "llama", target)
-    V, Vd = llama.vocab_size, raw.get("draft_vocab_size") or llama.vocab_size
-    check_same(source, target, width=raw.get("target_hidden_size") or llama.hidden_size, vocabulary=V)
-    said = raw.get("eagle_config")
-    nested: dict[str, Any] = said if isinstance(said, dict) else {}
-    unread = {
-        "eagle_config.use_aux_hidden_state": nested.get("use_aux_hidden_state") is False,
-        "target_hidden_size": llama.hidden_size != target.hidden_size,
-    }
-    refuse_settings(source, unread)
-    if "fc.weight" not in source.files:
-        raise UserError(f"{path}: tensor fc.weight: expected the fusion of the target's layers, found none")
-    weights = source.read()
-    weights = {re.sub(r"^layers\.0\.", "midlayer.", name): value for name, value in weights.items()}
-    if further := sorted(name for name in weights if name.startswith("layers.")):
-        raise UserError(f"{path}: {further[0]}: a head of several layers, and heads of one alone are read here")
-    for name in DROPPED:
-        weights.pop(name, None)
-    embed: Any = target.shared.embed_tokens
-    if EMBEDDING in weights and is_same_table(weights[EMBEDDING], embed.weight):
-        del weights[EMBEDDING]
-    sort_vocab(path, weights, V, Vd)
-    config = {
-        **block,
-        "draft_vocab_size": Vd,
-        "own_embeddings": EMBEDDING in weights,
-        **{name: bool(raw.get(name)) for name in ("fc_norm", "norm_output", "norm_before_residual")},
-        "norm_before_fc": bool(raw.get("norm_before_fc") or nested.get("norm_before_fc")),  # NVIDIA's is nested
-        "sliding_window": decoder.get("sliding_window")
-        if decoder.get("layer_types") == SLIDING["layer_types"]
-        else None,
-        "aux_layer_ids": captured(source, nested, target, weights["fc.weight"].shape[-1]),
-    }
-    form = "raw EAGLE-3" if layer is None else "speculators' EAGLE-3"
-    differs = misread(raw, nested, config)
-    if Vd == V and "d2t" in source.files:
-        differs.append(f"{VLLM} refuses a file with the d2t of a whole vocabulary")
-    return Reading(form, config, weights, tuple(differs))
-
-
-def sort_vocab(path: str, weights: dict[str, Tensor], V: int, Vd: int) -> None:
-    """Convert the tables of a draft vocabulary to the form of `heads.methods.vocab`, with draft ids in the order of
-    their target ids, and reorder the tensors that have a row per draft id. Afterwards both tables are present, or
-    neither."""
-    d2t = weights.get("d2t")
-    if d2t is None or d2t.shape != (Vd,) or d2t.is_floating_point():
-        return  # reported when the tables are read
-    kept, order = (d2t.long() + torch.arange(Vd)).sort()
-    if kept[0] < 0 or kept[-1] >= V or not (kept.diff() > 0).all():
-        raise UserError(f"{path}: d2t: expected target ids below {V}, each once, as offsets from the draft ids")
-    marks = torch.zeros(V, dtype=torch.bool)
-    marks[kept] = True
-    if "t2d" in weights and not torch.equal(weights["t2d"].bool(), marks):
-        raise UserError(f"{path}: t2d marks other target ids than d2t names")
-    weights |= {"d2t": kept - torch.arange(Vd), "t2d": marks}
-    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
-        if len(weights.get(name, ())) == Vd:
-            weights[name] = weights[name][order]
-    if Vd == V:
-        del weights["d2t"], weights["t2d"]
-
-
-def captured(source: Source, nested: Mapping[str, Any], target: FrozenTarget, width: int) -> tuple[int, ...]:
-    """Return the residual streams that the trainer meant: those in config.json, numbered by the layers that they enter,
-    else those in `nested`, numbered by the layers that they leave, else the default ones."""
-    path, ids = source.path, source.config.get(IDS)
-    if ids is None and nested.get(IDS) is not None:
-        ids = [k + 1 if type(k) is int else k for k in nested[IDS]] if isinstance(nested[IDS], list) else nested[IDS]
-    ids = low_middle_high(target.num_layers) if ids is None else ids
-    if not isinstance(ids, list | tuple) or not all(type(k) is int for k in ids) or len(set(ids)) != len(ids):
-        raise UserError(f"{path}: config.json: {IDS}: expected numbers of layers, each once, found {shown(ids)}")
-    check_streams(source, ids, target)
-    if width != len(ids) * target.hidden_size:
-        raise UserError(
-            f"{path}: tensor fc.weight: expected {len(ids) * target.hidden_size} columns for the layers {list(ids)}, "
-            f"found {width}"
-        )
-    return tuple(sorted(ids))
-
-
-def misread(raw: Mapping[str, Any], nested: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Return a line for each thing that engines read differently from `read_eagle3`."""
-    ids, layers = list(config["aux_layer_ids"]), config["num_target_layers"]
-    outputs, default = [k - 1 for k in ids], list(low_middle_high(layers))
-    named, said = (raw.get(IDS), nested.get(IDS)), []
-    if named[0] is None and named[1] is not None and ids != default:
-        said.append(f"{VLLM} ignores the layer ids in eagle_config and captures {default} in the place of {ids}")
-    if None not in named and sorted(nested[IDS]) != outputs:
-        said.append(f"{SGLANG} reads the layer ids in eagle_config, {named[1]}: other layers than {IDS} names")
-    if named[0] is not None and named[1] is None and "transformer_layer_config" not in raw and ids != default:
-        said.append(
-            f"{SGLANG} reads no layer ids but those in eagle_config and captures {default} in the place of {ids}"
-        )
-    if any(sorted(found) != found for found in named if isinstance(found, list)):
-        said.append(f"the layer ids are not ascending: engines capture {ids}, in this order")
-    if layers in ids:
-        said.append(f"{SGLANG} never captures the output of the last layer")
-    if config["norm_before_residual"]:
-        said.append(f"{SGLANG} does not read norm_before_residual: another head would run")
-    if config["sliding_window"]:
-        said.append(f"{SGLANG} does not read sliding_window: serve it with {window_option(config['sliding_window'])}")
-    if config["own_embeddings"]:
-        said.append(f"{SGLANG} puts the target's embeddings in the place of the head's own")
-    if "transformer_layer_config" in raw:
-        return [*said, f"{SGLANG} does not read speculators' form"]
-    if raw.get("num_hidden_layers", 1) != 1:
-        said.append(f"{VLLM} makes {raw['num_hidden_layers']} layers by num_hidden_layers, and the file has one")
-    if "LlamaForCausalLMEagle3" not in (raw.get("architectures") or []):
-        said.append(f"{SGLANG} loads no head whose architectures are not LlamaForCausalLMEagle3")
-    return said
 
 
 FORMAT = Format(

@@ -225,9 +225,29 @@ DECODER_SIZES = (
 
 
 def decoder_config(config: Any, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    own = {name: getattr(config, name) for name in (*DECODER_SIZES, "rms_norm_eps", "rope_theta")}
+    own = {name: getattr(config, name) for name in (*DECODER_SIZES, "rms_norm_eps", "rope_theta", "rope_scaling")}
+    if "factor" in (own["rope_scaling"] or {}):
+        own["rope_scaling"] = {**own["rope_scaling"], "factor": float(own["rope_scaling"]["factor"])}  # as vLLM needs
     tokens = {name: target.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {**own, "max_position_embeddings": config.max_position_embeddings, **tokens, "torch_dtype": dtype}
+
+
+UNREAD_ROTATION: dict[tuple[str, str], tuple[str, ...]] = {
+    (VLLM, "longrope"): ("factor", "attention_factor"),  # both engines compute it from `max_position_embeddings`
+    (SGLANG, "longrope"): ("factor", "attention_factor"),
+    (SGLANG, "yarn"): ("attention_factor",),
+}
+"""Settings of a kind of rotary positions that an engine ignores."""
+
+
+def rotation_faults(config: Mapping[str, Any], reader: str) -> list[str]:
+    """Return the faults of the head's rotary positions."""
+    scaling = config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", "default")
+    if reader not in ENGINES and kind != "default":
+        return [f"config.json: rope_scaling: no kind {kind} is read"]
+    unread = [name for name in UNREAD_ROTATION.get((reader, kind), ()) if scaling.get(name) is not None]
+    return [f"config.json: rope_scaling.{name}: is not read, so another head would run" for name in unread]
 
 
 def attention(prefix: str, c: Mapping[str, Any], width: int) -> Shapes:

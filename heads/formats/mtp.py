@@ -29,7 +29,7 @@ from heads.formats.engine import (
 from heads.formats.source import Source, check_same
 from heads.methods.family_layers import BlockMaker, block_record
 from heads.methods.mtp import LAYOUTS, PARTS, Layout, count_modules, read_native, to_field
-from heads.targets.families import register_mimo
+from heads.targets.families import register_mimo, rope_scaling, rope_theta
 from heads.targets.hub import repo_and_revision
 from heads.targets.model import FrozenTarget
 
@@ -117,9 +117,13 @@ def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
         expected = module_shapes(config, layout, max(count, 1), folder.shapes)
     except Exception as error:  # each family's config refuses in its own way
         return None, [f"config.json: not that of a {name} ({first_line(error)})"]
+    ours = folder.config["draftsmith"]["config"]
+    positions = ours["rope_theta"], ours.get("rope_scaling")
     promised = getattr(config, loader.count, None)
     text_class = name.replace("ForConditionalGeneration", "ForCausalLM")  # only a multimodal target's text model is run
     faults = fields({"architectures": [text_class]}, {"architectures": [folder.target.get("architecture")]})
+    if not ours["native"] and positions != (rope_theta(config), rope_scaling(config)):
+        faults.append("config.json: rope_parameters: not those that the modules were trained with")
     if promised is not None and promised != count:
         faults.append(f"config.json: {loader.count}: {promised}, the file holds {count} modules")
     lacks = None if most is None or count <= most else f"takes at most {most} module, the head has {count}"

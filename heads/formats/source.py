@@ -8,6 +8,7 @@ import json
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
 from heads.core.errors import UserError, first_line
-from heads.targets.families import FIXED_ROTATIONS
+from heads.methods.rotary import SCALINGS
 from heads.targets.hub import is_hub_id, read_tensors, repo_and_revision, tensor_files
 from heads.targets.model import FrozenTarget
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+SECTIONS = ("type", "mrope_section", "mrope_interleaved")
+"""Keys of rotary positions without effect in a text; `type` is the old name of `rope_type`."""
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError)
 """Errors that a damaged or absent file raises."""
 
@@ -108,11 +111,23 @@ def check_same(source: Source, target: FrozenTarget, **found: Any) -> None:
 
 def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target: FrozenTarget) -> tuple[Any, Any]:
     """Return the transformers config for the part `said` of config.json, of type `kind` if it names none, and the
-    settings of a `heads.methods.layers.BlockConfig` for it, with `rope_scaling` None for plain positions."""
+    settings of a `heads.methods.layers.BlockConfig` for it, with `rope_scaling` None for plain positions.
+
+    Positions in time, height and width are equal in a text, so the sections of a vision-language model do not matter.
+    """
     try:
-        config: Any = AutoConfig.for_model(**{"model_type": kind, **said})
-        rope = dict(config.rope_parameters or {})
+        by_head = [said[name] for name in ("num_attention_heads", "head_dim") if said.get(name)]
+        # transformers' Llama has no width that is not a multiple of its heads; where both sizes are named, it may be.
+        width = {"hidden_size": prod(by_head)} if len(by_head) == 2 else {}
+        config: Any = AutoConfig.for_model(**{"model_type": kind, **said, **width})
+        config.hidden_size = said.get("hidden_size", config.hidden_size)
+        rope = {key: value for key, value in (config.rope_parameters or {}).items() if key not in SECTIONS}
         theta, scaled = float(rope.pop("rope_theta", 10_000.0)), rope.get("rope_type", "default")
+        if scaled in ("default", "mrope"):
+            part = rope.get("partial_rotary_factor", 1)
+            scaled, rope = "default", {"rope_type": "default", "partial_rotary_factor": part}
+        if rope.get("partial_rotary_factor") == 1:
+            del rope["partial_rotary_factor"]
         block = {
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
@@ -124,13 +139,13 @@ def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target:
             "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             "rms_norm_eps": config.rms_norm_eps,
             "rope_theta": theta,
-            "rope_scaling": None if scaled == "default" else rope,
+            "rope_scaling": None if rope == {"rope_type": "default"} else rope,
         }
     except Exception as error:  # each family's config refuses in its own way
         raise UserError(f"{source.path}: config.json describes no decoder layer ({first_line(error)})") from error
     unread = {
         "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
-        "rope_parameters": scaled not in FIXED_ROTATIONS or rope.get("partial_rotary_factor", 1) != 1,
+        "rope_parameters": scaled not in SCALINGS,
     }
     refuse_settings(source, unread)
     return config, block

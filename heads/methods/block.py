@@ -33,6 +33,7 @@ from heads.core.contract import (
     Pick,
     RoundReads,
     SharedLayers,
+    StepCost,
     from_plain,
     given,
 )
@@ -57,6 +58,7 @@ from heads.methods.layers import (
 from heads.methods.rotary import CosSin, rotary_of
 from heads.methods.settings import D_PACE, EXPONENTIAL, DraftBlockSettings
 from heads.methods.start import AttentionProbe, TargetProbe, begin, copy_by_root
+from heads.methods.step_cost import Widths, flops
 from heads.methods.vocab import read_vocab, vocab_tables
 from heads.targets.masks import additive
 from heads.targets.model import FrozenTarget
@@ -163,7 +165,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             if settings.aux_layer_ids is None
             else check_aux_layer_ids(settings.aux_layer_ids, target.num_layers)
         )
-        defaults = block_settings(target, settings.num_attention_heads)
+        defaults = block_settings(target, settings.num_attention_heads, settings.rope_scaling)
         own = {"aux_layer_ids": aux_layer_ids, "mask_token_id": mask_token(target, settings.mask_token_id)}
         head = cls(cls.Config(**{**defaults, **given(settings), **own}))
         begin(head, target, token_counts, closely=True)
@@ -372,6 +374,20 @@ class DraftBlockHead(nn.Module, DraftHead):
 
         first = state.head.conditioned(logits[:, :1], states[:, :1], state.root[:, None])
         return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
+
+    def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
+        config, sizes, N = self.config, Widths.of(self.config), batch_size * length
+        R = batch_size * min(config.num_anchors, length)
+        rows, layers = R * config.block_size, config.num_layers
+        context = flops(*(part for name, part in self.named_modules() if name.endswith(("k_proj", "v_proj"))))
+        work = rows * (flops(self) - flops(self.fc)) + N * (context + flops(self.fc) * 2 / 3)
+        work += layers * rows * 2 * 8 * sizes.queries * (length / 2 + config.block_size)
+        kept = layers * (rows * width * sizes.kept(4, 4, 3) + N * width * 3 * sizes.keys)
+        kept += N * width * (2 + len(self.aux_layer_ids)) * config.hidden_size
+        # The loss forms the gradients of a head's own tables.
+        kept += sum(p.numel() * p.element_size() for p in self.parameters() if len(p) == config.vocab_size)
+        K = len(self.depth_weights)
+        return StepCost(work, kept, R, config.columns, K * R, K * R, 2 * width * sizes.inner * rows)
 
     def bytes_per_round(self, state: SlotState) -> RoundReads:
         """Return the reads of one round. Drafting reads the layers and the output head once; extending reads `fc` and

@@ -31,6 +31,7 @@ from heads.core.contract import (
     Pick,
     RoundReads,
     SharedLayers,
+    StepCost,
     from_plain,
     given,
 )
@@ -41,6 +42,7 @@ from heads.methods.labels import LABELS, certain_of_labels, counts_by_depth, sup
 from heads.methods.layers import check_tensors
 from heads.methods.losses import LOSSES, Divergence, draft_loss, jsd
 from heads.methods.settings import DraftSettings
+from heads.methods.step_cost import Widths, flops
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.decoder import NativeDecoder, why_not_native
 from heads.targets.encoder_decoder import decoder_of, find_base
@@ -241,6 +243,13 @@ class Draft(nn.Module, DraftHead):
         hits = correct.sum(1).float()
         chains = torch.full_like(hits, correct.shape[1])
         return HeadLoss(loss, sums, {"correct": hits, "accepted": hits, "chains": chains, "overlap": overlap})
+
+    def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
+        N, layers, sizes = batch_size * length, self.text_config.num_hidden_layers, Widths.of(self.text_config)
+        head = self.output.head
+        work = N * (flops(self) - flops(head) + layers * 2 * 7 * sizes.queries * length)  # masks are dense
+        kept, backward = layers * N * width * sizes.kept(6, 4, 4), 2 * width * sizes.inner * N
+        return StepCost(work, kept, N, self.config.common_size, N, N, backward, [head])
 
     def bytes_per_round(self, state: DraftState) -> RoundReads:
         """Return the reads of one round. A step reads only some rows of the embeddings, unless they are the output

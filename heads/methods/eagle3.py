@@ -9,7 +9,11 @@ step-0 keys of the slots up to t and to its own keys of steps 1..i, as it does i
 i. Loss = sum over i of depth_decay^i * KL(p || q_i) / rows, where p is the target's distribution over the draft
 vocabulary.
 
-Letters: B batch, T tokens, D hidden, Vd draft vocabulary, L auxiliary layers, K depth, d head dimension.
+A head may be narrower or wider than its target. Then its embeddings are its own: the target's, along their principal
+axes. Published heads may have further decoder layers, which read no embeddings.
+
+Letters: B batch, T tokens, D width of the head, Dt width of the target, V vocabulary, Vd draft vocabulary, L auxiliary
+layers, K depth, d head dimension.
 """
 
 from dataclasses import dataclass, field, replace
@@ -21,12 +25,21 @@ from torch import Tensor, nn
 from heads.core.contract import SharedLayers, from_plain, given
 from heads.core.errors import UserError, expect
 from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, default_aux_layer_ids
-from heads.methods.layers import MLP, MOST, Attention, BlockConfig, RMSNorm, check_tensors
+from heads.methods.layers import (
+    MLP,
+    MOST,
+    Attention,
+    BlockConfig,
+    DecoderLayer,
+    NormedAttention,
+    RMSNorm,
+    check_tensors,
+)
 from heads.methods.losses import check_loss_settings
 from heads.methods.recycling import Recycling
 from heads.methods.rotary import CosSin, rotary_of
 from heads.methods.settings import Eagle3Settings
-from heads.methods.start import AttentionProbe, TargetProbe, begin, directions
+from heads.methods.start import AttentionProbe, TargetProbe, begin, directions, principal_axes, resized
 from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
 from heads.targets.model import FrozenTarget
 from heads.targets.tree_attention import Attend
@@ -38,12 +51,18 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
 
     aux_layer_ids: tuple[int, ...] = field()
     draft_vocab_size: int = field()
+    target_hidden_size: int | None = None
+    """Width of the target's hidden states. None: `hidden_size`."""
+    num_layers: int = 1
+    """Published heads: decoder layers. Those after the first read no embeddings."""
+    qk_norm: bool = False
+    """Published heads: attention norms each head of queries and keys, as in Qwen3."""
     norm_before_residual: bool = False
     """Published heads: the residual of the layer is the normed state."""
     norm_before_fc: bool = False
     """Published heads: one RMSNorm over all auxiliary hidden states before they are fused, instead of `fc_norm`."""
     own_embeddings: bool = False
-    """Published heads: the file has an embedding table that differs from the target's. It is used, and not trained."""
+    """The head has an embedding table that differs from the target's. It is used, and not trained."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
@@ -61,13 +80,13 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
 class Eagle3Layer(nn.Module):
     """Decoder layer whose attention reads [normed embedding ; normed state]. The residual is the unnormed state."""
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: Eagle3Config, attention: Attention) -> None:
         super().__init__()
         D, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(D, eps)
         self.hidden_norm = RMSNorm(D, eps)
-        self.self_attn = Attention(config, 2 * D)
+        self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(D, eps)
         self.mlp = MLP(config)
 
@@ -81,21 +100,29 @@ class Eagle3Layer(nn.Module):
 class Eagle3(Recycling):
     """EAGLE-3 head. SGLang, vLLM and the EAGLE repository use the same tensor names."""
 
+    kept_widths = (6, 3, 2)
+
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, kept: Tensor) -> None:
         """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""
         super().__init__()
         D, L = config.hidden_size, len(config.aux_layer_ids)
+        Dt = config.target_hidden_size or D
         self.config, self.aux_layer_ids = config, config.aux_layer_ids
         self.sliding_window = config.sliding_window
         self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
-        self.fc = nn.Linear(L * D, D, bias=False)
+        self.fc = nn.Linear(L * Dt, D, bias=False)
         self.fc_norm = (
-            nn.ModuleList(RMSNorm(D, config.rms_norm_eps) for _ in config.aux_layer_ids) if config.fc_norm else None
+            nn.ModuleList(RMSNorm(Dt, config.rms_norm_eps) for _ in config.aux_layer_ids) if config.fc_norm else None
         )
-        self.input_norm = RMSNorm(L * D, config.rms_norm_eps) if config.norm_before_fc else None
-        self.midlayer = Eagle3Layer(config)
+        self.input_norm = RMSNorm(L * Dt, config.rms_norm_eps) if config.norm_before_fc else None
+        attention = NormedAttention if config.qk_norm else Attention
+        self.midlayer = Eagle3Layer(config, attention(config, 2 * D))
+        self.layers_per_module = config.num_layers
+        self.layers = nn.ModuleDict(  # under the names in a file, where they follow the first one's
+            {str(i): DecoderLayer(config, attention(config, D)) for i in range(1, config.num_layers)}
+        )
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.lm_head = nn.Linear(D, config.draft_vocab_size, bias=False)
         self.embed_tokens: nn.Embedding | None = None
@@ -114,10 +141,16 @@ class Eagle3(Recycling):
         )
         defaults = {
             "draft_vocab_size": min(32_000, target.vocab_size),
-            **block_settings(target, settings.num_attention_heads),
+            **block_settings(target, settings.num_attention_heads, settings.rope_scaling),
         }
+        if settings.hidden_size not in (None, target.hidden_size):
+            defaults |= {"target_hidden_size": target.hidden_size, "own_embeddings": True}
         config = Eagle3Config(**{**defaults, **given(settings), "aux_layer_ids": aux_layer_ids})
         head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
+        if head.embed_tokens is not None and token_counts.any():
+            ids = torch.arange(target.vocab_size, device=target.device)
+            table = target.shared.embed_tokens(ids).detach().float()
+            head.embed_tokens.weight.copy_(table @ resized(principal_axes(table, table.shape[1]), config.hidden_size))
         begin(head, target, token_counts)
         return head
 
@@ -130,30 +163,46 @@ class Eagle3(Recycling):
         return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        return self.state_dict() | vocab_tables(self.kept, self.config.vocab_size)
+        norms = {  # vLLM reads the norm before a further layer under the one name, SGLang under the other
+            f"layers.{i}.hidden_norm.weight": layer.get_submodule("input_layernorm").get_parameter("weight")
+            for i, layer in self.layers.items()
+        }
+        return self.state_dict() | norms | vocab_tables(self.kept, self.config.vocab_size)
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
         """Start from the target, at unit size. The projection passes on the target's highest auxiliary layer divided by
-        its scale; the final norm and the output head are the target's own."""
-        D, aux_scales, lm_head = self.config.hidden_size, probe.scales, probe.lm_head_weight
+        its scale; the final norm and the output head are the target's own, in a head of another width along the axes
+        of `TargetProbe.axes`."""
+        D, Dt, aux_scales = self.config.hidden_size, probe.hidden.shape[-1], probe.scales
+        lm_head = probe.lm_head_weight[self.kept.to(probe.lm_head_weight.device)]
         if self.fc_norm is None:
-            self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(D)
+            self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(Dt)
         else:
             aux_scales = torch.ones_like(aux_scales)
-        self.fc.weight[:, -D:] += torch.eye(D) / aux_scales[-1]
-        self.norm.weight.copy_(probe.norm)
-        self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)]).mul_(probe.logit_scale)
+        if Dt == D:
+            self.fc.weight[:, -Dt:] += torch.eye(D) / aux_scales[-1]
+            self.norm.weight.copy_(probe.norm)
+            self.lm_head.weight.copy_(lm_head)
+        else:
+            axes = resized(probe.axes, D)
+            self.fc.weight[:, -Dt:] += axes.T / aux_scales[-1]
+            normed = lm_head.cpu().float() * probe.norm
+            self.lm_head.weight.copy_(normed @ axes * (Dt / D) ** 0.5)  # a norm of D channels in place of Dt
+        self.lm_head.weight.mul_(probe.logit_scale)
 
     def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
         """Return the attention and its probe: find slots by the token whose features they hold, and write the token
         that they read."""
-        layer = self.midlayer
-        tokens = layer.input_layernorm(probe.embeddings)
+        layer, D = self.midlayer, self.config.hidden_size
+        embeddings = probe.embeddings if self.embed_tokens is None else self.embed_tokens(probe.tokens)
+        tokens = layer.input_layernorm(embeddings)
         token, following = tokens[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(0, 1)
         state = layer.hidden_norm(self.fuse(probe.aux_hidden_states[:, :-1]).flatten(0, 1))
         inputs = torch.cat([following, state], dim=-1)
         written = directions(probe.lm_head_weight, probe.tokens[:, 1:].flatten())
+        if written.shape[1] != D:
+            written = written @ resized(probe.axes, D)
         return layer.self_attn, AttentionProbe(inputs, inputs, read=following, before=token, written=written)
 
     def shared_layers(self, shared: SharedLayers) -> SharedLayers:
@@ -166,7 +215,7 @@ class Eagle3(Recycling):
         return [norm for norm in norms if isinstance(norm, RMSNorm)]
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        """Fuse the auxiliary hidden states: (..., L * D) -> (..., D)."""
+        """Fuse the auxiliary hidden states: (..., L * Dt) -> (..., D)."""
         aux_hidden_states = aux_hidden_states.to(self.fc.weight.dtype)
         if norms := self.aux_norms:
             parts = aux_hidden_states.chunk(len(norms), dim=-1)
@@ -178,6 +227,8 @@ class Eagle3(Recycling):
 
     def step(self, module: int, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         state = self.midlayer(embedding.to(state.dtype), state, cos_sin, attend)
+        for layer in self.layers.values():
+            state = layer(state, cos_sin, attend)
         return self.norm(state) if self.config.norm_output else state
 
     def normed(self, recycled: Tensor) -> Tensor:

@@ -267,7 +267,7 @@ class SlotState:
             root=root,
             length=length,
             head=with_products(head, without="lm_head"),
-            lm_head=ProductModule(Product(lm_head_weight.to(weight.dtype), draft=True)),
+            lm_head=ProductModule(Product(lm_head_weight.to(weight.dtype))),
             embed=embed,
             cos_sin_table=torch.stack(head.cos_sin(slot[None], weight.dtype)).squeeze((1, 2)),
             cache=KVCache(

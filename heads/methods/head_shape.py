@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from heads.core.errors import UserError, expect
-from heads.targets.families import layer_setting, rope_theta
+from heads.methods.rotary import LENGTH, check_scaling
+from heads.targets.families import layer_setting, rope_scaling, rope_theta
 from heads.targets.load import load_tokenizer
 from heads.targets.model import FrozenTarget
 
@@ -27,24 +28,38 @@ def check_one_width(target: FrozenTarget, kind: str) -> None:
         )
 
 
-def block_settings(target: FrozenTarget, num_heads: int | None = None) -> dict[str, Any]:
-    """Return the settings of a `BlockConfig` of the target's shape. `num_heads` overrides the target's."""
+def block_settings(
+    target: FrozenTarget, num_heads: int | None = None, scaling: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the settings of a `BlockConfig` of the target's shape, with its scaling of rotary positions. `num_heads`
+    and `scaling` override the target's. Raises UserError for an invalid scaling."""
     config = target.config
     D, heads = target.hidden_size, num_heads or layer_setting(config, "num_attention_heads")
     key_heads = layer_setting(config, "num_key_value_heads") or heads
     if num_heads is None and heads % key_heads:  # latent attention has no key heads, whatever its config says
         key_heads = heads
+    head_dim = layer_setting(config, "head_dim") or D // heads
+    own, longest = rope_scaling(config) or {}, getattr(config, "max_position_embeddings", None) or target.context_length
+    if scaling is None and len(own.get("short_factor", ())) not in (0, head_dim // 2):
+        scaling = {"rope_type": "default"}  # the target's factors are for a part of a head, and a new head turns whole
+    if scaling is not None and scaling != own:
+        check_scaling(scaling)
+        if scaling["rope_type"] != "longrope":  # its factor is computed from `max_position_embeddings`
+            # Plain positions hold for the length that the target was trained for before its own were scaled.
+            first = (scaling if LENGTH in scaling else own).get(LENGTH, longest)
+            longest = min(longest, int(first * scaling.get("factor", 1)))
     return {
         "hidden_size": D,
         "vocab_size": target.vocab_size,
         "num_target_layers": target.num_layers,
-        "max_position_embeddings": target.context_length,
+        "max_position_embeddings": longest,
         "intermediate_size": layer_setting(config, "intermediate_size") or 4 * D,
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
-        "head_dim": layer_setting(config, "head_dim") or D // heads,
+        "head_dim": head_dim,
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
         "rope_theta": rope_theta(config),
+        "rope_scaling": (own or None) if scaling is None else scaling,
     }
 
 

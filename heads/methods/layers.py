@@ -28,7 +28,7 @@ class BlockConfig(BlockSettings):
     """Settings of one decoder block, and the sizes of the target that it drafts for."""
 
     hidden_size: int
-    """Width of the residual stream, the same as the target's."""
+    """Width of the residual stream, the same as the target's except in some EAGLE-3 heads."""
     vocab_size: int
     """Size of the target's vocabulary, the width of its logits."""
     num_target_layers: int
@@ -100,8 +100,8 @@ class Attention(nn.Module):
 class NormedAttention(Attention):
     """Attention with an RMSNorm on each head of queries and keys, as in Qwen3."""
 
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__(config, config.hidden_size)
+    def __init__(self, config: BlockConfig, input_size: int | None = None) -> None:
+        super().__init__(config, input_size or config.hidden_size)
         self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
 
     def queries(self, x: Tensor, cos_sin: CosSin) -> Tensor:

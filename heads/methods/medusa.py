@@ -30,6 +30,7 @@ from heads.core.contract import (
     Pick,
     RoundReads,
     SharedLayers,
+    StepCost,
     from_plain,
     given,
 )
@@ -41,6 +42,7 @@ from heads.methods.labels import LABELS, certain_of_labels, chain_metrics, count
 from heads.methods.layers import check_tensors
 from heads.methods.losses import check_loss_settings, draft_loss
 from heads.methods.settings import MedusaSettings
+from heads.methods.step_cost import flops
 from heads.methods.vocab import build_vocab, check_kept, check_table
 from heads.targets.model import FrozenTarget
 from heads.targets.product import with_products
@@ -255,6 +257,12 @@ class Medusa(nn.Module, DraftHead):
         ids = self.kept if len(self.kept) < self.config.vocab_size else None
         first = state.levels[0](state.hidden)[:, None]
         return grow(state.shape, state.root, state.length, first, pick, expand, ids)
+
+    def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
+        N, K, layers = batch_size * length, self.config.depth, self.config.num_layers
+        outputs = [made[-1] for made in self.heads]
+        kept = K * N * self.config.hidden_size * (4 + 2 * width * layers)
+        return StepCost(N * (flops(self) - flops(*outputs)), kept, N, len(self.kept), K * N, N, outputs=outputs)
 
     def bytes_per_round(self, state: MedusaState) -> RoundReads:
         width = state.levels[0][-1].product.weight_bytes

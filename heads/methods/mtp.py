@@ -109,6 +109,9 @@ class MtpConfig(BlockConfig, MtpSettings):
     layout: str = "mimo"
     num_modules: int = 1
     depth: int = 3
+    rope_scaling: dict[str, Any] | None = None
+    """Scaling of rotary positions, the target's, since engines read them from its config. Native modules have their
+    decoder's."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
@@ -145,6 +148,8 @@ class MtpModule(nn.Module):
 
 class Mtp(Recycling):
     """MTP head. It is saved with the target's config, under the tensor names of its layout's family."""
+
+    kept_widths = (9, 3, 2)
 
     config: MtpConfig
 

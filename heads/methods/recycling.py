@@ -20,19 +20,31 @@ cache slots, E of them read, P tokens expanded in a round, d head dimension.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from heads.core.contract import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
+from heads.core.contract import (
+    KEPT_SHARE,
+    Batch,
+    DraftHead,
+    HeadLoss,
+    Observation,
+    Pick,
+    RoundReads,
+    SharedLayers,
+    StepCost,
+)
 from heads.core.errors import UserError
 from heads.core.tree import Proposal, TreeShape, check_width, scratch_slots
 from heads.methods.growth import Forms, SlotState, grow, take_newest
 from heads.methods.labels import chain_metrics, counts_by_depth, label_slots
 from heads.methods.losses import draft_loss
 from heads.methods.rotary import CosSin, Rotary
+from heads.methods.step_cost import Widths, flops
 from heads.methods.training_time_test import causal_attention
 from heads.targets.masks import additive
 from heads.targets.slots import Drafted, Observed
@@ -67,9 +79,13 @@ class Recycling(nn.Module, DraftHead):
     kept: Tensor
     """(Vd,) int64, target id of each draft id."""
     num_modules: int = 1
+    layers_per_module: int = 1
+    """Number of attention layers that a step passes through."""
     sliding_window: int | None = None
     """Number of positions that attention sees, the token's own included. None: all."""
     cos_sin: Rotary
+    kept_widths: tuple[int, int, int]
+    """Arguments of `Widths.kept` for a step."""
     zero_first: bool = False
     """True if a step reads zeros in place of the token at position 0."""
 
@@ -84,7 +100,7 @@ class Recycling(nn.Module, DraftHead):
 
     def step(self, module: int, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         """Run one step, the same in training and in drafting: embeddings and states (B, T, D) -> states to recycle
-        (B, T, D)."""
+        (B, T, D). Every layer calls `attend` once, in order."""
         raise NotImplementedError
 
     def masked(self, embedding: Tensor, positions: Tensor) -> Tensor:
@@ -110,43 +126,41 @@ class Recycling(nn.Module, DraftHead):
         state = self.start(batch.aux_hidden_states, batch.hidden)
         own, normed = self.shared_layers(batch.shared), []
         embeddings = batch.embeddings if own is batch.shared else own.embed_tokens(batch.tokens)
-        keys: list[Tensor] = []  # of the module's previous steps
-        values: list[Tensor] = []
+        earlier: list[Tensor] = []
         recompute = torch.is_grad_enabled() and self.recomputes(state, depth)
         for i in range(depth):
             if i < self.num_modules:
-                keys, values = [], []
-            given = (embeddings, batch.positions, batch.documents, state, *keys, *values)
+                earlier = []
+            given = (embeddings, batch.positions, batch.documents, state, *earlier)
             if recompute:
-                made = checkpoint(self.step_of_slots, i, *given, use_reentrant=False, preserve_rng_state=False)
+                state, *made = checkpoint(self.step_of_slots, i, *given, use_reentrant=False, preserve_rng_state=False)
             else:
-                made = self.step_of_slots(i, *given)
-            state = made[0]
-            keys.append(made[1])
-            values.append(made[2])
+                state, *made = self.step_of_slots(i, *given)
+            earlier += made
             normed.append(self.normed(state))
         return normed
 
     def step_of_slots(
         self, i: int, embeddings: Tensor, positions: Tensor, documents: Tensor, state: Tensor, *earlier: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run step i for all slots. `earlier`: keys, then values, of the module's previous steps. Returns state, keys,
-        values.
+    ) -> tuple[Tensor, ...]:
+        """Run step i for all slots. `earlier`: keys and values of each layer in each of the module's previous steps.
+        Returns the state, and keys and values of each layer.
 
         A module attends causally at its first step. Later steps also see their own slot's keys of the steps in between.
         """
-        keys, values = list(earlier[: len(earlier) // 2]), list(earlier[len(earlier) // 2 :])
+        made: list[Tensor] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys.append(k)
-            values.append(v)
+            every = 2 * self.layers_per_module
+            keys, values = [*earlier[len(made) :: every], k], [*earlier[len(made) + 1 :: every], v]
+            made.extend((k, v))
             return causal_attention(q, keys[0], values[0], documents, keys[1:], values[1:], self.sliding_window)
 
         embedding = embeddings.roll(-1 - i, dims=1)  # slot t reads x_{t+1+i}; tokens that wrap around have no label
         embedding = self.masked(embedding, positions + i)
         cos_sin = self.cos_sin(positions + i, state.dtype)
         state = self.step(min(i, self.num_modules - 1), embedding, state, cos_sin, attend)
-        return state, keys[-1], values[-1]
+        return state, *made
 
     def recomputes(self, state: Tensor, depth: int) -> bool:
         """Return True if the backward pass should recompute the steps that begin with `state` (B, T, D).
@@ -154,9 +168,11 @@ class Recycling(nn.Module, DraftHead):
         The answer depends only on shapes and the device, because processes that share a head's weights have to agree.
         """
         most = KEPT_SHARE * total_memory(state.device) if self.most_kept is None else self.most_kept
-        widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size  # kept per token by a step
-        kept: int = depth * state[..., 0].numel() * widths * state.element_size()
-        return kept > most
+        return self.kept_by_steps(state[..., 0].numel(), depth, state.element_size()) > most
+
+    def kept_by_steps(self, rows: int, depth: int, width: int) -> int:
+        widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size
+        return int(depth * rows * self.layers_per_module * widths * width)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)
@@ -184,6 +200,22 @@ class Recycling(nn.Module, DraftHead):
         used = sum(J - min(level, J - 1) for level in range(1, K))
         return RoundReads(K * output + used * (own - start) // J, own, len(self.kept))
 
+    def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
+        N, K, config, sizes = batch_size * length, self.config.depth, self.config, Widths.of(self.config)
+        own: Any = getattr(self, "lm_head", None)
+        outputs = [own] if isinstance(own, nn.Linear) else []
+        start = flops(*self.starting)
+        work: float = N * (K * (flops(self) - flops(*outputs) - start) / self.num_modules + start * 2 / 3)
+        layers = self.layers_per_module
+        work += layers * K * N * length * 2 * 7 * sizes.queries / 2  # 2 products forward, 1 again, 4 backward; causal
+        row = width * layers * sizes.kept(*self.kept_widths)
+        kept, backward = K * N * (row + (4 - width) * config.hidden_size), 0  # embeddings stay in float32
+        if self.kept_by_steps(N, K, width) > most:  # only the states, keys and values of every step are kept
+            kept = K * N * width * 2 * (config.hidden_size + layers * sizes.keys)
+            backward, work = N * row, work * 4 / 3
+        backward += 2 * width * sizes.inner * N
+        return StepCost(work, kept, N, len(self.kept), N, N, backward, outputs)
+
     @property
     def starting(self) -> Sequence[nn.Module]:
         """Modules that only `start` reads."""
@@ -206,7 +238,7 @@ class Recycling(nn.Module, DraftHead):
             shape,
             batch_size=batch_size,
             slots=capacity + max(shape.depth, scratch_slots(shape)) + 1,
-            layers=self.num_modules,
+            layers=self.num_modules * self.layers_per_module,
             forms=self.forms(),
             lm_head_weight=self.lm_head_weight(own),
             embed=own.embed_tokens,
@@ -247,20 +279,25 @@ class Recycling(nn.Module, DraftHead):
         mask = additive(visible, states.dtype)[:, 0]
         state.cache.aim(mapping.slots(len(state.slot) - 1), extent=extent)
         embedding = self.masked(state.embed(tokens), positions)
-        made: Tensor = state.head.step(module, embedding, states, state.cos_sin(positions), state.attend(module, mask))
+        layers = count(module * self.layers_per_module)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return state.attend(next(layers), mask)(q, k, v)
+
+        made: Tensor = state.head.step(module, embedding, states, state.cos_sin(positions), attend)
         return made
 
     @torch.no_grad()
     def extend(self, state: RecyclingState, observation: Observation) -> None:
-        tokens, start, count = observation.tokens, observation.start, observation.count
-        mapping = Observed(start, count, state.slot, observation.hidden.shape[1])
+        tokens, start, number = observation.tokens, observation.start, observation.count
+        mapping = Observed(start, number, state.slot, observation.hidden.shape[1])
         extent = state.extent(mapping.number)
         above = state.head.start(observation.aux_hidden_states, observation.hidden)
         for module, newest in enumerate(state.recycled):
             made = self.draft_step(state, module, tokens[:, 1:], above, mapping, extent)
             if module + 1 < len(state.recycled):
                 above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # this module's state of the previous token
-            take_newest(tokens, start, count, state.root, state.length, recycled=newest, made=made)
+            take_newest(tokens, start, number, state.root, state.length, recycled=newest, made=made)
 
     @torch.no_grad()
     def propose(self, state: RecyclingState, pick: Pick) -> Proposal:

@@ -1,7 +1,7 @@
-"""Rotary positions of heads: plain, or scaled as in transformers (YaRN, Llama 3, linear)."""
+"""Rotary positions of heads: plain, or scaled as in transformers, vLLM 0.33.0 and SGLang 0.5.23."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,43 +10,95 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.core.errors import UserError, expect, first_line
-from heads.targets.families import FIXED_ROTATIONS
 
 CosSin = tuple[Tensor, Tensor]
-"""Cosines of rotary positions, and sines with the first half negated, (B, 1, T, d) each."""
+"""Cosines of rotary positions, and sines with the first half negated, (B, 1, T, d) each. With a
+`partial_rotary_factor`, d is only that part of a head's width."""
 Rotary = Callable[[Tensor, torch.dtype], CosSin]
 """Function that returns the `CosSin` (B, 1, T, d) of rotary positions (B, T), in the given dtype."""
 
+LENGTH = "original_max_position_embeddings"
+SCALINGS = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor", LENGTH),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", LENGTH),
+    "longrope": (LENGTH,),
+}
+"""Kinds of rotary positions that a head may have, with the numbers that each needs. `longrope` also has two lists."""
+
+
+def check_scaling(scaling: dict[str, Any]) -> None:
+    """Raise UserError for a scaling of a recipe that is of no kind in `SCALINGS` or lacks a number."""
+    kind, where = scaling.get("rope_type"), "head.rope_scaling"
+    if kind == "dynamic":
+        raise UserError(
+            f"{where}.rope_type: dynamic angles change with the length of the text, and cached keys would keep the old "
+            "ones; use yarn"
+        )
+    expect(kind in SCALINGS, f"{where}.rope_type", f"one of {', '.join(SCALINGS)}", kind)
+    for name in SCALINGS[str(kind)]:
+        value: Any = scaling.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        expect(is_number and 0 < value < float("inf"), f"{where}.{name}", "a number above 0", value)
+
 
 def rotary_of(config: Any) -> Rotary:
-    """Return the rotary positions of a Llama with this head's base and, if it has one, its scaling. UserError for an
-    unknown or invalid scaling."""
+    """Return the rotary positions (arXiv 2104.09864) of a head with this base and, if the config has one, this scaling,
+    with angles in float32 or wider. UserError for an unknown or invalid scaling.
+
+    Frequencies, and the factor of cosines and sines, are those of transformers, which engines equal. Of LongRoPE's two
+    lists the short one is used: texts end where engines would begin with the long one.
+    """
     scaling = getattr(config, "rope_scaling", None)
-    if scaling is None:
-        return partial(rotation, head_dim=config.head_dim, theta=config.rope_theta)
-    is_known = isinstance(scaling, dict) and scaling.get("rope_type") in FIXED_ROTATIONS
-    expect(is_known, "head.rope_scaling", f"a rope_type of {', '.join(FIXED_ROTATIONS)}", scaling)
+    scaling = {"rope_type": "default"} if scaling is None else scaling
+    is_known = isinstance(scaling, dict) and scaling.get("rope_type") in SCALINGS
+    expect(is_known, "head.rope_scaling", f"a rope_type of {', '.join(SCALINGS)}", scaling)
+    part = scaling.get("partial_rotary_factor", 1)
+    d = int(part * config.head_dim) if isinstance(part, int | float) and 0 < part <= 1 else 0
+    fits = d > 0 and d % 2 == 0
+    expect(fits, "head.rope_scaling", "a partial_rotary_factor of at most 1, for an even number of channels", scaling)
+    if scaling["rope_type"] == "default":
+        factor = 1.0
+
+        def frequencies(device: torch.device, dtype: torch.dtype) -> Tensor:
+            return 1 / config.rope_theta ** (torch.arange(0, d, 2, device=device, dtype=dtype) / d)  # type: ignore[no-any-return]
+
+    else:
+        made = _scaled(config, scaling, d)
+        factor = made.attention_scaling
+
+        @cache  # a CUDA graph cannot capture a copy from the host
+        def frequencies(device: torch.device, dtype: torch.dtype) -> Tensor:
+            return made.inv_freq.to(device, dtype)
+
+    def rotation(positions: Tensor, dtype: torch.dtype) -> CosSin:
+        wide = torch.promote_types(dtype, torch.float32)
+        angles = positions[:, None, :, None] * frequencies(positions.device, wide)  # (B, 1, T, d / 2)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
+
+    return rotation
+
+
+def _scaled(config: Any, scaling: dict[str, Any], rotated: int) -> LlamaRotaryEmbedding:
+    """Return the rotary positions of a Llama whose heads are as wide as those of `config`. rotated: number of channels
+    of each head that they turn."""
     try:
         llama = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
+            hidden_size=config.head_dim,
+            num_attention_heads=1,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters={**scaling, "rope_theta": config.rope_theta},
         )
         made = LlamaRotaryEmbedding(llama)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # each kind has its own settings
+        positive = (made.inv_freq.isfinite() & (made.inv_freq > 0)).all() and made.attention_scaling > 0
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # each kind has its own settings
         raise UserError(f"head.rope_scaling: {first_line(error)}") from error
-    frequencies: Any = made.inv_freq
-    are_positive = bool((frequencies.isfinite() & (frequencies > 0)).all())
-    expect(are_positive, "head.rope_scaling", "factors above 0", scaling)
-
-    def scaled(positions: Tensor, dtype: torch.dtype) -> CosSin:
-        cos, sin = rotation_by(made, positions, dtype)
-        first, second = sin.chunk(2, dim=-1)
-        return cos, torch.cat([-first, second], dim=-1)
-
-    return scaled
+    expect(bool(positive), "head.rope_scaling", "factors above 0", scaling)
+    expect(2 * len(made.inv_freq) == rotated, "head.rope_scaling", f"{rotated // 2} factors", scaling)
+    return made
 
 
 def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -59,17 +111,11 @@ def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> tupl
     return cos[:, None], sin[:, None]
 
 
-def rotation(positions: Tensor, dtype: torch.dtype, *, head_dim: int, theta: float) -> CosSin:
-    """Return cosines, and sines with the first half negated, (B, 1, T, d) each, of rotary positions (B, T) (arXiv
-    2104.09864), with angles in float32 or wider."""
-    wide = torch.promote_types(dtype, torch.float32)
-    inverse = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim)
-    angles = positions[:, None, :, None] * inverse  # (B, 1, T, d / 2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
-
-
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
-    """Rotate the two halves of each head (B, H, T, d), as Llama-family checkpoints do."""
+    """Rotate the two halves of each head (B, H, T, d), as Llama-family checkpoints do. Narrower angles rotate only as
+    many of the first channels, in halves of their own."""
     cos, sin = cos_sin
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat([rotate(x[..., :width], cos_sin), x[..., width:]], dim=-1)
+    return torch.addcmul(x * cos, x.roll(width // 2, -1), sin)

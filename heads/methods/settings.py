@@ -53,13 +53,17 @@ class RotarySettings:
 
     rope_scaling: dict[str, Any] | None = None
     """Scaling of rotary positions, as in transformers' `rope_parameters` but without the base: `{rope_type: yarn,
-    factor: 4.0, original_max_position_embeddings: 8192}`. Kinds: `yarn`, `llama3`, `linear`. Null: no scaling."""
+    factor: 4.0, original_max_position_embeddings: 8192}`. Kinds: `yarn`, `llama3`, `linear`, `longrope`, and `default`
+    for plain positions. Null: the target's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
     """Settings of the head in a recipe."""
 
+    hidden_size: int | None = None
+    """Width of the head. Null: the target's. A head of another width has embeddings of its own: the target's along
+    their principal axes, not trained."""
     aux_layer_ids: tuple[int, ...] | None = None
     """Layers whose auxiliary hidden states the head reads, ascending, numbered by the layer that a state enters; 0 is
     the embeddings. Null: layers 2, n/2 and n - 3 of a target with n layers."""

@@ -55,6 +55,12 @@ class TargetProbe:
         """(V, D) float32 on the CPU: output head, multiplied by the family's factor of the logits."""
         return self.lm_head_weight.cpu().float() * self.logit_scale
 
+    @cached_property
+    def axes(self) -> Tensor:
+        """(D, D): the principal axes of the highest auxiliary hidden state as columns, the widest first."""
+        D = self.hidden.shape[-1]
+        return principal_axes(self.aux_hidden_states[..., -D:].flatten(0, 1).float(), D)
+
     @property
     def evening(self) -> Tensor:
         """(L * D,) factors that scale every auxiliary hidden state to the size of the largest.
@@ -213,6 +219,11 @@ def principal_axes(x: Tensor, count: int) -> Tensor:
     return axes[:, torch.arange(count, device=x.device) % axes.shape[1]]
 
 
+def resized(axes: Tensor, width: int) -> Tensor:
+    """Return (D, width): the first of the axes (D, D), or all of them and zeros."""
+    return pad(axes, (0, width - axes.shape[1]))
+
+
 def least_squares(inputs: Tensor, outputs: Tensor) -> Tensor:
     """Return (D', m): the linear map from inputs (N, D') to outputs (N, m)."""
     gram = inputs.T @ inputs
@@ -367,14 +378,16 @@ def read_root(head: Any, probe: TargetProbe, by_token: Tensor, context: Tensor, 
     of_block = least_squares(torch.cat([rows, context]), torch.cat([ones, -torch.ones(N, 1)]))[:, 0]
 
     # The slowest rotary pair separates rows of blocks from the context; the fastest pairs separate positions of rows.
-    heads, still = attention.k_proj.out_features // d, d // 2 - 1
+    angles = head.cos_sin(torch.tensor([[head.first_row]]), torch.float32)
+    heads, half = attention.k_proj.out_features // d, angles[0].shape[-1] // 2
+    still = half - 1
     places = torch.arange(min(PLACES, still))
-    cos, sin = (x[0, 0, 0, places + d // 2] for x in head.cos_sin(torch.tensor([[head.first_row]]), torch.float32))
+    cos, sin = (x[0, 0, 0, places + half] for x in angles)
     q, k = (proj.weight.view(heads, -1, d, D)[:, 0] for proj in (attention.q_proj, attention.k_proj))
     k[:, still] = k[:, places] = LARGE * of_block
     q[:, still] = LARGE * always
     q[:, places] = LARGE * cos[:, None] * always
-    q[:, places + d // 2] = -LARGE * sin[:, None] * always
+    q[:, places + half] = -LARGE * sin[:, None] * always
     attention.q_norm.weight *= SHARP
 
     token = least_squares(rows, torch.cat([by_token, torch.zeros(len(rows) - N, m)]))  # (D, m): zeros for a mask

@@ -335,7 +335,7 @@ def why_not_native(model: LanguageModel) -> str | None:
     base: Any = model.base
     if not model.native:
         return "its own code is asked for"
-    if type(base).__name__ not in CLASSES:
+    if type(base).__name__ not in CLASSES or not _is_of_transformers(base):
         return f"{model.config.model_type} has no native decoder"
     rotation = getattr(base.rotary_emb, "rope_type", "default")
     if rotation not in FIXED_ROTATIONS:
@@ -345,6 +345,8 @@ def why_not_native(model: LanguageModel) -> str | None:
     for path, module in model.layers.named_modules():
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return f"{path} is a {type(module).__name__}"
+        if not _is_of_transformers(module):
+            return f"{path} is a {type(module).__name__} of other code"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("transformers.")]
         if foreign or hasattr(module, "_hf_hook"):  # transformers' own hooks only observe
@@ -354,6 +356,11 @@ def why_not_native(model: LanguageModel) -> str | None:
             if not plain or parameter.dtype != model.dtype:
                 return f"{path} holds its weights in another form or place"
     return None
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    """Return False for classes of other code, which may compute something else under a name of transformers."""
+    return type(module).__module__.startswith(("transformers.", "torch."))
 
 
 def native_stack(model: LanguageModel, *, draft: bool = False) -> Stack:

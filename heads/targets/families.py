@@ -142,6 +142,17 @@ def layer_setting(config: Any, name: str) -> Any:
     return most
 
 
+def attention_widths(config: Any, hidden_size: int) -> tuple[int, int, int, int]:
+    """Return the widths of a key and of a value of one head, and the numbers of query heads and of key heads."""
+    heads: int = layer_setting(config, "num_attention_heads")
+    width: int = layer_setting(config, "head_dim") or hidden_size // heads
+    key_heads: int = layer_setting(config, "num_key_value_heads") or heads
+    nope = getattr(config, "qk_nope_head_dim", None)
+    if nope is None:
+        return width, width, heads, key_heads
+    return nope + config.qk_rope_head_dim, config.v_head_dim, heads, heads  # latent attention
+
+
 def longest_text(config: Any) -> int | None:
     """Return the maximum number of positions of a model; None if it has no limit.
 
@@ -156,19 +167,33 @@ def longest_text(config: Any) -> int | None:
     return first if longest is None else min(first, longest)
 
 
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """Return the settings of the target's rotary positions, those of its full attention if its layers differ."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return parameters if "rope_theta" in parameters else parameters.get("full_attention") or {}
+
+
 def rope_theta(config: Any) -> float:
-    """Return the target's rotary base. transformers 5 stores it in `rope_parameters`, per layer type if there are
-    several."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if "rope_theta" not in parameters:
-        parameters = parameters.get("full_attention", {})
-    return float(parameters.get("rope_theta", 10_000.0))
+    return float(rope_parameters(config).get("rope_theta", 10_000.0))
 
 
-def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the tokens that end a generation: from the generation config, which chat models extend, else from the
-    model config."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+def rope_scaling(config: Any) -> dict[str, Any] | None:
+    """Return the scaling of the target's rotary positions, without the base; None for plain ones.
+
+    Plain are also: positions of images (for text); `dynamic` ones, which are scaled only beyond
+    `max_position_embeddings`, where texts end here; and `proportional` ones, which rotate a part of each head.
+    """
+    found = rope_parameters(config)
+    if found.get("rope_type") not in ("linear", "yarn", "llama3", "longrope"):
+        return None
+    others = ("type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+    return {name: value for name, value in found.items() if name not in others and value is not None}
+
+
+def eos_ids(*sources: Any) -> tuple[int, ...]:
+    """Return the tokens that end a text, of all `sources` (configs, generation configs, tokenizers; None has none)."""
+    found: dict[int, None] = {}
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found |= dict.fromkeys(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    return tuple(found)

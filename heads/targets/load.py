@@ -5,6 +5,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,12 +22,13 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from heads.core.errors import UserError, first_line, warn_once
-from heads.targets.families import register_mimo
+from heads.targets.families import eos_ids, register_mimo
 from heads.targets.hub import MODEL, is_here, repo_and_revision
 from heads.targets.model import Features, FrozenTarget
 
@@ -173,6 +175,20 @@ def load_tokenizer(
         remedy = "replace its tokenizer files" if is_there else "put tokenizer.json beside config.json"
         raise _fault(path, "no tokenizer that can be loaded", error, remedy) from error
     return tokenizer
+
+
+def load_end_ids(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False, gguf_file: str | None = None
+) -> tuple[int, ...]:
+    """Return the tokens that end a text of the model at `path`, without its weights: those of its generation config, of
+    its config, and of its tokenizer, by which templates end answers even where the configs name other tokens."""
+    config = load_config(path, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+    check_generation_config(path)
+    repo, revision = repo_and_revision(path)
+    generation = None
+    with suppress(OSError):  # it has no generation config
+        generation = GenerationConfig.from_pretrained(repo, revision=revision or "main")
+    return eos_ids(generation, config, config.get_text_config(), tokenizer)
 
 
 def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:

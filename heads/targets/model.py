@@ -160,7 +160,13 @@ class FrozenTarget(LanguageModel):
         self.vocab_size: int = self.head.weight.shape[0]
         self.context_length: int = longest_text(config) or 2048
         self.shared = SharedLayers(model.get_input_embeddings(), self.lm_head, self.head.weight)
-        self.eos_token_ids = eos_ids(model)
+        self.eos_token_ids = eos_ids(model.generation_config) or eos_ids(config)
+        """Tokens that end a generation: those of the generation config, which chat models extend, else the config's."""
+        if outside := [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]:
+            raise UserError(
+                f"{name}: eos_token_id: expected ids below {self.vocab_size}, its vocabulary, got {outside[0]}; mend "
+                "generation_config.json or config.json"
+            )
         self.quantize = quantize
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
         self.placement: Literal["whole", "sharded", "absent"] = "whole"

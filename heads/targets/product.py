@@ -47,19 +47,14 @@ logger = logging.getLogger("draftsmith")
 class Product:
     """x W^T + b, for one projection, or for several projections of the same input, concatenated."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, draft: bool = False) -> None:
-        """weight (O, K); bias (O,). On a CPU, a float32 weight is packed in bfloat16 if it loses nothing by it, or if
-        it is a draft's, whose output the target verifies."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """weight (O, K); bias (O,). On a CPU, a float32 weight is packed in bfloat16 if it loses nothing by it."""
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.library = load() if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 else None
         self.packed: Tensor | None = None
-        self.rounded: Tensor | None = None
-        """The weight as it is packed, if that is not the weight itself: for products of many rows."""
         if self.library is not None:
             half = self.weight.bfloat16()
-            lossless = torch.equal(half.float(), self.weight)
-            self.packed = _packed(self.library, half if draft or lossless else self.weight)
-            self.rounded = half if draft and not lossless else None
+            self.packed = _packed(self.library, half if torch.equal(half.float(), self.weight) else self.weight)
         elif self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and _has_onednn():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
 
@@ -69,9 +64,9 @@ class Product:
         stored once. A draft's modules may be in training, so they keep their weights."""
         weight = _fuse([module.weight for module in modules], shared=not draft)
         if all(module.bias is None for module in modules):
-            return cls(weight, draft=draft)
+            return cls(weight)
         biases = [torch.zeros_like(m.weight[:, 0]) if m.bias is None else m.bias.detach() for m in modules]
-        return cls(weight, torch.cat(biases), draft=draft)
+        return cls(weight, torch.cat(biases))
 
     @property
     def weight_bytes(self) -> int:
@@ -81,7 +76,7 @@ class Product:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the product (..., O) of x (..., K), plus the residual (..., O) if given."""
         if self.packed is None or x.numel() > MOST_ROWS * x.shape[-1]:
-            y = linear(x, self.weight if self.rounded is None else self.rounded.to(x.dtype), self.bias)
+            y = linear(x, self.weight, self.bias)
             return y if residual is None else y.add_(residual)
         if self.library is not None:
             return _multiply(self.library, self.packed, x, len(self.weight), self.bias, residual)

@@ -11,10 +11,11 @@ import pytest
 from markdown_it import MarkdownIt
 from markupsafe import escape
 from rich.console import Console
+from transformers import GenerationConfig
 
 from eval.bench import default_out, parse_arguments
 from eval.measure.results import Results, read_log, read_results
-from eval.measure.settings import to_settings
+from eval.measure.settings import SAMPLED, served_sampling, to_settings
 from eval.pages.card import model_card
 from eval.pages.charts import head_charts, points
 from eval.pages.format import (
@@ -26,6 +27,8 @@ from eval.pages.format import (
 )
 from eval.pages.html import render_page
 from eval.pages.report import print_report, write_report
+from eval.runtime.sampling import Sampling
+from heads.targets.model import FrozenTarget
 
 Bench = Callable[..., tuple[Results, str]]
 KEYS = {
@@ -101,6 +104,23 @@ def test_auto_records_what_it_measured_and_its_choice(tmp_path: Path, bench: Ben
     assert results["tree"] == search["chosen"]
     verdict = "plain decoding is faster than all" if search["plain_is_faster"] else f"{search['chosen']} is the fastest"
     assert verdict in text and verdict in (tmp_path / "report.html").read_text()
+
+
+def test_the_model_samples_as_its_server_does(
+    tmp_path: Path, bench: Bench, tiny_target: FrozenTarget, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = GenerationConfig(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
+    monkeypatch.setattr(tiny_target.model, "generation_config", config)
+    results, _ = bench(tmp_path, trees=("chain:2",), sampling="model")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sampling of ")]
+    assert line.endswith("temperature 0.6, top_k 20, top_p 0.95, min_p 0; not applied: repetition_penalty 1.05")
+    settings = read_results(tmp_path / "results.json")["settings"]
+    assert [settings[name] for name in SAMPLED] == [[0.6], 20, 0.95, 0.0] and settings["sampling"] == "model"
+    assert results["temperature"] == 0.6 and "top-k 20, top-p 0.95, batch" in setting_line(results)
+    again = to_settings(parse_arguments(results["command"][2:]))
+    assert again.sampling_at(0.6) == Sampling(0.6, 20, 0.95) and again.temperatures == (0.6,)
+    monkeypatch.setattr(tiny_target.model, "generation_config", GenerationConfig(top_k=-1))
+    assert served_sampling(tiny_target) == Sampling(1.0)
 
 
 def test_every_batch_size_and_context_is_a_setting(tmp_path: Path, bench: Bench, hungry_head: Any) -> None:

@@ -55,9 +55,9 @@ def test_an_answer_is_plain_decodings_text(
     opened: Opened, temperature: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its tokens are marked as the output says, also if its last round is cut on a draft token."""
-    plain = plainly(opened, PROMPT, 40, Sampling(temperature, seed=5))
+    plain = plainly(opened, PROMPT, 40, Sampling(temperature, top_k=9, seed=5))
     capsys.readouterr()
-    talk = conversation(opened, 40, temperature=temperature, seed=5)
+    talk = conversation(opened, 40, temperature=temperature, top_k=9, seed=5)
     output, said = talk.answer(PROMPT), capsys.readouterr()
     text = str(opened.tokenizer.decode(plain.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     assert output.tokens == plain.tokens and said.out.rstrip("\n") == text.rstrip("\n") and text
@@ -156,6 +156,7 @@ def test_what_cannot_be_answered_is_refused_in_one_line(
         (["--prompt", "x"], "head"),
         (["lookup:2", "--tree", "none"], "--tree"),
         (["lookup:2", "--temperature", "0,1"], "--temperature"),
+        (["lookup:2", "--temperature", "1", "--sampling", "model"], "--temperature: --sampling model"),
         (["no-such-folder", "--prompt", "x"], "no-such-folder"),
         (["lookup:2", "--target", tiny_target_dir], "standard input is closed"),
     ]

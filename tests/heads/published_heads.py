@@ -39,7 +39,7 @@ def filled(head: Any) -> Any:
 def eagle3(**changes: Any) -> Eagle3:
     """A random EAGLE-3 head of the tiny target."""
     settings = {"aux_layer_ids": (2, 4, 5), "draft_vocab_size": 48, "rope_theta": 10_000.0, **changes}
-    config = Eagle3Config(**BLOCK, num_target_layers=LAYERS, **settings)
+    config = Eagle3Config(**BLOCK | {"num_target_layers": LAYERS} | settings)
     counts = torch.randint(0, 9, (V,), generator=torch.Generator().manual_seed(0))
     made: Eagle3 = filled(Eagle3(config, build_vocab(counts, config.draft_vocab_size)))
     return made

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.published import is_published, open_any, read_published, start_from
@@ -51,6 +52,7 @@ def test_a_raw_head_is_read_by_the_engines_defaults(target: FrozenTarget, tmp_pa
     assert list(found.origin.files) == ["model.safetensors"]
 
 
+PART = {"rope_type": "default", "partial_rotary_factor": 0.25}
 ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("nested", {"aux_layer_ids": (1, 3, 6)}, {"eagle_config": {IDS: [0, 2, 5], "use_aux_hidden_state": True}}, True),
     ("embeddings and the last", {"aux_layer_ids": (0, 8)}, {"eagle_config": {IDS: [-1, 7]}}, True),
@@ -58,6 +60,8 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("many layers", {}, {"num_hidden_layers": 36}, True),
     ("parameters", {"rope_theta": 7e4}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, False),
     ("scaling", {"rope_theta": 7e4, "rope_scaling": LLAMA3}, {"rope_theta": 7e4, "rope_scaling": LLAMA3}, False),
+    ("sections", {}, {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, False),
+    ("part", {"rope_scaling": PART}, {"rope_scaling": PART | {"mrope_section": [1, 0, 0]}}, True),
     ("window", {"sliding_window": 9}, {"sliding_window": 9, "layer_types": ["sliding_attention"]}, True),
     ("window of no layer", {}, {"sliding_window": 9, "layer_types": ["full_attention"]}, False),
     ("EAGLE-3.1", {"fc_norm": True, "norm_output": True}, {"fc_norm": True, "norm_output": True}, False),
@@ -102,6 +106,66 @@ def test_a_whole_vocabulary_needs_no_tables(tables: bool, target: FrozenTarget, 
     found = read_published(write(tmp_path / "raw", raw(draft_vocab_size=V), weights), target)
     drafts_equal(found, head, target)
     assert bool(found.origin.differs) is tables
+
+
+@pytest.mark.parametrize("size", [V, None])
+def test_the_targets_output_head_is_borrowed(size: int | None, target: FrozenTarget, tmp_path: Path) -> None:
+    head = eagle3(draft_vocab_size=V)
+    head.lm_head.weight.data.copy_(target.lm_head_weight)
+    weights = head.to_checkpoint()
+    del weights["lm_head.weight"]
+    found = read_published(write(tmp_path / "raw", raw(draft_vocab_size=size), weights), target)
+    drafts_equal(found, head, target)
+    assert any("borrows the target's output head only" in line for line in found.origin.differs) is (size == V)
+    (tmp_path / "raw/config.json").write_text(json.dumps(raw(draft_vocab_size=None)))
+    save_file(head.to_checkpoint(), tmp_path / "raw/model.safetensors")
+    assert "takes the target's output head" in read_published(str(tmp_path / "raw"), target).origin.differs[0]
+
+
+WIDE: dict[str, Any] = {"own_embeddings": True, "target_hidden_size": D}
+
+
+@pytest.mark.parametrize("width", [24, 48])
+def test_a_head_of_another_width_than_its_target(width: int, target: FrozenTarget, tmp_path: Path) -> None:
+    head = eagle3(hidden_size=width, norm_before_fc=True, **WIDE)
+    config = raw(hidden_size=width, target_hidden_size=D, norm_before_fc=True)
+    found = read_published(write(tmp_path / "raw", config, head.to_checkpoint()), target)
+    drafts_equal(found, head, target)
+    assert found.origin.differs == ()
+    comes_back(found, tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "config", "words"),
+    [
+        ("embed_tokens.weight", {}, "embed_tokens.weight: expected one of width 24, the target's has 32"),
+        ("lm_head.weight", {"draft_vocab_size": V}, "lm_head.weight: expected one of width 24, the target's has 32"),
+        ("", {"target_hidden_size": 40}, "made for a target with width 40, but"),
+        ("", {"target_hidden_size": None}, "made for a target with width 24, but"),
+    ],
+)
+def test_a_head_of_another_width_that_does_not_fit(
+    lacking: str, config: dict[str, Any], words: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    weights = eagle3(hidden_size=24, draft_vocab_size=config.get("draft_vocab_size", 48), **WIDE).to_checkpoint()
+    weights.pop(lacking, None)
+    path = write(tmp_path / "raw", raw(hidden_size=24, target_hidden_size=D) | config, weights)
+    assert words in refused(read_published, path, target)
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "hidden_norm"])
+def test_each_engine_has_its_own_name_for_the_norm_before_a_further_layer(
+    name: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    head = eagle3(num_layers=2)
+    weights = head.to_checkpoint()
+    left = weights.pop(f"layers.1.{name}.weight")
+    config = raw(num_hidden_layers=2)
+    found = read_published(write(tmp_path / "raw", config, weights), target)
+    drafts_equal(found, head, target)
+    assert [name in line for line in found.origin.differs] == [True]
+    weights[f"layers.1.{name}.weight"] = left + 1
+    assert "differ" in refused(read_published, write(tmp_path / "two", config, weights), target)
 
 
 def test_embeddings_of_its_own_are_read_and_saved(target: FrozenTarget, tmp_path: Path) -> None:

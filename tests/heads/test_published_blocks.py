@@ -156,7 +156,6 @@ BAD: dict[str, tuple[Change, str]] = {
     "windows switched off": (set_in(layer_types=["sliding_attention"] * 2, sliding_window=9), "use_sliding_window"),
     "attention sinks": (set_inside(use_swa=True, swa_window_size=9, attention_sink_bias=True), "attention_sink_bias"),
     "selector": (set_inside(selector_rank=256, selector_top_k=16), "selector_rank"),
-    "Domino": (set_inside(projector_type="domino"), "projector_type"),
     "DFlash3": (set_in(architectures=["DFlash3DraftModel"]), "DFlash3DraftModel"),
 }  # fmt: skip
 
@@ -169,7 +168,6 @@ def test_a_dflash_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_pa
 BAD_DSPARK: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "Markov head": (DEEPSPEC, {"markov_head_type": "gated"}, "expected vanilla"),
     "anchor": (SPECULATORS_DSPARK, {"sample_from_anchor": False}, "sample_from_anchor"),
-    "Gemma's": (DEEPSPEC, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
     "no tables of the draft vocabulary": (SPECULATORS_DSPARK, {"draft_vocab_size": 64}, "d2t"),
 }
 

@@ -8,13 +8,17 @@ import torch
 from transformers import AutoConfig
 
 from heads.core.errors import UserError
-from heads.registry import build_head
-from heads.targets.families import final_norm_scale, rope_theta
+from heads.registry import HEADS, build_head
+from heads.saved import target_record
+from heads.targets.families import final_norm_scale, rope_scaling, rope_theta
 from heads.targets.model import FrozenTarget
 from tests.closeness import assert_close
 from tests.heads.targets.test_model import make_model
 
 COUNTS = torch.arange(128)
+LENGTH = {"original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **LENGTH}
+YARN = {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, **LENGTH}
 
 
 def test_what_is_left_out_follows_the_target(target: FrozenTarget) -> None:
@@ -64,8 +68,14 @@ def test_a_new_head_knows_the_familys_scale_of_logits() -> None:
         )
 
 
+LONGROPE: dict[str, Any] = {
+    **{"rope_type": "longrope", "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+}
 IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
-    ("eagle3", {"hidden_size": 8}, "hidden_size"),
+    ("eagle3", {"hidden_size": 0}, "hidden_size"),
+    ("dflash", {"hidden_size": 8}, "hidden_size"),
+    ("eagle3", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.1}}, "rope_scaling"),
     ("eagle3", {"draft_vocab_size": 129}, "draft_vocab_size"),
     ("eagle3", {"aux_layer_ids": [9]}, "aux_layer_ids"),
     ("eagle3", {"num_attention_heads": 3}, "num_attention_heads"),
@@ -73,9 +83,32 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"depth": 0}, "depth"),
     ("eagle3", {"depth_decay": 0.0}, "depth_decay"),
     ("eagle3", {"sliding_window": 7}, "sliding_window"),  # of seven steps
-    ("eagle3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
-    ("eagle3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),
-    ("eagle3", {"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "rope_scaling: expected factors above 0"),
+    (
+        "eagle3",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_scaling.rope_type: dynamic angles",
+    ),
+    (
+        "eagle3",
+        {"rope_scaling": {"factor": 2.0}},
+        "rope_scaling.rope_type: expected one of default, linear",
+    ),
+    (
+        "eagle3",
+        {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+        "rope_scaling.factor: expected a number",
+    ),
+    (
+        "dspark",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_scaling.original_max_position_emb",
+    ),
+    ("dflash", {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}}, "rope_scaling: "),
+    (
+        "dflash",
+        {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3 + [0.0]}},
+        "rope_scaling: expected factors",
+    ),
     ("medusa", {"loss": "mse"}, "loss"),
     ("medusa", {"num_layers": 0}, "num_layers"),
     ("medusa", {"tree_nodes": 1}, "tree_nodes"),
@@ -133,6 +166,70 @@ def test_the_final_norms_scale_is_found(family: str) -> None:
     x = (x - x.mean()) / x.std(correction=0)  # normed already, by root mean square and by deviation
     scale = final_norm_scale(target.base, target.layers, 16)
     torch.testing.assert_close(norm(x[None])[0], x * scale, atol=1e-4, rtol=1e-4)
+
+
+SCALED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3": ("llama", LLAMA3),
+    "gpt-oss's yarn": ("qwen2", YARN | {"truncate": False}),
+    "linear": ("llama", {"rope_type": "linear", "factor": 4}),
+    "longrope": ("phi3", LONGROPE),
+}
+
+
+@pytest.mark.parametrize(("family", "scaling"), SCALED.values(), ids=SCALED.keys())
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", "dflash2", "dspark"])
+def test_a_new_head_has_the_targets_positions(kind: str, family: str, scaling: dict[str, Any]) -> None:
+    """In the runtime, and in both engines, which read config.json as transformers does."""
+    rope = {"rope_theta": 5e4, **scaling}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 8,
+        "max_position_embeddings": 512,
+    }
+    model: Any = make_model(family, **sizes, rope_parameters=rope, original_max_position_embeddings=64)
+    target = FrozenTarget(model, family)
+    mask = {} if kind in ("eagle3", "mtp") else {"mask_token_id": 3}
+    more = {"conv_group_size": 8, "selector_top_k": 4} if kind == "dflash2" else {}
+    head = build_head(kind, {**mask, **more}, target, torch.ones(target.vocab_size))
+    assert head.config.rope_scaling == scaling and head.config.max_position_embeddings == 512
+    positions, x = torch.arange(64)[None], torch.zeros(1)
+    cos, sin = model.model.rotary_emb(x, positions)
+    ours = head.cos_sin(positions, torch.float32)
+    assert torch.equal(ours[0][:, 0], cos) and torch.equal(ours[1][:, 0].abs(), sin.abs())
+    if kind != "mtp":  # its config.json is the target's
+        said = HEADS[kind].format.engine_config(head.config, target_record(target), "float32")
+        read = AutoConfig.for_model(**said).rope_parameters
+        assert read == {"rope_theta": 5e4, **scaling} and type(read.get("factor", 1.0)) is float
+
+
+def test_other_positions_than_the_targets_claim_the_length_that_they_hold_for() -> None:
+    sizes: dict[str, Any] = {"num_hidden_layers": 8, "max_position_embeddings": 512}
+    scaled, plain = (
+        FrozenTarget(make_model("llama", **sizes, rope_parameters={"rope_theta": 1e4, **scaling}), "llama")
+        for scaling in (LLAMA3, {"rope_type": "default"})
+    )
+
+    def claimed(target: FrozenTarget, scaling: dict[str, Any] | None) -> int:
+        config = build_head("eagle3", {"rope_scaling": scaling}, target, torch.ones(40)).config
+        return int(config.max_position_embeddings)
+
+    assert claimed(scaled, None) == 512 and claimed(scaled, {"rope_type": "default"}) == 64
+    part = LONGROPE | {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "partial_rotary_factor": 0.75}
+    sizes |= {"rope_parameters": {"rope_theta": 1e4, **part}, "original_max_position_embeddings": 64}
+    assert claimed(FrozenTarget(make_model("phi3", **sizes), "phi"), None) == 64  # a new head turns whole: it is plain
+    assert claimed(scaled, YARN) == 128 and claimed(plain, LLAMA3) == 512 and claimed(plain, None) == 512
+
+
+def test_positions_that_are_plain_for_a_head() -> None:
+    for scaling in (
+        {"rope_type": "default", "mrope_section": [1, 1, 2]},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    ):
+        assert rope_scaling(SimpleNamespace(rope_parameters={"rope_theta": 1e4, **scaling})) is None
+    by_layer = {name: {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0} for name in ("full_attention", "other")}
+    assert rope_scaling(SimpleNamespace(rope_parameters=by_layer)) == {"rope_type": "linear", "factor": 8.0}
 
 
 def test_rope_theta_is_found_wherever_it_is_kept() -> None:

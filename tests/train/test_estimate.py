@@ -33,6 +33,7 @@ def target(tiny_target_dir: Path) -> FrozenTarget:
 CASES: list[tuple[str, dict[str, object]]] = [
     *((kind, {}) for kind in sorted(HEADS)),
     ("dflash", {"sliding_window": 9}),
+    ("eagle3", {"hidden_size": 24}),
 ]
 
 

@@ -33,12 +33,12 @@ def test_conversations_are_shown_with_what_is_trained_on(
 ) -> None:
     assert preview([str(write_recipe(chats))]) == 0
     said = capsys.readouterr().out
-    assert said.count("<s><|user|>hi<|assistant|>⟦the sea</s>⟧<|user|>and<|assistant|>⟦sand</s>⟧\n") == 2
-    assert "data.sources.0: 19 documents, " in said and "1 of 20 records left out: without an answer" in said
+    assert said.count("<s><|user|>hi<|assistant|>⟦the sea</s>⟧<|user|>and<|assistant|>⟦sand</s>⟧\n") == 1
+    assert "20 records: 19 conversations, " in said and "1 of 20 records are left out: 1 without an answer" in said
     chats["data"]["regenerate"] = {"prompt_tokens": 32, "new_tokens": 8}
     assert preview([str(write_recipe(chats))]) == 0
     said = capsys.readouterr().out
-    assert "the target answers these prompts itself" in said and "chats.jsonl: 19 conversations to answer\n" in said
+    assert "the target answers these prompts itself" in said and "data.regenerate: 19 conversations to answer\n" in said
 
 
 def test_a_run_takes_up_what_the_preview_tokenised(chats: Settings, write_recipe: WriteRecipe, own_cache: Path) -> None:
@@ -59,6 +59,6 @@ def test_the_price_of_a_template_that_rewrites_is_said(chats: Settings) -> None:
     corpus = read_source(ChatSource(kind="chat", path=path), "data.sources.0", reader_of(tokenizer, said))
     last = ChatSource(kind="chat", path=path, answers="last")
     only = read_source(last, "data.sources.0", reader_of(tokenizer, said))
-    (line,) = (line for line in said if "rewrites" in line)
+    (line,) = (line for line in said[0].splitlines() if "rewrites" in line)
     assert f"{corpus.num_tokens / only.num_tokens:.2f} times" in line and "data.sources.0.answers=last" in line
     assert len(corpus) == 2 * len(only) == 38

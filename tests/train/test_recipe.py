@@ -90,6 +90,8 @@ def test_overrides_go_through_the_same_checks(override: str, fault: str, tmp_pat
     ("overrides", "fault"),
     [
         (["eval.rule=ratio"], "eval.rule: has no effect at eval.temperature 0"),
+        (["eval.report.sampling=model", "eval.top_k=3"], "eval.top_k: has no effect at eval.temperature 0"),
+        (["eval.report.sampling=model", "eval.report.temperatures=[1]"], "no effect with eval.report.sampling"),
         (["eval.rule=typical", "eval.temperature=1"], "eval.rule: got 'typical'; known: match, ratio, block"),
         (["eval.rule=block", "eval.temperature=1", "eval.tree=static:2.2"], "eval.tree: rule block judges chains"),
         (["eval.rule=ratio", "eval.temperature=1", "eval.tree=tree:2x2x4"], "eval.tree: rule ratio: the tree"),
@@ -104,13 +106,13 @@ def test_a_rule_must_fit_the_tree_and_matter(overrides: list[str], fault: str, t
 def test_a_split_has_no_effect_on_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     file, hub = (
-        GOOD.replace("{kind: python, limit: 10}", f"{{kind: text, path: {path}, split: test}}")
+        GOOD.replace("{kind: python, limit: 10}", f"{{kind: text, path: {path}, subset: all, split: test}}")
         for path in (tmp_path / "a.jsonl", "some/set")
     )
-    (line,) = faults(tmp_path, file)
-    assert "data.sources.0.split: has no effect on a file" in line
+    lines = faults(tmp_path, file)
+    assert all(f"data.sources.0.{name}: has no effect on files" in "\n".join(lines) for name in ("subset", "split"))
     (tmp_path / "hub.yaml").write_text(hub)
-    assert "split: test" in dump_recipe(plain_settings(load_recipe(tmp_path / "hub.yaml")))
+    assert "subset: all\n    split: test" in dump_recipe(plain_settings(load_recipe(tmp_path / "hub.yaml")))
 
 
 def test_weights_are_given_to_all_sources_or_none(tmp_path: Path) -> None:
@@ -145,6 +147,7 @@ def test_the_final_measurement_has_the_settings_of_the_report_or_else_those_of_e
     assert made == BenchSettings(
         num_prompts=32, max_prompt_tokens=256, trees=("auto",), temperatures=(0.5,), top_k=3, seed=1
     )
+    assert load_recipe(path, ["eval.report.sampling=model", "eval.rule=ratio"]).eval.final().sampling == "model"
 
 
 @pytest.mark.parametrize(

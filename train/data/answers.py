@@ -29,9 +29,10 @@ from train.data.cache import (
 )
 from train.data.chats import Dialogue
 from train.data.packing import shares
+from train.data.screen import screen
 from train.data.server import AnsweringServer, ServerClient, answer_by_server
 from train.data.settings import Answers, Data, Regenerate
-from train.data.sources import AnySource, left_out, report_skipped, tokens_key
+from train.data.sources import AnySource, describe_skipped, left_out, texts_of, tokens_key
 
 Exchange = tuple[Sequence[int], Sequence[int]]
 """A prompt and its answer."""
@@ -57,8 +58,8 @@ def find_prompts(
     data: Data, seed: int, settings: Answers, name: str, reader: Reader, *, recorded: bool = False, quiet: bool
 ) -> list[Prompts]:
     """Return the prompts of each source, in proportion to its weight, or all. `name`: the key of `settings` in the
-    recipe. `recorded`: the prompts of last turns. `quiet`: do not report skipped records. UserError if the prompts are
-    too few, or too long to train on."""
+    recipe. `recorded`: the prompts of last turns. `quiet`: the sources have been described already. UserError if the
+    prompts are too few, or too long to train on."""
     if settings.prompts is not None and settings.prompts < len(data.sources):
         raise UserError(
             f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
@@ -70,21 +71,23 @@ def find_prompts(
         _read_prompts(source, settings.prompt_tokens, count, seed, reader, recorded)
         for source, count in zip(data.sources, wanted, strict=True)
     ]
-    for prompts in found:
+    for number, prompts in enumerate(found):
         source, count, documents, tally = prompts.source, prompts.count, prompts.documents, prompts.documents.tally
-        whole = count is None or len(documents) < count
-        report_skipped(source, tally, None if quiet else reader.say, whole=whole)
+        lines = describe_skipped(source, tally, whole=count is None or len(documents) < count)
+        long = f"; {tally.too_long:,} begin with a prompt of more than {settings.prompt_tokens:,} tokens"
+        left = f"{long} ({name}.prompt_tokens) and are left out" if tally.too_long else ""
+        sizes = f"{len(documents):,} {texts_of(source)} to answer{left}"
+        if not quiet:
+            title = f"data.sources.{number}: {source}"
+            reader.say(screen(title, f"{name}: {sizes}", documents, reader.rendering.tokenizer, *lines))
+        elif count is None:
+            reader.say(f"{name}: {source}: {sizes}")
         if len(documents) < (count or 1):
             mend = "raise prompt_tokens" if count is None else "lower prompts or raise prompt_tokens"
             raise UserError(
                 f"{name}.prompts: {source} gives {len(documents)} prompts of at most {settings.prompt_tokens} tokens, "
                 f"expected {count or 'at least 1'}; {mend}"
             )
-        if count is None:
-            what = "conversations" if source.kind == "chat" else "texts"
-            long = f"; {tally.too_long:,} begin with a prompt of more than {settings.prompt_tokens:,} tokens"
-            left = f"{long} ({name}.prompt_tokens) and are left out" if tally.too_long else ""
-            reader.say(f"{name}: {source}: {len(documents):,} {what} to answer{left}")
         too_long = int(np.diff(documents.ends, prepend=0).max()) + settings.new_tokens
         if too_long > data.context_length:
             raise UserError(
@@ -106,7 +109,7 @@ def _read_prompts(
                 yield left_out(found, str(source))
             else:
                 assert found.prompt is not None
-                yield Document.of(found.prompt, np.zeros(len(found.prompt)))
+                yield Document.of(found.prompt, np.zeros(len(found.prompt)), **found.about)
 
     def read() -> Corpus:
         prompts = {"prompts" if recorded else "first prompts": [most, count, seed]}
@@ -117,8 +120,8 @@ def _read_prompts(
 
 
 def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, *, quiet: bool = False) -> "Answering":
-    """Return the answering that `data.regenerate` describes, without generating any answer. `quiet`: do not report
-    skipped records."""
+    """Return the answering that `data.regenerate` describes, without generating any answer. `quiet`: the sources have
+    been described already."""
     settings = data.regenerate
     assert settings is not None
     found = find_prompts(data, seed, settings, "data.regenerate", reader, quiet=quiet)
@@ -127,7 +130,7 @@ def read_answering(data: Data, seed: int, target: FrozenTarget, reader: Reader, 
 
 def describe_cut(tally: Tally) -> str:
     reasons = ", ".join(f"{count} before {why}" for why, count in sorted(tally.skipped.items()))
-    return f"data.regenerate: {sum(tally.skipped.values())} of {tally.records} conversations end early: {reasons}"
+    return f"{sum(tally.skipped.values())} of {tally.records} conversations end early: {reasons}"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from train.data.templates import ChatTemplate
 
-VERSION = 2
+VERSION = 3
 """Version of the code that makes documents, part of every fingerprint. Raise it when it makes others."""
 TOO_LONG = "a first prompt that is too long"
 """Reason of a conversation whose first prompt is too long for `prompt_tokens`; it is counted apart."""
@@ -50,6 +51,12 @@ class Document:
     """Reason why the record was left out (there are no tokens then) or ends early, in general words."""
     error: str = ""
     """Location and fault of a record that was left out, without the name of the source."""
+    form: str = ""
+    """Form of the record, in its last document."""
+    unread: str = ""
+    """Columns of the record that its form does not read, a line each, in its last document."""
+    notes: str = ""
+    """What is worth saying of the record or of its answers, in general words, a line each, in its last document."""
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.labels.shape, (self.ids.shape, self.labels.shape)
@@ -70,6 +77,12 @@ class Tally:
     """Location and fault of the first record left out, without the name of the source."""
     too_long: int = 0
     """Number of conversations left out because their first prompt is too long."""
+    forms: dict[str, int] = field(default_factory=dict)
+    """Number of records used, by form."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Number of records with text in a column that their form does not read, by column."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """Number of times that each note is made."""
     last_tokens: int = 0
     """Tokens of the records' last documents. A conversation's last document holds its whole text."""
 
@@ -182,7 +195,7 @@ def document_features() -> Any:
     from datasets import Features, List, Value
 
     kinds = {"ids": List(Value("int32")), "labels": List(Value("uint8")), "ends_record": Value("bool")}
-    return Features({**kinds, "reason": Value("string"), "error": Value("string")})
+    return Features(kinds | dict.fromkeys(("reason", "error", "form", "unread", "notes"), Value("string")))
 
 
 def stored(name: str, features: Any, rows: Callable[[], Iterable[dict[str, Any]]]) -> "Dataset":
@@ -216,13 +229,23 @@ def corpus_in(rows: "Dataset") -> Corpus:
     parts = [(tokens, labels.view(np.bool_)) for tokens, labels in zip(*flat, strict=True) if len(tokens)]
     lengths = compute.list_value_length(table.column("ids")).to_numpy().astype(np.int64)
     ends_record = table.column("ends_record").to_numpy()
-    counted = compute.value_counts(table.column("reason")).to_pylist()
-    skipped = {entry["values"]: entry["counts"] for entry in counted if entry["values"]}
+
+    def counted(name: str) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for entry in compute.value_counts(table.column(name)).to_pylist():
+            for line in entry["values"].splitlines():
+                counts[line] += entry["counts"]
+        return dict(counts.most_common())
+
+    skipped = counted("reason")
     tally = Tally(
         records=int(ends_record.sum()),
         first_skipped=next((error for error in table.column("error").unique().to_pylist() if error), ""),
         too_long=skipped.pop(TOO_LONG, 0),
         skipped=skipped,
+        forms=counted("form"),
+        unread=counted("unread"),
+        notes=counted("notes"),
         last_tokens=int(lengths[ends_record].sum()),
     )
     return Corpus(parts, np.cumsum(lengths[lengths > 0]), tally)

@@ -73,12 +73,6 @@ class Pool:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def describe(self, name: str) -> str:
-        corpus = self.corpus
-        sizes = f"{len(corpus)} documents, {corpus.num_tokens} tokens, {corpus.num_labels} labels, {len(self)} rows"
-        left_out = f"; {self.num_left_out} labels are beyond the models' positions" if self.num_left_out else ""
-        return f"{name}: {sizes}{left_out}"
-
     def row(self, index: int) -> Rows:
         out = empty_rows(1, self.row_length)
         self.fill(index, 0, out)

@@ -12,6 +12,7 @@ from train.data.answers import describe_cut, find_prompts, read_answering
 from train.data.cache import Corpus, Reader
 from train.data.on_policy import Samples
 from train.data.packing import Mixture, Pool
+from train.data.screen import screen
 from train.data.settings import Data
 from train.data.sources import read_source
 
@@ -70,7 +71,8 @@ def load_data(
 
     def add(corpus: Corpus, weight: float | None, name: str) -> None:
         pool = Pool(corpus, data.context_length, num_positions, packs=not target.is_recurrent)
-        reader.say(pool.describe(name))
+        if pool.num_left_out:
+            reader.say(f"{name}: {pool.num_left_out:,} labels are beyond the models' positions")
         pools.append(pool)
         weights.append(len(pool) if weight is None else weight)
 
@@ -82,10 +84,10 @@ def load_data(
             add(corpus, source.weight, name)
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
-        # If the sources are rows too, their skipped records have been reported already.
         corpus = read_answering(data, seed, target, reader, quiet=bool(pools)).corpus()
-        if corpus.tally.skipped:
-            reader.say(describe_cut(corpus.tally))
+        sizes = f"{corpus.tally.records:,} conversations, {corpus.num_tokens:,} tokens, {corpus.num_labels:,} labels"
+        cut = [describe_cut(corpus.tally)] if corpus.tally.skipped else []
+        reader.say(screen("data.regenerate: the target's answers", sizes, corpus, reader.rendering.tokenizer, *cut))
         num_texts = max(num_texts, corpus.tally.records)
         add(corpus, regenerate.share, "data.regenerate")
     mixture = Mixture(pools, weights, seed)

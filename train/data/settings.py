@@ -61,8 +61,9 @@ class Regenerate(Answers):
     """Train on the target's own answers to prompts from the sources, since a draft head has to predict the target's
     text.
 
-    The target generates every answer of a conversation, after its own earlier answers. A conversation ends before a
-    prompt of more than `prompt_tokens`. Answers are stored next to the tokenised data, for all heads of the target.
+    The target generates every answer of a conversation, after its own earlier answers. Answers of weight 0 stay as
+    recorded. A conversation ends before a prompt of more than `prompt_tokens`. Answers are stored next to the tokenised
+    data, for all heads of the target.
     """
 
     prompts: Annotated[int, Field(ge=1, le=10**8)] | None = None

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,18 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from eval.measure.forms import Chat, read_chat
 from eval.measure.python_source import read_split
-from eval.measure.records import (
-    Record,
-    RecordError,
-    content_hash,
-    read_messages,
-    read_records,
-    read_text,
-    read_tools,
-)
+from eval.measure.records import Record, RecordError, content_hash, read_records, read_text
 from heads.core.errors import UserError
-from heads.core.files import is_file, read_given
+from heads.core.files import read_given
 from train.core.strict_yaml import Count, Name, Settings, Weight
 from train.data.cache import (
     TOO_LONG,
@@ -49,6 +42,7 @@ from train.data.chats import (
     lone,
     read_conversation,
 )
+from train.data.screen import screen
 from train.data.templates import ChatTemplate, tokenizer_key
 
 if TYPE_CHECKING:
@@ -71,7 +65,13 @@ class Texts(ABC):
         """Yield each record, in order."""
 
     def documents(self, rendering: ChatTemplate, records: Iterable[Record]) -> Iterator[Document]:
-        return encode_text(rendering.tokenizer, [read_text(record) for record in records])
+        records = list(records)
+        documents = encode_text(rendering.tokenizer, [read_text(record) for record in records])
+        for document, (_, fields) in zip(documents, records, strict=True):
+            unread = "\n".join(
+                key for key, value in fields.items() if key != "text" and value and isinstance(value, str)
+            )
+            yield replace(document, form="text", unread=unread)
 
     def dialogues(
         self, rendering: ChatTemplate, most: int, wanted: int | None, seed: int, *, recorded: bool = False
@@ -135,12 +135,16 @@ class PythonSource(Settings, Texts):
 
 
 class RecordSource(Settings):
-    """Records of a .jsonl, .json, .parquet or .txt file, of a .gz file of JSON, or of a data set on the Hub."""
+    """Records of a .jsonl, .json, .parquet or .txt file, of a .gz file of JSON, of several such files, or of a data
+    set."""
 
     path: Name
-    """A file, or the Hub id of a data set."""
+    """A file, a folder of files, a pattern such as `part-*.jsonl`, a folder that `datasets` saved to disk, or the Hub
+    id of a data set. Several files are read in the order of their names."""
+    subset: Name | None = None
+    """Subset (configuration) of a Hub data set that has several. A file has none."""
     split: str = "train"
-    """Split of a Hub data set. A file has no splits."""
+    """Split of a data set. A file has none."""
     limit: Count | None = None
     """Maximum number of records to read. Null: all."""
     weight: Weight = None
@@ -150,16 +154,11 @@ class RecordSource(Settings):
     def __str__(self) -> str:
         return self.path
 
-    @property
-    def is_local(self) -> bool:
-        return is_file(self.path)
-
     def records(self) -> Iterator[Record]:
-        return read_records(self.path, split=self.split, limit=self.limit)
+        return read_records(self.path, subset=self.subset, split=self.split, limit=self.limit)
 
     def content(self) -> dict[str, Any]:
-        form = Path(self.path).suffix if self.is_local else ""
-        return {"content": content_hash(self.path, split=self.split), "form": form, "limit": self.limit}
+        return {"content": content_hash(self.path, subset=self.subset, split=self.split), "limit": self.limit}
 
 
 class TextSource(RecordSource, Texts):
@@ -173,26 +172,26 @@ class TextSource(RecordSource, Texts):
 
 
 class ChatSource(RecordSource):
-    """Conversations: records with `messages`, `conversations`, or `instruction` and `response`. The labels are the
-    tokens of the assistant's answers."""
+    """Conversations: records with turns (`messages`, `conversations`) or with a question and its answer. The labels are
+    the tokens of the assistant's answers."""
 
     kind: Literal["chat"]
     """The form of the source."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's template."""
     answers: Literal["all", "last"] = "all"
-    """`last` trains only on the last answer of each conversation. This saves tokens if the chat template rewrites
-    earlier turns, since each answer then needs its own document. `data.regenerate` then generates only the last answer,
-    after the recorded turns."""
+    """`last` trains only on the last answer of each conversation that has not weight 0. This saves tokens if the chat
+    template rewrites earlier turns, since each answer then needs its own document. `data.regenerate` then generates
+    only that answer, after the recorded turns."""
     max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Maximum fraction of records that cannot be used: without an answer, with an unknown role, or refused by the chat
     template. Above it, training does not start."""
 
     def template(self, rendering: ChatTemplate) -> ChatTemplate:
         """Return the chat template of the conversations. UserError if there is none."""
-        given = self.chat_template
-        text = None if given is None else read_given(Path(given), "a Jinja chat template")
-        template = replace(rendering, text=text)
+        template = rendering
+        if self.chat_template is not None:
+            template = replace(rendering, text=read_given(Path(self.chat_template), "a Jinja chat template"))
         template.check(self.path)
         return template
 
@@ -203,26 +202,26 @@ class ChatSource(RecordSource):
         """Yield the documents of every conversation with an answer, rendered by the chat template. A record without
         one is a document without tokens, with the reason."""
         template = self.template(rendering)
-        read: list[Conversation | RecordError] = []
+        read: list[tuple[Conversation, Chat] | RecordError] = []
         for record in records:
             try:
-                messages, tools = read_messages(record), read_tools(record)
-                last_only = self.answers == "last"
-                read.append(read_conversation(template, messages, place=record[0], tools=tools, last_only=last_only))
+                chat = read_chat(record)
+                how: dict[str, Any] = {"place": record[0], "tools": chat.tools, "last_only": self.answers == "last"}
+                read.append((read_conversation(template, chat.messages, **how), chat))
             except RecordError as error:
                 read.append(error)
-        encoded = encode_conversations(template, [found for found in read if isinstance(found, Conversation)])
-        for conversation in read:
-            found = conversation if isinstance(conversation, RecordError) else next(encoded)
-            if isinstance(found, RecordError):
-                yield left_out(found, self.path)
+        encoded = encode_conversations(template, [pair[0] for pair in read if not isinstance(pair, RecordError)])
+        for pair in read:
+            if isinstance(pair, RecordError):
+                yield left_out(pair, self.path)
                 continue
-            labelled = [document for document in found if document.labels.any()]
-            for number, document in enumerate(labelled, start=1):
-                yield replace(document, ends_record=number == len(labelled))
-            if not labelled:
-                assert isinstance(conversation, Conversation)
-                what = f"{conversation.place}: expected an answer of the assistant, got none"
+            conversation, chat = pair
+            labelled = [document for document in next(encoded) if document.labels.any()]
+            yield from (replace(document, ends_record=False) for document in labelled[:-1])
+            if labelled:
+                yield replace(labelled[-1], **about(chat, conversation.notes))
+            else:
+                what = f"{conversation.place}: expected an answer of the assistant, got an empty one"
                 yield left_out(RecordError(what, "without an answer"), self.path)
 
     def dialogues(
@@ -238,8 +237,9 @@ class ChatSource(RecordSource):
             if found == wanted:
                 return
             try:
-                messages, tools = read_messages(record), read_tools(record)
-                dialogue = Dialogue(answer_by_answer(template, messages, place=record[0], tools=tools, **how))
+                chat = read_chat(record)
+                prompts = answer_by_answer(template, chat.messages, place=record[0], tools=chat.tools, **how)
+                dialogue = Dialogue(prompts, about(chat))
             except RecordError as error:
                 yield error
                 continue
@@ -253,42 +253,57 @@ class ChatSource(RecordSource):
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
 
 
+def about(chat: Chat, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what the last document of a record says of it. `notes`: those on its answers."""
+    return {"form": chat.form, "unread": "\n".join(chat.unread), "notes": "\n".join([*chat.notes, *notes])}
+
+
 def left_out(error: RecordError, name: str) -> Document:
     return Document.of([], [], reason=error.reason, error=str(error).removeprefix(name))
 
 
-def report_skipped(source: AnySource, tally: Tally, say: Callable[[str], None] | None, *, whole: bool) -> None:
-    """Report the number of a source's records that are left out, by reason. `say`: None to report only an error.
-    `whole`: all records have been read; UserError if more are unusable than the source allows."""
+def describe_skipped(source: AnySource, tally: Tally, *, whole: bool) -> list[str]:
+    """Return the line on a source's records that are left out, by reason, if there are some. `whole`: all records have
+    been read; UserError if more are unusable than the source allows."""
     if not tally.skipped or not isinstance(source, ChatSource):
-        return
+        return []
     named = sorted(tally.skipped.items(), key=lambda pair: -pair[1])
     reasons = ", ".join(f"{count} {reason}" for reason, count in named[:MOST_REASONS])
     rest, skipped = sum(count for _, count in named[MOST_REASONS:]), sum(tally.skipped.values())
     line = (
-        f"{source}: {skipped} of {tally.records} records are left out: {reasons}{f', {rest} others' if rest else ''}; "
+        f"{skipped} of {tally.records} records are left out: {reasons}{f', {rest} others' if rest else ''}; "
         f"the first is {source}{tally.first_skipped}"
     )
     if whole and skipped > source.max_skipped * tally.records:
-        raise UserError(f"{line}; mend them, or allow more than max_skipped={source.max_skipped:g} of this source")
-    if say is not None:
-        say(line)
+        most = f"more than max_skipped={source.max_skipped:g} of this source"
+        raise UserError(f"{source}: {line}; mend them, or allow {most}")
+    return [line]
 
 
 def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
-    """Return the documents of a source, and report skipped records and rewritten turns. `name`: the source's key in the
-    recipe. UserError if there is nothing to train on."""
+    """Return the documents of a source, and print what they are. `name`: the source's key in the recipe. UserError if
+    there is nothing to train on."""
     corpus = reader.read(str(source), lambda: _tokenised(source, reader.rendering))
-    report_skipped(source, corpus.tally, reader.say, whole=True)
+    tally = corpus.tally
+    lines = describe_skipped(source, tally, whole=True)
     if corpus.num_labels == 0:
         raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; give longer ones")
-    if corpus.tally.last_tokens < corpus.num_tokens:
-        factor = corpus.num_tokens / corpus.tally.last_tokens
-        reader.say(
-            f"{name}: the chat template rewrites earlier turns, so answers are documents of their own: {factor:.2f} "
-            f"times the conversations' tokens; {name}.answers=last trains on their last answers alone"
+    if tally.last_tokens < corpus.num_tokens:
+        lines.append(
+            "the chat template rewrites earlier turns, so answers are documents of their own: "
+            f"{corpus.num_tokens / tally.last_tokens:.2f} times the conversations' tokens; {name}.answers=last trains "
+            "on their last answers alone"
         )
+    sizes = (
+        f"{tally.records:,} records: {tally.records - sum(tally.skipped.values()):,} {texts_of(source)}, "
+        f"{corpus.num_tokens:,} tokens, {corpus.num_labels:,} labels"
+    )
+    reader.say(screen(f"{name}: {source}", sizes, corpus, reader.rendering.tokenizer, *lines))
     return corpus
+
+
+def texts_of(source: AnySource) -> str:
+    return "conversations" if source.kind == "chat" else "texts"
 
 
 def _tokenised(source: AnySource, rendering: ChatTemplate) -> Corpus:

@@ -13,9 +13,10 @@ import numpy as np
 from pydantic import Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from eval.measure.forms import read_chat
 from eval.measure.progress import Progress
 from eval.measure.python_source import installed_source, is_held_out, read_split
-from eval.measure.records import Message, read_messages, read_records
+from eval.measure.records import Message, read_records
 from heads.core.errors import UserError
 from train.core.strict_yaml import Settings
 
@@ -84,7 +85,7 @@ def read_chats(paths: Sequence[str]) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {"train": [], "held_out": []}
     for path in paths:
         for record in read_records(path):
-            text = chat_text(read_messages(record))
+            text = chat_text(read_chat(record).messages)
             splits["held_out" if is_held_out(text) else "train"].append(text)
     if paths and not all(splits.values()):
         raise UserError(

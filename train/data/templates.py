@@ -1,7 +1,8 @@
 """Chat templates: rendering of conversations as text, with the template's arguments, the date and tool calls.
 
-Templates expect the arguments of a tool call either as a mapping or as JSON text. The first of these forms in which the
-template renders the calls of a conversation is used.
+Templates expect a tool call in one of three forms: {"function": {"name", "arguments"}} with the arguments as a mapping
+(most) or as JSON text (DeepSeek), or {"name", "arguments"} alone. Mistral's also expect ids of nine letters or digits.
+The first form in which the template renders all calls of a conversation by their names is used.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eval.measure.chat_template import arguments_read
 from eval.measure.records import Message, RecordError, apply_template
@@ -23,6 +26,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
+ASKED, ANSWERED, THOUGHT, NEXT = (f"{word}-{word}" for word in ("asked", "answered", "thought", "next"))
+"""Contents of the conversation by which a template is examined."""
+
+
+class Frame(NamedTuple):
+    """The text that a template puts around an answer, as it renders one."""
+
+    opened: str = ""
+    """End of the prompt that stands only in prompts, such as DeepSeek-R1's `<think>`: it opens the reasoning."""
+    empty: str = ""
+    """Text in place of the reasoning of an answer that has none, such as Qwen3's `<think>` and `</think>`, after the
+    prompt without `opened`."""
+    following: Mapping[str, str] = {}
+    """If no token ends an answer: by the role of the next turn, its beginning up to the token that the target writes
+    to stop, such as GLM-4.5's `<|user|>` and `<|observation|>`."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +54,22 @@ class ChatTemplate:
     """Arguments of the template, such as `enable_thinking`."""
     day: date = field(default_factory=date.today)
     """The current date for the template."""
+    end_ids: Collection[int] = ()
+    """Tokens that end an answer, in addition to the tokenizer's."""
 
     def source(self, tools: Any = None) -> str:
         return dated(str(self.tokenizer.get_chat_template(self.text, tools)), self.day)
+
+    @property
+    def all_end_ids(self) -> set[int]:
+        return {*self.end_ids, self.tokenizer.eos_token_id} - {None}
+
+    @cached_property
+    def ends(self) -> re.Pattern[str]:
+        """Pattern of the texts of the tokens that end an answer."""
+        added = self.tokenizer.added_tokens_decoder
+        texts = sorted((added[token].content for token in self.all_end_ids & added.keys()), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")  # (?!) matches nothing
 
     @property
     def has_date(self) -> bool:
@@ -48,7 +79,8 @@ class ChatTemplate:
         """Return the plain values on which the rendered texts depend."""
         text = self.text or self.tokenizer.chat_template
         day = str(self.day) if self.has_date else None
-        return {"template": text, "arguments": dict(self.arguments), "day": day}
+        ends = sorted(self.all_end_ids)
+        return {"template": text, "arguments": dict(self.arguments), "day": day, "ends": ends}
 
     def render(self, messages: Sequence[Message], *, place: str, tools: Any = None, answer_next: bool = False) -> str:
         """Return the text of a conversation. `answer_next`: add the opening of an answer. RecordError if it fails."""
@@ -75,29 +107,65 @@ class ChatTemplate:
     def arguments_read(self) -> list[str] | None:
         return arguments_read(self.text or self.tokenizer.chat_template, self.tokenizer)
 
+    @cached_property
+    def frame(self) -> Frame:
+        """The frame of an answer, found by rendering one with and without reasoning."""
+        question, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
+
+        def rendered(*messages: Message, answer_next: bool = False) -> str:
+            with suppress(RecordError):
+                return self.render(messages, place="", answer_next=answer_next)
+            return ""
+
+        prompt, plain = rendered(question, answer_next=True), rendered(question, answer)
+        found, before = plain.find(ANSWERED), common_prefix(prompt, plain)
+        if found < 0 or before < common_prefix(prompt, rendered(question)):
+            return Frame()  # it rewrites prompts; conversations that it spoils are refused one by one
+        opened, empty = prompt[before:], plain[before:found]
+        if not opened:
+            # What stands before the answer may also be the target's own, such as gpt-oss's name of a channel.
+            thinking = rendered(question, answer | {"reasoning_content": THOUGHT})[before:].partition(ANSWERED)[0]
+            if THOUGHT not in thinking or _blank(thinking.replace(THOUGHT, "")) != _blank(empty):
+                empty = ""
+        rest, following = plain[found + len(ANSWERED) :], {}
+        if not self.ends.search(rest):
+            for role in ("user", "tool"):
+                after = rendered(question, answer, {"role": role, "content": NEXT}).partition(ANSWERED)[2]
+                end = self.ends.search(after.partition(NEXT)[0])
+                if end is not None and after.startswith(rest):
+                    following[role] = after[len(rest) : end.end()]
+        return Frame(opened, empty, following)
+
+    @cached_property
+    def unreasoned(self) -> str:
+        """The note on an answer without reasoning where the target would think."""
+        remedy = "; data.template.enable_thinking: false asks for such answers"
+        read = "enable_thinking" in (self.arguments_read() or ())
+        return f"answers have no reasoning, under a chat template that thinks{remedy if read else ''}"
+
     def prepared(self, messages: Sequence[Message], *, place: str, tools: Any = None) -> Sequence[Message]:
         """Return the conversation, with its tool calls in a form that the template renders. RecordError if there is no
-        such form, or if the conversation begins with an answer."""
-        opening = next((message["role"] for message in messages if message["role"] != "system"), None)
-        if opening == "assistant":
-            raise RecordError(f"{place}: begins with an answer; expected what it answers", "beginning with an answer")
+        such form."""
         if not any("tool_calls" in message for message in messages):
             return messages
-        fault = RecordError(
-            f"{place}: the chat template renders no tool calls; leave it out", "tool calls not rendered"
-        )
-        silent = None
+        faults: list[RecordError] = []
+        silent = ""
         plain = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
         with suppress(RecordError):
             silent = self.render(plain, place=place, tools=tools)
-        for as_json in (False, True):
-            form = [_with_arguments(message, as_json, place) for message in messages]
+        for form in CALL_FORMS:
+            formed = with_calls(messages, form, place)
+            names = Counter(str(call.get("function", call).get("name")) for call in calls_of(formed))
             try:
-                if self.render(form, place=place, tools=tools) != silent:
-                    return form
+                text = self.render(formed, place=place, tools=tools)
             except RecordError as error:
-                fault = error
-        raise fault
+                faults.append(error)
+            else:
+                if all(text.count(name) >= silent.count(name) + count for name, count in names.items()):
+                    return formed
+        if faults:
+            raise faults[0]
+        raise RecordError(f"{place}: the chat template renders no tool calls; leave it out", "tool calls not rendered")
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -108,34 +176,79 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def dated(text: str, day: date) -> str:
     """Return the template with `strftime_now` replaced by a macro that gives the date of a fixed day."""
-    codes = sorted({code for code in DATE_CODE.findall(text)}, key=len, reverse=True)
-    if "strftime_now" not in text or not codes:
+    if "strftime_now" not in text:
+        return text
+    codes = sorted(set(DATE_CODE.findall(text)), key=len, reverse=True)
+    if not codes:
         return text
     filled = "".join(f" | replace({code!r}, {day.strftime(code)!r})" for code in codes)
     return "{%- macro strftime_now(format) -%}{{ format" + filled + " }}{%- endmacro -%}" + text
 
 
-def _with_arguments(message: Message, as_json: bool, place: str) -> Message:
-    """Return a turn with the arguments of its tool calls as JSON text, or as mappings."""
-    if "tool_calls" not in message:
-        return message
-    calls = message["tool_calls"]
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RecordError(
-            f"{place}: expected tool_calls to be a list of calls, got {shown(calls)}", "unreadable tool calls"
-        )
+class CallForm(NamedTuple):
+    """A form in which templates expect tool calls."""
 
-    def arguments(given: Any) -> Any:
-        if as_json:
-            return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        try:
-            return json.loads(given) if isinstance(given, str) else given
-        except (ValueError, RecursionError):
-            return given
+    as_json: bool = False
+    """The arguments are JSON text."""
+    wrapped: bool = True
+    """Name and arguments are under `function`."""
+    short_ids: bool = False
+    """The ids of calls have nine letters or digits."""
 
-    formed = []
-    for call in calls:
-        function = call["function"] if isinstance(call.get("function"), dict) else call
-        function = {**function, "arguments": arguments(function.get("arguments", {}))}
-        formed.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": formed}
+
+CALL_FORMS = (CallForm(), CallForm(as_json=True), CallForm(wrapped=False), CallForm(short_ids=True))
+
+
+def calls_of(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        yield from message.get("tool_calls", ())
+
+
+def with_calls(messages: Sequence[Message], form: CallForm, place: str) -> list[Message]:
+    """Return a conversation with its tool calls in a form. RecordError for calls in no form."""
+    num_calls, num_results, formed = 0, 0, []
+    for message in messages:
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+                raise RecordError(
+                    f"{place}: expected tool_calls to be a list of calls, got {shown(calls)}", "unreadable tool calls"
+                )
+            made = []
+            for call in calls:
+                whole = {"type": "function", **call}
+                function = whole.pop("function", None)
+                if not isinstance(function, dict):
+                    function = {name: whole.pop(name) for name in ("name", "arguments") if name in whole}
+                function = function | {"arguments": _arguments(function.get("arguments"), form)}
+                if form.short_ids:
+                    whole["id"] = _short(whole.get("id", num_calls))
+                made.append(whole | ({"function": function} if form.wrapped else function))
+                num_calls += 1
+            message = {**message, "tool_calls": made}
+        elif form.short_ids and message["role"] == "tool":
+            message = {**message, "tool_call_id": _short(message.get("tool_call_id", num_results))}
+            num_results += 1
+        formed.append(message)
+    return formed
+
+
+def _arguments(given: Any, form: CallForm) -> Any:
+    given = {} if given is None else given
+    if form.as_json:
+        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    with suppress(ValueError, RecursionError):
+        return json.loads(given) if isinstance(given, str) else given
+    return given
+
+
+def _short(number: Any) -> str:
+    return re.sub(r"[^A-Za-z0-9]", "", str(number))[-9:].rjust(9, "0")
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _blank(text: str) -> str:
+    return "".join(text.split())

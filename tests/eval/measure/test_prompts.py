@@ -71,8 +71,9 @@ def test_a_chat_template_is_used_and_no_special_token_doubled(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     record = {"messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]}
-    (prompt,) = load(write(tmp_path / "a.jsonl", record), tokenizer)
-    assert prompt.text == "<s><|system|>be kind<|user|>hi<|assistant|>"
+    orca = {"system_prompt": "be kind", "question": "hi", "response": "ho"}
+    prompt, other = load(write(tmp_path / "a.jsonl", record, orca), tokenizer)
+    assert prompt.text == other.text == "<s><|system|>be kind<|user|>hi<|assistant|>"
     assert prompt.ids.count(tokenizer.bos_token_id) == 1 and prompt.ids[-1] == tokenizer.convert_tokens_to_ids(
         "<|assistant|>"
     )

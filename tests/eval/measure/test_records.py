@@ -1,10 +1,12 @@
-"""Reading training files: every fault by file and line."""
+"""Reading training data from where it is: every fault by file and line."""
 
 import gzip
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from eval.measure.records import content_hash, read_records
 from heads.core.errors import UserError
@@ -60,7 +62,7 @@ def test_parquet_and_text_files(tmp_path: Path) -> None:
         ("a.json", b'[{"a": "\\ud83d"}]', r"a\.json: record 1: expected UTF-8 text, got half of a surrogate pair"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: expected UTF-8 text"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9999)[:-20], r"a\.jsonl\.gz: broken gzip data after line \d+"),
-        ("a.parquet", b"PAR1", r"a\.parquet: no data set that can be loaded, .*; fetch the file again"),
+        ("a.parquet", b"PAR1", r"a\.parquet: no data set that can be loaded \(.*\); fetch it again"),
         ("a.csv", b"a,b", r"a\.csv: expected a \.jsonl"),
     ],
 )
@@ -81,3 +83,60 @@ def test_a_hub_data_set_that_cannot_be_loaded_is_one_line() -> None:
         list(read_records("nobody/nothing", split="test"))
     with pytest.raises(UserError, match=r"^nobody/nothing: no data set that can be loaded [^\n]*$"):
         content_hash("nobody/nothing", split="test")
+
+
+def texts(path: Path | str, **which: Any) -> list[str]:
+    return [record["text"] for _, record in read_records(str(path), **which)]
+
+
+def test_a_folder_and_a_pattern_are_read_in_the_order_of_the_names(tmp_path: Path) -> None:
+    for name in ("part-1", "part-0", "other"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
+    (tmp_path / "README.md").write_text("about")
+    assert texts(tmp_path) == ["other", "part-0", "part-1"]
+    assert texts(f"{tmp_path}/part-*.jsonl") == texts(f"{tmp_path}/**/part-?.jsonl") == ["part-0", "part-1"]
+    assert [place for place, _ in read_records(f"{tmp_path}/part-*")][1] == f"{tmp_path}/part-*: part-1.jsonl:1"
+    hashes = [content_hash(path) for path in (str(tmp_path), f"{tmp_path}/part-*")]
+    (tmp_path / "other.jsonl").rename(tmp_path / "part-2.jsonl")
+    assert content_hash(str(tmp_path)) not in hashes and content_hash(f"{tmp_path}/part-[01]*") == hashes[1]
+    (tmp_path / "part-1.jsonl").write_text("[]")
+    with pytest.raises(UserError, match=r"part-\*: part-1\.jsonl: the array is empty"):
+        texts(f"{tmp_path}/part-*")
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(
+        UserError, match=r"expected files of one form, got \.jsonl and \.parquet; .* such as \*\.jsonl$"
+    ):
+        texts(tmp_path)
+    for nothing in (tmp_path / "empty", f"{tmp_path}/*.txt"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=r"no file there; expected a \.jsonl"):
+            texts(nothing)
+
+
+def test_what_datasets_saved_to_disk_is_read(tmp_path: Path) -> None:
+    train, test = (Dataset.from_list([{"text": f"{split} {n}"} for n in range(4)]) for split in ("train", "test"))
+    train.save_to_disk(tmp_path / "one", num_shards=2)
+    DatasetDict(train=train, test=test).save_to_disk(tmp_path / "several")
+    assert texts(tmp_path / "one") == texts(tmp_path / "several") == [f"train {n}" for n in range(4)]
+    assert texts(tmp_path / "several", split="test", limit=1) == ["test 0"]
+    assert content_hash(str(tmp_path / "several")) != content_hash(str(tmp_path / "several"), split="test")
+    with pytest.raises(UserError, match="several: no split dev; it has test, train"):
+        texts(tmp_path / "several", split="dev")
+    for shard in (tmp_path / "one").glob("*.arrow"):
+        shard.unlink()
+    with pytest.raises(UserError, match=r"one: no data set that can be loaded \(.*\); fetch it again"):
+        texts(tmp_path / "one")
+
+
+def test_a_subset_of_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: str, name: str | None, split: str, streaming: bool) -> list[dict[str, str]]:
+        if name is None:
+            raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['all', 'part']\nX")
+        return [{"text": f"{path} {name} {split}"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda path, name: SimpleNamespace(hash=path))
+    assert texts("HuggingFaceTB/smoltalk", subset="all", split="test") == ["HuggingFaceTB/smoltalk all test"]
+    assert content_hash("a/b", subset="all") not in (content_hash("a/b", subset="part"), content_hash("a/b"))
+    with pytest.raises(UserError, match=r"split train \(Config name is missing.*'all', 'part'\]\); name its subset"):
+        texts("HuggingFaceTB/smoltalk")

@@ -1,6 +1,7 @@
 """EAGLE-3 against its formula, written the long way."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -19,28 +20,37 @@ def by_head(x: Tensor, d: int) -> Tensor:
 def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
     """The same loss written the long way: one dense mask over T * steps keys, all logits at once. Returns (K,) sums."""
     config, T = head.config, batch.tokens.shape[1]
-    layer, kept = head.midlayer, head.kept
+    kept = head.kept
     H, G, d = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads, config.head_dim
     teacher = batch.shared.lm_head(batch.hidden)  # (B, T, V); row t predicts x_{t+1}
     p = teacher[..., kept].softmax(-1)
     state = head.fuse(batch.aux_hidden_states)
-    all_keys, all_values, sums = [], [], []
+    sums = []
+    seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(config.num_layers)]
     same = batch.documents[:, :, None] == batch.documents[:, None, :]
+    embeddings = batch.embeddings if head.embed_tokens is None else head.embed_tokens(batch.tokens)
+    turned = int(d * (config.rope_scaling or {}).get("partial_rotary_factor", 1))
+    layers: list[Any] = [head.midlayer, *head.layers.values()]
     for i in range(config.depth):
-        x = torch.cat([layer.input_layernorm(batch.embeddings.roll(-1 - i, 1)), layer.hidden_norm(state)], -1)
         at = (batch.positions + i)[:, None]
-        q = rope(by_head(layer.self_attn.q_proj(x), d), at, config.rope_theta)
-        k = rope(by_head(layer.self_attn.k_proj(x), d), at, config.rope_theta)
-        v = by_head(layer.self_attn.v_proj(x), d)
-        all_keys.append(k.repeat_interleave(G, 1))
-        all_values.append(v.repeat_interleave(G, 1))
-        causal = torch.ones(T, T).tril().bool() & same
-        diagonal = torch.eye(T).bool().expand_as(causal)
-        mask = torch.cat([causal, *[diagonal] * i], -1)[:, None]
-        scores = (q @ torch.cat(all_keys, 2).mT / math.sqrt(d)).masked_fill(~mask, -torch.inf)
-        out = (scores.softmax(-1) @ torch.cat(all_values, 2)).transpose(1, 2).flatten(2)
-        state = state + layer.self_attn.o_proj(out)
-        state = state + layer.mlp(layer.post_attention_layernorm(state))
+        for layer, (all_keys, all_values) in zip(layers, seen, strict=True):
+            if layer is head.midlayer:
+                x = torch.cat([layer.input_layernorm(embeddings.roll(-1 - i, 1)), layer.hidden_norm(state)], -1)
+            else:
+                x = layer.input_layernorm(state)
+            q, k, v = (by_head(layer.self_attn.get_submodule(f"{name}_proj")(x), d) for name in "qkv")
+            if config.qk_norm:
+                q, k = layer.self_attn.q_norm(q), layer.self_attn.k_norm(k)
+            q, k = (torch.cat([rope(y[..., :turned], at, config.rope_theta), y[..., turned:]], -1) for y in (q, k))
+            all_keys.append(k.repeat_interleave(G, 1))
+            all_values.append(v.repeat_interleave(G, 1))
+            causal = torch.ones(T, T).tril().bool() & same
+            diagonal = torch.eye(T).bool().expand_as(causal)
+            mask = torch.cat([causal, *[diagonal] * i], -1)[:, None]
+            scores = (q @ torch.cat(all_keys, 2).mT / math.sqrt(d)).masked_fill(~mask, -torch.inf)
+            out = (scores.softmax(-1) @ torch.cat(all_values, 2)).transpose(1, 2).flatten(2)
+            state = state + layer.self_attn.o_proj(out)
+            state = state + layer.mlp(layer.post_attention_layernorm(state))
         logq = head.lm_head(head.norm(state)).log_softmax(-1)
         total = torch.zeros((), dtype=torch.float64)
         for b in range(len(batch.tokens)):
@@ -57,9 +67,17 @@ def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
     return torch.stack(sums)
 
 
-@pytest.mark.parametrize("norm_output", [False, True])
-def test_loss_and_gradients_equal_the_dense_reference(norm_output: bool) -> None:
-    head, batch = eagle3_head(norm_output=norm_output, fc_norm=norm_output), random_batch([[11, 3, 7], [2, 1, 18]])
+PART: dict[str, Any] = {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.25}, "head_dim": 8}
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"norm_output": True, "fc_norm": True},
+    {"hidden_size": 24, "target_hidden_size": 16, "own_embeddings": True, "num_layers": 2, "qk_norm": True, **PART},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_loss_and_gradients_equal_the_dense_reference(form: dict[str, Any]) -> None:
+    head, batch = eagle3_head(**form), random_batch([[11, 3, 7], [2, 1, 18]])
     scale = torch.tensor([0.5, 0.25, 0.2, 0.1], dtype=torch.float64)
     loss_agrees(head, batch, plain_loss(head, batch), scale)
 

@@ -21,6 +21,8 @@ from tests.heads.small_heads import (
     with_tokens,
 )
 
+QUARTER = {"rope_type": "default", "partial_rotary_factor": 0.5}
+NARROW = {"hidden_size": 8, "target_hidden_size": 16, "own_embeddings": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 Make = Callable[[], Recycling]
 MAKERS: dict[str, Make] = {
@@ -29,6 +31,8 @@ MAKERS: dict[str, Make] = {
     "eagle3 with a normed residual": lambda: eagle3_head(norm_before_fc=True, norm_before_residual=True),
     "eagle3 with a window": lambda: eagle3_head(sliding_window=7),
     "eagle3 with yarn": lambda: eagle3_head(rope_scaling=YARN),
+    "eagle3, narrower": lambda: eagle3_head(**NARROW),
+    "eagle3 of two layers": lambda: eagle3_head(num_layers=2, qk_norm=True, rope_scaling=QUARTER),
     "mtp, one module for all steps": mtp_head,
     "mtp, two, the second for three steps": lambda: mtp_head(num_modules=2, layout="deepseek"),
     "mtp, one for each step": lambda: mtp_head(num_modules=4),

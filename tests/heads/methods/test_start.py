@@ -66,6 +66,16 @@ def test_a_head_drafts_what_followed_a_token_before(
     assert ranks["copying"] < share * ranks["target"], ranks
 
 
+@pytest.mark.parametrize("width", [96, 256])
+def test_a_head_of_another_width_begins_in_the_same_way(target: FrozenTarget, width: int) -> None:
+    tokens, following = repeating_texts(target.vocab_size, 17)
+    torch.manual_seed(0)
+    head = build_head("eagle3", {"hidden_size": width}, target, torch.ones(target.vocab_size))
+    logits = drafted_logits(head, batch_of(tokens, target, head.aux_layer_ids))
+    rank = (logits > logits.gather(1, following[:, None])).sum(-1).float().median()
+    assert rank < 0.05 * target.vocab_size / 2, rank
+
+
 @torch.no_grad()
 def block_logits(head: Any, batch: Batch) -> Tensor:
     """The logits (B, K, V) of a block whose root is the last token."""

@@ -1,5 +1,7 @@
 """The frozen target: what heads see of it is what the model computes, for every family, and nothing else loads."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ from transformers import (
 )
 
 from eval.runtime.engine import Engine, EngineOptions
+from heads.core.errors import UserError
 from heads.methods.head_shape import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.registry import build_head
 from heads.saved import target_record
 from heads.targets.decoder import why_not_native
-from heads.targets.load import load_shape, load_target
+from heads.targets.load import load_end_ids, load_shape, load_target, load_tokenizer
 from heads.targets.model import FrozenTarget
 from tests.closeness import assert_close
 from tests.refusals import refused
@@ -205,6 +208,20 @@ def test_eos_ids_come_from_the_generation_config_first() -> None:
     assert FrozenTarget(model, "chat").eos_token_ids == (2, 7)
     model.generation_config.eos_token_id = None
     assert FrozenTarget(model, "plain").eos_token_ids == (2,)
+    model.generation_config.eos_token_id = [2, model.config.vocab_size]
+    with pytest.raises(UserError, match=r"odd: eos_token_id: expected ids below \d+, its vocabulary, got \d+; mend"):
+        FrozenTarget(model, "odd")
+
+
+def test_answers_end_at_all_ids_that_a_model_names_anywhere(tiny_target_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_target_dir, folder)
+    tokenizer, config = load_tokenizer(str(folder)), json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 8]}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
+    assert set(load_end_ids(str(folder), tokenizer)) == {7, 8, 9, tokenizer.eos_token_id}
+    (folder / "generation_config.json").unlink()
+    assert set(load_end_ids(str(folder), tokenizer)) == {7, 8, tokenizer.eos_token_id}
 
 
 @pytest.mark.parametrize(

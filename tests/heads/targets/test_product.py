@@ -53,11 +53,7 @@ def test_a_product_is_that_of_float64(R: int, narrow: bool, with_c: bool, thread
 def test_weights_are_halved_only_where_nothing_is_lost() -> None:
     need_c()
     weight = torch.randn(70, 40)
-    x = torch.randn(6, 40)
-    exact = weight.bfloat16().float()
-    assert Product(weight).weight_bytes == 4 and Product(exact).weight_bytes == 2
-    assert Product(weight, draft=True).weight_bytes == 2
-    assert torch.equal(Product(weight, draft=True)(x), Product(exact)(x))
+    assert Product(weight).weight_bytes == 4 and Product(weight.bfloat16().float()).weight_bytes == 2
 
 
 def test_without_a_compiler_onednn_computes(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +88,18 @@ def test_the_fingerprint_is_what_the_tokens_depend_on(
     assert entries(limit=1) == 4
     tokenizer.chat_template = "{{ spare }}" + tokenizer.chat_template
     assert entries() == 5
-    assert entries(reader_of(tokenizer, spare="x")) == 6
+    reader = reader_of(tokenizer, spare="x")
+    assert entries(reader) == 6
+    assert entries(replace(reader, rendering=replace(reader.rendering, end_ids=[7]))) == 7
     path.write_text(path.read_text() * 2)
-    assert entries() == 7
+    assert entries() == 8
     path.rename(tmp_path / "b.jsonl")
     path = tmp_path / "b.jsonl"
-    assert entries() == 7
+    assert entries() == 8
     path.write_text('{"text": "the sea"}\n')
-    assert entries(source=TextSource) == 8
-    monkeypatch.setattr("train.data.cache.VERSION", 0)
     assert entries(source=TextSource) == 9
+    monkeypatch.setattr("train.data.cache.VERSION", 0)
+    assert entries(source=TextSource) == 10
     for entry in own_cache.rglob("cache-*.arrow"):
         entry.write_bytes(entry.read_bytes()[:-50])
     with pytest.raises(UserError, match=r"cache: holds a damaged file \(.*\); delete the folder"):

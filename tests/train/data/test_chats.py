@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eval.measure.chat_template import with_arguments
+from eval.measure.forms import read_chat
 from eval.measure.prompts import render
-from eval.measure.records import RecordError, read_messages, read_tools
+from eval.measure.records import RecordError
 from heads.core.errors import UserError
 from tests.chats import bracketed, encode_chat
 from train.data.chats import (
@@ -76,7 +77,7 @@ def test_answers_are_labels_and_what_a_template_adds_after_their_end_is_none(
     assert marked(tokenizer, TALK) == [
         "<s><|system|>be kind<|user|>hi<|assistant|>[the sea</s>]<|user|>and<|assistant|>[sand</s>]"
     ]
-    assert marked(tokenizer, TALK[1:3], CHATML) == ["<|user|>\nhi</s>\n<|assistant|>\n[the sea</s>]\n"]
+    assert marked(tokenizer, TALK[1:3], CHATML) == ["<|user|>\nhi</s>\n<|assistant|>\n[the sea</s>]"]
 
 
 def test_a_template_that_drops_reasoning_gives_each_answer_its_own_document(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -108,7 +109,7 @@ WORDS = st.text(st.sampled_from("the sander\n é</|>"), max_size=12) | st.sample
 
 @settings(deadline=None)
 @given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))
-@pytest.mark.parametrize("template", [None, CHATML, FORGETFUL, REWRITING, THINKING, RUNNING_ON, MARKED])
+@pytest.mark.parametrize("template", [None, CHATML, FORGETFUL, THINKING, RUNNING_ON, MARKED])
 def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
     template: str | None, turns: list[tuple[str, str]], tiny_target_dir: Path
 ) -> None:
@@ -120,12 +121,7 @@ def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
     ]
     conversation = read_conversation(chat, talk, place="f:1")
     (found,) = encode_conversations(chat, [conversation])
-    try:
-        expected = encode_turn_by_turn(chat, conversation)
-    except RecordError as error:
-        assert isinstance(found, RecordError) and found.reason == error.reason
-        return
-    assert not isinstance(found, RecordError)
+    expected = encode_turn_by_turn(chat.tokenizer, conversation.turns)
     assert [d.ids.tolist() for d in found] == [d.ids.tolist() for d in expected]
     assert [d.labels.tolist() for d in found] == [d.labels.tolist() for d in expected]
 
@@ -175,9 +171,48 @@ def test_a_template_sees_the_day_that_it_is_given(tokenizer: PreTrainedTokenizer
     assert now == tokenizer.apply_chat_template(TALK, chat_template=own, tokenize=False)
 
 
-def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_answer_follows_its_prompt_as_served_where_the_template_rewrites_it(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    assert marked(tokenizer, TALK[1:3], REWRITING) == ["1<|user|>hi</s>[<|assistant|>the sea</s>]"]
+    emptied = "{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
     with pytest.raises(UserError, match=r"f:3: the chat template rewrites what stands before the answer of turn 2"):
-        encode_chat(tokenizer, TALK[1:3], place="f:3", chat_template=REWRITING)
+        encode_chat(tokenizer, TALK[1:3], place="f:3", chat_template=emptied)
+
+
+def test_the_first_of_the_targets_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    talk = [TALK[1], {"role": "assistant", "content": "the<|system|>sea"}, *TALK[3:]]
+    end_ids: Any = tokenizer.convert_tokens_to_ids(["<|system|>"])
+    chat = ChatTemplate(tokenizer, end_ids=end_ids)
+    (documents,) = encode_conversations(chat, [read_conversation(chat, talk, place="f:1")])
+    assert bracketed(tokenizer, documents) == [
+        "<s><|user|>hi<|assistant|>[the<|system|>]sea</s><|user|>and<|assistant|>[sand</s>]"
+    ]
+
+
+def weighted(first: dict[str, Any], last: dict[str, Any]) -> list[dict[str, Any]]:
+    turns = [TALK[1], {**TALK[2], **first}, TALK[3], {**TALK[4], **last}]
+    return read_chat(("f:1", {"messages": turns})).messages
+
+
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"loss_weight": 0.0}, {"trainable": 0}]
+)
+def test_an_answer_of_weight_0_is_context(mark: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    one = dict.fromkeys(mark, 1)
+    whole = "<s><|user|>hi<|assistant|>{}<|user|>and<|assistant|>{}"
+    assert marked(tokenizer, weighted(mark, one)) == [whole.format("the sea</s>", "[sand</s>]")]
+    assert marked(tokenizer, weighted(one, mark)) == ["<s><|user|>hi<|assistant|>[the sea</s>]"]
+    (document,) = encode_chat(tokenizer, weighted(one, mark), last_only=True)
+    assert tokenizer.decode(document.ids[document.labels]) == "the sea</s>", "the last answer to train on"
+    with pytest.raises(RecordError, match="f:1: expected an answer to train on") as caught:
+        encode_chat(tokenizer, weighted(mark, mark), place="f:1")
+    assert caught.value.reason == "whose answers all have weight 0"
+
+
+def test_null_says_nothing_where_every_turn_of_a_table_has_the_column() -> None:
+    turns = [{**turn, "weight": weight} for turn, weight in zip(TALK, (None, 0, None, 0, 0), strict=True)]
+    assert ["weight" in turn for turn in read_chat(("f:1", {"messages": turns})).messages] == [False] * 4 + [True]
 
 
 CALLS = {
@@ -190,6 +225,7 @@ CALLS = {
     # As DeepSeek's: text.
     "text": "{% for c in m.tool_calls %}{{ '<call>' + c.function.name + '(' + c.function.arguments + ')' }}"
     "{% endfor %}",
+    "alone": "{% for c in m.tool_calls %}{{ '<call>' ~ c.name ~ '(' ~ c.arguments.at ~ ')' }}{% endfor %}",
 }
 CALLING = (
     "{% if tools %}<tools>{{ tools[0].name }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{% if m.content %}"
@@ -206,12 +242,13 @@ def calling(content: dict[str, Any]) -> list[dict[str, Any]]:
         {"role": "tool", "content": "blue"},
         {"role": "assistant", "content": "blue", "tool_calls": None},
     ]
-    return read_messages(("f:1", {"messages": turns}))
+    return read_chat(("f:1", {"messages": turns})).messages
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
 @pytest.mark.parametrize(
-    ("form", "shown"), [("either", '{"at": "sea"}'), ("mapping", "at=sea"), ("text", '{"at": "sea"}')]
+    ("form", "shown"),
+    [("either", '{"at": "sea"}'), ("mapping", "at=sea"), ("text", '{"at": "sea"}'), ("alone", "sea")],
 )
 def test_calls_of_tools_render_as_the_template_wants_them(
     form: str, shown: str, content: dict[str, Any], tokenizer: PreTrainedTokenizerBase
@@ -219,50 +256,22 @@ def test_calls_of_tools_render_as_the_template_wants_them(
     template = CALLING.replace("CALLS", CALLS[form])
     text = f"<|user|>hi<|assistant|>[<call>look({shown})</s>]<|tool|>blue<|assistant|>[blue</s>]"
     assert marked(tokenizer, calling(content), template) == [text]
-    given = {**CALL, "function": {"name": "look", "arguments": {"at": "sea"}}}
-    messages = [
-        {**message, "tool_calls": [given]} if "tool_calls" in message else message for message in calling(content)
-    ]
-    assert marked(tokenizer, messages, template) == [text]
+    function: dict[str, Any] = {"name": "look", "arguments": {"at": "sea"}}
+    for call in ({**CALL, "function": function}, function):
+        messages = [
+            {**message, "tool_calls": [call]} if "tool_calls" in message else message for message in calling(content)
+        ]
+        assert marked(tokenizer, messages, template) == [text]
 
 
 def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase) -> None:
-    given: Any
-    for given in ([{"name": "look"}], '[{"name": "look"}]'):
-        found = read_tools(("f:1", {"tools": given}))
-        template = ChatTemplate(tokenizer, CALLING.replace("CALLS", ""))
-        prompt = first_prompt(template, TALK[1:3], found)
-        assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
-    for given in ([], None, "", "null"):
-        assert read_tools(("f:1", {"tools": given})) is None
-    for given in ("look", {"name": "look"}, 3):
-        with pytest.raises(RecordError, match="f:1: tools: expected"):
-            read_tools(("f:1", {"tools": given}))
+    prompt = first_prompt(ChatTemplate(tokenizer, CALLING.replace("CALLS", "")), TALK[1:3], [{"name": "look"}])
+    assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
 
 
 def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
     (document,) = encode_text(tokenizer, ["the sea"])
     assert tokenizer.decode(document.ids.tolist()) == "the sea</s>" and document.labels.all()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]},
-        {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]},
-        {"instruction": "a b", "input": "", "response": "c"},
-        {"instruction": "a b", "output": "c"},
-        {"question": "a b", "answer": "c"},
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a b"}]},
-                {"role": "assistant", "content": "c"},
-            ]
-        },
-    ],
-)
-def test_the_forms_of_a_record(fields: dict[str, Any]) -> None:
-    assert read_messages(("f:1", fields)) == [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
 
 
 def test_chat_data_needs_a_template(tiny_target_dir: Path) -> None:

@@ -115,6 +115,14 @@ def test_calls_of_tools_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> 
     assert prompts == ["<|user|>one<|assistant|>"]
 
 
+def test_answers_of_weight_0_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
+    unweighted = {**CHAT[1], "weight": 0}
+    prompts, _ = converse(tokenizer, ["so</s>"], [CHAT[0], unweighted, *CHAT[2:]])
+    assert prompts == ["<s><|user|>one<|assistant|>as recorded</s><|user|>two<|assistant|>"]
+    prompts, _ = converse(tokenizer, ["so</s>"], [*CHAT[:3], unweighted], last_only=True)
+    assert prompts == ["<s><|user|>one<|assistant|>"]
+
+
 def test_prompts_are_labels_where_they_are_asked_for() -> None:
     (document,) = answer_documents([([1, 2], [3]), ([1, 2, 3, 4], [5])], train_on_prompts=True)
     assert document.ids.tolist() == [1, 2, 3, 4, 5] and document.labels.all()

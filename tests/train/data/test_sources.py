@@ -1,6 +1,7 @@
 """Real chat data: what cannot be used is left out and counted, up to a share."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,17 @@ from train.data.sources import ChatSource, read_source
 
 GOOD = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "the sea"}]}
 ODD: dict[str, dict[str, Any]] = {
-    "beginning with an answer": {"conversations": [{"from": "gpt", "value": "a"}, *GOOD["conversations"]]},
+    "two forms at once": {**GOOD, "question": "hi", "answer": "no"},
+    "two system prompts": {**GOOD, "system": "be", "system_prompt": "me"},
+    "a history that is no list of pairs": {**GOOD, "history": ["hi"]},
     "unknown role 'boss'": {"conversations": [{"from": "boss", "value": "a"}, *GOOD["conversations"]]},
     "a turn without text": {"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]},
     "no turns": {"messages": []},
     "no conversation": {"text": "a"},
     "without an answer": {"messages": [{"role": "user", "content": "hi"}]},
+    "whose answers all have weight 0": {
+        "messages": [{"role": "user", "content": "hi", "weight": 1}, {"role": "assistant", "content": "a", "weight": 0}]
+    },
     "refused by the chat template": {
         "messages": [{"role": "user", "content": "FAIL"}, {"role": "assistant", "content": "a"}]
     },
@@ -66,21 +72,90 @@ def read(
 def test_one_odd_record_is_left_out_and_given(reason: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     documents, said = read([GOOD, ODD[reason], *[GOOD] * 18], tmp_path, tokenizer)
     assert len(documents) == 19
-    assert len(said) == 1 and f"1 of 20 records are left out: 1 {reason}; the first is" in said[0]
-    assert "chats.json: record 2: " in said[0] and len(said[0].splitlines()) == 1
+    (line,) = (line for line in said[0].splitlines() if "left out" in line)
+    assert f"1 of 20 records are left out: 1 {reason}; the first is" in line and "chats.json: record 2: " in line
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "got"),
+    [("weight", "yes", "'yes'"), ("weight", 2, "2"), ("weight", None, "null"), ("loss", [], "[]")],
+)
+def test_a_weight_is_0_or_1(
+    name: str, weight: Any, got: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    odd = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", name: weight}]}
+    _, said = read([odd, *[GOOD] * 19], tmp_path, tokenizer)
+    assert "1 of 20 records are left out: 1 a weight other than 0 or 1; the first is" in said[0]
+    assert f"messages[1]: {name}: expected 0 (not to be trained on) or 1, got {got}" in said[0]
+
+
+def test_what_is_worth_saying_of_answers_is_said_once(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    thinking = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}<think>"
+        "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", "masked": True}]
+    thought = [turns[0], {"role": "assistant", "content": "a", "reasoning_content": "so"}]
+    records = [{"messages": turns * 2}, {"messages": thought}, {"messages": turns}]
+    tokenizer.chat_template = thinking
+    _, said = read(records, tmp_path, tokenizer)
+    assert "  3 answers have no reasoning, under a chat template that thinks\n" in said[0]
+    assert said[0].count("  3 answers have a key 'masked', which is not read; if it") == 1
+    tokenizer.chat_template = "{{ enable_thinking }}" + thinking
+    _, said = read(records, tmp_path, tokenizer)
+    assert "that thinks; data.template.enable_thinking: false" in said[0]
 
 
 def test_reasons_are_counted_and_more_than_the_recipe_allows_are_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    records = [*[ODD["no turns"]] * 3, *ODD.values(), *[GOOD] * 7]
-    documents, said = read(records, tmp_path, tokenizer, max_skipped=0.65)
-    assert len(documents) == 7
-    assert "13 of 20 records are left out: 4 no turns, 1 " in said[0] and ", 5 others; the first is" in said[0]
-    with pytest.raises(UserError, match=r"13 of 20 records are left out: 4 no .* record 1: .* max_skipped=0\.64"):
-        read(records, tmp_path, tokenizer, max_skipped=0.64)
+    records = [*[ODD["no turns"]] * 3, *ODD.values(), *[GOOD] * 4]
+    documents, said = read(records, tmp_path, tokenizer, max_skipped=0.8)
+    assert len(documents) == 4
+    assert "16 of 20 records are left out: 4 no turns, 1 " in said[0] and ", 8 others; the first is" in said[0]
+    with pytest.raises(UserError, match=r"16 of 20 records are left out: 4 no .* record 1: .* max_skipped=0\.79"):
+        read(records, tmp_path, tokenizer, max_skipped=0.79)
     with pytest.raises(UserError, match="no token to train on in its 0 texts"):
         read([ODD["no turns"]], tmp_path, tokenizer, max_skipped=1.0)
+
+
+SCREEN = """\
+data.sources.0: FILE
+  form: Orca (question, response): 18 records; ShareGPT (conversations): 1 records
+  20 records: 19 conversations, 281 tokens, 114 labels
+  1 of 20 records are left out: 1 without an answer; the first is FILE: record 20: expected an answer of the \
+assistant, got none
+  1 records begin with an answer, which is dropped
+  columns 'context', 'id' are not read
+  the first of 19 documents, 15 tokens, labels in ⟦⟧:
+  <|system|>be</s><|user|>hi</s><|assistant|>⟦the sea</s>⟧"""
+
+
+def test_a_source_is_described_on_one_screen(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    orca = {"system_prompt": "be", "question": "hi", "context": "", "response": "the sea"}
+    leading = {"conversations": [{"from": "gpt", "value": "a"}, *GOOD["conversations"]], "id": "1"}
+    records: list[dict[str, Any]] = [
+        orca,
+        {**orca, "context": "here"},
+        *[orca] * 16,
+        leading,
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ]
+    for _ in range(2):  # the second time from the cache
+        _, said = read(records, tmp_path, tokenizer)
+        assert said == [SCREEN.replace("FILE", str(tmp_path / "chats.json"))]
+
+
+def test_a_long_document_is_clipped_in_the_middle(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    record = {"instruction": "a" * 999 + "b", "output": "c" * 1000}
+    _, said = read([record], tmp_path, tokenizer)
+    shown = said[0].splitlines()[-1].strip()
+    assert re.fullmatch(
+        r"<\|user\|>a+ \[\.\.\. \d+ characters \.\.\.\] a+b</s><\|assistant\|>⟦c+ \[\..*\] c+</s>⟧", shown
+    )
+    _, said = read([{"data": ["line\n"] * 500}], tmp_path, tokenizer)
+    assert len(said[0]) < 2000
 
 
 def test_prompts_are_read_past_odd_records(
@@ -102,7 +177,7 @@ def test_prompts_are_read_past_odd_records(
     path.write_text(json.dumps([long, ODD["no turns"], *[GOOD] * 30, long]))
     answering = read_answering(data, 0, target, reader_of(tokenizer, said))
     assert len(list(answering.dialogues())) == 30
-    assert "30 conversations to answer; 2 begin with a prompt of more than 16 tokens (data.regenerate." in said[1]
+    assert "30 conversations to answer; 2 begin with a prompt of more than 16 tokens (data.regenerate." in said[0]
     path.write_text(json.dumps([long]))
     with pytest.raises(UserError, match=r"gives 0 prompts of at most 16 tokens, expected at least 1; raise prompt_tok"):
         read_answering(data, 0, target, reader_of(tokenizer))

@@ -1,0 +1,270 @@
+"""Conversations in records of the common forms.
+
+The form of a record follows from its columns: turns (`FORMS`), or a question with its answer. A system prompt, a
+history and tools may have columns of their own.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from eval.measure.records import Message, Record, RecordError
+from heads.core.errors import shown
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
+ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "bot": "assistant", "system": "system"}
+ROLES |= {"developer": "system", "tool": "tool", "function": "tool", "observation": "tool"}
+WEIGHTS = frozenset(
+    ["weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask"]
+)
+"""Names under which turns say whether they are to be trained on: `weight` of OpenAI, Mistral and SlimOrca, `train` and
+`training` of axolotl, `trainable` of prime-rl and tinker, `loss` and `loss_scale` of ms-swift, `loss_weight` of
+LLaMA-Factory, `step_loss_mask` of slime."""
+READ = WEIGHTS | {"role", "from", "content", "value"}
+"""Keys of a turn that are read. Chat templates see the other ones."""
+CALL = "function_call"
+"""Role of a turn, or key of a turn, that calls a tool."""
+
+Form = tuple[str, str | None]
+"""Columns of a conversation's first turns and of its last ones. None: all turns are in the first column."""
+FORMS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "LMSYS", "data": "UltraChat"}
+"""Columns with turns, and the names of their forms."""
+QUESTIONS = ("instruction", "question", "prompt", "query", "input")
+"""Columns with a question, or with the turns before the last answer."""
+ANSWERS = ("response", "output", "answer", "completion", "chosen", "preferred_output")
+PAIRS: dict[Form, str] = {
+    ("instruction", "output"): "Alpaca",
+    ("question", "response"): "Orca",
+    ("prompt", "completion"): "TRL",
+}
+"""Names of some forms of a question and its answer."""
+SYSTEM = ("system", "system_prompt")
+BESIDES = (*SYSTEM, "history", "tools", "functions")
+"""Columns that are read in every form."""
+
+
+class Chat(NamedTuple):
+    """The conversation of a record."""
+
+    messages: list[Message]
+    tools: list[Any] | None
+    """The tools that it may call, as chat templates expect them."""
+    form: str
+    """Name of the record's form."""
+    unread: tuple[str, ...]
+    """Columns with text, lists or mappings that the form does not read."""
+    notes: tuple[str, ...] = ()
+    """What is worth saying of it, in general words, the same for all such records."""
+
+
+@lru_cache(maxsize=1024)
+def _forms(columns: tuple[str, ...]) -> tuple[list[Form], tuple[str, ...]]:
+    """Return the forms of a record with these columns, and the columns that no form reads."""
+    turns = [key for key in FORMS if key in columns]
+    questions = [key for key in QUESTIONS[:-1] if key in columns] or [key for key in QUESTIONS[-1:] if key in columns]
+    answers = [key for key in ANSWERS if key in columns]
+    forms: list[Form] = [(question, answer) for question in questions for answer in answers]
+    if "chosen" in answers and not questions:  # of a preference set: after the turns, or whole conversations
+        forms = [(key, "chosen") for key in turns] or [("chosen", None)]
+    else:
+        forms = [*((key, None) for key in turns), *forms]
+    read = {*BESIDES, *(key for form in forms for key in form), "input" if questions and answers else None}
+    return forms, tuple(key for key in columns if key not in read)
+
+
+def read_chat(record: Record) -> Chat:
+    """Return the conversation of a record in any of the common forms. Leading answers, which no prompt asks for, are
+    dropped. RecordError for a record without a conversation, or with two."""
+    place, fields = record
+    columns = tuple(key for key, value in fields.items() if value and (key not in FORMS or isinstance(value, list)))
+    forms, unread = _forms(columns)
+    if not forms:
+        forms, _ = _forms(tuple(fields))  # of empty columns
+    if not forms:
+        expected = "'messages', 'conversations', or 'instruction' with 'response'"
+        got = ", ".join(sorted(fields)) or "none"
+        raise RecordError(f"{place}: expected a record with {expected}, got keys {got}", "no conversation")
+    if fields.get("label") is False or fields.get("kto_tag") is False:
+        raise RecordError(f"{place}: its label says that its answer is bad", "an answer that its label calls bad")
+    messages: list[Message] = []
+    for first, last in forms:
+        turns = read_turns(record, first)
+        if last is not None:
+            answer = read_turns(record, last, "assistant")
+            is_next = answer[0]["role"] == "assistant" != turns[-1]["role"]
+            # Some preference sets repeat the prompt in each answer.
+            turns = [*turns, *answer] if is_next else _one_of(place, forms, turns, answer)
+        messages = _one_of(place, forms, messages, turns) if messages else turns
+    messages, notes = with_context(record, messages)
+    return Chat(
+        messages,
+        _read_tools(record, messages),
+        _name(forms[0]),
+        tuple(key for key in unread if isinstance(fields[key], str | list | dict)),
+        notes,
+    )
+
+
+@lru_cache
+def _name(form: Form) -> str:
+    columns = ", ".join(filter(None, form))
+    if {"chosen", "preferred_output"}.intersection(form):
+        name = "preferences"
+    else:
+        name = PAIRS.get(form) or FORMS.get(form[0], "question and answer")
+    return name if name == columns else f"{name} ({columns})"
+
+
+def _one_of(place: str, forms: Sequence[Form], one: list[Message], other: list[Message]) -> list[Message]:
+    """Return the longer of two conversations, which begins with the other one."""
+    said = [[(turn["role"], turn["content"]) for turn in turns if turn["role"] != "system"] for turns in (one, other)]
+    if any(a != b for a, b in zip(*said, strict=False)):
+        columns = " and in ".join(" with ".join(filter(None, form)) for form in forms)
+        raise RecordError(
+            f"{place}: expected one conversation, got two that differ, in {columns}; leave out the columns of one",
+            "two forms at once",
+        )
+    return max(one, other, key=len)
+
+
+def read_turns(record: Record, column: str, role: str = "user") -> list[Message]:
+    """Return the turns in a column, with the names of roles that chat templates use. `role`: that of a text, and of the
+    first in a list of texts, which take turns."""
+    place, fields = record
+    turns, place = fields[column], f"{place}: {column}"
+    if isinstance(turns, dict):  # one turn, or the input of OpenAI's preferences
+        turns = turns.get("messages", [turns])
+    if isinstance(turns, list) and turns:
+        if isinstance(turns[0], str):
+            others = {"user": "assistant", "assistant": "user"}
+            return [
+                {"role": role if n % 2 == 0 else others[role], "content": _text(f"{place}[{n}]", turn)}
+                for n, turn in enumerate(turns)
+            ]
+        # A table has a name for every turn or for none, and null where a turn did not have it.
+        named = WEIGHTS.intersection(*turns) if all(isinstance(turn, dict) for turn in turns) else WEIGHTS
+        return [_read_turn(f"{place}[{n}]", turn, nullable=named) for n, turn in enumerate(turns)]
+    if column in FORMS or isinstance(turns, list):
+        raise RecordError(f"{place}: expected a list of turns, got {shown(turns)}", "no turns")
+    text = _text(place, turns)
+    if column != "input" and role == "user" and fields.get("input"):
+        text = f"{text}\n\n{_text(f'{record[0]}: input', fields['input'])}"
+    return [{"role": role, "content": text}]
+
+
+def with_context(record: Record, messages: list[Message]) -> tuple[list[Message], tuple[str, ...]]:
+    """Return a record's conversation with the system prompt and the history of their own columns, without leading
+    answers, and what was done to it."""
+    place, fields = record
+    systems = {_text(f"{place}: {key}", fields[key]): key for key in SYSTEM if fields.get(key)}
+    own, rest = (messages[:1], messages[1:]) if messages and messages[0]["role"] == "system" else ([], messages)
+    if own and own[0]["content"]:
+        systems[own[0]["content"]] = "the turns"
+    if len(systems) > 1:
+        places = " and in ".join(systems.values())
+        raise RecordError(
+            f"{place}: expected one system prompt, got two that differ, in {places}", "two system prompts"
+        )
+    if systems:
+        own = [{"role": "system", "content": text} for text in systems]
+    if history := fields.get("history"):
+        if not isinstance(history, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+            for pair in history
+        ):
+            raise RecordError(
+                f"{place}: history: expected a list of pairs of a question and its answer, got {shown(history)}",
+                "a history that is no list of pairs",
+            )
+        roles = ("user", "assistant")
+        past = [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
+        rest = [*past, *rest]
+    asked = next((n for n, message in enumerate(rest) if message["role"] in ("user", "system")), len(rest))
+    return [*own, *rest[asked:]], ("records begin with an answer, which is dropped",) if asked else ()
+
+
+def _read_tools(record: Record, messages: Sequence[Message]) -> list[Any] | None:
+    """Return the tools of a conversation, which some records have as JSON text, in the form of OpenAI's protocol."""
+    place, fields = record
+    tools = fields.get("tools") or fields.get("functions")
+    if tools is None and isinstance(fields.get("input"), dict):
+        tools = fields["input"].get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise RecordError(f"{place}: tools: expected JSON, got {shown(tools)}", "unreadable tools") from None
+    if not tools or (
+        messages and "<tools>" in messages[0]["content"]
+    ):  # Hermes' files also have them in the system prompt
+        return None
+    if not isinstance(tools, list):
+        raise RecordError(f"{place}: tools: expected a list, got {shown(tools)}", "unreadable tools")
+    return [
+        {"type": "function", "function": tool} if isinstance(tool, dict) and "name" in tool else tool for tool in tools
+    ]
+
+
+def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message:
+    """Return a turn with `role` and `content`, and `weight` 0 if it is an answer that is not to be trained on.
+    `nullable`: names of weights of which null says nothing."""
+    if not isinstance(turn, dict):
+        raise RecordError(f"{place}: expected a turn with 'role' and 'content', got {shown(turn)}", "no turns")
+    role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
+    if role == CALL:
+        role, content, turn = "assistant", None, {**turn, CALL: content}
+    if not isinstance(role, str) or role not in ROLES:
+        known = ", ".join(dict.fromkeys(ROLES.values()))
+        raise RecordError(f"{place}: expected a role of {known}, got {shown(role)}", f"unknown role {shown(role)}")
+    rest = {
+        key: value
+        for key, value in turn.items()
+        if key not in READ and value is not None and (key, value) != ("tool_calls", [])
+    }
+    if ROLES[role] == "assistant" and not _is_trained(place, turn, nullable):
+        rest["weight"] = 0
+    if CALL in rest:  # also a key of OpenAI's turns, before there were tools
+        rest["tool_calls"] = _read_calls(place, rest.pop(CALL))
+    if content is None and rest.get("tool_calls"):
+        content = ""
+    return {**rest, "role": ROLES[role], "content": _text(place, content)}
+
+
+def _is_trained(place: str, turn: Message, nullable: Collection[str]) -> bool:
+    weights = [(name, turn[name]) for name in WEIGHTS & turn.keys() if turn[name] is not None or name not in nullable]
+    for name, weight in weights:
+        if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
+            got = "null" if weight is None else shown(weight)
+            raise RecordError(
+                f"{place}: {name}: expected 0 (not to be trained on) or 1, got {got}", "a weight other than 0 or 1"
+            )
+    return all(weight for _, weight in weights)
+
+
+def _read_calls(place: str, given: Any) -> list[Any]:
+    """Return the calls of tools in a turn of ShareGPT's: JSON text of one or of several, with name and arguments."""
+    try:
+        calls = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise RecordError(
+            f"{place}: expected a call as JSON with name and arguments, got {shown(given)}", "unreadable tool calls"
+        )
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _text(place: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list) else [None]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if all(isinstance(text, str) for text in texts):
+        return "".join(texts)
+    if any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts):
+        raise RecordError(
+            f"{place}: images and other media are not supported, got {shown(value)}", "images, which are not supported"
+        )
+    raise RecordError(f"{place}: expected text, got {shown(value)}", "a turn without text")
