@@ -17,6 +17,7 @@ from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, MULTIMODAL, hooke
 from heads.formats.engine import (
     DECODER_SIZES,
     SGLANG,
+    TRIED,
     VLLM,
     Folder,
     Format,
@@ -194,6 +195,7 @@ DFLASH = Format(
     engine_config=dflash_engine_config,
     readers={VLLM: vllm("dflash"), SGLANG: sglang("DFLASH", block=True)},
     check=BlockForm("DFlashDraftModel", nested=True).check,
+    tried=TRIED,
 )
 DFLASH2 = Format(
     read=partial(read_block, "dflash2"),

@@ -29,8 +29,8 @@ TRIED = "vLLM 0.32.0"
 VOCABULARY = ("d2t", "t2d", "token_map")
 """Names of the tensors of a draft vocabulary."""
 SAMPLING = (
-    "vLLM samples by the target's generation_config.json where a request does not say how; --generation-config vllm "
-    "turns that off, and the figures here are without it"
+    "where a request names no sampling, vLLM takes it from the target's generation_config.json, as --sampling model "
+    "does here; --generation-config vllm turns that off"
 )
 PORTABLE = (
     "the portable form is an EAGLE-3 file, with eagle_config.use_aux_hidden_state: false where the head reads the last "

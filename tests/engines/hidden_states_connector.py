@@ -8,7 +8,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as original
 
 
-class HiddenStatesConnector(original.ExampleHiddenStatesConnector):
+class HiddenStatesConnector(original.ExampleHiddenStatesConnector):  # type: ignore[misc] # mypy runs without vLLM
     """The original, which copies the states at once in place of in a stream. The rest is the original's code."""
 
     def _submit_async_write(self, pending: Any) -> None:

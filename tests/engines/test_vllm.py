@@ -102,16 +102,12 @@ def train_head(folder: Path, target: Path, family: Family) -> None:
     forget_accelerator()
 
 
-def fit_for_comparison(head: Any) -> None:
-    """Round the weights to bfloat16, as the runtime does on a CPU with a draft's, and vLLM in float32 does not.
-
-    All layers of a DFlash head get the first one's norm of keys: vLLM 0.32's kernel for CPUs applies that to the keys
-    of the context in every layer.
-    """
-    for name, weight in head.named_parameters():
-        weight.data = weight.data.bfloat16().float()
-        if isinstance(head, DFlash) and name.endswith("k_norm.weight"):
-            weight.data = head.layers[0].self_attn.k_norm.weight.data.clone()
+def one_norm_of_keys(head: Any) -> None:
+    """Give all layers of a DFlash head the first one's norm of keys: vLLM 0.32's kernel for CPUs applies that to the
+    keys of the context in every layer."""
+    if isinstance(head, DFlash):
+        for layer in head.layers:
+            layer.self_attn.k_norm.load_state_dict(head.layers[0].self_attn.k_norm.state_dict())
 
 
 def add_to_record(row: dict[str, Any], **shared: Any) -> None:
@@ -134,7 +130,7 @@ def test_a_whole_vllm_writes_the_same_text_and_accepts_the_same_drafts(
     train_head(tmp_path, folder, family)
     prompts = load_prompts(HELD_OUT_SUITE, tokenizer, num_prompts=PROMPTS, max_prompt_tokens=96)
     head = load_head(tmp_path / "run")
-    fit_for_comparison(head)
+    one_norm_of_keys(head)
     save_head(head, tmp_path / "head", target=target_record(target))
     options = EngineOptions(shape=parse_shape(f"chain:{K}"), batch_size=ROWS, max_length=256)
     engine = Engine(target, head, options)

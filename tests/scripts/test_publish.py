@@ -235,7 +235,7 @@ def test_the_card_says_what_it_is_how_to_serve_it_and_what_it_was_trained_on(run
     settings = json.loads(shlex.split(commands[0], comments=True)[-1])
     assert commands[0].startswith("\nvllm serve org/the-target ")
     assert settings == {"method": "eagle3", "model": REPO, "num_speculative_tokens": 2}
-    assert "\n# vLLM samples by the target's generation_config.json" in commands[0]
+    assert "\n# where a request names no sampling" in commands[0] and "--generation-config vllm" in commands[0]
     words = shlex.split(commands[1], comments=True)
     assert words[words.index("--speculative-draft-model-path") + 1] == REPO and "EAGLE3" in words
     assert '{"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}' in card  # for speculators' converter
