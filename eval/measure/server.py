@@ -5,7 +5,7 @@ SGLang says with each answer how many of its rounds accepted how many draft toke
 requests (/metrics).
 
 Engines count a round's accepted draft tokens before EOS or the token limit cuts them; `metrics.counted` counts those
-that came out. Where the rounds of an answer are known, its last round is counted as there. A round without a
+that came out. Where an answer comes round by round, its last round is counted as there. A round without a
 draft emits one token and is in no counter of vLLM; such rounds are inferred from the tokens that no draft accounts for.
 
 A draft that is sometimes shorter than K (prompt lookup, adaptive lengths) is tested at fewer depths than counted here,
@@ -210,13 +210,13 @@ class Server:
 
 def count_rounds(drafts: int, accepted: Sequence[int], answers: Sequence[Answer]) -> Rounds:
     """Return the rounds of some answers from an engine's counts: its drafts and, by depth, how many of them had that
-    many tokens accepted. Of a single answer the last round is cut where the answer ends."""
+    many tokens accepted. Of a single answer that came round by round, the last round is cut where the answer ends."""
     decoded, kept, tested = sum(a.decoded for a in answers), list(accepted), [drafts, *accepted[:-1]]
     over = drafts + sum(accepted) - decoded
-    if len(answers) == 1 and drafts and over > 0:
+    if len(answers) == 1 and over > 0 and len(answers[0].pieces) == 1 + drafts:
         gain = answers[0].pieces[-1][1] - 1
         last = gain + over  # draft tokens that the last round accepted
-        if gain >= 0 and last <= len(kept) and kept[last - 1]:
+        if gain >= 0:
             kept = [n - (gain < depth <= last) for depth, n in enumerate(kept, start=1)]
             tested = [n - (gain < depth <= last + 1) for depth, n in enumerate(tested, start=1)]
     return Rounds(drafts + max(0, -over), kept, tested)

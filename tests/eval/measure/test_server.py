@@ -261,5 +261,7 @@ def test_the_last_round_is_cut_where_the_answer_ends() -> None:
     answer = Answer(0.0, count=1 + 4 + 2 + 1, pieces=[(0.0, 1), (0.0, 4), (0.0, 2), (0.0, 1)])
     rounds = count_rounds(3, [3, 2, 1], [answer])
     assert (rounds.number, rounds.accepted, rounds.tested) == (3, [2, 1, 1], [2, 2, 1])
+    joined = Answer(0.0, count=8, pieces=[(0.0, 1), (0.0, 4), (0.0, 3)])  # its last piece is no round
+    assert count_rounds(3, [3, 2, 1], [joined]).accepted == [3, 2, 1]
     without_a_draft = Answer(0.0, count=1 + 4 + 1, pieces=[(0.0, 1), (0.0, 4), (0.0, 1)])
     assert count_rounds(1, [1, 1, 1], [without_a_draft]).number == 2
