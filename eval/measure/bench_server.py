@@ -1,8 +1,9 @@
 """Measurement of a running server, with anybody's head, as the contents of results.json.
 
-Prompts are sent in groups, and vLLM's counters are read between groups: so intervals are bootstraps over groups. At
-concurrency 1 a group is one prompt; above, WAVES prompts for each request in flight, so that the end of a group, where
-fewer are in flight, is short. tau is tokens that came out per round, as everywhere.
+Prompts are sent in groups, and vLLM's counters are read between groups. At concurrency 1 a group is one prompt; above,
+WAVES prompts for each request in flight, so that the end of a group, where fewer are in flight, is short. Intervals are
+bootstraps over prompts if the server says each answer's rounds, else over groups, and over groups for speeds. tau is
+tokens that came out per round, as everywhere.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from eval.measure.measure import split_units
 from eval.measure.progress import Progress
 from eval.measure.prompts import HELD_OUT_SUITE, Prompt
 from eval.measure.results import SCHEMA_VERSION, Results
-from eval.measure.server import DRAFTS, Answer, Rounds, Server, add_rounds, count_rounds
+from eval.measure.server import DRAFTS, Answer, Rounds, Server, count_rounds
 from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.identity import FAR, find_flips, first_difference
@@ -51,6 +52,15 @@ class Group:
     answers: list[list[Answer]] = field(default_factory=list)
     plain: list[list[Answer]] = field(default_factory=list)
     rounds: list[Rounds] = field(default_factory=list)
+    """By repeat: those of each answer, or those of all together."""
+
+    def units(self) -> list[tuple[int, int]]:
+        """Return the tokens and the rounds after the first token of each prompt, or of all together."""
+        step = len(self.rounds) // len(self.answers)
+        made = [[a.decoded for a in repeat] for repeat in self.answers]
+        made = made if step == len(self.indices) else [[sum(tokens)] for tokens in made]
+        numbers = [sum(part.number for part in self.rounds[n::step]) for n in range(step)]
+        return list(zip(map(sum, zip(*made, strict=True)), numbers, strict=True))
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,10 @@ def bench_server(options: argparse.Namespace, settings: BenchSettings) -> Result
         tokenizer = load_tokenizer(server.root, trust_remote_code=options.trust_remote_code)
         tokenizer = with_arguments(tokenizer, options.template or {})
     settings = replace(settings, trees=(f"chain:{server.depth}",))
+    if reference:
+        settings = settings.as_served(reference.target)
+    elif settings.sampling:
+        raise server.error(f"--sampling {settings.sampling}: is read from the target here; name it with --target")
     prompts = choose(server, tokenizer, settings)
     if reference is not None:
         reference.check(server, prompts[0])
@@ -213,7 +227,7 @@ def ask_all(
     temperature: float,
 ) -> list[Group]:
     """Send all prompts, `settings.repeats` times, to the server and the plain one in turns."""
-    concurrency, sampling = settings.batch_size, settings.sampling(temperature)
+    concurrency, sampling = settings.batch_size, settings.sampling_at(temperature)
     stop_ids = reference.target.eos_token_ids if reference else ()
     size = concurrency if concurrency == 1 else WAVES * concurrency
     groups = [Group(indices) for indices in split_units(prompts, size)]
@@ -250,6 +264,8 @@ def ask_all(
                     group.rounds += [server.rounds_of(answer) for answer in group.answers[-1]]
                 if plain and not (repeat + n) % 2:
                     group.plain.append(send(plain, group.indices))
+    if not any(answer.decoded for group in groups for answer in group.answers[0]):
+        raise server.error("every answer ended with its first token; use other prompts, or allow more new tokens")
     return groups
 
 
@@ -262,15 +278,15 @@ def figures(
 ) -> Results:
     """Return the figures of one setting over some groups, over all repeats. `differences`: those of all greedy texts
     from plain decoding here, or None if there was no comparison."""
-    rounds = [add_rounds(group.rounds) for group in groups]
-    whole = add_rounds(rounds)
+    parts = [part for group in groups for part in group.rounds]
+    accepted = [sum(column) for column in zip(*(part.accepted for part in parts), strict=True)]
+    tested = [sum(column) for column in zip(*(part.tested for part in parts), strict=True)]
     answers = [answer for group in groups for repeat in group.answers for answer in repeat]
-    decoded = [sum(answer.decoded for repeat in group.answers for answer in repeat) for group in groups]
-    numbers = [part.number for part in rounds]
+    decoded, numbers = zip(*(unit for group in groups for unit in group.units()), strict=True)
+    by_prompt = len(numbers) == sum(len(group.indices) for group in groups)
     each = [tokens / number for tokens, number in zip(decoded, numbers, strict=True) if number]
-    reached = [whole.number, *whole.accepted, 0]
     made, plain = rate([group.answers for group in groups]), rate([group.plain for group in groups])
-    speed = speeds(answers, made) | {"ms_per_round": 1e3 * sum(made[1]) / max(whole.number, 1)}
+    speed = speeds(answers, made) | {"ms_per_round": 1e3 * sum(made[1]) / max(sum(numbers), 1)}
     return {
         "tree": f"chain:{depth}",
         "depth": depth,
@@ -279,12 +295,12 @@ def figures(
         "rule": "match" if temperature == 0 else "server",
         "exact": compare(groups, prompts, temperature, differences),
         "tau": {
-            "mean": sum(decoded) / max(whole.number, 1),
+            "mean": sum(decoded) / max(sum(numbers), 1),
             "ci95": metrics.ratio_interval(decoded, numbers),
-            "per_request": fmean(each) if each and all(len(group.indices) == 1 for group in groups) else None,
+            "per_request": fmean(each) if each and by_prompt else None,
         },
-        "alpha": [n / tested if tested else None for n, tested in zip(whole.accepted, whole.tested, strict=True)],
-        "accepted_histogram": [n - deeper for n, deeper in pairwise(reached)],
+        "alpha": [n / rounds if rounds else None for n, rounds in zip(accepted, tested, strict=True)],
+        "accepted_histogram": [n - deeper for n, deeper in pairwise([sum(numbers), *accepted, 0])],
         "loop_share": metrics.loop_share([answer.tokens for answer in answers]) if answers[0].tokens else None,
         "tokens": sum(answer.count for answer in answers),
         "undecoded": sum(answer.count == 1 for group in groups for answer in group.answers[0]),

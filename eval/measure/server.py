@@ -220,11 +220,3 @@ def count_rounds(drafts: int, accepted: Sequence[int], answers: Sequence[Answer]
             kept = [n - (gain < depth <= last) for depth, n in enumerate(kept, start=1)]
             tested = [n - (gain < depth <= last + 1) for depth, n in enumerate(tested, start=1)]
     return Rounds(drafts + max(0, -over), kept, tested)
-
-
-def add_rounds(parts: Sequence[Rounds]) -> Rounds:
-    return Rounds(
-        sum(part.number for part in parts),
-        [sum(column) for column in zip(*(part.accepted for part in parts), strict=True)],
-        [sum(column) for column in zip(*(part.tested for part in parts), strict=True)],
-    )
