@@ -5,6 +5,7 @@
     python eval/bench.py runs/quickstart --batch-size 1,2,4,8 --context 64,256,768    # each combination is a setting
     python eval/bench.py runs/eagle runs/medusa runs/mtp runs/draft lookup:3
     python eval/bench.py runs/quickstart --no-timing --batch-size 1,8                 # an audit alone
+    python eval/bench.py --server http://localhost:8000 --plain-server http://localhost:8001   # a vLLM or SGLang
 
 One head: writes results.json, report.html, plots and a model card into a new folder, here in runs/quickstart/bench, or
 into --out. --wandb also makes it a wandb run, as a sweep's agent does.
@@ -55,14 +56,29 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--wandb", action="store_true", help="log the report as a wandb run; WANDB_MODE applies")
     options = parser.parse_args([hyphenated(word) for word in (sys.argv[1:] if arguments is None else arguments)])
-    if bool(options.heads) == bool(options.head):
+    if (options.heads and options.head) or not (options.heads or options.head or options.server):
         parser.error("expected a head, or several")
-    options.heads = options.heads or [options.head]
+    options.heads = options.heads or [options.head][: bool(options.head)]
+    check_server_options(options, parser)
     for name in ("roofline", "wandb"):
         if getattr(options, name) and (len(options.heads) > 1 or not options.timing):
             parser.error(f"--{name}: is of one head that is timed; name one")
     options.trees = options.trees or (TREES if len(options.heads) == 1 else TREES_OF_SEVERAL)
     return options
+
+
+def check_server_options(options: argparse.Namespace, parser: Parser) -> None:
+    if options.plain_server and not options.server:
+        parser.error("--plain-server: is compared with a --server; name one")
+    if not options.server:
+        return
+    if len(options.heads) > 1:
+        parser.error("--server: has one draft; name at most one head")
+    ours = {name: getattr(options, name) for name in ("trees", "contexts", "roofline", "wandb")}
+    ours |= {"rule": options.rule != BenchSettings.rule, "no_timing": not options.timing}
+    if name := next((name for name, given in ours.items() if given), None):
+        option = "tree" if name == "trees" else name.removesuffix("s").replace("_", "-")
+        parser.error(f"--{option}: is of a measurement here; leave it out with --server")
 
 
 def hyphenated(word: str) -> str:
@@ -74,6 +90,8 @@ def hyphenated(word: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     settings, paths = to_settings(options), options.heads
+    if options.server:
+        return measure_served(options, settings)
     from eval.measure.bench_heads import head_names
     from eval.measure.environment import contention
     from eval.measure.loading import fitting_head, open_target_of
@@ -96,6 +114,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_line(contention(target.device))
         results = run_bench(target, heads, tokenizer, settings, out=out, with_roofline=options.roofline)
         log(results)
+    print(f"written to {out}", file=sys.stderr)
+    return 0 if is_exact(results) else 1
+
+
+def measure_served(options: argparse.Namespace, settings: BenchSettings) -> int:
+    from rich.console import Console
+
+    from eval.measure.bench_server import bench_server
+    from eval.pages.format import is_exact
+    from eval.pages.report import print_report, write_report
+
+    place = default_out(options.heads[0]) if options.heads else Path("runs", plain_name(f"bench-{options.server}"))
+    check_folder(options.out or place, "--out")
+    with own_folder(place, settings, options) as out:
+        results = bench_server(options, settings)
+        write_results(results, out / "results.json")
+        write_report(results, out)
+    print_report(results, Console())
     print(f"written to {out}", file=sys.stderr)
     return 0 if is_exact(results) else 1
 

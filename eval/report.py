@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eval.pages.report import print_report, write_report
 
     compared = path if path.name == "compare.json" else path / "compare.json"
-    if os.path.isdir(path) and (newest := newest_results([*folders_of(path), *sorted(path.glob("*"))])):
+    folders = [*folders_of(path), *sorted(path.glob("*"))] if os.path.isdir(path) else []
+    if newest := newest_results(folders) or newest_results(folders, served=True):
         folder, results = newest
     elif os.path.isfile(compared):
         raise UserError(f"{compared}: a comparison of several heads, which is rendered anew only by comparing again")

@@ -104,6 +104,8 @@ def test_a_recipe(change: str, named: str, here: Path, refused: Any) -> None:
         ("--sampling model --temperature 0", "--temperature: --sampling model takes it from the target"),
         ("--sampling model --min-p 0", "--min-p: --sampling model takes it from the target"),
         ("--device meta", "--device"),
+        ("--plain-server http://localhost:1", "--plain-server: is compared with a --server"),
+        ("--server http://localhost:1 --tree chain:2", "--tree: is of a measurement here"),
         ("--max-new-tokens 600", "leave no room for a prompt in the 512 positions"),
         ("--max-prompt-tokens 2", "prompts.jsonl:1"),
         ("--prompts no.jsonl", "no.jsonl: no such file, and no suite of that name"),

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from eval.bench import run_bench
-from eval.measure.results import read_results
+from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
+from eval.measure.results import read_results, write_record
 from eval.pages.report import write_report
 from heads.core.errors import UserError
 from heads.formats.engine import why_unfit
@@ -75,6 +76,8 @@ def finish(outcome: Outcome, run: Run) -> int:
         with features.whole() as target:
             head = load_head(folder.head, dtype=target.dtype, device=target.device)
             results = run_bench(target, {str(folder.head): head}, tokenizer, report, out=folder.path)
+        if (profile := acceptance_profile(results)) is not None:
+            write_record(profile, folder.head / ACCEPTANCE)
         tracker.log_outcome(results)
         folder.write_recipe(plain_settings(recipe))
         return 1 if results["exact"]["divergences"] else 0

@@ -26,6 +26,8 @@ from heads.core.tree import TreeShape
 
 AUTO = "auto"
 """Value of an option that lets the program choose: search for the fastest tree."""
+KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
+"""Name of the environment variable with the key of a server."""
 UNREAD = 128 + signal.SIGPIPE
 """Exit status if the reader of the output has closed it: the one that shells report for other programs."""
 

@@ -173,7 +173,11 @@ def figures(
         "temperature": comparison.requests[0].sampling.temperature,
         "rule": variant.engine.options.rule,
         "exact": exact,
-        "tau": {"mean": tau, "ci95": metrics.tau_interval(outputs)},
+        "tau": {
+            "mean": tau,
+            "ci95": metrics.tau_interval(outputs),
+            "per_request": metrics.tau_per_request(outputs),
+        },
         "tau_by_position": metrics.tau_by_position(outputs),
         "alpha": metrics.acceptance_by_depth(outputs, variant.shape.depth),
         "accepted_histogram": metrics.accepted_histogram(outputs, variant.shape.depth),

@@ -56,6 +56,7 @@ def measurement_name(settings: BenchSettings, options: argparse.Namespace) -> st
         if setting.name not in ("trees", "temperatures", "prompts") and value != setting.default:
             text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words.append(f"{setting.name}-{text}".replace("_", "-"))
+    words += ["served"] if getattr(options, "server", None) else []
     words += [word for word in (options.dtype, options.quantize) if word not in (None, "auto")]
     return plain_name("_".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *words]))
 
@@ -78,8 +79,9 @@ def folders_of(run: Path) -> list[Path]:
     return [run, *sorted((run / BENCH).glob("*"))]
 
 
-def newest_results(folders: Iterable[Path]) -> tuple[Path, Results] | None:
-    """Return the folder and the results of the newest measurement in some folders, or None if there is none. Of equally
-    new ones, return the first. Raise UserError if a results.json is damaged."""
-    found = [(folder, read_results(folder / RESULTS)) for folder in folders if (folder / RESULTS).is_file()]
+def newest_results(folders: Iterable[Path], *, served: bool = False) -> tuple[Path, Results] | None:
+    """Return the folder and the results of the newest measurement in some folders, here or of a server (`served`), or
+    None if there is none. Of equally new ones, return the first. Raise UserError if a results.json is damaged."""
+    read = [(folder, read_results(folder / RESULTS)) for folder in folders if (folder / RESULTS).is_file()]
+    found = [(folder, results) for folder, results in read if ("server" in results) == served]
     return max(found, key=lambda pair: str(pair[1]["measured_at"]), default=None)

@@ -1,7 +1,7 @@
 """Loading of a head, its target and prompts from the options of a command line."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -168,9 +168,6 @@ def choose_prompts(
     tokens, cut from the suites' texts: `num_prompts` of each, or two of the largest batches."""
     room = prompt_room(target, settings.max_new_tokens, most_nodes)
     limit = min(settings.max_prompt_tokens or room, room)
-    suites, prompts = split_prompts(settings.prompts), []
-    if not all(suites):
-        raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, separated by commas")
     if context is not None:
         if context > room:
             raise UserError(
@@ -178,7 +175,29 @@ def choose_prompts(
                 f"{target.name} has room for {room}; ask for shorter ones"
             )
         count = settings.num_prompts or 2 * max(batch_size for _, batch_size in settings.points)
+        suites = split_prompts(settings.prompts)
         return [prompt for suite in suites for prompt in windows(suite, tokenizer, context, count)]
+    length = limit + settings.max_new_tokens + 1
+    engine = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=length))
+
+    def answer(prompts: Sequence[Prompt]) -> list[str]:
+        answers = engine.generate([Request(list(p.ids), settings.max_new_tokens) for p in prompts])
+        return [str(tokenizer.decode(answer.tokens, skip_special_tokens=True)) for answer in answers]
+
+    return read_prompts(settings, tokenizer, limit, answer)
+
+
+def read_prompts(
+    settings: BenchSettings,
+    tokenizer: PreTrainedTokenizerBase | None,
+    limit: int,
+    answer: Callable[[Sequence[Prompt]], list[str]],
+) -> list[Prompt]:
+    """Return the prompts of every suite of at most `limit` tokens, including later turns of conversations, which follow
+    the texts of `answer`. Without a tokenizer, prompts have messages and no token ids."""
+    suites, prompts = split_prompts(settings.prompts), []
+    if not all(suites):
+        raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, separated by commas")
     for suite in suites:
         prompts += load_prompts(
             suite,
@@ -189,12 +208,10 @@ def choose_prompts(
             skip_long=settings.skip_long,
         )
     open_turns = [prompt for prompt in prompts if prompt.later_turns]
-    length = limit + settings.max_new_tokens + 1
-    engine = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=length))
     while open_turns:
-        answers = engine.generate([Request(list(p.ids), settings.max_new_tokens) for p in open_turns])
-        texts = [str(tokenizer.decode(answer.tokens, skip_special_tokens=True)) for answer in answers]
-        grown = [follow_up(prompt, text, tokenizer) for prompt, text in zip(open_turns, texts, strict=True)]
+        grown = [
+            follow_up(prompt, text, tokenizer) for prompt, text in zip(open_turns, answer(open_turns), strict=True)
+        ]
         grown = [prompt for prompt in grown if len(prompt.ids) <= limit]  # not an error: the file's first turn fits
         prompts += grown
         open_turns = [prompt for prompt in grown if prompt.later_turns]

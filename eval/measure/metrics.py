@@ -37,6 +37,12 @@ def tau(outputs: Sequence[Output]) -> float:
     return _ratio(sum(o.decoded for o in outputs), sum(o.rounds for o in outputs))
 
 
+def tau_per_request(outputs: Sequence[Output]) -> float | None:
+    """Return the mean of the outputs' own acceptance lengths, whatever their number of rounds."""
+    each = [o.decoded / o.rounds for o in outputs if o.rounds]
+    return sum(each) / len(each) if each else None
+
+
 def tau_interval(outputs: Sequence[Output]) -> Interval | None:
     return ratio_interval([o.decoded for o in outputs], [o.rounds for o in outputs])
 

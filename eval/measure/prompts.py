@@ -51,6 +51,9 @@ HELD_OUT_TOKENS = (64, 128)  # minimum and maximum number of tokens of a prompt 
 HELD_OUT_REST = 64  # minimum number of tokens of the excerpt after the prompt, so that there is text to continue
 EXCERPT_CHARACTERS = 4_000
 MOST_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
+PREPARED = {"speed_bench": "data/speed/qualitative/test.parquet"}
+"""Files of suites that may not be shared, where their own scripts put them: NVIDIA's prepare_data.py, of
+Model-Optimizer's examples/specdec_bench."""
 ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
 LATER_TURN = re.compile(r"#\d+$")
 """End of the id of a prompt that `follow_up` made."""
@@ -77,7 +80,7 @@ class Prompt:
 
 def load_prompts(
     suite_or_path: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     num_prompts: int | None = None,
     max_prompt_tokens: int,
@@ -88,9 +91,10 @@ def load_prompts(
     """Return the prompts of one suite or file: at most `num_prompts`, spread evenly over the suite.
 
     A prompt of more than `max_prompt_tokens` raises UserError with its place and `remedy`. With `skip_long` it is left
-    out instead.
+    out instead. Without a tokenizer, prompts have messages and no token ids.
     """
     if suite_or_path == HELD_OUT_SUITE:
+        assert tokenizer is not None
         prompts = held_out_prompts(tokenizer, num_prompts or 64, max_prompt_tokens, seed)
     else:
         suite = suite_name(suite_or_path)
@@ -144,12 +148,13 @@ def split_prompts(text: str) -> list[str]:
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """Return a hash of the prompts' token ids. Two results can be compared only if it is the same."""
-    ids = json.dumps([prompt.ids for prompt in prompts], separators=(",", ":"))
+    """Return a hash of the prompts' token ids, or of the texts of prompts without. Two results can be compared only if
+    it is the same."""
+    ids = json.dumps([prompt.ids or prompt.text for prompt in prompts], separators=(",", ":"))
     return hashlib.sha256(ids.encode()).hexdigest()[:16]
 
 
-def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     """Return the prompt of the next turn: the conversation, the target's own answer, and the user's next turn."""
     assert prompt.later_turns, f"{prompt.id} has no further turn"
     said, *later = prompt.later_turns
@@ -210,11 +215,18 @@ def suite_records(suite_or_path: str) -> Iterator[Record]:
         return read_records(suite_or_path)
     if suite_or_path in HUB_SUITES:
         return read_hub(suite_or_path, **HUB_SUITES[suite_or_path])
-    known = ", ".join([HELD_OUT_SUITE, *HUB_SUITES])
+    if file := PREPARED.get(suite_or_path):
+        if not is_file(file):
+            raise UserError(
+                f"{suite_or_path}: expected {file}, which NVIDIA's prepare_data.py writes (--config qualitative, in "
+                "Model-Optimizer's examples/specdec_bench); make it, or name the file where it is"
+            )
+        return read_records(file)
+    known = ", ".join([HELD_OUT_SUITE, *HUB_SUITES, *PREPARED])
     raise UserError(f"{suite_or_path}: no such file, and no suite of that name; known suites: {known}")
 
 
-def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     """Return a record as a prompt: its first user turn, after its system message if it has one."""
     where, fields = record
     key = next((key for key in TEXT_KEYS if fields.get(key)), None)
@@ -233,7 +245,7 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase) ->
         )
     messages = [*system, {"role": "user", "content": turns[0]}]
     text, ids = render(messages, tokenizer)
-    if not ids:
+    if not ids and tokenizer is not None:
         raise UserError(f"{where}: {key}: the prompt has no tokens; write some text, or take it out")
     name = next((str(fields[k]) for k in ID_KEYS if k in fields), where.rsplit(":", 1)[1].strip())
     category = str(fields.get("category") or suite)
@@ -250,18 +262,19 @@ def read_opening(record: Record, key: str) -> tuple[list[Message], list[str]]:
             raise UserError(f"{where}: {key}: expected text or a list of texts, got {shown(value)}")
         return with_context(record, [])[0], value
     said, _ = with_context(record, read_turns(record, key))
-    opening = [message["content"] for message in said if message["role"] == "user"][:1]
+    answered = any(message["role"] == "assistant" for message in said)
+    opening = [message["content"] for message in said if message["role"] == "user"][: 1 if answered else None]
     if not opening:
         raise UserError(f"{where}: {key}: expected a message of role user, got none")
     return [message for message in said[:1] if message["role"] == "system"], opening
 
 
-def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:
+def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, tuple[int, ...]]:
     """Return the text and token ids of a conversation, ready for an answer. Without a chat template, messages are
-    joined with blank lines."""
-    if tokenizer.chat_template is None:
+    joined with blank lines; without a tokenizer there are no ids."""
+    if tokenizer is None or tokenizer.chat_template is None:
         text = "\n\n".join(message["content"] for message in messages)
-        return text, encode(text, tokenizer)
+        return text, () if tokenizer is None else encode(text, tokenizer)
     text = apply_template(messages, tokenizer, add_generation_prompt=True)
     return text, tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 

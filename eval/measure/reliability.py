@@ -17,6 +17,7 @@ FEWEST_TOKENS = 64
 """Number of timed tokens below which there is no speedup."""
 AUDIT_FAILED = "the audit failed"
 MACHINE_BUSY = "the machine was busy"
+NO_BASELINE = "no plain server was measured"
 TOO_FEW_TOKENS = f"fewer than {FEWEST_TOKENS} tokens"
 
 
@@ -24,7 +25,9 @@ def why_unreliable(figures: dict[str, Any]) -> str | None:
     """Return the reason why the speedup of a setting may not be printed, or None if it is reliable."""
     speedup = figures["speedup"]
     if speedup is None:
-        return AUDIT_FAILED
+        return (
+            NO_BASELINE if figures.get("baseline", {}) is None and not figures["exact"]["divergences"] else AUDIT_FAILED
+        )
     measured = speedup["measured"]
     if measured is None or math.isnan(measured) or speedup.get("tokens", FEWEST_TOKENS) < FEWEST_TOKENS:
         return TOO_FEW_TOKENS

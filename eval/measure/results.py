@@ -68,17 +68,23 @@ class Exact(Part):
     near_ties: list[Any] = []
     kind: Literal["distribution"] | None = None
     greedy: Identical | None = None
+    against: Literal["runtime", "plain server", "nothing"] | None = None
+    """What a server's texts were compared with. Only the runtime judges differences."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        if len({self.kind is not None, self.greedy is not None, self.identical is None}) > 1:
+        uncompared = self.identical is None and self.against != "nothing"
+        if len({self.kind is not None, self.greedy is not None, uncompared}) > 1:
             raise ValueError("kind distribution, greedy, and identical null go together")
         return self
 
 
 class Tau(Part):
     mean: Tokens
+    """Of all rounds."""
     ci95: Interval
+    per_request: Tokens | None = None
+    """Mean of the prompts' own."""
 
 
 class Bin(Tau):
@@ -90,23 +96,23 @@ class Bin(Tau):
 class Baseline(Part):
     tokens_per_second: Number
     ms_per_token: Number
-    token_ms: Annotated[dict[Percentiles, Number], Field(min_length=3)]
+    token_ms: Annotated[dict[Percentiles, Number | None], Field(min_length=3)]
     step_ms: Steps = {}
 
 
 class Speculative(Part):
     tokens_per_second: Number
     ms_per_round: Number
-    token_ms: Annotated[dict[Percentiles, Number], Field(min_length=3)]
-    breakdown_ms: Annotated[dict[Phases, Number], Field(min_length=4)]
-    plain_step_ms: Annotated[float, Field(gt=1e-9, le=1e9)]
+    token_ms: Annotated[dict[Percentiles, Number | None], Field(min_length=3)]
+    breakdown_ms: Annotated[dict[Phases, Number], Field(min_length=4)] | None = None
+    plain_step_ms: Annotated[float, Field(gt=1e-9, le=1e9)] | None = None
     round_ms: Steps = {}
 
 
 class Speedup(Part):
     measured: Number
     ci95: Interval
-    predicted: Number
+    predicted: Number | None
     tokens: Whole = 0
     ratio_of_medians: Number | None = None
 
@@ -127,16 +133,19 @@ class Figures(Part):
     tau_by_position: list[Bin] = []
     alpha: Annotated[list[Share | None], Field(min_length=1)]
     accepted_histogram: Annotated[list[Whole], Field(min_length=1)]
-    baseline: Baseline
+    first_token_ms: dict[Percentiles, Number] = {}
+    baseline: Baseline | None
+    """None for a server that was measured without a plain one."""
     speculative: Speculative
     speedup: Speedup | None
     turns: dict[Literal["timed", "left_out"], Whole] = {}
-    loop_share: Share
+    loop_share: Share | None
     undecoded: Whole
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        if not sum(self.speculative.breakdown_ms.values()) > 0:
+        phases = self.speculative.breakdown_ms
+        if phases is not None and not sum(phases.values()) > 0:
             raise ValueError("breakdown_ms: expected times above 0")
         return self
 
@@ -169,21 +178,23 @@ class Suite(Part):
 
     exact: Exact
     tau: SuiteTau
-    baseline: SuiteBaseline
+    baseline: SuiteBaseline | None
     speculative: SuiteSpeculative = SuiteSpeculative()
     speedup: SuiteSpeedup | None
-    loop_share: Share
+    loop_share: Share | None
 
 
 class Target(Part):
+    """Only the name is known of a target that a server has and that is not here."""
+
     name: str
-    architecture: str
-    fingerprint: str
-    weight_bytes: Whole
-    parameters: Whole
-    layers: Whole
-    hidden_size: Whole
-    vocab_size: Whole
+    architecture: str | None = None
+    fingerprint: str | None = None
+    weight_bytes: Whole | None = None
+    parameters: Whole | None = None
+    layers: Whole | None = None
+    hidden_size: Whole | None = None
+    vocab_size: Whole | None = None
 
 
 class HeadConfig(Part):
@@ -203,6 +214,13 @@ class Head(Part):
     aux_layer_ids: list[int]
     config: HeadConfig
     origin: Origin | None = None
+
+
+class Served(Part):
+    name: str
+    url: str
+    model: str
+    plain_url: str | None
 
 
 class Device(Part):
@@ -264,6 +282,8 @@ class File(Figures):
     measured_at: Time
     target: Target
     head: Head
+    server: Served | None = None
+    """Of a measurement of a server; None: measured here."""
     device: Device
     dtype: str
     command: list[str] = []
@@ -336,7 +356,7 @@ def figures_of(results: Results) -> dict[str, float | None]:
         **{f"{name}_low": ends and ends[0] for name, ends in spread.items()},
         **{f"{name}_high": ends and ends[1] for name, ends in spread.items()},
         "tokens_per_second": None if withheld else results["speculative"]["tokens_per_second"],
-        "plain_tokens_per_second": results["baseline"]["tokens_per_second"],
+        "plain_tokens_per_second": results["baseline"] and results["baseline"]["tokens_per_second"],
         "ms_per_round": None if withheld else results["speculative"]["ms_per_round"],
         "loop_share": results["loop_share"],
         **{f"alpha_{depth}": alpha for depth, alpha in enumerate(results["alpha"], start=1)},

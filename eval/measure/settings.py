@@ -200,7 +200,8 @@ def add_measure_options(parser: Parser) -> None:
         dest="batch_sizes",
         type=counts,
         default="1",
-        help="prompts decoded together; separate several with commas, and each is measured",
+        help="prompts decoded together, or requests in flight to --server; separate several with commas, and each is "
+        "measured",
     )
     add(
         "--context",
@@ -211,6 +212,8 @@ def add_measure_options(parser: Parser) -> None:
         help="cut prompts of so many tokens from the texts of --prompts; separate several with commas; default: the "
         "prompts as they are",
     )
+    add("--server", metavar="URL", help="measure this running vLLM or SGLang, with or without a head named")
+    add("--plain-server", metavar="URL", help="the same target served without a draft, for the speedup of --server")
     add("--repeats", type=count, default=known.repeats, help="times that each setting decodes each prompt")
     add(
         "--no-timing",

@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from eval.measure.acceptance import acceptance_profile, load_test
 from eval.measure.results import Results
 from eval.pages import format
 from eval.pages.format import LOCAL_MODEL
@@ -92,6 +93,7 @@ def measured_values(results: Results) -> dict[str, Any]:
         ["speedup over plain decoding", format.speedup_text(results)],
         [compared, format.exact_cell(results)],
     ]
+    profile = acceptance_profile(results)
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     return {
         "headline": Table("", [], ["", setting], rows).markdown(),
@@ -103,6 +105,7 @@ def measured_values(results: Results) -> dict[str, Any]:
         "audit": format.sentence(format.audit_line(results)),
         "headline_setting": setting,
         "alpha": ", ".join(format.percent(value) for value in format.reached(results["alpha"])),
+        "load_test": profile and load_test(profile, results["target"]["name"]),
         "warnings": [format.as_markdown(warning) for warning in format.warnings(results)],
     }
 

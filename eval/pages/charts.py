@@ -63,7 +63,7 @@ def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
     setting = setting_text(results)
     if len(known := reliable(results["measurements"])) >= FEWEST:
         found.append(row_chart("speedup", known))
-    if why_unreliable(results) is None:
+    if why_unreliable(results) is None and "server" not in results:
         note = (
             "One round by phase, above the time that plain decoding takes for as many tokens. The ratio of the two "
             f"bars is the speedup that the costs predict, {number(results['speedup']['predicted'])}x; measured: "

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 from eval.measure.command import AUTO
 from eval.measure.folders import short_name as short_name
-from eval.measure.reliability import AUDIT_FAILED, MACHINE_BUSY, TOO_FEW_TOKENS, is_believable, is_uneven, most_uneven
+from eval.measure.reliability import (
+    AUDIT_FAILED,
+    MACHINE_BUSY,
+    NO_BASELINE,
+    TOO_FEW_TOKENS,
+    is_believable,
+    is_uneven,
+    most_uneven,
+)
 from eval.measure.reliability import headline as headline
 from eval.measure.reliability import why_unreliable as why_unreliable
 from eval.measure.results import Results
@@ -44,7 +52,7 @@ def tau_text(figures: Results) -> str:
 
 
 def speculative_text(figures: Results) -> str:
-    if (why := why_unreliable(figures)) is not None:
+    if (why := why_unreliable(figures)) not in (None, NO_BASELINE):
         return "withheld" if why == AUDIT_FAILED else NOT_RELIABLE
     return number(figures["speculative"]["tokens_per_second"], 1)
 
@@ -85,6 +93,13 @@ def count(value: float) -> str:
 def audit_line(results: Results) -> str:
     """Return the line that states how many outputs were the target's own."""
     exact, settings = results["exact"], len(results.get("measurements", ()))
+    if exact.get("against") == "nothing":
+        return (
+            "texts were not compared: greedy ones are, with the target here (--target) or with a plain server "
+            "(--plain-server)"
+        )
+    if exact.get("against") == "plain server":
+        return f"texts equal to the plain server's: {exact['identical']} of {exact['prompts']}"
     if exact.get("kind") == "distribution":
         greedy = exact["greedy"]
         return (
@@ -113,7 +128,7 @@ def exact_cell(figures: Results) -> str:
     """Return the number of prompts with plain decoding's output, as in `12 of 12`, or `in distribution`."""
     exact = figures["exact"]
     if exact["identical"] is None:
-        return "in distribution"
+        return "not compared" if "against" in exact else "in distribution"
     return f"{exact['identical']} of {exact['prompts']}{near_tie_text(exact)}"
 
 
@@ -154,7 +169,8 @@ def heading(results: Results) -> str:
     target = short_name(results["target"]["name"])
     if "heads" in results:
         return f"{plural(len(results['heads']), 'head')} on {target}"
-    return f"{results['head']['kind']} on {target}"
+    served = f", served by {results['server']['name']}" if "server" in results else ""
+    return f"{results['head']['kind']} on {target}{served}"
 
 
 def sampling_text(temperature: float) -> str:
@@ -175,12 +191,13 @@ def setting_line(results: Results) -> str:
     if conversations < count:
         prompts = f"{plural(conversations, 'conversation')}, {plural(count, 'turn')}"
     batch = ", ".join(map(str, settings.get("batch_sizes") or [settings["batch_size"]]))
+    batch = f"{batch} in flight" if "server" in results else f"batch {batch}"
     rule = "" if results.get("rule", "match") == "match" else f", rule {results['rule']}"
     neutral = {"top_k": 0, "top_p": 1, "min_p": 0}
     kept = {name: value for name in neutral if (value := settings.get(name, neutral[name])) != neutral[name]}
     filters = [f"{name.replace('_', '-')} {value:g}" for name, value in kept.items()]
     new = f"{settings['max_new_tokens']} new tokens"
-    return f"{prompts} of {names}, {', '.join([new, *filters])}, batch {batch}{rule}; {device_text(results)}"
+    return f"{prompts} of {names}, {', '.join([new, *filters])}, {batch}{rule}; {device_text(results)}"
 
 
 def subtitle(results: Results) -> str:
@@ -286,6 +303,9 @@ def warnings(results: Results) -> list[str]:
     if (distinct := results["settings"].get("distinct_prompts", prompts)) != prompts:
         different = f"{distinct} of {prompts} prompts are different"
         found.append(f"{different}: the intervals, which take each for another, are too narrow")
+    exact = results["exact"]
+    if exact.get("against") == "plain server" and exact["identical"] < exact["prompts"]:
+        found.append("some texts are not the plain server's; only the target here could tell rounding from an error")
     if short := [m for m in measurements if why_unreliable(m) == TOO_FEW_TOKENS]:
         without = no_speedup(short, measurements)
         found.append(f"{TOO_FEW_TOKENS} were timed: {without}; allow more new tokens, or take more prompts")

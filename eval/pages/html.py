@@ -12,7 +12,7 @@ from eval.measure.results import Results
 from eval.pages import format
 from eval.pages.drawing import COLOURS, Chart, inline_svg
 from eval.pages.format import NOT_RELIABLE
-from eval.pages.tables import comparison_table, settings_table, suites_table
+from eval.pages.tables import Table, comparison_table, first_token_text, settings_table, suites_table
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 DARK = {
@@ -44,10 +44,14 @@ class Tile:
 
 
 def render_page(
-    results: Results, charts: Sequence[Chart], remarks: Sequence[str] = (), serve: str | None = None
+    results: Results,
+    charts: Sequence[Chart],
+    remarks: Sequence[str] = (),
+    serve: str | None = None,
+    beside: Sequence[Table] = (),
 ) -> str:
     """Return the page of a results.json or of a compare.json. `remarks` stand in the place of charts of few points;
-    `serve` is the command that serves the head."""
+    `serve` is the command that serves the head, and `beside` a table of another measurement of it."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"svg": inline_svg, "sentence": format.sentence, "number": format.number}
     several = "heads" in results
@@ -57,7 +61,7 @@ def render_page(
     else:
         page = {
             "tiles": tiles(results),
-            "tables": [settings_table(results), *suites_table(results)],
+            "tables": [settings_table(results), *beside, *suites_table(results)],
             "samples": [sample_rounds(sample) for sample in results["samples"]],
             "loops": format.percent(results["loop_share"]),
         }
@@ -78,6 +82,7 @@ def render_page(
         warnings=format.warnings(results),
         charts=charts,
         facts=[("Target", target_facts(results["target"])), *heads, *measurement_facts(results)],
+        is_served="server" in results,
         is_in_distribution="kind" in results["exact"],
         light=COLOURS,
         dark=DARK,
@@ -88,10 +93,13 @@ def render_page(
 def tiles(results: Results) -> list[Tile]:
     """Return the tiles of the headline's figures."""
     speed, plain, tau = results["speedup"], results["baseline"], results["tau"]
-    rate = f"tokens/s, {format.number(plain['ms_per_token'])} ms a token"
-    own = Tile("plain decoding", format.number(plain["tokens_per_second"], 0), rate)
     note = interval_note(tau["ci95"], "plain decoding has 1")
     length = Tile("tau, tokens per target pass", format.number(tau["mean"]), note)
+    if plain is None:
+        speed_tile = Tile("tokens per second", format.speculative_text(results), results["server"]["name"])
+        return [length, speed_tile, Tile("time to first token", first_token_text(results), "median")]
+    rate = f"tokens/s, {format.number(plain['ms_per_token'])} ms a token"
+    own = Tile("plain decoding", format.number(plain["tokens_per_second"], 0), rate)
     if speed is None:
         withheld = "withheld", "the audit failed"
         return [Tile("speedup", *withheld), length, own, Tile("speculative decoding", *withheld)]
@@ -132,6 +140,8 @@ def sample_rounds(sample: Results) -> Results:
 
 
 def target_facts(target: Results) -> Facts:
+    if target.get("parameters") is None:  # a server's, which is not here
+        return [("name", target["name"])]
     size = f"{format.count(target['parameters'])} parameters, {target['layers']} layers of {target['hidden_size']}"
     return [
         ("name", target["name"]),

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
 from eval.measure.folders import RESULTS, folders_of, newest_results
 from eval.measure.results import Results, read_log
 from eval.pages.card import CARD, quoted, render_card
@@ -96,6 +97,8 @@ def collect(
     if figures is not None and place is not None:
         shown = public_results(figures, repo_id, target)
         files[RESULTS] = as_json(shown)
+        if (profile := acceptance_profile(shown)) is not None:
+            files[ACCEPTANCE] = as_json(profile)
         if (place / PLOT).is_file():
             files[PLOT] = place / PLOT
     if (folder.parent / RECIPE).is_file():

@@ -6,12 +6,13 @@ from rich import box, table
 from rich.console import Console
 from rich.markup import escape
 
+from eval.measure.folders import BENCH, folders_of, newest_results
 from eval.measure.results import Results, read_log
 from eval.pages import format
 from eval.pages.card import CARD, model_card
 from eval.pages.format import NOT_RELIABLE
 from eval.pages.publish import serve_command
-from eval.pages.tables import Table, audit_table, comparison_table, headline_table, settings_table
+from eval.pages.tables import Table, audit_table, beside_table, comparison_table, headline_table, settings_table
 from heads.core.files import write_text
 
 SHOWN_DIVERGENCES = 5
@@ -81,7 +82,8 @@ def print_audit(results: Results, console: Console) -> None:
 
 def write_report(results: Results, folder: Path) -> None:
     """Write plots/, report.html and the model card in README.md, with the training curves if there is a metrics.jsonl.
-    For several heads, write plots/, compare.html and compare.md."""
+    For several heads, write plots/, compare.html and compare.md. If the head's run also has a measurement of the other
+    kind, here or in a server, the page shows both."""
     from eval.pages.charts import comparison_charts, head_charts, remarks  # matplotlib takes a second to import
     from eval.pages.drawing import write_charts
     from eval.pages.html import render_page
@@ -91,10 +93,16 @@ def write_report(results: Results, folder: Path) -> None:
     charts = comparison_charts(format.fastest(results)) if several else head_charts(results, log)
     write_charts(charts, caption, folder / "plots")
     said, serve = [] if several else remarks(results, log), serve_command(results)
-    write_text(folder / ("compare.html" if several else "report.html"), render_page(results, charts, said, serve))
+    beside: list[Table] = []
+    if not several:
+        run = folder.parent.parent if folder.parent.name == BENCH else folder
+        other = newest_results(folders_of(run), served="server" not in results)
+        beside = [table for table in [beside_table(results, other[1])] if table.rows] if other else []
+    page = render_page(results, charts, said, serve, beside)
+    write_text(folder / ("compare.html" if several else "report.html"), page)
     if several:
         write_text(folder / "compare.md", markdown(results))
-    else:
+    elif "server" not in results:
         write_text(folder / CARD, model_card(results, serve=serve))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from eval.measure.results import Results
 from eval.pages import format
-from eval.pages.format import BRACKETS, NOT_RELIABLE, TURNS
+from eval.pages.format import BRACKETS, MISSING, NOT_RELIABLE, TURNS
 
 
 @dataclass(frozen=True)
@@ -26,47 +26,76 @@ class Table:
 
 def headline_table(results: Results) -> Table:
     rows = [["tau, tokens per target pass", format.tau_text(results)]]
+    if (each := results["tau"].get("per_request")) is not None:
+        rows.append(["mean of each prompt's tau", format.number(each)])
     for depth, alpha in enumerate(format.reached(results["alpha"]), start=1):
         rows.append([f"accepted at depth {depth}", format.percent(alpha, 1)])
-    rows.append(["plain tokens/s", format.number(results["baseline"]["tokens_per_second"], 1)])
+    if results["baseline"] is not None:
+        rows.append(["plain tokens/s", format.number(results["baseline"]["tokens_per_second"], 1)])
+    elif results["speedup"] is None:
+        rows.append(["tokens/s", format.speculative_text(results)])
+    if "server" in results:
+        rows.append(["time to first token, median", first_token_text(results)])
     if results["speedup"] is not None:
         speedup = format.speedup_text(results)
         if speedup.startswith(NOT_RELIABLE):  # a warning below the table has the reason
             speedup = NOT_RELIABLE
         rows.append(["speculative tokens/s", format.speculative_text(results)])
         rows.append(["speedup over plain decoding", speedup])
-        if format.why_unreliable(results) is None:
+        if format.why_unreliable(results) is None and results["speedup"]["predicted"] is not None:
             rows.append(["speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x"])
     rows.append(["outputs that end in a loop", format.percent(results["loop_share"])])
     bold = frozenset(n for n, (name, _) in enumerate(rows) if name.startswith(("tau", "speedup over")))
     return Table("", [], ["", format.setting_text(results)], rows, bold)
 
 
+def first_token_text(figures: Results) -> str:
+    return f"{format.number(figures['first_token_ms']['p50'], 1)} ms"
+
+
 def settings_table(results: Results) -> Table:
     """Return all measured settings of one head."""
-    exact, rows = format.is_exact(results), []
+    served, rows = "server" in results, []
+    predicts = format.is_exact(results) and not served
     for m in results["measurements"]:
-        predicted = format.MISSING
-        if format.why_unreliable(m) is None:
+        predicted = MISSING
+        if predicts and format.why_unreliable(m) is None:
             predicted = f"{format.number(m['speedup']['predicted'])}x"
-        plain = format.number(m["baseline"]["tokens_per_second"], 1)
-        cells = [format.setting_text(m), format.speedup_cell(m), format.tau_text(m), plain]
+        plain = m["baseline"] and m["baseline"]["tokens_per_second"]
+        cells = [format.setting_text(m), format.speedup_cell(m), format.tau_text(m), format.number(plain, 1)]
         cells.append(format.speculative_text(m))
-        rows.append([*cells, *([predicted] if exact else []), format.exact_cell(m)])
-    searches = [format.sentence(format.search_line(search)) for search in results.get("auto", ()) if exact]
-    turns = "Plain and speculative decoding took turns on the same prompts."
+        last = [first_token_text(m)] if served else [predicted] * predicts
+        rows.append([*cells, *last, format.exact_cell(m)])
+    searches = [format.sentence(format.search_line(search)) for search in results.get("auto", ()) if predicts]
+    turns = "Plain and speculative decoding took turns on the same prompts." if results["baseline"] else ""
     places = [(m["tree"], m["temperature"], format.point_text(m)) for m in (results, *results["measurements"])]
     return Table(
         "Settings measured",
-        [*searches, f"{turns} {BRACKETS} {format.left_out_text(results)}".rstrip()],
+        [*searches, f"{turns} {BRACKETS} {format.left_out_text(results)}".strip()],
         [
             *("draft", "speedup", "tau", "plain tok/s", "speculative tok/s"),
-            *(["predicted"] if exact else []),
+            *(["first token"] if served else ["predicted"] * predicts),
             "exact" if "kind" in results["exact"] else "identical",
         ],
         rows,
         frozenset(n for n, place in enumerate(places[1:]) if place == places[0]),
     )
+
+
+def beside_table(results: Results, other: Results) -> Table:
+    """Return measurements of one head here and in a server, at the temperatures and drafts that both have."""
+    here, served = (results, other) if "server" in other else (other, results)
+    rows = []
+    for m in served["measurements"]:
+        own = [n for n in here["measurements"] if all(n[key] == m[key] for key in ("tree", "temperature"))]
+        for where, n in [*(("here", n) for n in own), (served["server"]["name"], m)] if own else ():
+            accepted = " ".join(format.percent(alpha, 1) for alpha in n["alpha"])
+            cells = [f"{where}: {format.setting_text(n)}", format.tau_text(n), accepted, format.speculative_text(n)]
+            rows.append(cells)
+    same = here["settings"]["prompts_hash"] == served["settings"]["prompts_hash"]
+    prompts = "The prompts are the same." if same else "The prompts are not the same, which changes the figures."
+    days = f"Measured {here['measured_at'][:10]} here and {served['measured_at'][:10]} in the server."
+    return Table("Here and in the server", [f"{prompts} {days}"], ["", "tau", "accepted by depth", "tokens/s"], rows)
 
 
 def suites_table(results: Results) -> list[Table]:

@@ -185,7 +185,7 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     assert len(hub.commits) == 1
     held = hub.repos[REPO]
     files = {"config.json", "model.safetensors", "README.md", "plots/acceptance.png", "results.json", "recipe.yaml"}
-    assert held.keys() == {".gitattributes", *files}
+    assert held.keys() == {".gitattributes", "acceptance.json", *files}
     matter = front_matter(held["README.md"])
     card: Any = ModelCard(held["README.md"].decode()).data
     figures = {found.metric_type: found.metric_value for found in card.eval_results}

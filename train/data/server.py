@@ -11,10 +11,10 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from eval.measure.command import KEY_VARIABLE
 from heads.core.errors import UserError, first_line, shown
 from train.data.cache import AnswerStore
 from train.data.chats import Dialogue
-from train.data.settings import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from eval.runtime.request import Request

@@ -5,10 +5,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
+from eval.measure.command import KEY_VARIABLE
 from train.core.strict_yaml import Count, Name, Seed, Settings, Share, Temperature
 from train.data.sources import AnySource
-
-KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
 
 
 def _check_url(url: str) -> str:

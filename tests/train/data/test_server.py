@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from eval.measure.command import KEY_VARIABLE
 from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
 from heads.core.errors import UserError
@@ -19,7 +20,6 @@ from train.core.interrupts import Interrupted, Interrupts
 from train.data.cache import AnswerStore
 from train.data.chats import Dialogue, Prompts, lone
 from train.data.server import AnsweringServer, ServerClient, answer_by_server
-from train.data.settings import KEY_VARIABLE
 
 EOS = 1
 TOKENS = 6

@@ -1,0 +1,37 @@
+"""The acceptance profile agrees with the results that it is made of."""
+
+from typing import Any
+
+import pytest
+
+from eval.measure.acceptance import acceptance_profile, load_test
+
+
+def test_the_profile_says_the_acceptance_of_the_best_chain(results: dict[str, Any]) -> None:
+    chain = results["measurements"][0]
+    assert (chain["tree"], chain["temperature"]) == ("chain:2", 0.0)
+    chain["accepted_histogram"] = [40, 30, 30]
+    chain["tau"] |= {"mean": 1.9, "per_request": 1.8}
+    profile = acceptance_profile(results)
+    assert profile is not None
+    assert profile["marginal_accept_rates"] == [0.6, 0.3] and profile["conditional_accept_rates"] == [0.6, 0.5]
+    assert (profile["mean_accept_length"], profile["mean_accept_length_per_request"]) == (1.9, 1.8)
+    assert profile["acceptance_length_histogram"] == {"1": 40, "2": 30, "3": 30}
+    assert profile["accept_length_by_k"] == {"2": 1.9} and profile["validation"]["mean_consistency"]["passed"]
+    assert profile["measurement_conditions"]["prompts_hash"] == results["settings"]["prompts_hash"]
+    assert [m["temperature"] for m in profile["measurements"]] == [0.0, 1.0]  # the trees are none of it
+    assert '"synthetic_acceptance_rates": [0.6, 0.3]' in load_test(profile, "org/target")
+
+
+def test_trees_and_block_verification_have_no_profile(results: dict[str, Any]) -> None:
+    trees = [m for m in results["measurements"] if m["tree"].startswith("tree")]
+    assert trees and acceptance_profile(results | {"measurements": trees}) is None
+    block = [m | {"rule": "block"} for m in results["measurements"]]
+    assert acceptance_profile(results | {"measurements": block}) is None
+
+
+def test_tau_is_of_all_rounds_and_its_per_request_mean_of_each_prompts(results: dict[str, Any]) -> None:
+    chain = results["measurements"][0]
+    rounds = sum(chain["accepted_histogram"])
+    tokens = sum((n + 1) * count for n, count in enumerate(chain["accepted_histogram"]))
+    assert chain["tau"]["mean"] == pytest.approx(tokens / rounds) and chain["tau"]["per_request"] >= 1

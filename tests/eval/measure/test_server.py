@@ -1,0 +1,267 @@
+"""A served head measures as the same head here: tau, acceptance and texts, to the token."""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from eval import bench, report
+from eval.measure.command import exit_status
+from eval.measure.prompts import Prompt, load_prompts
+from eval.measure.server import Answer, count_rounds
+from eval.runtime.engine import Engine, EngineOptions, Request
+from heads.core.tree import parse_shape
+from heads.targets.model import FrozenTarget
+from tests.answering import QuietHandler, QuietServer
+from tests.eval.conftest import Bench, PairConfig, PairHead
+
+DEPTH, NEW = 3, 12
+
+
+class Speculating(QuietServer):
+    """vLLM or SGLang with a head. `generate` returns a request's tokens by round, and none of them is cut."""
+
+    def __init__(self, generate: Callable[[Request], list[list[int]]], folder: str, engine: str = "vllm") -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.generate, self.folder, self.engine = generate, folder, engine
+        self.counts: Counter[str] = Counter()
+        self.speculates, self.tells = True, False
+        """`tells`: vLLM says each answer's rounds with it."""
+        self.fault: Callable[[int], int | None] = lambda number: None
+        """Returns a status that replaces answer `number`, 0 to hang up, or None."""
+        self.asked, self.chats = 0, list[list[dict[str, str]]]()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.lock = threading.Lock()
+
+
+class Handler(QuietHandler):
+    server: Speculating
+
+    def do_GET(self) -> None:
+        server, name = self.server, f'{{model="{self.server.folder}",engine="0"'
+        counts = server.counts
+        lines = [f"vllm:generation_tokens_total{name}}} {counts['tokens']}.0"] if counts is not None else []
+        if server.speculates and lines:
+            lines.append(f"vllm:spec_decode_num_drafts_total{name}}} {counts['drafts']}.0")
+            lines.append(f"vllm:spec_decode_num_drafts_created{name}}} 1.7e+09")
+            lines += [
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{name},position="{k}"}} {counts[str(k)]}.0'
+                for k in range(DEPTH)
+            ]
+        card = {"id": "tiny", "owned_by": server.engine, "root": server.folder, "max_model_len": 128}
+        info = {"version": "9", "model_path": server.folder, "speculative_algorithm": "EAGLE3" * server.speculates}
+        replies = {
+            "/v1/models": json.dumps({"data": [card]}),
+            "/version": json.dumps({"version": "9"}),
+            "/server_info": json.dumps({**info, "speculative_num_steps": DEPTH}),
+            "/metrics": "\n".join(lines) if server.engine == "vllm" else "",
+        }
+        self.send(200, replies[self.path].encode())
+
+    def do_POST(self) -> None:
+        server, body = self.server, self.body()
+        with server.lock:
+            server.asked += 1
+            if (status := server.fault(server.asked - 1)) is not None:
+                if status:
+                    self.send(status, b"so")
+                return
+            if "messages" in body:
+                server.chats.append(body["messages"])
+            rounds = server.generate(Request(body.get("prompt") or [1, 2, 3], body["max_tokens"]))
+            gains = [len(tokens) - 1 for tokens in rounds[1:]]
+            length = min(sum(map(len, rounds)), body["max_tokens"])
+            histogram = [gains.count(n) for n in range(DEPTH + 1)]
+            if server.engine == "vllm":
+                server.counts.update(str(k) for gain in gains for k in range(gain))
+                server.counts["drafts"] += len(gains)
+                server.counts["tokens"] += length
+        left, events = body["max_tokens"], []
+        for tokens in rounds:
+            events.append({"choices": [{"text": "so", "token_ids": tokens[: max(left, 0)]}]})
+            left -= len(tokens)
+        last: dict[str, Any] = {"choices": [], "usage": {"completion_tokens": length}}
+        if server.engine == "sglang":
+            assert body["return_spec_tokens_details"]
+            last["sglext"] = {"spec_tokens_details": {"spec_correct_drafts_histogram": histogram}}
+        elif server.tells:
+            last["metrics"] = {"speculative_decoding": {"acceptance_histogram": histogram}}
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in [*events, last]) + "data: [DONE]\n\n"
+        self.send(200, text.encode())
+
+
+@contextmanager
+def running(server: Speculating) -> Iterator[Speculating]:
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def in_rounds(engine: Engine) -> Callable[[Request], list[list[int]]]:
+    """Return a function that generates as an engine with drafts does: the last round is not cut at the limit."""
+
+    def generate(request: Request) -> list[list[int]]:
+        whole = Request(request.prompt, request.max_new_tokens + DEPTH + 1)
+        (output,) = engine.generate([whole])
+        rounds, at = [output.tokens[:1]], 1
+        for emitted in output.emitted():
+            if at < request.max_new_tokens:
+                rounds.append(output.tokens[at : at + emitted])
+                at += emitted
+        return rounds
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def head(tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase, texts: Path) -> PairHead:
+    """A head that has seen the target's answers, and so drafts many of their tokens."""
+    prompts = load_prompts(str(texts), tiny_tokenizer, max_prompt_tokens=64)
+    engine, head = Engine(tiny_target, None, EngineOptions(max_length=128)), PairHead(PairConfig())
+    head.learn([output.tokens for output in engine.generate([Request(prompt.ids, NEW) for prompt in prompts])])
+    return head
+
+
+@pytest.fixture
+def served(tiny_target: FrozenTarget, tiny_target_dir: Path, head: PairHead) -> Iterator[Speculating]:
+    engine = Engine(tiny_target, head, EngineOptions(shape=parse_shape(f"chain:{DEPTH}"), max_length=128))
+    with running(Speculating(in_rounds(engine), str(tiny_target_dir))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
+    records = [{"prompt": prompt.text, "category": prompt.suite} for prompt in tiny_prompts]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def measure(served: Speculating, prompts: Path, out: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    options = ["--server", served.url, "--prompts", str(prompts), "--max-new-tokens", str(NEW), "--repeats", "1"]
+    status = exit_status(lambda: bench.main([*options, "--out", str(out), *more]))
+    file = out / "results.json"
+    return status, json.loads(file.read_text()) if file.is_file() else {}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_served_head_measures_as_it_does_here(
+    engine: str,
+    served: Speculating,
+    head: PairHead,
+    texts: Path,
+    tmp_path: Path,
+    bench: Bench,
+    tiny_target: FrozenTarget,
+) -> None:
+    served.engine = engine
+    bench(tmp_path, head, prompts=str(texts), trees=(f"chain:{DEPTH}",), max_new_tokens=NEW)
+    here = json.loads((tmp_path / "results.json").read_text())
+    assert here["tau"]["mean"] > 1.3
+    status, there = measure(served, texts, tmp_path / "bench/served", "--target", tiny_target.name)
+    assert status == 0
+    assert there["exact"] == {"prompts": 6, "identical": 6, "divergences": [], "near_ties": [], "against": "runtime"}
+    for figures, own in ((there, here), *((there["suites"][name], here["suites"][name]) for name in here["suites"])):
+        for name in ("tau", "alpha", "accepted_histogram", "loop_share", "undecoded"):
+            assert figures[name] == own[name]
+    assert there["settings"]["prompts_hash"] == here["settings"]["prompts_hash"] and there["speedup"] is None
+    assert report.main([str(tmp_path)]) == 0
+    for page in (tmp_path, tmp_path / "bench/served"):
+        assert "Here and in the server" in (page / "report.html").read_text()
+
+
+def test_rounds_said_with_answers_are_exact_with_several_in_flight(
+    served: Speculating, texts: Path, tmp_path: Path
+) -> None:
+    _, one = measure(served, texts, tmp_path / "one")
+    served.tells = True
+    _, several = measure(served, texts, tmp_path / "several", "--batch-size", "3,1")
+    first, second = several["measurements"]
+    for name in ("alpha", "accepted_histogram"):
+        assert first[name] == second[name] == one[name]
+    assert first["tau"] == second["tau"] == one["tau"] and one["exact"]["against"] == "nothing"
+
+
+def test_a_plain_server_gives_speedup_and_texts(
+    served: Speculating, tiny_target: FrozenTarget, texts: Path, tmp_path: Path
+) -> None:
+    with running(
+        Speculating(in_rounds(Engine(tiny_target, None, EngineOptions(max_length=128))), served.folder)
+    ) as twin:
+        twin.speculates = False
+        status, results = measure(served, texts, tmp_path / "a", "--plain-server", twin.url)
+        assert status == 0 and results["speedup"]["measured"] > 0 and results["baseline"]["tokens_per_second"] > 0
+        assert results["exact"]["against"] == "plain server" and results["exact"]["identical"] == 6
+        twin.generate = lambda request: [[5]] * request.max_new_tokens
+        _, results = measure(served, texts, tmp_path / "b", "--plain-server", twin.url)
+        assert results["exact"]["identical"] == 0
+        assert "only the target here" in (tmp_path / "b/report.html").read_text()
+        served.folder = twin.folder + "x"
+        assert measure(served, texts, tmp_path / "c", "--plain-server", twin.url) == (2, {})
+
+
+def refuse(served: Speculating, **attributes: Any) -> None:
+    for name, value in attributes.items():
+        setattr(served, name, value)
+
+
+REFUSED: dict[str, tuple[Callable[[Speculating], None], str]] = {
+    "away": (lambda s: refuse(s, url="http://127.0.0.1:1"), "/v1/models: no answer"),
+    "another program": (lambda s: refuse(s, engine="llamacpp"), "expected vLLM or SGLang"),
+    "no speculation": (lambda s: refuse(s, speculates=False), "does not speculate"),
+    "no counters": (lambda s: refuse(s, counts=None), "has no counters"),
+    "status 500": (lambda s: refuse(s, fault=lambda n: 500 if n == 3 else None), "status 500"),
+    "hangs up": (lambda s: refuse(s, fault=lambda n: 0 if n == 3 else None), "no answer"),
+    "other requests": (
+        lambda s: refuse(s, fault=lambda n: s.counts.update(tokens=n == 3)),
+        "measure it while it has no",
+    ),
+    "another target": (lambda s: refuse(s, generate=lambda r: [[5]] * r.max_new_tokens), "is not that of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_server_that_cannot_be_measured_is_one_line_and_leaves_nothing(
+    case: str,
+    served: Speculating,
+    tiny_target: FrozenTarget,
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alter, words = REFUSED[case]
+    alter(served)
+    out = tmp_path / "out"
+    named = ("--target", tiny_target.name) if case == "another target" else ()
+    assert measure(served, texts, out, *named) == (2, {})
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert words in line and served.url in line and not out.exists()
+
+
+def test_without_the_tokenizer_prompts_are_messages(served: Speculating, texts: Path, tmp_path: Path) -> None:
+    served.folder = "OWNER/ELSEWHERE"
+    status, results = measure(served, texts, tmp_path)
+    assert status == 0 and results["target"] == {"name": "OWNER/ELSEWHERE"}
+    assert all(isinstance(prompt, list) and prompt[-1]["role"] == "user" for prompt in served.chats) and served.chats
+
+
+def test_the_last_round_is_cut_where_the_answer_ends() -> None:
+    # Rounds accepted 3, 1 and 2 draft tokens; of the last one's 3 tokens the limit left 1.
+    answer = Answer(0.0, count=1 + 4 + 2 + 1, pieces=[(0.0, 1), (0.0, 4), (0.0, 2), (0.0, 1)])
+    rounds = count_rounds(3, [3, 2, 1], [answer])
+    assert (rounds.number, rounds.accepted, rounds.tested) == (3, [2, 1, 1], [2, 2, 1])
+    joined = Answer(0.0, count=8, pieces=[(0.0, 1), (0.0, 4), (0.0, 3)])  # its last piece is no round
+    assert count_rounds(3, [3, 2, 1], [joined]).accepted == [3, 2, 1]
+    without_a_draft = Answer(0.0, count=1 + 4 + 1, pieces=[(0.0, 1), (0.0, 4), (0.0, 1)])
+    assert count_rounds(1, [1, 1, 1], [without_a_draft]).number == 2
