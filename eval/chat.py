@@ -33,7 +33,7 @@ from eval.measure.command import (
     trees,
 )
 from eval.measure.settings import SERVED, served_sampling
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Heads that other projects published in their own forms, and heads to start training from.
 
 The config.json of draftsmith's heads names their kind and target. Any other head is read for a target that the user
-names. The first format that recognises the folder converts it (`heads.formats.engine.Format.read`). After that it is a
-head like any other.
+names. The first format that recognises the folder converts it (`heads.formats.engine_folder.Format.read`). After that
+it is a head like any other.
 """
 
 import json

@@ -8,7 +8,7 @@ from torch import Tensor
 from heads.core.contract import from_plain
 from heads.core.errors import UserError
 from heads.formats import blocks, draft_model, eagle3, medusa, mtp
-from heads.formats.engine import Format
+from heads.formats.engine_folder import Format
 from heads.methods.dflash import DFlash
 from heads.methods.dflash2 import DFlash2
 from heads.methods.draft_model import Draft

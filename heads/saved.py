@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import file_hash, is_full_disk, whole_folder
-from heads.formats.engine import Verdict, check_folder
+from heads.formats.engine_folder import Verdict, check_folder
 from heads.formats.source import DAMAGE
 from heads.registry import HEADS, UNTRAINED, kind_of
 from heads.targets.hub import repo_and_revision, with_names

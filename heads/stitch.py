@@ -18,7 +18,7 @@ from torch import Tensor
 
 from heads.core.errors import UserError, first_line
 from heads.core.files import whole_folder
-from heads.formats.engine import named_class, tensors
+from heads.formats.engine_folder import named_class, tensors
 from heads.formats.mtp import MTP, MtpLoader, module_shapes
 from heads.methods.mtp import LAYOUTS, SHARED, Mtp, find_modules, module_names
 from heads.published import open_any

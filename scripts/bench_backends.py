@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eval.measure.loading import chosen_prompts, open_target_of
     from eval.measure.results import write_record
     from eval.runtime.engine import Request
-    from eval.runtime.sampling import Sampling
+    from eval.runtime.sampling_params import Sampling
     from heads.core.errors import UserError
     from heads.targets.product import load
 

@@ -12,7 +12,7 @@ from heads.core.errors import UserError
 from train.entry import run_script
 from train.features.settings import CacheFeatures
 from train.recipe import Recipe
-from train.usage import keys_of
+from train.recipe_help import keys_of
 
 USAGE = "usage: python scripts/cache_features.py RECIPE.yaml [key.sub=value ...]"
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     from train.data.prepare import load_data
     from train.features.cached import fill_folder
     from train.head_settings import make_head
-    from train.opening import open_reader, open_run, open_source, read_recipe
+    from train.open_run import open_reader, open_run, open_source, read_recipe
 
     recipe = read_recipe(arguments)
     settings = recipe.features

@@ -57,9 +57,9 @@ WINDOW = 48
 def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
     import torch
 
-    from heads.targets.choose import choose_in_tiles, logits_in_tiles
+    from heads.targets.choose_token import choose_in_tiles, logits_in_tiles
+    from heads.targets.gumbel import gumbel
     from heads.targets.masks import additive
-    from heads.targets.noise import gumbel
     from heads.targets.slots import Verified, ancestors
     from heads.targets.tree_attention import for_groups, masked_attention, tree_attention
 
@@ -128,7 +128,7 @@ def forms(engine: "Engine") -> dict[str, bool]:
 def texts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
     from eval.runtime.engine import Engine, EngineOptions, Request
     from eval.runtime.identity import Judge
-    from eval.runtime.sampling import Sampling
+    from eval.runtime.sampling_params import Sampling
     from heads.core.tree import parse_shape
     from heads.registry import build_untrained
 
@@ -233,10 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     from eval.measure.environment import machine
-    from heads.targets import kernels
+    from heads.targets import triton_support
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kernels.ON_CPU = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    triton_support.ON_CPU = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     started = time.perf_counter()
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter multiplies no bfloat16

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from eval.measure.command import asks_usage
 from train.entry import LAUNCH, run_script
+from train.recipe_help import keys_of
 from train.target_recipe import TargetRecipe
-from train.usage import keys_of
 
 USAGE = f"usage: {LAUNCH} scripts/make_target.py RECIPE.yaml [key.sub=value ...]"
 

@@ -15,7 +15,7 @@ import torch
 
 from eval.measure.loading import load_pair
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.targets.model import FrozenTarget
 
 Answer = Callable[[Request], list[int]]

@@ -7,8 +7,8 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from eval.measure.records import Message
-from train.data.cache import Document, Reader
 from train.data.chats import encode_conversations, read_conversation
+from train.data.corpus import Document, Reader
 from train.data.screen import CLOSE, OPEN, marked
 from train.data.templates import ChatTemplate
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from train.entry import attempt
 from train.loop import Outcome, fit
-from train.opening import open_run
+from train.open_run import open_run
 from train.recipe import load_recipe
 
 Settings = dict[str, Any]

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from heads.targets import decoder, kernels, product
+from heads.targets import decoder, product, triton_support
 
 LOADERS = (product.find_compiler, product.load)
 
@@ -32,12 +32,12 @@ def forget_library() -> None:
 @contextmanager
 def kernels_on_cpu() -> Iterator[None]:
     """Run Triton's kernels on CPU tensors in its interpreter."""
-    before = kernels.ON_CPU
-    kernels.ON_CPU = True
+    before = triton_support.ON_CPU
+    triton_support.ON_CPU = True
     try:
         yield
     finally:
-        kernels.ON_CPU = before
+        triton_support.ON_CPU = before
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from eval.measure.settings import to_settings
 from eval.sweep import Sweep
 from heads.formats.blocks import TARGETS as BLOCK_TARGETS
 from heads.formats.eagle3 import EAGLE3
-from heads.formats.engine import ENGINES, SGLANG, VLLM
+from heads.formats.engine_folder import ENGINES, SGLANG, VLLM
 from heads.formats.medusa import OLD_VLLM
 from heads.formats.published_blocks import SCALED
 from heads.registry import HEADS, build_head

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from eval.measure.command import asks_usage, exit_status, print_line
 from train.recipe import Recipe, load_recipe
-from train.usage import keys_of
+from train.recipe_help import keys_of
 
 LAUNCH = "accelerate launch -q --config_file recipes/accelerate/local.yaml"
 PLAN = "--plan"

@@ -18,6 +18,7 @@ from eval.measure.progress import Progress
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
 from heads.saved import save_head, target_record
+from train.accelerator import wanted_mode
 from train.adapter import add_adapters
 from train.checkpoints import (
     RunState,
@@ -35,9 +36,8 @@ from train.data.packing import Mixture
 from train.data.prepare import load_data
 from train.features.source import FeatureSource
 from train.head_settings import make_head, resolved_head
-from train.launch import wanted_mode
 from train.measuring import Evaluation, Measured
-from train.opening import Run, open_reader, open_source
+from train.open_run import Run, open_reader, open_source
 from train.optim import lr_factor
 from train.parallel import Trained
 from train.recipe import MOST_EPOCHS, Recipe, Train, plain_settings, with_steps

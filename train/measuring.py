@@ -23,7 +23,7 @@ from eval.measure.metrics import acceptance_by_depth, tau
 from eval.measure.progress import Progress
 from eval.measure.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.contract import HEAD_TREE, Batch, DraftHead, most_nodes, shape_for
 from heads.core.errors import UserError
 from heads.core.tree import is_chain, parse_shape

@@ -14,9 +14,9 @@ from eval.measure.command import Parser, count
 from eval.pages.format import count as short
 from eval.pages.format import number, plural
 from heads.methods.recycling import total_memory
+from train.accelerator import wanted_mode
 from train.counting import HeadCount, TargetCount, count_run
 from train.fast_dtype import fastest_dtype, measured_tflops
-from train.launch import wanted_mode
 from train.recipe import Recipe
 from train.run import recipe_of
 from train.step import rows_per_step

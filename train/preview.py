@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from eval.measure.command import asks_usage, exit_status
 from train.recipe import Recipe
-from train.usage import keys_of
+from train.recipe_help import keys_of
 
 USAGE = "usage: python -m train.preview RECIPE.yaml [key.sub=value ...]"
 
@@ -26,9 +26,9 @@ def preview(arguments: Sequence[str]) -> int:
 
     from heads.targets.load import load_tokenizer
     from train.data.answers import find_prompts
-    from train.data.cache import Reader
+    from train.data.corpus import Reader
     from train.data.sources import read_source
-    from train.opening import read_recipe, rendering_of
+    from train.open_run import read_recipe, rendering_of
 
     recipe = read_recipe(arguments)
     data = recipe.data

@@ -11,7 +11,7 @@ from eval.measure.command import AUTO
 from eval.measure.prompts import HELD_OUT_SUITE
 from eval.measure.records import has_splits, is_local
 from eval.measure.settings import IN_A_RECIPE, BenchSettings
-from eval.runtime.sampling import check_rule
+from eval.runtime.sampling_params import check_rule
 from heads.core.contract import HEAD_TREE
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape

@@ -7,12 +7,12 @@ from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
 from eval.measure.results import read_results, write_record
 from eval.pages.report import write_report
 from heads.core.errors import UserError
-from heads.formats.engine import why_unfit
+from heads.formats.engine_folder import why_unfit
 from heads.saved import check_loaders, load_head, weights_hash
 from train.core.interrupts import Interrupted, Interrupts
 from train.core.processes import is_lost_process, on_main, tell_first
 from train.loop import Outcome, fit
-from train.opening import Run, open_run, read_recipe
+from train.open_run import Run, open_run, read_recipe
 from train.recipe import Eval, Recipe, load_recipe, plain_settings
 from train.run_folder import RunFolder
 

@@ -22,10 +22,10 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.errors import UserError
 from heads.core.files import check_folder, whole_folder, write_text
 from heads.targets.load import load_target
+from train.accelerator import make_accelerator
 from train.checkpoints import list_checkpoints
 from train.core.processes import on_main
-from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens
-from train.launch import make_accelerator
+from train.data.from_scratch import CHAT_TEMPLATE, END, prepare_text, special_tokens
 from train.parallel import flat, unflat
 from train.recipe import Train
 from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from heads.core.errors import UserError
 from train.core.strict_yaml import Count, Seed, Settings, check, read_settings
-from train.data.target_text import DataSettings, TokenizerSettings
+from train.data.from_scratch import DataSettings, TokenizerSettings
 
 Rate = Annotated[float, Field(gt=0)]
 

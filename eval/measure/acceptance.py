@@ -10,8 +10,8 @@ import shlex
 from itertools import accumulate, pairwise
 
 from eval.measure.folders import short_name
-from eval.measure.reliability import headline, why_unreliable
 from eval.measure.results import Results
+from eval.measure.speedup_checks import headline, why_unreliable
 
 ACCEPTANCE = "acceptance.json"
 METHODS = {"draft": "draft_model"}

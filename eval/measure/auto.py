@@ -13,10 +13,10 @@ from eval.measure.command import AUTO
 from eval.measure.measure import check_decoded, compare
 from eval.measure.metrics import rate_ratio, tau
 from eval.measure.prompts import Prompt, spread
-from eval.measure.reliability import why_unreliable
 from eval.measure.results import Results
 from eval.measure.settings import BenchSettings
-from eval.runtime.sampling import check_rule
+from eval.measure.speedup_checks import why_unreliable
+from eval.runtime.sampling_params import check_rule
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
 from heads.core.tree import TreeShape, parse_shape

@@ -13,10 +13,10 @@ from eval.measure.folders import short_name
 from eval.measure.loading import choose_prompts
 from eval.measure.measure import Comparison, compare, engine_options
 from eval.measure.prompts import Prompt
-from eval.measure.reliability import headline
 from eval.measure.results import SCHEMA_VERSION, Results
 from eval.measure.roofline import copy_bandwidth, roofline
 from eval.measure.settings import BenchSettings
+from eval.measure.speedup_checks import headline
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.graph import is_out_of_memory
 from heads.core.contract import HEAD_TREE, Drafter

@@ -31,7 +31,7 @@ from eval.measure.server import DRAFTS, Answer, Rounds, Server, count_rounds
 from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.identity import FAR, find_flips, first_difference
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.targets.hub import is_here
 from heads.targets.load import load_tokenizer
 from heads.targets.model import FrozenTarget

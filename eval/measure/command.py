@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.contract import HEAD_TREE, Drafter, shape_for
 from heads.core.errors import UserError, first_line
 from heads.core.files import is_full_disk

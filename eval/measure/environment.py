@@ -21,10 +21,10 @@ from heads.core.contract import Drafter
 from heads.registry import kind_of
 from heads.saved import weights_hash
 from heads.targets.decoder import why_not_native
-from heads.targets.kernels import runs_kernels
 from heads.targets.model import FrozenTarget
 from heads.targets.product import load
 from heads.targets.quantization import weight_bytes
+from heads.targets.triton_support import runs_kernels
 
 PACKAGES = (
     *("torch", "triton", "torchao", "transformers", "tokenizers"),

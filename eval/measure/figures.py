@@ -19,15 +19,15 @@ from transformers import PreTrainedTokenizerBase
 from eval.measure import metrics
 from eval.measure.measure import Comparison, Variant, check_decoded
 from eval.measure.prompts import spread
-from eval.measure.reliability import why_unreliable
 from eval.measure.results import Results
+from eval.measure.speedup_checks import why_unreliable
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import PHASES, Output
 from eval.runtime.identity import Judge, first_difference
 from eval.runtime.request import Detokenizer
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
+from heads.targets.gumbel import gumbel
 from heads.targets.model import FrozenTarget
-from heads.targets.noise import gumbel
 
 NUM_SAMPLES = 4
 Divergence = dict[str, Any]

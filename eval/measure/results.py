@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import to_json
 
-from eval.measure.reliability import why_unreliable
+from eval.measure.speedup_checks import why_unreliable
 from heads.core.errors import UserError, first_line
 from heads.core.files import write_bytes
 from heads.core.tree import MOST_NODES

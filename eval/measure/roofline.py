@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from eval.measure.reliability import is_believable
+from eval.measure.speedup_checks import is_believable
 from eval.runtime.engine import Engine
 from eval.runtime.graph import preserved
 from eval.runtime.request import Request
 from eval.runtime.round import read_prompts
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.targets.quantization import weight_bytes
 from heads.targets.slots import round_up

@@ -27,7 +27,7 @@ import openai
 
 from eval.measure.command import KEY_VARIABLE
 from eval.measure.prompts import Prompt
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError, first_line
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}

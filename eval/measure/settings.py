@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from eval.measure.command import AUTO, Parser, count, counts, draft_shapes, print_line, seed, temperatures, trees
 from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES, LATER_TURN, Prompt, prompts_hash, split_prompts
-from eval.runtime.sampling import RULES, Rule, Sampling, check_rule
+from eval.runtime.sampling_params import RULES, Rule, Sampling, check_rule
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError
 from heads.core.tree import TreeShape

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from eval.measure.command import AUTO
 from eval.measure.folders import short_name as short_name
-from eval.measure.reliability import (
+from eval.measure.results import Results
+from eval.measure.speedup_checks import (
     AUDIT_FAILED,
     MACHINE_BUSY,
     NO_BASELINE,
@@ -16,9 +17,8 @@ from eval.measure.reliability import (
     is_uneven,
     most_uneven,
 )
-from eval.measure.reliability import headline as headline
-from eval.measure.reliability import why_unreliable as why_unreliable
-from eval.measure.results import Results
+from eval.measure.speedup_checks import headline as headline
+from eval.measure.speedup_checks import why_unreliable as why_unreliable
 
 MISSING = "–"  # noqa: RUF001
 NOT_RELIABLE = "not measured"

@@ -21,7 +21,7 @@ from eval.measure.results import Results, read_log
 from eval.pages.card import CARD, quoted, render_card
 from eval.pages.format import LOCAL_MODEL, as_markdown, is_exact, why_unreliable
 from heads.core.errors import UserError
-from heads.formats.engine import ENGINES, Verdict, why_unfit
+from heads.formats.engine_folder import ENGINES, Verdict, why_unfit
 from heads.registry import HEADS, untrained_kind
 from heads.saved import CONFIG, check_loaders, find_head, load_head, read_config, trained_depth
 from heads.targets.hub import is_hub_id, repo_and_revision, with_names

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.measure.folders import short_name
-from eval.measure.reliability import why_unreliable
 from eval.measure.results import Results, figures_of
 from eval.measure.settings import SAMPLED, to_settings
+from eval.measure.speedup_checks import why_unreliable
 from heads.core.errors import UserError, first_line
 
 LONGEST_TAG = 64

@@ -14,9 +14,9 @@ Letters: B rows of the batch, W positions per row, V vocabulary, Vx columns of a
 import torch
 from torch import Tensor
 
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.tree import Pick
-from heads.targets.noise import gumbel
+from heads.targets.gumbel import gumbel
 
 SHARPNESS = 1.5
 """Factor on a greedy row's logits in the probabilities that rank a tree's nodes. A greedy target always takes its

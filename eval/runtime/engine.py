@@ -5,7 +5,7 @@
 
 Without a head the same code runs plain decoding: the baseline of every speedup and the reference of every audit. The
 output of a request depends only on the request, not on its row, the other rows or how often the host polls. Under the
-rule `match` it does not depend on the head or the tree either. The other rules (`eval.runtime.sampling`) produce
+rule `match` it does not depend on the head or the tree either. The other rules (`eval.runtime.sampling_params`) produce
 different samples from the same distribution.
 """
 
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.runtime.checks import open_step
 from eval.runtime.commit import Commit, RoundState
 from eval.runtime.distribution import RowSampling
 from eval.runtime.graph import CudaCapture, Rounds
@@ -27,8 +26,9 @@ from eval.runtime.request import Reports, RequestState, StopWatch, check_request
 from eval.runtime.request import Request as Request
 from eval.runtime.round import Decoder, read_prompts
 from eval.runtime.rules import make_rule
-from eval.runtime.sampling import Sampling as Sampling
-from eval.runtime.sampling import check_rule
+from eval.runtime.sampling_params import Sampling as Sampling
+from eval.runtime.sampling_params import check_rule
+from eval.runtime.self_check import open_step
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
 from heads.core.tree import ROOT_ONLY, TreeShape
@@ -66,7 +66,7 @@ class EngineOptions:
     shape: TreeShape = ROOT_ONLY
     """Shape of the draft trees; the root alone without a head."""
     rule: str = "match"
-    """Acceptance rule, one of `eval.runtime.sampling.RULES`."""
+    """Acceptance rule, one of `eval.runtime.sampling_params.RULES`."""
     batch_size: int = 1
     max_length: int
     """Number of slots of one sequence: prompt, output and the tree of a round together."""

@@ -25,7 +25,7 @@ from eval.runtime.engine import Engine
 from eval.runtime.request import Request
 from eval.runtime.round import read_prompts
 from heads.core.tree import ROOT_ONLY, is_chain
-from heads.targets.noise import gumbel
+from heads.targets.gumbel import gumbel
 
 NEAR = 2.0
 """Maximum gap of a near-tie between steps of one width, in units in the last place of the target's dtype at the size of

@@ -43,10 +43,10 @@ from torch import Tensor
 
 from eval.runtime.accept import deepest_path, match
 from eval.runtime.distribution import RowSampling
-from eval.runtime.sampling import check_rule
+from eval.runtime.sampling_params import check_rule
 from heads.core.errors import UserError
 from heads.core.tree import MOST_NODES, Acceptance, Pick, Proposal, TreeShape, is_chain
-from heads.targets.noise import gumbel, stream, uniform
+from heads.targets.gumbel import gumbel, stream, uniform
 
 if TYPE_CHECKING:
     from eval.runtime.round import TargetStep

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, MULTIMODAL, hooked
-from heads.formats.engine import (
+from heads.formats.engine_folder import (
     DECODER_SIZES,
     SGLANG,
     TRIED,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from heads.formats.engine import SGLANG, TRIED, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
+from heads.formats.engine_folder import SGLANG, TRIED, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
 from heads.formats.source import Source
 from heads.targets.load import load_tokenizer
 from heads.targets.model import FrozenTarget

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from heads.formats.engine import (
+from heads.formats.engine_folder import (
     DECODER_SIZES,
     SGLANG,
     TRIED,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from heads.core.errors import UserError
-from heads.formats.engine import TRIED, Folder, Format, Reading, Shapes, fields, sizes, tensors, vllm
+from heads.formats.engine_folder import TRIED, Folder, Format, Reading, Shapes, fields, sizes, tensors, vllm
 from heads.formats.source import Source, check_same
 from heads.targets.model import FrozenTarget
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from heads.core.errors import first_line
-from heads.formats.engine import (
+from heads.formats.engine_folder import (
     SGLANG,
     TRIED,
     VLLM,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.core.errors import UserError, shown
-from heads.formats.engine import SGLANG, VLLM, Reading
+from heads.formats.engine_folder import SGLANG, VLLM, Reading
 from heads.formats.published_eagle3 import sort_vocab
 from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.methods.head_shape import spread_layer_ids

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads.core.errors import UserError, shown
-from heads.formats.engine import SGLANG, VLLM, Reading, window_option
+from heads.formats.engine_folder import SGLANG, VLLM, Reading, window_option
 from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.methods.head_shape import low_middle_high
 from heads.methods.layers import SLIDING

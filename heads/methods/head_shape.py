@@ -91,7 +91,7 @@ def shallow_aux_layer_ids(num_layers: int) -> list[int]:
 
 def check_aux_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """Return the auxiliary layers in ascending order. UserError if one is invalid. Training also works with a single
-    layer and with the last layer's output, although no engine serves them (`heads.formats.engine`)."""
+    layer and with the last layer's output, although no engine serves them (`heads.formats.engine_folder`)."""
     for k in aux_layer_ids:
         if not 0 <= k <= num_layers:
             raise UserError(

@@ -45,7 +45,7 @@ from heads.methods.labels import chain_metrics, counts_by_depth, label_slots
 from heads.methods.losses import draft_loss
 from heads.methods.rotary import CosSin, Rotary
 from heads.methods.step_cost import Widths, flops
-from heads.methods.training_time_test import causal_attention
+from heads.methods.ttt_attention import causal_attention
 from heads.targets.masks import additive
 from heads.targets.slots import Drafted, Observed
 from heads.targets.tree_attention import Attend

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.targets.choose import choose_in_tiles, logits_in_tiles
+from heads.targets.choose_token import choose_in_tiles, logits_in_tiles
 from heads.targets.families import OutputHead
-from heads.targets.kernels import runs_kernels
 from heads.targets.model import Features, LanguageModel
 from heads.targets.slots import SlotMapping
+from heads.targets.triton_support import runs_kernels
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,12 @@ from transformers.activations import ACT2FN
 
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.families import FIXED_ROTATIONS, OutputHead
-from heads.targets.kernels import runs_kernels
 from heads.targets.masks import attention_masks
 from heads.targets.model import Features, LanguageModel
 from heads.targets.product import Product
 from heads.targets.slots import Sight, SlotMapping
 from heads.targets.tree_attention import for_groups, masked_attention, tree_attention
+from heads.targets.triton_support import runs_kernels
 
 CLASSES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "MixtralModel", "Qwen3MoeModel"}
 STATIC_ROWS = 64

@@ -14,9 +14,9 @@ from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.encoder_decoder import EncoderDecoder
 from heads.targets.families import longest_text
 from heads.targets.forward import decode_tree, takes_block_masks
-from heads.targets.kernels import runs_kernels
 from heads.targets.model import Features, LanguageModel
 from heads.targets.slots import SlotMapping
+from heads.targets.triton_support import runs_kernels
 
 
 class HFDecoder(CachedDecoder):
@@ -34,7 +34,7 @@ class HFDecoder(CachedDecoder):
             device=model.device,
         )
         # Where a mask passes through unchanged, so does a tree's shape. Which scores the kernel can compute, the first
-        # pass shows (`eval.runtime.checks`).
+        # pass shows (`eval.runtime.self_check`).
         self.reads_masks = not (runs_kernels(model.head.weight) and takes_block_masks(model.base, model.config))
 
     def forward(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from heads.targets.kernels import constexpr, jit, next_power_of_2, tl, triton
 from heads.targets.slots import Sight
+from heads.targets.triton_support import constexpr, jit, next_power_of_2, tl, triton
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A head's attention: q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Only this differs

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.bench import run_bench
-from eval.measure import reliability
+from eval.measure import speedup_checks as reliability
 from eval.measure.prompts import Prompt
 from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request

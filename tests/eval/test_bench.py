@@ -27,7 +27,7 @@ from eval.pages.format import (
 )
 from eval.pages.html import render_page
 from eval.pages.report import print_report, write_report
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.targets.model import FrozenTarget
 
 Bench = Callable[..., tuple[Results, str]]

@@ -21,7 +21,7 @@ from eval.measure.loading import Opened
 from eval.measure.prompts import render
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.request import Detokenizer
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.targets.load import load_tokenizer

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from heads.core.errors import UserError
 from heads.targets.load import load_target
-from train.data.target_text import CHAT_TEMPLATE, chat_text
+from train.data.from_scratch import CHAT_TEMPLATE, chat_text
 from train.target_making import loop_settings, make_target
 from train.target_recipe import load_target_recipe
 
@@ -32,7 +32,7 @@ def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
             body = "".join(f"def f{n}(x):\n    return x + {n * i}\n\n\n" for n in range(60))
             yield f"m{i}.py", body
 
-    monkeypatch.setattr("train.data.target_text.read_split", modules)
+    monkeypatch.setattr("train.data.from_scratch.read_split", modules)
 
 
 def chats(path: Path, count: int) -> Path:

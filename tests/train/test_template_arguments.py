@@ -12,7 +12,7 @@ from heads.targets.load import load_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 from tests.runs import Settings, WriteRecipe, measured_run, the_error
 from train.entry import attempt
-from train.opening import read_recipe
+from train.open_run import read_recipe
 
 CALM = "{% if calm %}so {% endif %}"
 

@@ -12,10 +12,11 @@ from accelerate.utils import gather_object
 from eval.measure.progress import Progress
 from eval.measure.records import RecordError
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.targets.model import FrozenTarget
-from train.data.cache import (
+from train.data.chats import Dialogue
+from train.data.corpus import (
     AnswerStore,
     Corpus,
     Document,
@@ -27,7 +28,6 @@ from train.data.cache import (
     prompt_key,
     stored_documents,
 )
-from train.data.chats import Dialogue
 from train.data.packing import shares
 from train.data.screen import screen
 from train.data.server import AnsweringServer, ServerClient, answer_by_server

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from eval.measure.records import Message, RecordError
-from train.data.cache import Document
+from train.data.corpus import Document
 from train.data.templates import ChatTemplate, common_prefix
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
 from heads.core.files import write_text
 from heads.targets.model import FrozenTarget
 from train.data.answers import answer_documents
-from train.data.cache import corpus_of
+from train.data.corpus import corpus_of
 from train.data.packing import PATTERN, Mixture, Pool
 from train.data.settings import OnPolicy
 

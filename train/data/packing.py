@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from train.data.cache import Corpus
+from train.data.corpus import Corpus
 
 PATTERN = 1000
 """Rows of one block. Each block has exactly the same number of rows of each pool."""

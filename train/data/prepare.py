@@ -9,7 +9,7 @@ from heads.core.errors import UserError
 from heads.targets.hf import positions_of
 from heads.targets.model import FrozenTarget
 from train.data.answers import describe_cut, find_prompts, read_answering
-from train.data.cache import Corpus, Reader
+from train.data.corpus import Corpus, Reader
 from train.data.on_policy import Samples
 from train.data.packing import Mixture, Pool
 from train.data.screen import screen

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from train.data.cache import Corpus, Document
+from train.data.corpus import Corpus, Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from eval.measure.command import KEY_VARIABLE
 from heads.core.errors import UserError, first_line, shown
-from train.data.cache import AnswerStore
 from train.data.chats import Dialogue
+from train.data.corpus import AnswerStore
 
 if TYPE_CHECKING:
     from eval.runtime.request import Request

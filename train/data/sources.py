@@ -21,7 +21,16 @@ from eval.measure.records import Record, RecordError, content_hash, read_records
 from heads.core.errors import UserError
 from heads.core.files import read_given
 from train.core.strict_yaml import Count, Name, Settings, Weight
-from train.data.cache import (
+from train.data.chats import (
+    Conversation,
+    Dialogue,
+    answer_by_answer,
+    encode_conversations,
+    encode_text,
+    lone,
+    read_conversation,
+)
+from train.data.corpus import (
     TOO_LONG,
     Corpus,
     Document,
@@ -32,15 +41,6 @@ from train.data.cache import (
     document_features,
     fingerprint,
     stored,
-)
-from train.data.chats import (
-    Conversation,
-    Dialogue,
-    answer_by_answer,
-    encode_conversations,
-    encode_text,
-    lone,
-    read_conversation,
 )
 from train.data.screen import screen
 from train.data.templates import ChatTemplate, tokenizer_key

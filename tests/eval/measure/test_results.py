@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from eval import report
 from eval.measure.command import exit_status
 from eval.measure.figures import pieces, pooled_exactness
-from eval.measure.reliability import headline
 from eval.measure.results import read_results, write_record
+from eval.measure.speedup_checks import headline
 from eval.pages.format import (
     audit_line,
     exact_cell,

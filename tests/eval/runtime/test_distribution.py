@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from eval.runtime.distribution import RowSampling, log_distribution
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
-from heads.targets.noise import gumbel
+from heads.targets.gumbel import gumbel
 from tests.closeness import assert_close
 
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15

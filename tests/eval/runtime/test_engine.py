@@ -12,7 +12,7 @@ from eval.runtime.engine import Request
 from eval.runtime.memory import check_memory, row_bytes
 from eval.runtime.request import Reports, StopWatch
 from eval.runtime.round import read_prompts
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.core.tree import ROOT_ONLY, parse_shape
 from heads.targets.load import load_target, load_tokenizer

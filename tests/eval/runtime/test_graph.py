@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.round import read_prompts
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.tree import parse_shape
 from heads.targets.model import FrozenTarget
 from tests.small_targets import make_drafter, make_target, open_engine

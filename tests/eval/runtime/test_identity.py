@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eval.runtime.engine import Output, Request
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.tree import is_chain, parse_shape
 from heads.targets.model import FrozenTarget
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of

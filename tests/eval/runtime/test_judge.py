@@ -9,7 +9,7 @@ import torch
 from eval.runtime.engine import Request
 from eval.runtime.identity import FAR, NEAR, Flip, Judge, find_flips
 from eval.runtime.round import TargetStep
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.registry import build_untrained
 from heads.targets.model import FrozenTarget
 from tests.small_targets import make_target, open_engine

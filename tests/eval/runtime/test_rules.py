@@ -13,13 +13,13 @@ from torch import Tensor
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Request
 from eval.runtime.rules import DRAFTS, LAST, TESTS, Draws, Rejection, Rule, draw_counters, make_rule
-from eval.runtime.sampling import RULES, Sampling, check_rule
+from eval.runtime.sampling_params import RULES, Sampling, check_rule
 from heads.core.contract import Drafter, Observation, Pick
 from heads.core.errors import UserError
 from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
 from heads.methods.growth import grow
+from heads.targets.gumbel import gumbel, stream, uniform
 from heads.targets.model import FrozenTarget
-from heads.targets.noise import gumbel, stream, uniform
 from heads.targets.slots import ancestors
 from tests.eval.runtime.enumeration import Toy, prefixes_of
 from tests.small_targets import make_drafter, open_engine

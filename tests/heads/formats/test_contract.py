@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.formats.eagle3 import EAGLE, EAGLE3
-from heads.formats.engine import ENGINES, SGLANG, VLLM, Verdict, check_folder, why_unfit
+from heads.formats.engine_folder import ENGINES, SGLANG, VLLM, Verdict, check_folder, why_unfit
 from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.published import read_published
 from heads.registry import HEADS, build_head

@@ -16,7 +16,7 @@ from heads.targets.model import FrozenTarget
 from tests.answering import Stub, by_engine, serving
 from tests.chats import reader_of
 from train.data.answers import Answering, describe_cut, read_answering
-from train.data.cache import AnswerStore
+from train.data.corpus import AnswerStore
 from train.data.settings import Data
 
 pytestmark = pytest.mark.usefixtures("own_cache")

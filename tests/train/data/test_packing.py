@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data.cache import Corpus, Document, corpus_of
+from train.data.corpus import Corpus, Document, corpus_of
 from train.data.packing import PATTERN, Mixture, Pool, best_fit, cut_document, shares
 
 

@@ -13,12 +13,12 @@ import pytest
 
 from eval.measure.command import KEY_VARIABLE
 from eval.runtime.engine import Request
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from tests.answering import Stub, serving
 from train.core.interrupts import Interrupted, Interrupts
-from train.data.cache import AnswerStore
 from train.data.chats import Dialogue, Prompts, lone
+from train.data.corpus import AnswerStore
 from train.data.server import AnsweringServer, ServerClient, answer_by_server
 
 EOS = 1

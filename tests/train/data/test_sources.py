@@ -12,7 +12,7 @@ from heads.core.errors import UserError
 from heads.targets.load import load_target
 from tests.chats import reader_of
 from train.data.answers import read_answering
-from train.data.cache import Document
+from train.data.corpus import Document
 from train.data.settings import Data
 from train.data.sources import ChatSource, read_source
 

@@ -24,8 +24,8 @@ from tests.conftest import make_tiny_tokenizer
 from tests.packed_rows import packed_rows
 from tests.processes import finish, launcher, start
 from tests.runs import Settings, WriteRecipe
-from train.launch import load_recipe_target
-from train.opening import sharding
+from train.accelerator import load_recipe_target
+from train.open_run import sharding
 from train.recipe import Target
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -24,9 +24,9 @@ from tests.closeness import assert_close
 from tests.faults import little_memory
 from tests.packed_rows import packed_rows
 from tests.runs import Settings, WriteRecipe, lines, train, weights
+from train.accelerator import make_accelerator
 from train.features.settings import VllmFeatures
 from train.features.vllm import HiddenStatesServer, ServedFeatures
-from train.launch import make_accelerator
 from train.recipe import Train
 
 IDS = (2, 4, 5)

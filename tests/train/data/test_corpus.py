@@ -14,7 +14,7 @@ from heads.core.errors import UserError
 from tests.chats import reader_of
 from tests.faults import small_files
 from train.data import sources
-from train.data.cache import AnswerStore, Corpus, Document, Tally, corpus_of, has_documents, stored_documents
+from train.data.corpus import AnswerStore, Corpus, Document, Tally, corpus_of, has_documents, stored_documents
 from train.data.sources import ChatSource, TextSource, read_source
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -98,7 +98,7 @@ def test_the_fingerprint_is_what_the_tokens_depend_on(
     assert entries() == 8
     path.write_text('{"text": "the sea"}\n')
     assert entries(source=TextSource) == 9
-    monkeypatch.setattr("train.data.cache.VERSION", 0)
+    monkeypatch.setattr("train.data.corpus.VERSION", 0)
     assert entries(source=TextSource) == 10
     for entry in own_cache.rglob("cache-*.arrow"):
         entry.write_bytes(entry.read_bytes()[:-50])

@@ -15,18 +15,18 @@ from heads.core.errors import UserError
 from heads.targets.load import Place, load_end_ids, load_tokenizer
 from heads.targets.model import FrozenTarget
 from heads.targets.placement import drop_layers, shard_layers
+from train.accelerator import load_recipe_target, make_accelerator
 from train.checkpoints import begun_in
 from train.core.interrupts import Interrupts
 from train.core.processes import die_with_launcher, on_main
 from train.core.strict_yaml import suggest
-from train.data.cache import Reader
+from train.data.corpus import Reader
 from train.data.sources import ChatSource
 from train.data.templates import ChatTemplate
 from train.features.cached import CachedFeatures
 from train.features.settings import AnyFeatures, CacheFeatures, ProcessFeatures, ShardedFeatures
 from train.features.source import FeatureSource, has_room
 from train.features.vllm import ServedFeatures
-from train.launch import load_recipe_target, make_accelerator
 from train.recipe import Recipe, load_recipe
 from train.run_folder import RunFolder
 from train.step import rows_per_step

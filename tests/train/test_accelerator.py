@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from heads.core.errors import UserError
+from train.accelerator import make_accelerator
 from train.fast_dtype import fastest_dtype
-from train.launch import make_accelerator
 from train.recipe import Train
 
 SETTINGS = Train(max_steps=1)

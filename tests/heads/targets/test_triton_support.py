@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.targets.choose import choose_in_tiles, logits_in_tiles
-from heads.targets.noise import gumbel
+from heads.targets.choose_token import choose_in_tiles, logits_in_tiles
+from heads.targets.gumbel import gumbel
 from heads.targets.slots import Sight, ancestors, bits
 from heads.targets.tree_attention import tree_attention
 from tests.switches import kernels_on_cpu

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.checks import check_family
 from eval.runtime.engine import Request
+from eval.runtime.self_check import check_family
 from heads.core.errors import UserError, warn_once
 from heads.targets import cached_decoder, decoder
-from heads.targets.choose import choose_in_tiles
+from heads.targets.choose_token import choose_in_tiles
 from heads.targets.model import FrozenTarget
 from heads.targets.tree_attention import tree_attention
 from tests.small_targets import make_drafter, make_target, open_engine, texts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from heads.methods.training_time_test import BLOCK, by_flex, causal_attention
+from heads.methods.ttt_attention import BLOCK, by_flex, causal_attention
 from heads.targets.masks import TILE
 
 SHAPES = [(1, 1, 1, 1), (2, 4, 2, 150), (1, 3, 3, 128), (1, 6, 1, 257)]  # B, H, key heads, T

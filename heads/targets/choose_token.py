@@ -5,7 +5,7 @@
 A NaN score counts as the highest, as in torch, so that every choice is an id of the vocabulary.
 
 A program computes one tile of logits in float32 for up to ROWS rows, adds the noise of
-`heads.targets.noise.gumbel` and keeps the tile's best. A second pass compares the tiles in order. Filters
+`heads.targets.gumbel.gumbel` and keeps the tile's best. A second pass compares the tiles in order. Filters
 (top-k, top-p, min-p) need the whole distribution and use logits. log p and logits / T differ by a constant, so they
 have the same choices.
 
@@ -15,7 +15,7 @@ Letters: B rows of the batch, M hidden states, equally many per row, D width, V 
 import torch
 from torch import Tensor
 
-from heads.targets.kernels import constexpr, jit, next_power_of_2, tl, triton
+from heads.targets.triton_support import constexpr, jit, next_power_of_2, tl, triton
 
 TILE = 64
 """Ids per tile. A program streams weight tiles of TILE x DEPTH."""
@@ -120,7 +120,7 @@ def _best_of_tiles(BEST, IDS, OUT, M, tiles, PAD: constexpr):  # type: ignore[no
 
 @jit
 def key_of(seed, position):  # type: ignore[no-untyped-def]
-    """Return the key of the noise of all tokens at one position: the bits and the formula of `heads.targets.noise`."""
+    """Return the key of the noise of all tokens at one position: the bits and the formula of `heads.targets.gumbel`."""
     return _mix(_mix(seed.to(tl.uint64)) + position.to(tl.uint64) * _golden())
 
 

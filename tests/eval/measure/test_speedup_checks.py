@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from eval.measure.reliability import why_unreliable
 from eval.measure.results import figures_of
+from eval.measure.speedup_checks import why_unreliable
 from eval.pages.card import model_card
 from eval.pages.charts import head_charts
 from eval.pages.format import robust_text, speedup_text

@@ -12,7 +12,7 @@ from heads.methods.settings import DIVERGENCES, SETTINGS
 from heads.registry import HEADS
 from train.entry import KINDS, attempt
 from train.recipe import Recipe
-from train.usage import keys_of
+from train.recipe_help import keys_of
 
 KEY = re.compile(r"^  (\S+) \((.+); (required|default .+)\)\n((?: {6}.+\n)+)", flags=re.MULTILINE)
 
