@@ -166,7 +166,8 @@ def test_mimos_states_are_its_formula(name: str, targets: Targets) -> None:
     head = build_head("mtp", {"native": True}, target, COUNTS).double()
     batch = target_batch(target, [[18], [18]], head.aux_layer_ids)
     state = batch.aux_hidden_states  # before the target's final norm
-    assert_close(target.base.norm(state), batch.hidden, precision=torch.float32)
+    norm: Any = target.base.norm
+    assert_close(norm(state), batch.hidden, precision=torch.float32)
     embeddings = batch.embeddings.clone()
     embeddings[:, 1] = 0  # the token that module 1 reads at position 0
     for k, ours in enumerate(head.unroll(batch, head.num_modules), start=1):
