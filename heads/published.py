@@ -26,7 +26,7 @@ UNREAD = {
     "eagle3.*deepseek|deepseek.*eagle3": "an EAGLE-3 whose layer has DeepSeek's latent attention",
     "gemma4(eagle3|dspark)": "a head with Gemma-4's layers",
     "eagle(?!3)": "an EAGLE of the first two kinds, which reads the last hidden state and imitates it",
-    "^mtp$": "a target's modules in speculators' form, which scripts/stitch_mtp.py there puts into the checkpoint",
+    "^mtp$": "a target's modules in speculators' form, which its stitch_mtp puts into the checkpoint",
 }
 """Kinds of heads that are known and not read, by a pattern of the names in config.json."""
 

@@ -178,7 +178,7 @@ REFUSED: dict[str, dict[str, tuple[Config, str]]] = {
     "speculators": {
         "peagle": (SPECULATORS | dict(architectures=["PEagleSpeculator"], speculators_model_type="peagle"), "P-EAGLE"),
         "mtp": (
-            SPECULATORS | dict(architectures=["MTPDraftModel"], speculators_model_type="mtp"), "stitch_mtp.py",
+            SPECULATORS | dict(architectures=["MTPDraftModel"], speculators_model_type="mtp"), "stitch_mtp",
         ),
         "dspark, gated": (SPECULATORS_DSPARK | {"markov_head_type": "gated"}, "markov_head_type: expected vanilla"),
     },
