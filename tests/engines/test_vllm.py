@@ -165,7 +165,7 @@ def test_a_whole_vllm_writes_the_same_text_and_accepts_the_same_drafts(
     row = {
         "family": name,
         "head": family.head,
-        "target": target_facts(target),
+        "target": target_facts(target) | {"name": "quickstart as a MiMo" if family.method == "mtp" else "quickstart"},
         "depth": K,
         "prompts": len(prompts),
         "identical": len(same),
