@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": dict(head_dim=16),
     "starcoder2": dict(sliding_window=None),
     "smollm3": {},
-    "gpt2": {},
+    "gpt2": dict(eos_token_id=1),
     "falcon": dict(multi_query=True, new_decoder_architecture=False, alibi=False),
 }  # fmt: skip
 T5: dict[str, Any] = dict(

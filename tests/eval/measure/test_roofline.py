@@ -11,7 +11,6 @@ from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.registry import build_head, build_untrained
 from heads.targets.model import FrozenTarget
-from heads.targets.product import load
 
 
 @pytest.mark.parametrize("tree", ["chain:3", "tree:3x2x6"])
@@ -24,8 +23,7 @@ def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     record = roofline(engine, plain, length=40, tau=2.0, bandwidth=1e9)
     parts: dict[str, Any] = {part["part"]: part for part in record["round"]}
     size = tiny_target.dtype.itemsize
-    width = 4 if load() is None else 2  # bytes of a draft's weight
-    read = {name: p.numel() * width for name, p in head.named_parameters()}
+    read = {name: p.nbytes for name, p in head.named_parameters()}
     whole, output, fuse = sum(read.values()), read["lm_head.weight"], read["fc.weight"]
     assert parts["draft"]["bytes"] == 3 * output + 2 * (whole - output - fuse)  # the first level was made beforehand
     assert parts["accept and commit"]["bytes"] == whole - output
@@ -61,7 +59,7 @@ def test_what_other_drafts_read(kind: str, tiny_target: FrozenTarget) -> None:
         engine, Engine(tiny_target, None, EngineOptions(max_length=128)), length=40, tau=2.0, bandwidth=1e9
     )
     draft = next(part for part in record["round"] if part["part"] == "draft")
-    assert draft["bytes"] == read * (4 if load() is None else 2)
+    assert draft["bytes"] == read * tiny_target.dtype.itemsize
 
 
 def test_a_context_without_room_is_refused(tiny_target: FrozenTarget) -> None:

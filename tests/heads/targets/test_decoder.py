@@ -168,7 +168,7 @@ def test_both_ways_to_the_experts_are_one() -> None:
 
 @torch.no_grad()
 def test_what_cannot_be_read_is_left_to_the_model() -> None:
-    assert why_not_native(make_target("gpt2")) == "gpt2 has no native decoder"
+    assert why_not_native(make_target("gpt2", eos_token_id=1)) == "gpt2 has no native decoder"
     rotation = dict(rope_type="dynamic", rope_theta=100.0, factor=2.0)
     reason = why_not_native(make_target("llama", rope_parameters=rotation))
     assert reason == "rotary scaling 'dynamic' changes with the length of the text"

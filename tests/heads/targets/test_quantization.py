@@ -57,7 +57,7 @@ def test_a_row_depends_on_no_other(llama_dir: Path) -> None:
 
 def test_layers_that_are_not_linear_are_refused() -> None:
     pytest.importorskip("torchao")
-    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2))
+    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, eos_token_id=1))
     with pytest.raises(UserError, match=r"its path: target.quantize .* hold 0% of its layers' weights"):
         FrozenTarget(model, "its path", quantize="int8")
 
