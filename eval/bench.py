@@ -8,7 +8,7 @@
     python eval/bench.py --server http://localhost:8000 --plain-server http://localhost:8001   # a vLLM or SGLang
 
 One head: writes results.json, report.html, plots and a model card into a new folder, here in runs/quickstart/bench, or
-into --out. --wandb also makes it a wandb run, as a sweep's agent does.
+into --out. --wandb also makes it a wandb run, as a sweep's agent does. A measurement of a server writes no model card.
 
 Several heads: all are measured in one comparison, on the target of the first head that names one. Each head drafts
 every tree that it can, or with `--tree auto` the fastest trees that a search finds for it. Writes compare.json,

@@ -16,8 +16,8 @@ from eval.measure.speedup_checks import headline, why_unreliable
 ACCEPTANCE = "acceptance.json"
 METHODS = {"draft": "draft_model"}
 """The proposal's names of methods that have another name here."""
-CHAIN_METHODS = ("eagle3", "draft_model")
-"""Methods whose shorter draft is the beginning of their longer one, so that one K tells of all smaller ones."""
+CONDITIONS = ("temperature", "rule", "batch_size", "context")
+"""Keys of a measurement that, beside K, change its lengths."""
 
 
 def acceptance_profile(results: Results) -> Results | None:
@@ -29,8 +29,10 @@ def acceptance_profile(results: Results) -> Results | None:
     best, head, settings = chains[headline(chains)], results["head"], results["settings"]
     method, rates = METHODS.get(head["kind"], head["kind"]), rates_of(best)
     implied = 1 + sum(rates["marginal_accept_rates"])
-    at_best = [m for m in chains if m["temperature"] == best["temperature"]]
-    is_headline = all(best.get(key) == results.get(key) for key in ("tree", "temperature", "batch_size", "context"))
+    at_best = [m for m in chains if all(m.get(key) == best.get(key) for key in CONDITIONS)]
+    # All but block kinds draft the beginning of their longer draft as a shorter one: one K tells of all smaller ones.
+    block_size = head["config"].get("block_size")
+    is_headline = all(best.get(key) == results.get(key) for key in ("tree", *CONDITIONS))
     return {
         "schema_version": "1.0",
         "proposal": "NVIDIA/Model-Optimizer#2247",
@@ -43,11 +45,11 @@ def acceptance_profile(results: Results) -> Results | None:
         },
         "num_speculative_tokens": best["depth"],
         "best_num_speculative_tokens": best["depth"] if why_unreliable(best) is None else None,
-        "block_size": head["config"].get("block_size"),
+        "block_size": block_size,
         "max_supported_k": max(m["depth"] for m in chains),
         "verification_method": "longest_prefix",
         **rates,
-        "accept_length_model": "chain_analytic" if method in CHAIN_METHODS else "measured_per_k",
+        "accept_length_model": "chain_analytic" if block_size is None else "measured_per_k",
         "accept_length_by_k": {str(m["depth"]): m["tau"]["mean"] for m in at_best},
         "per_category": {name: rates_of(suite) for name, suite in results["suites"].items()} if is_headline else None,
         "measurement_conditions": {
@@ -72,7 +74,9 @@ def acceptance_profile(results: Results) -> Results | None:
             }
         },
         "measurements": [
-            {"num_speculative_tokens": m["depth"], "temperature": m["temperature"], "rule": m["rule"]} | rates_of(m)
+            {"num_speculative_tokens": m["depth"]}
+            | {key: m.get(key, settings.get(key)) for key in CONDITIONS}
+            | rates_of(m)
             for m in chains
         ],
     }
@@ -91,8 +95,8 @@ def rates_of(figures: Results) -> Results:
 
 
 def load_test(profile: Results, target: str) -> str:
-    """Return the command with which vLLM 0.33 accepts as many draft tokens of prompt lookup as of the head, without
-    the head."""
+    """Return the command with which vLLM 0.33 accepts draft tokens of prompt lookup at the head's rates, without the
+    head. Rounds in which the lookup finds no draft accept none, so that these rates are the most."""
     settings = {
         "method": "ngram",
         "num_speculative_tokens": profile["num_speculative_tokens"],

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.measure.auto import LARGEST_TREE, Search, can_draft, search_drafts
 from eval.measure.command import draft_shapes, print_line
-from eval.measure.environment import environment, head_facts, target_facts
+from eval.measure.environment import dtype_options, environment, head_facts, target_facts
 from eval.measure.figures import Divergence, Measured, find_differences, judge, pooled_exactness
 from eval.measure.folders import short_name
 from eval.measure.loading import choose_prompts
@@ -77,9 +77,8 @@ def bench_heads(
     every = [prompt for chosen in prompts.values() for prompt in chosen]
     results: Results = {"schema_version": SCHEMA_VERSION, "target": target_facts(target)}
     results |= {**environment(target), "settings": settings.record(every)}
-    kind = ["--dtype", str(target.dtype).removeprefix("torch.")]
-    kind += ["--quantize", target.quantize] if target.quantize else []
-    results["command"] = ["python", "eval/bench.py", *heads, "--target", target.name, *settings.options(), *kind]
+    given = [*settings.options(), *dtype_options(target)]
+    results["command"] = ["python", "eval/bench.py", *heads, "--target", target.name, *given]
     owner: list[Results] = [{"head": name} if several else {} for name in names]
     measurements = [owner[m.head] | m.figures for m in found.measured]
     facts = [{"name": name} | head_facts(head, path) for name, (path, head) in zip(names, heads.items(), strict=True)]

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.measure import metrics
 from eval.measure.chat_template import with_arguments
-from eval.measure.environment import head_facts, machine, target_facts
+from eval.measure.environment import dtype_options, head_facts, machine, target_facts
 from eval.measure.figures import top_two_margin
 from eval.measure.loading import fitting_head, open_target, open_target_of, read_prompts
 from eval.measure.measure import split_units
@@ -126,10 +126,11 @@ def bench_server(options: argparse.Namespace, settings: BenchSettings) -> Result
     if plain and plain.root != server.root:
         raise plain.error(f"serves {plain.root}, where {server.url} serves {server.root}; serve the same target")
     (head,) = options.heads or [None]
-    reference = tokenizer = None
+    reference = tokenizer = drafter = None
     if head or options.target:
         target, tokenizer = open_target_of(head, options) if head else open_target(options.target, options)
         reference = Reference(target, tokenizer)
+        drafter = fitting_head(head, target) if head else None
     elif is_here(server.root):
         tokenizer = load_tokenizer(server.root, trust_remote_code=options.trust_remote_code)
         tokenizer = with_arguments(tokenizer, options.template or {})
@@ -145,19 +146,20 @@ def bench_server(options: argparse.Namespace, settings: BenchSettings) -> Result
     facts = machine(torch.device("cpu"))
     facts["versions"] |= {server.engine.lower(): server.version}
     named = ["--server", server.url, *(["--plain-server", plain.url] if plain else [])]
-    named += ["--target", options.target] if options.target else []
+    if reference:
+        named += ["--target", reference.target.name, *dtype_options(reference.target)]
     return {
         "schema_version": SCHEMA_VERSION,
         "target": target_facts(reference.target) if reference else {"name": server.root},
         **facts,
         "device": {"name": f"{server.name} at {server.url}"},
-        "dtype": "its own dtype" if options.dtype == "auto" else options.dtype,
+        "dtype": "its own dtype",
         "server": {"name": server.name, "url": server.url, "model": server.model, "plain_url": plain and plain.url},
         "settings": settings.record(prompts),
         "command": ["python", "eval/bench.py", *([head] if head else []), *named, *settings.options()[2:]],
         **measured,
-        "head": head_facts(fitting_head(head, reference.target), head)
-        if head and reference
+        "head": head_facts(drafter, head)
+        if drafter
         else {"kind": "draft", "path": server.url, "sha256": None, "parameters": 0, "aux_layer_ids": [], "config": {}},
     }
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from eval.runtime.sampling_params import Sampling
 from heads.core.contract import HEAD_TREE, Drafter, shape_for
@@ -30,6 +31,25 @@ KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
 """Name of the environment variable with the key of a server."""
 UNREAD = 128 + signal.SIGPIPE
 """Exit status if the reader of the output has closed it: the one that shells report for other programs."""
+
+
+def server_key() -> str:
+    return os.environ.get(KEY_VARIABLE, "").strip()
+
+
+def without_key(text: str) -> str:
+    """Return a server's words without its key. They are cut after this, since part of a key would not be found."""
+    key = server_key()
+    return text.replace(key, "...") if key else text
+
+
+def check_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError("expected an address such as http://localhost:8000")
+    if "@" in parts.netloc or parts.query:
+        raise UserError(f"expected an address without a key; put the key in the environment, as {KEY_VARIABLE}")
+    return url
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -73,6 +93,11 @@ def counts(text: str) -> tuple[int, ...]:
 def temperatures(text: str) -> tuple[float, ...]:
     with _shown():
         return tuple(Sampling(float(part)).temperature for part in text.split(","))
+
+
+def address(text: str) -> str:
+    with _shown():
+        return check_url(text)
 
 
 def trees(text: str) -> tuple[str, ...]:

@@ -69,6 +69,12 @@ def environment(target: FrozenTarget) -> dict[str, Any]:
     return {**machine(target.device), "dtype": dtype, "decoder": decoder}
 
 
+def dtype_options(target: FrozenTarget) -> list[str]:
+    """Return the options of a command that load the target in this dtype and quantisation."""
+    quantize = ["--quantize", target.quantize] if target.quantize else []
+    return ["--dtype", str(target.dtype).removeprefix("torch."), *quantize]
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     measured_at = datetime.now(UTC).isoformat(timespec="milliseconds")
     return {"measured_at": measured_at, "device": device_facts(device), "versions": versions()}

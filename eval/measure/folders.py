@@ -47,7 +47,8 @@ def own_folder(parent: Path, settings: BenchSettings, options: argparse.Namespac
 def measurement_name(settings: BenchSettings, options: argparse.Namespace) -> str:
     """Return a name such as `2026-11-03_14-05-12_chain-5_greedy_python-heldout`: the time, the drafts, temperatures and
     prompts, then all settings that differ from their defaults."""
-    words = ["+".join(settings.trees)]
+    served = bool(getattr(options, "server", None))
+    words = [] if served else ["+".join(settings.trees)]  # a server has its own draft
     if settings.sampling is None:
         words.append("+".join("greedy" if t == 0 else f"T{t:g}" for t in settings.temperatures))
     words.append("+".join(map(suite_name, split_prompts(settings.prompts))))
@@ -56,7 +57,7 @@ def measurement_name(settings: BenchSettings, options: argparse.Namespace) -> st
         if setting.name not in ("trees", "temperatures", "prompts") and value != setting.default:
             text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words.append(f"{setting.name}-{text}".replace("_", "-"))
-    words += ["served"] if getattr(options, "server", None) else []
+    words += ["served"] * served
     words += [word for word in (options.dtype, options.quantize) if word not in (None, "auto")]
     return plain_name("_".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *words]))
 

@@ -12,7 +12,6 @@ A draft that is sometimes shorter than K (prompt lookup, adaptive lengths) is te
 so its alpha is a lower bound.
 """
 
-import os
 import re
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ from typing import Any
 import httpx
 import openai
 
-from eval.measure.command import KEY_VARIABLE
+from eval.measure.command import KEY_VARIABLE, server_key, without_key
 from eval.measure.prompts import Prompt
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError, first_line
@@ -81,9 +80,8 @@ class Server:
     def __init__(self, url: str, *, plain: bool = False) -> None:
         """`plain`: it must not speculate; otherwise it must."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        key = os.environ.get(KEY_VARIABLE, "").strip()
-        limits = openai.Timeout(SECONDS, connect=CONNECT_SECONDS)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", max_retries=0, timeout=limits)
+        limits, key = openai.Timeout(SECONDS, connect=CONNECT_SECONDS), server_key() or "none"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=limits)
         models = self.get("/v1/models", object)
         try:
             (card, *_) = models["data"]
@@ -100,8 +98,10 @@ class Server:
         else:
             info = self.get("/server_info", object)
             self.version, self.root = str(info.get("version")), str(info.get("model_path") or self.root)
-            steps = info.get("speculative_num_steps") or (info.get("speculative_num_draft_tokens") or 1) - 1
-            self.depth = steps if info.get("speculative_algorithm") else 0
+            # A tree's depth is its steps. Chains have topk 1; the steps of block kinds (DFLASH, DSPARK) are always 1.
+            steps = info.get("speculative_num_steps") if (info.get("speculative_eagle_topk") or 1) > 1 else None
+            depth = steps or (info.get("speculative_num_draft_tokens") or 1) - 1
+            self.depth = depth if info.get("speculative_algorithm") else 0
         if plain and self.depth:
             raise self.error("--plain-server: it speculates; start it without a draft")
         if not plain and not self.depth:
@@ -120,11 +120,11 @@ class Server:
         try:
             yield
         except openai.APIStatusError as error:
-            said = " ".join(error.response.text.split())[:200].replace(self.client.api_key, "...")
+            said = without_key(" ".join(error.response.text.split()))[:200]
             remedy = f"put its key in {KEY_VARIABLE}" if error.status_code in (401, 403) else "mend it"
             raise self.error(f"{path}: status {error.status_code} ({said}); {remedy}, and measure again") from None
         except (openai.APIError, httpx.HTTPError, ValueError) as error:
-            why = first_line(error.__cause__ or error)
+            why = without_key(first_line(error.__cause__ or error))
             raise self.error(f"{path}: no answer ({why}); start the server, and measure again") from None
 
     def get(self, path: str, form: type) -> Any:
@@ -159,6 +159,12 @@ class Server:
         """Return the rounds that the server told of an answer."""
         if not answer.rounds and answer.decoded:
             raise self.error("its answers do not say how many draft tokens were accepted; those of SGLang 0.5.23 do")
+        if any(answer.rounds[self.depth + 1 :]):
+            deepest = max(n for n, count in enumerate(answer.rounds) if count)
+            raise self.error(
+                f"says that it drafts {self.depth} tokens, and accepted {deepest} in a round; start it with a fixed "
+                "number of draft tokens"
+            )
         told = [*answer.rounds, *[0] * (self.depth + 1)][: self.depth + 1]
         accepted = list(accumulate(reversed(told[1:])))[::-1]
         return count_rounds(sum(told), accepted, [answer])

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from eval.measure.command import AUTO, Parser, count, counts, draft_shapes, print_line, seed, temperatures, trees
+from eval.measure.command import (
+    AUTO,
+    Parser,
+    address,
+    count,
+    counts,
+    draft_shapes,
+    print_line,
+    seed,
+    temperatures,
+    trees,
+)
 from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES, LATER_TURN, Prompt, prompts_hash, split_prompts
 from eval.runtime.sampling_params import RULES, Rule, Sampling, check_rule
 from heads.core.contract import HEAD_TREE, Drafter
@@ -100,7 +111,7 @@ class BenchSettings:
         return shapes
 
     def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        distinct = len({prompt.ids for prompt in prompts})
+        distinct = len({prompt.ids or prompt.text for prompt in prompts})
         conversations = sum(not LATER_TURN.search(prompt.id) for prompt in prompts)
         counts = {"num_prompts": len(prompts), "distinct_prompts": distinct, "conversations": conversations}
         given = {"suites": split_prompts(self.prompts), "prompts_hash": prompts_hash(prompts)}
@@ -212,8 +223,18 @@ def add_measure_options(parser: Parser) -> None:
         help="cut prompts of so many tokens from the texts of --prompts; separate several with commas; default: the "
         "prompts as they are",
     )
-    add("--server", metavar="URL", help="measure this running vLLM or SGLang, with or without a head named")
-    add("--plain-server", metavar="URL", help="the same target served without a draft, for the speedup of --server")
+    add(
+        "--server",
+        type=address,
+        metavar="URL",
+        help="measure this running vLLM or SGLang, with or without a head named",
+    )
+    add(
+        "--plain-server",
+        type=address,
+        metavar="URL",
+        help="the same target served without a draft, for the speedup of --server",
+    )
     add("--repeats", type=count, default=known.repeats, help="times that each setting decodes each prompt")
     add(
         "--no-timing",

@@ -5,13 +5,12 @@ generated. vLLM returns them from `/v1/completions` with `return_token_ids`, SGL
 """
 
 import asyncio
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from eval.measure.command import KEY_VARIABLE
+from eval.measure.command import KEY_VARIABLE, server_key, without_key
 from heads.core.errors import UserError, first_line, shown
 from train.data.chats import Dialogue
 from train.data.corpus import AnswerStore
@@ -44,8 +43,7 @@ class ServerClient:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.checking = asyncio.Lock()
         """A lock for the time in which the server is checked."""
-        self._key = os.environ.get(KEY_VARIABLE, "").strip()
-        self._openai = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self._key or "none", max_retries=retries)
+        self._openai = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=server_key() or "none", max_retries=retries)
 
     async def aclose(self) -> None:
         await self._openai.close()
@@ -81,8 +79,7 @@ class ServerClient:
             if status >= 500 or status in (408, 409, 429):
                 fault = f"status {status}"
             else:
-                text = " ".join(error.response.text.split())[:300]
-                told = text.replace(self._key, "...") if self._key else text
+                told = without_key(" ".join(error.response.text.split()))[:300]
                 remedy = f"put its key in {KEY_VARIABLE}" if status in (401, 403) else "let it take such requests"
                 raise self.error(f"{path}: refused, status {status} ({told}); {remedy}") from None
         except openai.APIConnectionError as error:
@@ -90,8 +87,8 @@ class ServerClient:
         except ValueError as error:
             fault = f"{path} gives no JSON: {first_line(error)}"
         raise self.error(
-            f"no answer in {client.max_retries + 1} trials ({fault}); start the server, or mend it, and the same "
-            "command goes on"
+            f"no answer in {client.max_retries + 1} trials ({without_key(fault)}); start the server, or mend it, and "
+            "the same command goes on"
         )
 
 

@@ -1,25 +1,14 @@
 """The recipe's section `data`."""
 
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from eval.measure.command import KEY_VARIABLE
+from eval.measure.command import check_url
 from train.core.strict_yaml import Count, Name, Seed, Settings, Share, Temperature
 from train.data.sources import AnySource
 
-
-def _check_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("expected an address such as http://localhost:8000")
-    if "@" in parts.netloc or parts.query:
-        raise ValueError(f"expected an address without a key; put the key in the environment, as {KEY_VARIABLE}")
-    return url
-
-
-Url = Annotated[Name, AfterValidator(_check_url)]
+Url = Annotated[Name, AfterValidator(check_url)]
 """The address of a server, with or without the protocol's `/v1`."""
 
 

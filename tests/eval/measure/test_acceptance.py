@@ -20,6 +20,10 @@ def test_the_profile_says_the_acceptance_of_the_best_chain(results: dict[str, An
     assert profile["accept_length_by_k"] == {"2": 1.9} and profile["validation"]["mean_consistency"]["passed"]
     assert profile["measurement_conditions"]["prompts_hash"] == results["settings"]["prompts_hash"]
     assert [m["temperature"] for m in profile["measurements"]] == [0.0, 1.0]  # the trees are none of it
+    assert {(m["batch_size"], m["context"]) for m in profile["measurements"]} == {(1, None)}
+    at_batch_8 = chain | {"batch_size": 8, "tau": chain["tau"] | {"mean": 1.7}}
+    several = acceptance_profile(results | {"measurements": [*results["measurements"], at_batch_8]})
+    assert several is not None and several["accept_length_by_k"] == {"2": 1.9}
     assert '"synthetic_acceptance_rates": [0.6, 0.3]' in load_test(profile, "org/target")
 
 

@@ -51,6 +51,8 @@ def test_the_name_says_the_settings(tmp_path: Path) -> None:
     given = argparse.Namespace(dtype="bfloat16", quantize=None)
     name = measurement_name(settings, given).split("_", 2)[2]
     assert name == "chain-5+tree-5x8x24_greedy+T0.7_mt_bench+my-prompts_batch-size-4_bfloat16"
+    given.server = "http://localhost:8000"
+    assert "_greedy+T0.7_" in measurement_name(settings, given) and "chain" not in measurement_name(settings, given)
     assert len(measurement_name(BenchSettings(prompts="x" * 5000), given)) < 200
 
 

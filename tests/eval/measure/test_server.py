@@ -12,10 +12,12 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from eval import bench, report
-from eval.measure.command import exit_status
+from eval.measure.command import KEY_VARIABLE, exit_status
 from eval.measure.prompts import Prompt, load_prompts
 from eval.measure.server import Answer, count_rounds
 from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.sampling_params import Sampling
+from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.targets.model import FrozenTarget
 from tests.answering import QuietHandler, QuietServer
@@ -33,8 +35,12 @@ class Speculating(QuietServer):
         self.counts: Counter[str] = Counter()
         self.speculates, self.tells = True, False
         """`tells`: vLLM says each answer's rounds with it."""
+        self.algorithm, self.draft_tokens = "EAGLE3", DEPTH + 1
+        """What SGLang says of its draft."""
         self.fault: Callable[[int], int | None] = lambda number: None
         """Returns a status that replaces answer `number`, 0 to hang up, or None."""
+        self.said = b"so"
+        """Body of such a status."""
         self.asked, self.chats = 0, list[list[dict[str, str]]]()
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.lock = threading.Lock()
@@ -55,11 +61,14 @@ class Handler(QuietHandler):
                 for k in range(DEPTH)
             ]
         card = {"id": "tiny", "owned_by": server.engine, "root": server.folder, "max_model_len": 128}
-        info = {"version": "9", "model_path": server.folder, "speculative_algorithm": "EAGLE3" * server.speculates}
+        info: dict[str, Any] = {"version": "9", "model_path": server.folder, "speculative_eagle_topk": 1}
+        info["speculative_algorithm"] = server.algorithm if server.speculates else None
+        info["speculative_num_draft_tokens"] = server.draft_tokens
+        info["speculative_num_steps"] = 1 if server.algorithm == "DFLASH" else server.draft_tokens - 1
         replies = {
             "/v1/models": json.dumps({"data": [card]}),
             "/version": json.dumps({"version": "9"}),
-            "/server_info": json.dumps({**info, "speculative_num_steps": DEPTH}),
+            "/server_info": json.dumps(info),
             "/metrics": "\n".join(lines) if server.engine == "vllm" else "",
         }
         self.send(200, replies[self.path].encode())
@@ -70,11 +79,12 @@ class Handler(QuietHandler):
             server.asked += 1
             if (status := server.fault(server.asked - 1)) is not None:
                 if status:
-                    self.send(status, b"so")
+                    self.send(status, server.said)
                 return
             if "messages" in body:
                 server.chats.append(body["messages"])
-            rounds = server.generate(Request(body.get("prompt") or [1, 2, 3], body["max_tokens"]))
+            sampling = Sampling(body["temperature"], seed=body["seed"])
+            rounds = server.generate(Request(body.get("prompt") or [1, 2, 3], body["max_tokens"], sampling))
             gains = [len(tokens) - 1 for tokens in rounds[1:]]
             length = min(sum(map(len, rounds)), body["max_tokens"])
             histogram = [gains.count(n) for n in range(DEPTH + 1)]
@@ -112,7 +122,7 @@ def in_rounds(engine: Engine) -> Callable[[Request], list[list[int]]]:
     """Return a function that generates as an engine with drafts does: the last round is not cut at the limit."""
 
     def generate(request: Request) -> list[list[int]]:
-        whole = Request(request.prompt, request.max_new_tokens + DEPTH + 1)
+        whole = Request(request.prompt, request.max_new_tokens + DEPTH + 1, request.sampling)
         (output,) = engine.generate([whole])
         rounds, at = [output.tokens[:1]], 1
         for emitted in output.emitted():
@@ -155,9 +165,14 @@ def measure(served: Speculating, prompts: Path, out: Path, *more: str) -> tuple[
     return status, json.loads(file.read_text()) if file.is_file() else {}
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("engine", "algorithm", "temperature"),
+    [("vllm", "", 0.0), ("vllm", "", 1.0), ("sglang", "EAGLE3", 0.0), ("sglang", "DFLASH", 0.0)],
+)
 def test_a_served_head_measures_as_it_does_here(
     engine: str,
+    algorithm: str,
+    temperature: float,
     served: Speculating,
     head: PairHead,
     texts: Path,
@@ -165,16 +180,24 @@ def test_a_served_head_measures_as_it_does_here(
     bench: Bench,
     tiny_target: FrozenTarget,
 ) -> None:
-    served.engine = engine
-    bench(tmp_path, head, prompts=str(texts), trees=(f"chain:{DEPTH}",), max_new_tokens=NEW)
+    served.engine, served.algorithm = engine, algorithm
+    settings = {"trees": (f"chain:{DEPTH}",), "max_new_tokens": NEW, "temperatures": (temperature,)}
+    bench(tmp_path, head, prompts=str(texts), **settings)
     here = json.loads((tmp_path / "results.json").read_text())
-    assert here["tau"]["mean"] > 1.3
-    status, there = measure(served, texts, tmp_path / "bench/served", "--target", tiny_target.name)
-    assert status == 0
-    assert there["exact"] == {"prompts": 6, "identical": 6, "divergences": [], "near_ties": [], "against": "runtime"}
+    assert here["tau"]["mean"] > 1.3 or temperature
+    named = ("--target", tiny_target.name, "--temperature", str(temperature))
+    status, there = measure(served, texts, tmp_path / "bench/served", *named)
+    assert status == 0 and there["rule"] == ("server" if temperature else "match")
+    assert there["dtype"] == "its own dtype" and "float32" in there["command"]
+    exact = {"prompts": 6, "divergences": [], "near_ties": []}
+    assert there["exact"] == exact | (
+        {"identical": None, "against": "nothing"} if temperature else {"identical": 6, "against": "runtime"}
+    )
     for figures, own in ((there, here), *((there["suites"][name], here["suites"][name]) for name in here["suites"])):
-        for name in ("tau", "alpha", "accepted_histogram", "loop_share", "undecoded"):
+        for name in ("alpha", "accepted_histogram", "loop_share", "undecoded"):
             assert figures[name] == own[name]
+        for name in ("mean", "ci95", "per_request"):
+            assert figures["tau"][name] == pytest.approx(own["tau"][name])
     assert there["settings"]["prompts_hash"] == here["settings"]["prompts_hash"] and there["speedup"] is None
     assert report.main([str(tmp_path)]) == 0
     for page in (tmp_path, tmp_path / "bench/served"):
@@ -227,6 +250,10 @@ REFUSED: dict[str, tuple[Callable[[Speculating], None], str]] = {
         lambda s: refuse(s, fault=lambda n: s.counts.update(tokens=n == 3)),
         "measure it while it has no",
     ),
+    "rounds beyond K": (
+        lambda s: refuse(s, engine="sglang", draft_tokens=2),
+        "says that it drafts 1 tokens, and accepted",
+    ),
     "another target": (lambda s: refuse(s, generate=lambda r: [[5]] * r.max_new_tokens), "is not that of"),
 }
 
@@ -249,10 +276,28 @@ def test_a_server_that_cannot_be_measured_is_one_line_and_leaves_nothing(
     assert words in line and served.url in line and not out.exists()
 
 
+def test_the_key_is_nowhere_told(
+    served: Speculating,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "5ec2e7")
+    served.fault, served.said = lambda number: 400, b"x" * 197 + b"5ec2e7"
+    assert measure(served, texts, tmp_path / "out") == (2, {})
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "(" + "x" * 197 + "...)" in line
+    for option in ("--server", "--plain-server"):
+        with pytest.raises(UserError, match=f"{option}: expected an address without a key"):
+            bench.main([option, "http://user:5ec2e7@localhost:8000"])
+
+
 def test_without_the_tokenizer_prompts_are_messages(served: Speculating, texts: Path, tmp_path: Path) -> None:
     served.folder = "OWNER/ELSEWHERE"
     status, results = measure(served, texts, tmp_path)
     assert status == 0 and results["target"] == {"name": "OWNER/ELSEWHERE"}
+    assert results["settings"]["distinct_prompts"] == 6
     assert all(isinstance(prompt, list) and prompt[-1]["role"] == "user" for prompt in served.chats) and served.chats
 
 
