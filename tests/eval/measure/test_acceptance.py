@@ -24,6 +24,9 @@ def test_the_profile_says_the_acceptance_of_the_best_chain(results: dict[str, An
     at_batch_8 = chain | {"batch_size": 8, "tau": chain["tau"] | {"mean": 1.7}}
     several = acceptance_profile(results | {"measurements": [*results["measurements"], at_batch_8]})
     assert several is not None and several["accept_length_by_k"] == {"2": 1.9}
+    block = acceptance_profile(results | {"head": results["head"] | {"config": {"block_size": 8}}})
+    assert block is not None and block["accept_length_model"] == "measured_per_k"
+    assert profile["accept_length_model"] == "chain_analytic"
     assert '"synthetic_acceptance_rates": [0.6, 0.3]' in load_test(profile, "org/target")
 
 
