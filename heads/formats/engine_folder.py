@@ -246,8 +246,14 @@ def rotation_faults(config: Mapping[str, Any], reader: str) -> list[str]:
     kind = scaling.get("rope_type", "default")
     if reader not in ENGINES and kind != "default":
         return [f"config.json: rope_scaling: no kind {kind} is read"]
-    unread = [name for name in UNREAD_ROTATION.get((reader, kind), ()) if scaling.get(name) is not None]
+    names = (*UNREAD_ROTATION.get((reader, kind), ()), *(() if reader == VLLM else ("partial_rotary_factor",)))
+    unread = [name for name in names if scaling.get(name) is not None]
     return [f"config.json: rope_scaling.{name}: is not read, so another head would run" for name in unread]
+
+
+def misread_rotation(config: Mapping[str, Any]) -> list[str]:
+    """Return a line for each setting of another project's rotary positions that an engine ignores."""
+    return [f"{engine}: {fault}" for engine in ENGINES for fault in rotation_faults(config, engine)]
 
 
 def attention(prefix: str, c: Mapping[str, Any], width: int) -> Shapes:

@@ -69,7 +69,7 @@ ONE_EACH = {VLLM: 1, SGLANG: 1}
 DEEPSEEK = {VLLM: None, SGLANG: 1}
 FIRST_TOKEN = f"{SGLANG} reads the token at position 0 too, which this head and {VLLM} read as zeros"
 PRE_NORM = f"{VLLM} recycles the state before shared_head.norm from the second draft token on, this head that after it"
-POST_NORM = f"{SGLANG} passes the state after the target's final norm, this head and {VLLM} pass that before"
+POST_NORM = f"passes the state after the target's final norm, this head and {VLLM} pass that before"
 QWEN3_5 = MtpLoader("qwen", "mtp_num_hidden_layers", ONE_EACH)
 MTP = {
     "DeepseekV3ForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", DEEPSEEK, (FIRST_TOKEN,)),
@@ -77,7 +77,7 @@ MTP = {
     # vLLM looks for the modules of this family at layer 0, because its config override says that the target has no
     # layers.
     "Glm4MoeLiteForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", {SGLANG: 1}, (FIRST_TOKEN,)),
-    "MiMoForCausalLM": MtpLoader("mimo", "num_nextn_predict_layers", ONE_EACH, (POST_NORM,)),
+    "MiMoForCausalLM": MtpLoader("mimo", "num_nextn_predict_layers", ONE_EACH, (f"{SGLANG} {POST_NORM}",)),
     "Qwen3NextForCausalLM": MtpLoader("qwen", "num_nextn_predict_layers", ONE_EACH),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
@@ -127,6 +127,8 @@ def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     if promised is not None and promised != count:
         faults.append(f"config.json: {loader.count}: {promised}, the file holds {count} modules")
     lacks = None if most is None or count <= most else f"takes at most {most} module, the head has {count}"
+    if lacks is None and loader.layout == "mimo" and reader == SGLANG:
+        lacks = POST_NORM
     return lacks, faults + tensors(expected, folder.shapes)
 
 

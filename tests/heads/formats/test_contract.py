@@ -171,7 +171,6 @@ def test_a_command_that_drafts_more_than_was_trained_says_so(
         ({"aux_layer_ids": [4]}, {VLLM}, "fc is left out"),
         ({"hidden_size": 24}, {VLLM, SGLANG, EAGLE}, ""),
         ({"hidden_size": 96}, {VLLM}, "fc is left out"),
-        ({"rope_scaling": QUARTER}, {VLLM}, "partial_rotary_factor: is not read"),
     ],
 )
 def test_which_options_each_reader_takes(
@@ -265,6 +264,7 @@ LISTS = {"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.
     ("scaling", "readers"),
     [
         ({"rope_type": "default"}, {VLLM, SGLANG, EAGLE}),
+        (QUARTER, {VLLM}),
         ({"rope_type": "linear", "factor": 4}, {VLLM, SGLANG}),
         ({"rope_type": "yarn", "factor": 4.0, "truncate": False, **LENGTH}, {VLLM, SGLANG}),
         ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, **LENGTH}, {VLLM}),
@@ -291,7 +291,7 @@ def test_modules_have_the_positions_of_the_config_beside_them(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("family", "modules", "readers"),
     [
-        ("mimo", 1, {VLLM, SGLANG}),
+        ("mimo", 1, {VLLM}),
         ("mimo", 2, set()),
         ("deepseek", 1, {VLLM, SGLANG}),
         ("deepseek", 2, {VLLM}),
