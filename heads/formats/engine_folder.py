@@ -11,7 +11,7 @@ Letters: D hidden, V vocabulary, Vd draft vocabulary.
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from heads.targets.model import FrozenTarget
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 ENGINES = (VLLM, SGLANG)
-TRIED = "vLLM 0.32.0"
-"""The newest build for CPUs."""
+TRIED = (
+    "Small heads of this kind were run in a whole vLLM 0.32.0, the newest with a build for CPUs, on a CPU: it wrote "
+    "the same text as draftsmith's runtime and accepted the same draft tokens."
+)
 VOCABULARY = ("d2t", "t2d", "token_map")
 """Names of the tensors of a draft vocabulary."""
 SAMPLING = (
@@ -89,8 +91,9 @@ class Format:
     UserError for a head of another target, or of a kind that cannot be run. Names and shapes of the tensors are checked
     later."""
     tried: str | None = None
-    """Engine in which small heads of this kind were run as a whole (`tests/engines`): it wrote the same text as this
-    runtime and accepted the same drafts."""
+    """Sentence on the run of small heads of this kind in a whole engine (`tests/engines`)."""
+    tried_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that all heads of that run had; the sentence is of no others."""
     converters: Callable[[str, str, Mapping[str, Any]], list[str]] = lambda head, target, config: []
     """(head, target, the head's config) -> lines on how to convert the folder into other forms."""
 

@@ -4,6 +4,7 @@ use.
 """
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,20 +34,27 @@ from heads.targets.families import register_mimo, rope_scaling, rope_theta
 from heads.targets.hub import repo_and_revision
 from heads.targets.model import FrozenTarget
 
+CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
+"""Part of the path of a model in the Hub's cache, with owner and name."""
+
 
 def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return config.json: the target's own, from `heads.saved.target_record`. Engines find the modules' class with
     it.
 
     The modules are not quantised, even if the target's checkpoint is. The config's own code stays in the target's
-    folder, and `auto_map` says where that is.
+    folder, and `auto_map` says where that is, unless transformers cannot read that place.
     """
     own = {key: value for key, value in target["config"].items() if key != "quantization_config"}
     if isinstance(own.get("auto_map"), dict):
         place, _ = repo_and_revision(str(target["name"]))
         place = os.path.abspath(place) if os.path.isdir(place) else place
+        if cached := CACHED.search(f"{place}/"):
+            place = "/".join(cached.groups())
         named = own["auto_map"].items()
         own["auto_map"] = {key: name if "--" in str(name) else f"{place}--{name}" for key, name in named}
+        if "--" in place:  # transformers splits there
+            del own["auto_map"]
     return own
 
 
@@ -152,5 +160,6 @@ FORMAT = Format(
     engine_config=mtp_engine_config,
     readers={VLLM: vllm("mtp"), SGLANG: sglang("NEXTN")},
     check=check_mtp,
-    tried=TRIED,
+    tried=TRIED.replace("heads of this kind", "modules of MiMo's family"),
+    tried_settings={"layout": "mimo"},
 )

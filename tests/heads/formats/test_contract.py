@@ -13,6 +13,7 @@ from torch import Tensor
 from heads.formats.eagle3 import EAGLE, EAGLE3
 from heads.formats.engine_folder import ENGINES, SGLANG, VLLM, Verdict, check_folder, why_unfit
 from heads.formats.medusa import MEDUSA, OLD_VLLM
+from heads.formats.mtp import mtp_engine_config
 from heads.published import read_published
 from heads.registry import HEADS, build_head
 from heads.saved import check_loaders, read_config, save_head, target_record
@@ -318,6 +319,16 @@ def test_native_modules_lie_beside_their_targets_own_config(
     assert serving(found) == readers and not any(verdict.faults for verdict in found.values())
     if readers == set(ENGINES):
         assert '"method": "mtp"' in found[VLLM].command and "--speculative-algorithm NEXTN" in found[SGLANG].command
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("a/b", "a/b"), ("a/b@main", "a/b"), ("/hub/models--a--b/snapshots/1f", "a/b"), ("/x/a--b", None)],
+)
+def test_the_code_of_a_targets_config_is_named_as_transformers_splits_it(name: str, place: str | None) -> None:
+    target = {"name": name, "config": {"auto_map": {"AutoConfig": "made.Config"}}}
+    named = mtp_engine_config(None, target, "float32").get("auto_map")
+    assert named == (None if place is None else {"AutoConfig": f"{place}--made.Config"})
 
 
 def test_modules_that_engines_would_misread(tmp_path: Path) -> None:
