@@ -59,8 +59,8 @@ class Chat(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _forms(columns: tuple[str, ...]) -> tuple[list[Form], tuple[str, ...]]:
-    """Return the forms of a record with these columns, and the columns that no form reads."""
+def _forms(columns: tuple[str, ...]) -> list[Form]:
+    """Return the forms of a record with these columns."""
     turns = [key for key in FORMS if key in columns]
     questions = [key for key in QUESTIONS[:-1] if key in columns] or [key for key in QUESTIONS[-1:] if key in columns]
     answers = [key for key in ANSWERS if key in columns]
@@ -69,8 +69,7 @@ def _forms(columns: tuple[str, ...]) -> tuple[list[Form], tuple[str, ...]]:
         forms = [(key, "chosen") for key in turns] or [("chosen", None)]
     else:
         forms = [*((key, None) for key in turns), *forms]
-    read = {*BESIDES, *(key for form in forms for key in form), "input" if questions and answers else None}
-    return forms, tuple(key for key in columns if key not in read)
+    return forms
 
 
 def read_chat(record: Record) -> Chat:
@@ -78,9 +77,7 @@ def read_chat(record: Record) -> Chat:
     dropped. RecordError for a record without a conversation, or with two."""
     place, fields = record
     columns = tuple(key for key, value in fields.items() if value and (key not in FORMS or isinstance(value, list)))
-    forms, unread = _forms(columns)
-    if not forms:
-        forms, _ = _forms(tuple(fields))  # of empty columns
+    forms = _forms(columns) or _forms(tuple(fields))  # the latter of empty columns
     if not forms:
         expected = "'messages', 'conversations', or 'instruction' with 'response'"
         got = ", ".join(sorted(fields)) or "none"
@@ -97,11 +94,15 @@ def read_chat(record: Record) -> Chat:
             turns = [*turns, *answer] if is_next else _one_of(place, forms, turns, answer)
         messages = _one_of(place, forms, messages, turns) if messages else turns
     messages, notes = with_context(record, messages)
+    read = {*BESIDES, *(key for form in forms for key in form)}
+    read |= {"input"} if any(isinstance(fields[first], str) for first, _ in forms) else set()  # behind a question
     return Chat(
         messages,
         _read_tools(record, messages),
         _name(forms[0]),
-        tuple(key for key in unread if isinstance(fields[key], str | list | dict)),
+        tuple(
+            key for key, value in fields.items() if value and key not in read and isinstance(value, str | list | dict)
+        ),
         notes,
     )
 

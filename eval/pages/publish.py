@@ -90,8 +90,8 @@ def collect(
     verdicts = head_verdicts(folder, record, figures, repo_id, base or target)
     if (doubt := why_unfit(verdicts)) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
-    weights = HEADS[record["kind"]].format.weights_file
-    files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
+    form = HEADS[record["kind"]].format
+    files: Contents = {CONFIG: public_config(folder / CONFIG, base), form.weights_file: folder / form.weights_file}
     files |= {other: folder / other for other in OTHERS if (folder / other).is_file()}
     shown = None
     if figures is not None and place is not None:
@@ -120,8 +120,8 @@ def collect(
         again=f"python eval/bench.py {repo_id}" + ("" if base else f" --target {shlex.quote(target)}"),
         engines=[verdict for verdict in verdicts if verdict.reader in ENGINES],
         others=[verdict for verdict in verdicts if verdict.reader not in ENGINES],
-        tried=HEADS[record["kind"]].format.tried,
-        converters=HEADS[record["kind"]].format.converters(repo_id, base or target, record["config"]),
+        tried=form.tried if form.tried_settings.items() <= record["config"].items() else None,
+        converters=form.converters(repo_id, base or target, record["config"]),
     )
     files[CARD] = card.encode(errors="backslashreplace")  # names from a damaged file may not be valid text
     check_private(files)

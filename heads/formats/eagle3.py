@@ -124,7 +124,7 @@ EAGLE3 = {
         ids=(IDS,),
         last=True,
         fc_by_width=False,
-        options=EAGLE_3_1 | {"norm_before_residual", "sliding_window", "partial_rotary_factor"},
+        options=EAGLE_3_1 | {"norm_before_residual", "sliding_window"},
     ),
     SGLANG: Eagle3Loader(
         targets=hooked(HOOKS_OF_BOTH, HOOKS_OF_SGLANG, multimodal=MULTIMODAL[SGLANG]),
@@ -134,7 +134,7 @@ EAGLE3 = {
     ),
     EAGLE: Eagle3Loader(targets=hooked("Llama Qwen3"), most_layers=1),
 }
-OPTIONS = (*sorted(EAGLE_3_1), "norm_before_residual", "sliding_window", "partial_rotary_factor")
+OPTIONS = (*sorted(EAGLE_3_1), "norm_before_residual", "sliding_window")
 EAGLE3_SIZES = (*DECODER_SIZES, "num_hidden_layers", "draft_vocab_size", "num_aux_hidden_states")
 
 
@@ -177,8 +177,7 @@ def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     if faults:
         return lacks, faults
     faults = tensors(eagle3_tensors(config), folder.shapes)
-    said = {**(config.get("rope_scaling") or {}), **config}
-    ignored = [name for name in OPTIONS if said.get(name) and name not in loader.options]
+    ignored = [name for name in OPTIONS if config.get(name) and name not in loader.options]
     faults += [f"config.json: {name}: is not read, so another head would run" for name in ignored]
     faults += rotation_faults(config, reader)
     D, layers = config["hidden_size"], config["num_hidden_layers"]

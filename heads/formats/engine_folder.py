@@ -11,7 +11,7 @@ Letters: D hidden, V vocabulary, Vd draft vocabulary.
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from heads.targets.model import FrozenTarget
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 ENGINES = (VLLM, SGLANG)
-TRIED = "vLLM 0.32.0"
-"""The newest build for CPUs."""
+TRIED = (
+    "Small heads of this kind were run in a whole vLLM 0.32.0, the newest with a build for CPUs, on a CPU: it wrote "
+    "the same text as draftsmith's runtime and accepted the same draft tokens."
+)
 VOCABULARY = ("d2t", "t2d", "token_map")
 """Names of the tensors of a draft vocabulary."""
 SAMPLING = (
@@ -89,8 +91,9 @@ class Format:
     UserError for a head of another target, or of a kind that cannot be run. Names and shapes of the tensors are checked
     later."""
     tried: str | None = None
-    """Engine in which small heads of this kind were run as a whole (`tests/engines`): it wrote the same text as this
-    runtime and accepted the same drafts."""
+    """Sentence on the run of small heads of this kind in a whole engine (`tests/engines`)."""
+    tried_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that all heads of that run had; the sentence is of no others."""
     converters: Callable[[str, str, Mapping[str, Any]], list[str]] = lambda head, target, config: []
     """(head, target, the head's config) -> lines on how to convert the folder into other forms."""
 
@@ -246,8 +249,14 @@ def rotation_faults(config: Mapping[str, Any], reader: str) -> list[str]:
     kind = scaling.get("rope_type", "default")
     if reader not in ENGINES and kind != "default":
         return [f"config.json: rope_scaling: no kind {kind} is read"]
-    unread = [name for name in UNREAD_ROTATION.get((reader, kind), ()) if scaling.get(name) is not None]
+    names = (*UNREAD_ROTATION.get((reader, kind), ()), *(() if reader == VLLM else ("partial_rotary_factor",)))
+    unread = [name for name in names if scaling.get(name) is not None]
     return [f"config.json: rope_scaling.{name}: is not read, so another head would run" for name in unread]
+
+
+def misread_rotation(config: Mapping[str, Any]) -> list[str]:
+    """Return a line for each setting of another project's rotary positions that an engine ignores."""
+    return [f"{engine}: {fault}" for engine in ENGINES for fault in rotation_faults(config, engine)]
 
 
 def attention(prefix: str, c: Mapping[str, Any], width: int) -> Shapes:

@@ -4,6 +4,7 @@ use.
 """
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,20 +34,27 @@ from heads.targets.families import register_mimo, rope_scaling, rope_theta
 from heads.targets.hub import repo_and_revision
 from heads.targets.model import FrozenTarget
 
+CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
+"""Part of the path of a model in the Hub's cache, with owner and name."""
+
 
 def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return config.json: the target's own, from `heads.saved.target_record`. Engines find the modules' class with
     it.
 
     The modules are not quantised, even if the target's checkpoint is. The config's own code stays in the target's
-    folder, and `auto_map` says where that is.
+    folder, and `auto_map` says where that is, unless transformers cannot read that place.
     """
     own = {key: value for key, value in target["config"].items() if key != "quantization_config"}
     if isinstance(own.get("auto_map"), dict):
         place, _ = repo_and_revision(str(target["name"]))
         place = os.path.abspath(place) if os.path.isdir(place) else place
+        if cached := CACHED.search(f"{place}/"):
+            place = "/".join(cached.groups())
         named = own["auto_map"].items()
         own["auto_map"] = {key: name if "--" in str(name) else f"{place}--{name}" for key, name in named}
+        if "--" in place:  # transformers splits there
+            del own["auto_map"]
     return own
 
 
@@ -69,7 +77,7 @@ ONE_EACH = {VLLM: 1, SGLANG: 1}
 DEEPSEEK = {VLLM: None, SGLANG: 1}
 FIRST_TOKEN = f"{SGLANG} reads the token at position 0 too, which this head and {VLLM} read as zeros"
 PRE_NORM = f"{VLLM} recycles the state before shared_head.norm from the second draft token on, this head that after it"
-POST_NORM = f"{SGLANG} passes the state after the target's final norm, this head and {VLLM} pass that before"
+POST_NORM = f"passes the state after the target's final norm, this head and {VLLM} pass that before"
 QWEN3_5 = MtpLoader("qwen", "mtp_num_hidden_layers", ONE_EACH)
 MTP = {
     "DeepseekV3ForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", DEEPSEEK, (FIRST_TOKEN,)),
@@ -77,7 +85,7 @@ MTP = {
     # vLLM looks for the modules of this family at layer 0, because its config override says that the target has no
     # layers.
     "Glm4MoeLiteForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", {SGLANG: 1}, (FIRST_TOKEN,)),
-    "MiMoForCausalLM": MtpLoader("mimo", "num_nextn_predict_layers", ONE_EACH, (POST_NORM,)),
+    "MiMoForCausalLM": MtpLoader("mimo", "num_nextn_predict_layers", ONE_EACH, (f"{SGLANG} {POST_NORM}",)),
     "Qwen3NextForCausalLM": MtpLoader("qwen", "num_nextn_predict_layers", ONE_EACH),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
@@ -127,6 +135,8 @@ def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     if promised is not None and promised != count:
         faults.append(f"config.json: {loader.count}: {promised}, the file holds {count} modules")
     lacks = None if most is None or count <= most else f"takes at most {most} module, the head has {count}"
+    if lacks is None and loader.layout == "mimo" and reader == SGLANG:
+        lacks = POST_NORM
     return lacks, faults + tensors(expected, folder.shapes)
 
 
@@ -150,5 +160,6 @@ FORMAT = Format(
     engine_config=mtp_engine_config,
     readers={VLLM: vllm("mtp"), SGLANG: sglang("NEXTN")},
     check=check_mtp,
-    tried=TRIED,
+    tried=TRIED.replace("heads of this kind", "modules of MiMo's family"),
+    tried_settings={"layout": "mimo"},
 )

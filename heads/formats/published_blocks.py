@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.core.errors import UserError, shown
-from heads.formats.engine_folder import SGLANG, VLLM, Reading
+from heads.formats.engine_folder import SGLANG, VLLM, Reading, misread_rotation
 from heads.formats.published_eagle3 import sort_vocab
 from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.methods.head_shape import spread_layer_ids
@@ -235,7 +235,7 @@ def block_weights(source: Source, target: FrozenTarget, drafted: int) -> dict[st
 def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarget, *, scaled: bool) -> list[str]:
     """Return a line for each thing that engines read differently from `read_block`. `scaled`: the config has the factor
     of the target's embeddings."""
-    raw, said = source.config, []
+    raw, said = source.config, misread_rotation(config)
     if SCALED.match(type(target.model).__name__) and not scaled:
         said.append(f"{VLLM} {UNSCALED}")
     if config["num_target_layers"] in config["aux_layer_ids"]:

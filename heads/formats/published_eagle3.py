@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads.core.errors import UserError, shown
-from heads.formats.engine_folder import SGLANG, VLLM, Reading, window_option
+from heads.formats.engine_folder import SGLANG, VLLM, Reading, misread_rotation, window_option
 from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.methods.head_shape import low_middle_high
 from heads.methods.layers import SLIDING
@@ -167,8 +167,7 @@ def misread(raw: Mapping[str, Any], nested: Mapping[str, Any], config: Mapping[s
         said.append(f"{SGLANG} does not read sliding_window: serve it with {window_option(config['sliding_window'])}")
     if config["own_embeddings"] and config["target_hidden_size"] is None:
         said.append(f"{SGLANG} puts the target's embeddings in the place of the head's own")
-    if (config["rope_scaling"] or {}).get("partial_rotary_factor"):
-        said.append(f"{SGLANG} does not read partial_rotary_factor: it would rotate whole heads")
+    said += misread_rotation(config)
     if "transformer_layer_config" in raw:
         return [*said, f"{SGLANG} does not read speculators' form"]
     name = str((raw.get("architectures") or [None])[0])

@@ -5,7 +5,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import LocalEntryNotFoundError, cached_file, is_offline_mode  # type: ignore[attr-defined]
 
 from heads.core.errors import UserError, first_line, warn_once
 from heads.targets.families import eos_ids, register_mimo
@@ -185,9 +185,16 @@ def load_end_ids(
     config = load_config(path, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     check_generation_config(path)
     repo, revision = repo_and_revision(path)
-    generation = None
-    with suppress(OSError):  # it has no generation config
+    generation = file = None
+    try:
+        file = cached_file(repo, "generation_config.json", revision=revision)
         generation = GenerationConfig.from_pretrained(repo, revision=revision or "main")
+    except Exception as error:  # the hub and its client raise many kinds
+        # transformers gives no cause where there is no such file; offline, what is not cached counts as not there.
+        offline = isinstance(error.__cause__, LocalEntryNotFoundError) and is_offline_mode()
+        if file is not None or not isinstance(error, OSError) or not (error.__cause__ is None or offline):
+            remedy = "fetch it again, or set HF_HUB_OFFLINE=1 to read what is cached"
+            raise _fault(path, "no generation_config.json that can be read", error, remedy) from error
     return eos_ids(generation, config, config.get_text_config(), tokenizer)
 
 

@@ -52,6 +52,8 @@ def test_a_raw_head_is_read_by_the_engines_defaults(target: FrozenTarget, tmp_pa
     assert list(found.origin.files) == ["model.safetensors"]
 
 
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN |= {"attention_factor": 1.5}
 PART = {"rope_type": "default", "partial_rotary_factor": 0.25}
 ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("nested", {"aux_layer_ids": (1, 3, 6)}, {"eagle_config": {IDS: [0, 2, 5], "use_aux_hidden_state": True}}, True),
@@ -62,6 +64,7 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("scaling", {"rope_theta": 7e4, "rope_scaling": LLAMA3}, {"rope_theta": 7e4, "rope_scaling": LLAMA3}, False),
     ("sections", {}, {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, False),
     ("part", {"rope_scaling": PART}, {"rope_scaling": PART | {"mrope_section": [1, 0, 0]}}, True),
+    ("factor", {"rope_scaling": YARN}, {"rope_scaling": YARN}, True),
     ("window", {"sliding_window": 9}, {"sliding_window": 9, "layer_types": ["sliding_attention"]}, True),
     ("window of no layer", {}, {"sliding_window": 9, "layer_types": ["full_attention"]}, False),
     ("EAGLE-3.1", {"fc_norm": True, "norm_output": True}, {"fc_norm": True, "norm_output": True}, False),

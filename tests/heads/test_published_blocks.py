@@ -31,7 +31,7 @@ from tests.heads.published_heads import (
     dspark,
     write,
 )
-from tests.heads.test_published import Change, does_not_fit, drafts_equal, set_in
+from tests.heads.test_published import PART, Change, does_not_fit, drafts_equal, set_in
 from tests.refusals import refused
 
 FORMS: dict[str, tuple[Callable[..., DraftBlockHead], dict[str, Any]]] = {
@@ -105,6 +105,7 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
      False),
     ("window, not causal for vLLM alone", SLIDING | {"sliding_window": 9, "sliding_causal": False},
      WINDOW | {"dflash_config": ZLAB["dflash_config"] | {"causal": False}}, True),
+    ("part", {"rope_scaling": PART}, {"rope_theta": None, "rope_parameters": PART | {"rope_theta": 7e4}}, True),
     ("scaled", {"rope_scaling": LLAMA3}, {"rope_theta": None, "rope_parameters": LLAMA3 | {"rope_theta": 7e4}}, False),
 ]  # fmt: skip
 

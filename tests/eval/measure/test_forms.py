@@ -132,6 +132,18 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "question and answer (instruction, response)",
         "context",
     ),
+    "a text under a name of turns": (
+        {"instruction": "hi", "response": "ho", "data": "x", "conversation": "y"},
+        TALK,
+        "question and answer (instruction, response)",
+        "data conversation",
+    ),
+    "an input behind turns": (
+        {"prompt": [U], "input": "2", "completion": [A]},
+        TALK,
+        "TRL (prompt, completion)",
+        "input",
+    ),
     "text and turns of the same": (
         {"instruction": "hi", "response": "ho", "conversations": [HUMAN, GPT, HUMAN, GPT]},
         f"{TALK}, {TALK}",

@@ -13,6 +13,7 @@ from torch import Tensor
 from heads.formats.eagle3 import EAGLE, EAGLE3
 from heads.formats.engine_folder import ENGINES, SGLANG, VLLM, Verdict, check_folder, why_unfit
 from heads.formats.medusa import MEDUSA, OLD_VLLM
+from heads.formats.mtp import mtp_engine_config
 from heads.published import read_published
 from heads.registry import HEADS, build_head
 from heads.saved import check_loaders, read_config, save_head, target_record
@@ -171,7 +172,6 @@ def test_a_command_that_drafts_more_than_was_trained_says_so(
         ({"aux_layer_ids": [4]}, {VLLM}, "fc is left out"),
         ({"hidden_size": 24}, {VLLM, SGLANG, EAGLE}, ""),
         ({"hidden_size": 96}, {VLLM}, "fc is left out"),
-        ({"rope_scaling": QUARTER}, {VLLM}, "partial_rotary_factor: is not read"),
     ],
 )
 def test_which_options_each_reader_takes(
@@ -265,6 +265,7 @@ LISTS = {"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.
     ("scaling", "readers"),
     [
         ({"rope_type": "default"}, {VLLM, SGLANG, EAGLE}),
+        (QUARTER, {VLLM}),
         ({"rope_type": "linear", "factor": 4}, {VLLM, SGLANG}),
         ({"rope_type": "yarn", "factor": 4.0, "truncate": False, **LENGTH}, {VLLM, SGLANG}),
         ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, **LENGTH}, {VLLM}),
@@ -291,7 +292,7 @@ def test_modules_have_the_positions_of_the_config_beside_them(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("family", "modules", "readers"),
     [
-        ("mimo", 1, {VLLM, SGLANG}),
+        ("mimo", 1, {VLLM}),
         ("mimo", 2, set()),
         ("deepseek", 1, {VLLM, SGLANG}),
         ("deepseek", 2, {VLLM}),
@@ -318,6 +319,16 @@ def test_native_modules_lie_beside_their_targets_own_config(
     assert serving(found) == readers and not any(verdict.faults for verdict in found.values())
     if readers == set(ENGINES):
         assert '"method": "mtp"' in found[VLLM].command and "--speculative-algorithm NEXTN" in found[SGLANG].command
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("a/b", "a/b"), ("a/b@main", "a/b"), ("/hub/models--a--b/snapshots/1f", "a/b"), ("/x/a--b", None)],
+)
+def test_the_code_of_a_targets_config_is_named_as_transformers_splits_it(name: str, place: str | None) -> None:
+    target = {"name": name, "config": {"auto_map": {"AutoConfig": "made.Config"}}}
+    named = mtp_engine_config(None, target, "float32").get("auto_map")
+    assert named == (None if place is None else {"AutoConfig": f"{place}--made.Config"})
 
 
 def test_modules_that_engines_would_misread(tmp_path: Path) -> None:

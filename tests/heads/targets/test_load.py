@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 from heads.registry import build_head
 from heads.saved import save_head, target_record
 from heads.targets.hub import repo_and_revision
-from heads.targets.load import load_target, load_tokenizer, unused_weights
+from heads.targets.load import load_end_ids, load_target, load_tokenizer, unused_weights
 from tests.heads.targets.test_model import make_model
 from tests.refusals import refused
 
@@ -135,6 +136,22 @@ def test_a_gguf_file_holds_weights_and_tokenizer(
     assert "found no other.gguf" in refused(load_target, str(tmp_path), gguf_file="other.gguf")
     monkeypatch.setattr("heads.targets.load.find_spec", lambda name: None)
     assert "pip install -e '.[gguf]'" in refused(load_target, str(tmp_path), gguf_file="tiny.gguf")
+
+
+def test_a_generation_config_that_cannot_be_fetched_is_not_an_absent_one(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cached_file(*_: object, **__: object) -> None:
+        raise OSError("no route to the hub") from LocalEntryNotFoundError("generation_config.json")
+
+    monkeypatch.setattr("heads.targets.load.cached_file", cached_file)
+    arguments = str(tiny_target_dir), load_tokenizer(str(tiny_target_dir))
+    for offline in (False, True):
+        monkeypatch.setattr("heads.targets.load.is_offline_mode", lambda offline=offline: offline)
+        if offline:
+            assert load_end_ids(*arguments)
+        else:
+            assert "no route to the hub" in refused(load_end_ids, *arguments)
 
 
 def write_bert(folder: Path) -> None:
