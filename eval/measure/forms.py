@@ -196,9 +196,8 @@ def _read_tools(record: Record, messages: Sequence[Message]) -> list[Any] | None
             tools = json.loads(tools)
         except (ValueError, RecursionError):
             raise RecordError(f"{place}: tools: expected JSON, got {shown(tools)}", "unreadable tools") from None
-    if not tools or (
-        messages and "<tools>" in messages[0]["content"]
-    ):  # Hermes' files also have them in the system prompt
+    # Hermes' files also have them in the system prompt.
+    if not tools or (messages and "<tools>" in messages[0]["content"]):
         return None
     if not isinstance(tools, list):
         raise RecordError(f"{place}: tools: expected a list, got {shown(tools)}", "unreadable tools")

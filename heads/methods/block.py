@@ -58,7 +58,7 @@ from heads.methods.layers import (
 from heads.methods.rotary import CosSin, rotary_of
 from heads.methods.settings import D_PACE, EXPONENTIAL, DraftBlockSettings
 from heads.methods.start import AttentionProbe, TargetProbe, begin, copy_by_root
-from heads.methods.step_cost import Widths, flops
+from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.methods.vocab import read_vocab, vocab_tables
 from heads.targets.masks import additive
 from heads.targets.model import FrozenTarget
@@ -380,8 +380,11 @@ class DraftBlockHead(nn.Module, DraftHead):
         R = batch_size * min(config.num_anchors, length)
         rows, layers = R * config.block_size, config.num_layers
         context = flops(*(part for name, part in self.named_modules() if name.endswith(("k_proj", "v_proj"))))
-        work = rows * (flops(self) - flops(self.fc)) + N * (context + flops(self.fc) * 2 / 3)
-        work += layers * rows * 2 * 8 * sizes.queries * (length / 2 + config.block_size)
+        work = rows * (flops(self) - flops(self.fc))
+        work += N * (context + flops(self.fc) * 2 / 3)  # the features need no gradient
+        work += (
+            layers * rows * 2 * (ATTENTION_PRODUCTS + 1) * sizes.queries * (length / 2 + config.block_size)
+        )  # one more again
         kept = layers * (rows * width * sizes.kept(4, 4, 3) + N * width * 3 * sizes.keys)
         kept += N * width * (2 + len(self.aux_layer_ids)) * config.hidden_size
         # The loss forms the gradients of a head's own tables.

@@ -42,7 +42,7 @@ from heads.methods.labels import LABELS, certain_of_labels, counts_by_depth, sup
 from heads.methods.layers import check_tensors
 from heads.methods.losses import LOSSES, Divergence, draft_loss, jsd
 from heads.methods.settings import DraftSettings
-from heads.methods.step_cost import Widths, flops
+from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.decoder import NativeDecoder, why_not_native
 from heads.targets.encoder_decoder import decoder_of, find_base
@@ -247,7 +247,7 @@ class Draft(nn.Module, DraftHead):
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         N, layers, sizes = batch_size * length, self.text_config.num_hidden_layers, Widths.of(self.text_config)
         head = self.output.head
-        work = N * (flops(self) - flops(head) + layers * 2 * 7 * sizes.queries * length)  # masks are dense
+        work = N * (flops(self) - flops(head) + layers * 2 * ATTENTION_PRODUCTS * sizes.queries * length)
         kept, backward = layers * N * width * sizes.kept(6, 4, 4), 2 * width * sizes.inner * N
         return StepCost(work, kept, N, self.config.common_size, N, N, backward, [head])
 

@@ -238,5 +238,9 @@ class Eagle3(Recycling):
         return self.lm_head.weight
 
     @property
+    def outputs(self) -> list[nn.Linear]:
+        return [self.lm_head]
+
+    @property
     def starting(self) -> list[nn.Module]:
         return [self.fc, *self.aux_norms]

@@ -44,7 +44,7 @@ from heads.methods.growth import Forms, SlotState, grow, take_newest
 from heads.methods.labels import chain_metrics, counts_by_depth, label_slots
 from heads.methods.losses import draft_loss
 from heads.methods.rotary import CosSin, Rotary
-from heads.methods.step_cost import Widths, flops
+from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.methods.ttt_attention import causal_attention
 from heads.targets.masks import additive
 from heads.targets.slots import Drafted, Observed
@@ -202,12 +202,10 @@ class Recycling(nn.Module, DraftHead):
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         N, K, config, sizes = batch_size * length, self.config.depth, self.config, Widths.of(self.config)
-        own: Any = getattr(self, "lm_head", None)
-        outputs = [own] if isinstance(own, nn.Linear) else []
-        start = flops(*self.starting)
-        work: float = N * (K * (flops(self) - flops(*outputs) - start) / self.num_modules + start * 2 / 3)
-        layers = self.layers_per_module
-        work += layers * K * N * length * 2 * 7 * sizes.queries / 2  # 2 products forward, 1 again, 4 backward; causal
+        outputs, start, layers = self.outputs, flops(*self.starting), self.layers_per_module
+        work = N * K * (flops(self) - flops(*outputs) - start) / self.num_modules
+        work += N * start * 2 / 3  # its input needs no gradient
+        work += layers * K * N * length * 2 * ATTENTION_PRODUCTS * sizes.queries / 2  # half of all pairs: it is causal
         row = width * layers * sizes.kept(*self.kept_widths)
         kept, backward = K * N * (row + (4 - width) * config.hidden_size), 0  # embeddings stay in float32
         if self.kept_by_steps(N, K, width) > most:  # only the states, keys and values of every step are kept
@@ -215,6 +213,11 @@ class Recycling(nn.Module, DraftHead):
             backward, work = N * row, work * 4 / 3
         backward += 2 * width * sizes.inner * N
         return StepCost(work, kept, N, len(self.kept), N, N, backward, outputs)
+
+    @property
+    def outputs(self) -> Sequence[nn.Linear]:
+        """The head's own output head, if it has one."""
+        return ()
 
     @property
     def starting(self) -> Sequence[nn.Module]:

@@ -12,6 +12,9 @@ from torch import nn
 
 from heads.targets.families import attention_widths, layer_setting
 
+ATTENTION_PRODUCTS = 7
+"""Products as large as that of queries and keys in an attention: 2 forward, 1 computed again, 4 backward."""
+
 
 def flops(*modules: nn.Module) -> int:
     """Return the operations of a row's products with the linear layers of modules, and of their gradients."""
