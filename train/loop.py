@@ -326,7 +326,8 @@ class Training:
         return seconds
 
     def _keep_head(self) -> None:
-        provenance = {**self.provenance, "step": self.state.step, "tau": self.state.best_tau}
+        now = {"step": self.state.step, "tokens": self.state.tokens, "tau": self.state.best_tau}
+        provenance = {**self.provenance, **now}
         if self.stepper.features.measures:
             provenance["measured"] = self.evaluation.settings.model_dump()
         else:

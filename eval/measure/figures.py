@@ -26,6 +26,7 @@ from eval.runtime.engine import PHASES, Output
 from eval.runtime.identity import Judge, first_difference
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling_params import Sampling
+from heads.core.contract import RoundReads
 from heads.targets.gumbel import gumbel
 from heads.targets.model import FrozenTarget
 
@@ -165,7 +166,8 @@ def figures(
     identical = len(indices) - len({(d["suite"], d["prompt"]) for d in own if not d.get("near_tie")})
     exact = exactness(len(indices), len(indices), identical, own, in_distribution=comparison.in_distribution)
     outputs = [variant.outputs[0][i] for i in indices]
-    tau = metrics.tau(outputs)
+    tau, head = metrics.tau(outputs), variant.engine.head
+    reads = head.bytes_per_round(variant.engine.decoder.head_state) if head is not None else RoundReads()
     record: Results = {
         "tree": str(variant.shape),
         "depth": variant.shape.depth,
@@ -184,6 +186,7 @@ def figures(
         "loop_share": metrics.loop_share([output.tokens for output in outputs]),
         "tokens": sum(len(output.tokens) for output in outputs),
         "undecoded": sum(len(output.tokens) == 1 for output in outputs),
+        "draft_bytes": reads.propose + reads.extend,
     }
     if comparison.breakdowns:
         record |= speeds(comparison, variant, units, tau, is_exact=identical == len(indices))
