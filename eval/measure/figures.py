@@ -26,7 +26,6 @@ from eval.runtime.engine import PHASES, Output
 from eval.runtime.identity import Judge, first_difference
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling_params import Sampling
-from heads.core.contract import RoundReads
 from heads.targets.gumbel import gumbel
 from heads.targets.model import FrozenTarget
 
@@ -167,7 +166,8 @@ def figures(
     exact = exactness(len(indices), len(indices), identical, own, in_distribution=comparison.in_distribution)
     outputs = [variant.outputs[0][i] for i in indices]
     tau, head = metrics.tau(outputs), variant.engine.head
-    reads = head.bytes_per_round(variant.engine.decoder.head_state) if head is not None else RoundReads()
+    assert head is not None
+    reads = head.bytes_per_round(variant.engine.decoder.head_state)
     record: Results = {
         "tree": str(variant.shape),
         "depth": variant.shape.depth,
