@@ -326,8 +326,8 @@ class Training:
         return seconds
 
     def _keep_head(self) -> None:
-        now = {"step": self.state.step, "tokens": self.state.tokens, "tau": self.state.best_tau}
-        provenance = {**self.provenance, **now}
+        state = self.state
+        provenance = {**self.provenance, "step": state.step, "tokens": state.tokens, "tau": state.best_tau}
         if self.stepper.features.measures:
             provenance["measured"] = self.evaluation.settings.model_dump()
         else:

@@ -64,9 +64,9 @@ def head_facts(head: Drafter, path: str) -> dict[str, Any]:
         "sha256": weights_hash(path),
         "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
         "trained_tokens": tokens,
+        "aux_layer_ids": list(head.aux_layer_ids),
         "budget_tokens": round(tokens * steps / step) if tokens and step and steps else tokens,
         "data_sha256": made.get("data", {}).get("sha256"),
-        "aux_layer_ids": list(head.aux_layer_ids),
         "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
         "origin": None if head.origin is None else asdict(head.origin),
     }

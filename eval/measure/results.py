@@ -215,11 +215,11 @@ class Head(Part):
     parameters: Whole
     trained_tokens: Whole | None = None
     """Tokens of the run until this head was kept."""
+    aux_layer_ids: list[int]
     budget_tokens: Whole | None = None
     """Tokens of the whole run."""
     data_sha256: str | None = None
     """Hash of the training data."""
-    aux_layer_ids: list[int]
     config: HeadConfig
     origin: Origin | None = None
 

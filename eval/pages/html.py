@@ -157,8 +157,6 @@ def head_facts(head: Results) -> Facts:
     form = [("read as", origin["form"])] if (origin := head.get("origin")) else []
     layers = ", ".join(map(str, head["aux_layer_ids"])) or "none"
     size = f"{format.count(head['parameters'])} parameters"
-    if head.get("trained_tokens"):
-        size += f", trained on {head['trained_tokens']:,} tokens"
     return [("kind", head["kind"]), ("path", head["path"]), *form, ("size", size), ("aux_layer_ids", layers)]
 
 
