@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself and the ones before it
@@ -110,3 +111,17 @@ def test_every_recipe_loads(path: Path) -> None:
     from train.recipe import load_recipe
 
     assert load_recipe(path)
+
+
+@pytest.mark.parametrize("target", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct"])
+def test_the_recipes_of_one_large_target_share_data_context_and_tokens(target: str) -> None:
+    recipes = [yaml.safe_load(path.read_text()) for path in RECIPES]
+    recipes = [recipe for recipe in recipes if recipe["target"]["path"] == target]
+    assert len(recipes) >= 3
+    for recipe in recipes:
+        assert {**recipe["data"], "on_policy": None} == {**recipes[0]["data"], "on_policy": None}
+        assert recipe["train"]["epochs"] == recipes[0]["train"]["epochs"]
+    if target.startswith("Qwen"):
+        from train.entry import KINDS
+
+        assert sorted(recipe["head"]["kind"] for recipe in recipes) == sorted(KINDS.values())

@@ -326,7 +326,8 @@ class Training:
         return seconds
 
     def _keep_head(self) -> None:
-        provenance = {**self.provenance, "step": self.state.step, "tau": self.state.best_tau}
+        state = self.state
+        provenance = {**self.provenance, "step": state.step, "tokens": state.tokens, "tau": state.best_tau}
         if self.stepper.features.measures:
             provenance["measured"] = self.evaluation.settings.model_dump()
         else:

@@ -152,6 +152,7 @@ class RunFolder:
                 "dtype": str(target.dtype).removeprefix("torch."),
             },
             "data": {"sources": record["data"], "sha256": data_hash},
+            "steps": record["train"]["max_steps"],
         }
         write_json(self.provenance, provenance)
         return provenance

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from heads.core.contract import Drafter
+from heads.core.errors import UserError
 from heads.registry import kind_of
-from heads.saved import weights_hash
+from heads.saved import find_head, read_config, weights_hash
 from heads.targets.decoder import why_not_native
 from heads.targets.model import FrozenTarget
 from heads.targets.product import load
@@ -53,12 +54,19 @@ def target_facts(target: FrozenTarget) -> dict[str, Any]:
 def head_facts(head: Drafter, path: str) -> dict[str, Any]:
     """Return the identity and the size of the head. Weights that it shares with the target do not count."""
     config: Any = getattr(head, "config", None)
+    made: dict[str, Any] = {}
+    with suppress(UserError):  # an untrained draft, or a head of others
+        made = read_config(find_head(path))["provenance"]
+    tokens, step, steps = (made.get(name) for name in ("tokens", "step", "steps"))
     return {
         "kind": kind_of(head),
         "path": path,
         "sha256": weights_hash(path),
         "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
+        "trained_tokens": tokens,
         "aux_layer_ids": list(head.aux_layer_ids),
+        "budget_tokens": round(tokens * steps / step) if tokens and step and steps else tokens,
+        "data_sha256": made.get("data", {}).get("sha256"),
         "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
         "origin": None if head.origin is None else asdict(head.origin),
     }

@@ -165,7 +165,9 @@ def figures(
     identical = len(indices) - len({(d["suite"], d["prompt"]) for d in own if not d.get("near_tie")})
     exact = exactness(len(indices), len(indices), identical, own, in_distribution=comparison.in_distribution)
     outputs = [variant.outputs[0][i] for i in indices]
-    tau = metrics.tau(outputs)
+    tau, head = metrics.tau(outputs), variant.engine.head
+    assert head is not None
+    reads = head.bytes_per_round(variant.engine.decoder.head_state)
     record: Results = {
         "tree": str(variant.shape),
         "depth": variant.shape.depth,
@@ -184,6 +186,7 @@ def figures(
         "loop_share": metrics.loop_share([output.tokens for output in outputs]),
         "tokens": sum(len(output.tokens) for output in outputs),
         "undecoded": sum(len(output.tokens) == 1 for output in outputs),
+        "draft_bytes": reads.propose + reads.extend,
     }
     if comparison.breakdowns:
         record |= speeds(comparison, variant, units, tau, is_exact=identical == len(indices))

@@ -141,6 +141,8 @@ class Figures(Part):
     turns: dict[Literal["timed", "left_out"], Whole] = {}
     loop_share: Share | None
     undecoded: Whole
+    draft_bytes: Whole | None = None
+    """Least bytes of weights that the head reads in a round; None: not known, as in a server."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -211,7 +213,13 @@ class Head(Part):
     path: str
     sha256: str | None
     parameters: Whole
+    trained_tokens: Whole | None = None
+    """Tokens of the run until this head was kept."""
     aux_layer_ids: list[int]
+    budget_tokens: Whole | None = None
+    """Tokens of the whole run."""
+    data_sha256: str | None = None
+    """Hash of the training data."""
     config: HeadConfig
     origin: Origin | None = None
 

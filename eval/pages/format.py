@@ -23,6 +23,8 @@ from eval.measure.speedup_checks import why_unreliable as why_unreliable
 MISSING = "–"  # noqa: RUF001
 NOT_RELIABLE = "not measured"
 """Text in the place of a speedup that is not reliable. The reason follows it."""
+SAME_BUDGET = 0.05
+"""Relative difference of training tokens up to which budgets are the same: rows are padded differently."""
 FEW = 8
 """Number of prompts below which percentile bootstraps are markedly too narrow."""
 LOCAL_MODEL = "a local model"
@@ -282,12 +284,28 @@ def head_warnings(head: Results, measurements: Sequence[Results]) -> list[str]:
     ]
 
 
+def trained_otherwise(results: Results) -> dict[str, list[str]]:
+    """Return what differs in the training of each head from that of the first trained one: its data, its budget of
+    tokens. Heads without a difference, or of which nothing is known, are left out."""
+    known = [head for head in results["heads"] if head.get("data_sha256") and head.get("budget_tokens")]
+    found = {}
+    for head in known[1:]:
+        data = head["data_sha256"] != known[0]["data_sha256"]
+        budget = abs(head["budget_tokens"] / known[0]["budget_tokens"] - 1) > SAME_BUDGET
+        if what := ["other data"] * data + ["other budget"] * budget:
+            found[head["name"]] = what
+    return found
+
+
 def warnings(results: Results) -> list[str]:
     """Return the warnings about each head, and about all figures."""
     measurements = results["measurements"]
     if "heads" in results:
         own = [(head, [m for m in measurements if m["head"] == head["name"]]) for head in results["heads"]]
         found = [f"head {head['name']}: {line}" for head, ms in own for line in head_warnings(head, ms)]
+        if differs := trained_otherwise(results):
+            which = "; ".join(f"{name}: {' and '.join(what)}" for name, what in differs.items())
+            found.append(f"heads trained otherwise than the first ({which}): figures compare heads, not methods")
     else:
         found = head_warnings(results["head"], measurements)
     slow = []

@@ -112,15 +112,19 @@ def suites_table(results: Results) -> list[Table]:
 
 
 def comparison_table(results: Results) -> Table:
-    heads = {head["name"]: head for head in results["heads"]}
+    heads, differs = {head["name"]: head for head in results["heads"]}, format.trained_otherwise(results)
     rows = []
     for m in format.fastest(results):
         head = heads[m["head"]]
-        names = [m["head"], head["kind"], format.count(head["parameters"]), format.setting_text(m)]
-        accepted = " ".join(format.percent(alpha) for alpha in m["alpha"] if alpha is not None) or format.MISSING
+        tokens = MISSING if (seen := head.get("trained_tokens")) is None else format.count(seen)
+        trained = ", ".join([tokens, *differs.get(m["head"], [])])
+        read = format.number(m["draft_bytes"] / 1e6, 1) if m.get("draft_bytes") is not None else MISSING
+        names = [m["head"], head["kind"], format.count(head["parameters"]), trained, format.setting_text(m), read]
+        accepted = " ".join(format.percent(alpha) for alpha in m["alpha"] if alpha is not None) or MISSING
         cells = [format.speedup_cell(m), format.tau_text(m), accepted, format.exact_cell(m)]
         rows.append([*names, *cells])
-    columns = ["head", "kind", "parameters", "draft", "speedup", "tau", "accepted by depth", "identical"]
+    columns = ["head", "kind", "parameters", "trained on", "draft", "MB a round"]
+    columns += ["speedup", "tau", "accepted by depth", "identical"]
     turns = f"{TURNS} {format.left_out_text(results['measurements'][0])}".rstrip()
     return Table("Heads and drafts", [turns], columns, rows)
 

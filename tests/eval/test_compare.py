@@ -15,6 +15,7 @@ from eval.measure.bench_heads import fitting_shapes, head_names
 from eval.measure.command import exit_status
 from eval.measure.results import Results
 from eval.measure.settings import to_settings
+from eval.pages.format import MISSING, count
 from heads.core.errors import UserError
 from heads.registry import build_head, build_untrained
 from heads.saved import save_head, target_record
@@ -48,13 +49,37 @@ def test_all_heads_run_in_one_comparison_with_the_trees_they_can_draft(
     read = json.loads((out / "compare.json").read_text())
     assert read["measurements"][0]["tau"]["mean"] == results["measurements"][0]["tau"]["mean"]
     lines = [line for line in (out / "compare.md").read_text().splitlines() if line.startswith("| ")]
-    assert len(lines) == 2 + 10 and "| early_exit:6 | early_exit | 0 | tree:2x2x5, greedy |" in "\n".join(lines)
+    assert len(lines) == 2 + 10 and f"| early_exit:6 | early_exit | 0 | {MISSING} | tree:2x2x5, greedy |" in "\n".join(
+        lines
+    )
     assert "40 of 40 prompts" in text and text.count("4 of 4") == 10
     page = (out / "compare.html").read_text()
     assert "40 of 40 prompts" in page and page.count("<td>4 of 4</td>") == 10 and page.count("var(--draft)") > 10
     names = [f"compare-{name}.{ending}" for name in ("speedup", "tau") for ending in ("png", "svg")]
     assert sorted(file.name for file in (out / "plots").iterdir()) == sorted(names)
     assert "3 heads on " in (out / "plots/compare-tau.svg").read_text()
+
+
+def test_rows_say_what_a_head_was_trained_on_and_mark_other_data_and_budgets(
+    tiny_target: FrozenTarget, bench: Bench, tmp_path: Path
+) -> None:
+    head = build_head("medusa", {"depth": 2}, tiny_target, torch.ones(tiny_target.vocab_size, dtype=torch.int64))
+    trained = {"one": (10, 1000, "a"), "kept-earlier": (5, 490, "a"), "longer": (10, 3000, "b")}
+    for name, (step, tokens, data) in trained.items():
+        made = {"step": step, "steps": 10, "tokens": tokens, "data": {"sha256": data}}
+        save_head(head, tmp_path / name, target=target_record(tiny_target), provenance=made)
+    heads = {str(tmp_path / name): head for name in trained} | {"lookup:3": build_untrained("lookup:3", tiny_target)}
+    results, text = bench(tmp_path / "out", heads, trees=("chain:2",))
+    size = sum(p.numel() for p in head.parameters())
+    assert {m["draft_bytes"] for m in results["measurements"]} == {4 * size, 0}
+    table = (tmp_path / "out/compare.md").read_text()
+    read = f"{4 * size / 1e6:.1f}"
+    assert f"| one | medusa | {count(size)} | 1.0k | chain:2, greedy | {read} |" in table
+    assert f"| kept-earlier | medusa | {count(size)} | 490 | chain:2, greedy | {read} |" in table
+    assert f"| longer | medusa | {count(size)} | 3.0k, other data, other budget | chain:2, greedy | {read} |" in table
+    assert f"| lookup:3 | lookup | 0 | {MISSING} | chain:2, greedy | 0.0 |" in table
+    said = "trained otherwise than the first (longer: other data and other budget)"
+    assert said in text and said in (tmp_path / "out/compare.html").read_text()
 
 
 def test_heads_of_different_targets_are_refused(

@@ -40,6 +40,10 @@ def test_a_whole_run_leaves_everything(
     assert "d2t" not in load_file(folder / "head/model.safetensors")  # the target's whole vocabulary needs no table
     assert json.loads((folder / "provenance.json").read_text())["target"]["path"] == small["target"]["path"]
     assert load_recipe(folder / "recipe.yaml").head.aux_layer_ids == (2, 4, 5)
+    head = json.loads((folder / "results.json").read_text())["head"]
+    seen = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert head["budget_tokens"] == max(point["tokens"] for point in seen if point["kind"] == "train")
+    assert head["data_sha256"] == json.loads((folder / "provenance.json").read_text())["data"]["sha256"]
     capsys.readouterr()
     assert attempt("eagle", [str(write_recipe(small))]) == 0
     said = capsys.readouterr().err
