@@ -1,4 +1,4 @@
-"""Tests of the READMEs: every command parses and runs, every path exists, every figure is in a record.
+"""Tests of the pages: every command parses and runs, every path exists, every table is that of its records.
 
 A `bash` block whose first line is a comment `# needs ...` is parsed but not run. Other commands run in a copy of the
 checkout, shortened with the options in TINY.
@@ -32,10 +32,12 @@ from heads.formats.published_blocks import SCALED
 from heads.registry import HEADS, build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target, load_tokenizer
+from scripts.write_pages import MARK, METHODS, RESULTS
+from scripts.write_pages import pages as generated
 from tests.chats import encode_chat
 from tests.runs import forget_accelerator
 from tests.switches import forget_library
-from train.entry import LAUNCH, attempt
+from train.entry import attempt
 from train.plan import parse_arguments as plan_arguments
 from train.recipe import load_recipe
 from train.target_recipe import load_target_recipe
@@ -44,10 +46,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("heads", "eval", "train", "recipes", "scripts", "tests")
 FIRST = ROOT / "README.md"
 # Commands run in this order.
-PAGES = [FIRST, ROOT / "eval/results/README.md"]
+PAGES = [FIRST, ROOT / "eval/results/README.md", ROOT / "eval/results/LAB.md"]
 PAGES += sorted({page for name in FOLDERS for page in (ROOT / name).rglob("README.md")} - {*PAGES})
 PAGES += [ROOT / ".github/CONTRIBUTING.md"]
-RECORDS = ROOT / "eval/results"
+USED = [page for page in PAGES if page.parent.name != "target"]
+"""The pages for use."""
 ELSEWHERE = {
     **dict.fromkeys(("pip", "pytest", "ruff", "mypy"), ".ci/run"),
     "scripts/gpu_check.py": "tests/scripts/test_gpu_check.py",
@@ -75,16 +78,6 @@ TINY = {
     "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1",
 }
 """Program -> options that make it fast."""
-METHODS = {
-    "eagle3": "EAGLE-3",
-    "mtp": "MTP",
-    "draft": "draft model",
-    "medusa": "Medusa",
-    "dflash": "DFlash",
-    "dflash2": "DFlash2",
-    "dspark": "DSpark",
-    "lookup": "prompt lookup",
-}
 
 
 @dataclass(frozen=True)
@@ -137,17 +130,13 @@ ONCE = {command.text: command for command in reversed(OURS)}
 RUN = [c for c in OURS if c is ONCE[c.text] and c.needs is None and c.program not in ELSEWHERE]
 
 
-def test_the_first_page_begins_with_two_commands() -> None:
-    first, second = (block for block in blocks(FIRST, "bash")[0].splitlines())
-    assert first == f"pip install -e . && {LAUNCH} train/eagle.py recipes/quickstart.yaml"
-    assert second == "pip install -e '.[dev]' && pytest"
-
-
 @pytest.mark.parametrize("command", OURS, ids=lambda command: f"{command.page}: {command.text}")
 def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert (ROOT / command.program).is_file(), f"{command.page} runs {command.program}, which is not there"
     if command.arguments == ["--help"]:
+        return
+    if "--model" in command.arguments:
         return
     if command.program.startswith("train/") or command.program == "scripts/regenerate.py":
         options = plan_arguments([*command.arguments, "--plan"])
@@ -202,7 +191,7 @@ def start(program: str, arguments: list[str]) -> int:
 def marked(command: Command) -> Any:
     """Return a command as a slow test if it starts processes, or makes a record and no run that another page names."""
     record = not command.program.startswith("train/") or "output_dir=" in command.text
-    slow = command.program == "eval/sweep.py" or (command.page == "eval/results/README.md" and record)
+    slow = command.program == "eval/sweep.py" or (command.page.startswith("eval/results/") and record)
     return pytest.param(command, marks=[pytest.mark.slow] if slow else [])
 
 
@@ -232,7 +221,7 @@ def test_a_command_runs(
 def test_the_program_in_python_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (program,) = blocks(FIRST, "python")
+    (program,) = (block for page in PAGES for block in blocks(page, "python") if "Engine(" in block)
     assert len([line for line in program.splitlines() if line]) <= 12
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
@@ -241,7 +230,7 @@ def test_the_program_in_python_runs(
         torch.manual_seed(0)
         head = build_head("eagle3", {"draft_vocab_size": 256}, target, torch.ones(target.vocab_size))
     save_head(head, tmp_path / "runs/quickstart/head", target=target_record(target))
-    exec(compile(program, str(FIRST), "exec"), {})
+    exec(compile(program, "the program", "exec"), {})
     assert re.search(r"^\d\.\d\d tokens per pass$", capsys.readouterr().out, re.MULTILINE)
 
 
@@ -250,7 +239,7 @@ def test_every_conversation_that_is_shown_gives_labels(page: Path, tiny_target_d
     (example,) = blocks(page, "json")
     (tmp_path / "chats.jsonl").write_text(example)
     records = list(read_records(str(tmp_path / "chats.jsonl")))
-    assert len(records) == 4
+    assert len(records) == len(example.splitlines())
     tokenizer = load_tokenizer(str(tiny_target_dir))
     for record in records:
         (document,) = encode_chat(tokenizer, read_chat(record).messages)
@@ -258,7 +247,7 @@ def test_every_conversation_that_is_shown_gives_labels(page: Path, tiny_target_d
 
 
 @pytest.mark.parametrize("chats", [4, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_command_for_your_own_data_trains_another_model_on_the_lines_above_it(
+def test_a_recipe_trains_another_model_on_other_data(
     chats: int,
     tiny_target_dir: Path,
     tmp_path: Path,
@@ -266,13 +255,11 @@ def test_the_command_for_your_own_data_trains_another_model_on_the_lines_above_i
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # The target's template knows no arguments. The options only make the run small: none mends a setting.
-    (command,) = (command for command in OURS if "data.sources=" in command.text and command.page == "README.md")
+    (command,) = (command for command in OURS if "target.path=OWNER/MODEL" in command.text)
     recipe, *overrides = command.arguments
-    assert len(overrides) <= 3
-    (for_another,) = re.findall(r"add\s`(target\.path=OWNER/MODEL output_dir=runs/NAME)`", FIRST.read_text())
-    overrides += for_another.replace("OWNER/MODEL", str(tiny_target_dir)).split()
+    overrides = [override.replace("OWNER/MODEL", str(tiny_target_dir)) for override in overrides]
     (example,) = blocks(FIRST, "json")
-    lines = example.splitlines() * 50
+    lines = example.splitlines() * 200
     (tmp_path / "chats.jsonl").write_text("\n".join(lines[:chats]))
     (tmp_path / "held-out.jsonl").write_text(example)
     sizes = "data.context_length=192 train.batch_size=8 train.tokens_per_step=1536 data.regenerate.new_tokens=8"
@@ -280,7 +267,7 @@ def test_the_command_for_your_own_data_trains_another_model_on_the_lines_above_i
     monkeypatch.chdir(tmp_path)
     words = [str(ROOT / recipe), *overrides, *sizes.split()]
     assert attempt("eagle", words) == 0
-    assert json.loads((tmp_path / "runs/NAME/results.json").read_text())["settings"]["prompts"] == "held-out.jsonl"
+    assert json.loads((tmp_path / "runs/mine/results.json").read_text())["settings"]["prompts"] == "held-out.jsonl"
     said = capsys.readouterr().err
     assert "left out enable_thinking" in said and f"data.regenerate: {chats} conversations to answer\n" in said
     ((steps, epochs),) = re.findall(r"^[\d,]+ rows: (\d+) steps of 1,536 tokens are (\S+) epochs", said, re.MULTILINE)
@@ -296,7 +283,7 @@ def engine_words(kind: str, engine: str) -> list[str]:
 
 def test_the_commands_for_engines_are_those_of_the_loader_contract() -> None:
     served = [c.words for c in COMMANDS if "--speculative-" in c.text and "extract_hidden_states" not in c.text]
-    assert served == [engine_words("eagle3", engine) for engine in ENGINES]
+    assert served == [engine_words("eagle3", VLLM)]
 
 
 @pytest.mark.parametrize("kind", [kind for kind, head in HEADS.items() if head.format.readers])
@@ -306,9 +293,9 @@ def test_the_words_for_engines_are_those_of_the_loader_contract(kind: str) -> No
     named = sglang.index("--speculative-algorithm") if sglang else 0
     algorithm = f"`{' '.join(sglang[named : named + 2])}`" if sglang else "not loaded"
     row = rf'^\| {METHODS[kind]} \| `{{"method": "{method}", .*\| {algorithm} \|$'
-    first, heads = FIRST.read_text(), (ROOT / "heads/README.md").read_text()
-    assert re.search(row, heads, re.MULTILINE)
-    assert all(engine.removesuffix(".0") in first and engine in heads for engine in ENGINES)
+    heads = (ROOT / "heads/README.md").read_text()
+    assert re.search(row, heads, re.MULTILINE) and all(engine in heads for engine in ENGINES)
+    assert VLLM.removesuffix(".0") in FIRST.read_text()
 
 
 def test_the_table_of_targets_is_that_of_the_loader_contract() -> None:
@@ -328,8 +315,13 @@ def test_the_table_of_targets_is_that_of_the_loader_contract() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (page.parent / link).exists(), f"{link} is linked and not there"
+    for link, section in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text):
+        linked = page.parent / link if link else page
+        assert linked.exists(), f"{link} is linked and not there"
+        if section:
+            titles = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert section in slugs, f"{link} has no section {section}"
     for name in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", text):
         assert (ROOT / name).exists(), f"{name} is named and not there"
 
@@ -362,62 +354,31 @@ def test_every_key_of_a_sweep_is_listed() -> None:
     assert named == Sweep.model_fields.keys()
 
 
-def measurements(record: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return (method, draft) -> the measurement in a record."""
-    results = json.loads((RECORDS / f"{record}.json").read_text())
-    kinds = {head["name"]: METHODS[head["kind"]] for head in results["heads"]}
-    return {(kinds[found["head"]], found["tree"]): found for found in results["measurements"]}
+def test_what_is_generated_of_the_pages_is_up_to_date() -> None:
+    for page, text in generated().items():
+        assert page.read_text(encoding="utf-8") == text, f"{page.relative_to(ROOT)}: run python scripts/write_pages.py"
 
 
-TABLE = ("compare-greedy", "compare-sampled")
-"""Records of the tables."""
+def test_a_page_shows_every_record() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "eval/results").glob("*.md"))
+    named = {path for _, _, pattern in MARK.findall(text) for path in RESULTS.glob(pattern)}
+    named |= {RESULTS / name for name in re.findall(r"`([\w/.-]+\.json)`", text)}
+    assert named == {*RESULTS.rglob("*.json")}
 
 
-def interval(figure: dict[str, Any]) -> str:
-    """Return the text of a tau with its interval."""
-    return f"{figure['mean']:.2f} [{figure['ci95'][0]:.2f}, {figure['ci95'][1]:.2f}]"
-
-
-def row(method: str, draft: str) -> str:
-    """Return tau of a method's draft in both records, as the cells of a table."""
-    return " | ".join(interval(measurements(record)[method, draft]["tau"]) for record in TABLE)
-
-
-def test_the_first_page_s_table_is_each_method_s_longest_chain() -> None:
-    known = {method for method, _ in measurements(TABLE[0])}
-    lines = []
-    for method in (method for method in METHODS.values() if method in known):
-        chain = "chain:3" if method == "Medusa" else "chain:5"
-        lines.append(f"| {method}{', untrained' * (method == 'prompt lookup')} | {chain} | {row(method, chain)} |")
-    table = "\n".join(lines)
-    assert table in FIRST.read_text(), f"the records say:\n{table}"
-
-
-def test_the_table_of_results_is_the_records() -> None:
-    lines = [f"| {method} | {draft} | {row(method, draft)} |" for method, draft in measurements(TABLE[0])]
-    text = (RECORDS / "README.md").read_text()
-    absent = [line for line in lines if line not in text]
-    assert not absent, "the records say:\n" + "\n".join(absent)
-
-
-def test_the_table_of_a_whole_engine_is_the_record() -> None:
-    rows, text = json.loads((RECORDS / "vllm.json").read_text())["rows"], (RECORDS / "README.md").read_text()
-    for found in rows:
-        theirs, ours = (found["accepted_by_position"][who] for who in ("vllm", "draftsmith"))
-        assert theirs == ours and found["rounds"]["vllm"] == found["rounds"]["draftsmith"]
-        texts = f"{found['identical']} of {found['prompts']}"
-        counts = ", ".join(f"{count:,}" for count in theirs)
-        line = f"| {found['family']} | {found['depth']} | {texts} | {found['rounds']['vllm']:,} | {counts} |"
-        assert line in text, f"the record says:\n{line}"
+def test_the_record_of_a_whole_engine_has_every_kind_that_is_said_to_be_tried() -> None:
+    rows = json.loads((RESULTS / "vllm.json").read_text())["rows"]
     assert {found["head"]["kind"] for found in rows} == {kind for kind, head in HEADS.items() if head.format.tried}
 
 
-def test_every_record_is_listed_with_its_commit() -> None:
-    text = (RECORDS / "README.md").read_text()
-    first = FIRST.read_text()
-    for path in RECORDS.glob("*.json"):
-        assert f"`{path.name}`" in text
-        commit = json.loads(path.read_text()).get("versions", {}).get("draftsmith", "")[:7]
-        assert commit in text
-        if path.stem in TABLE:
-            assert commit in first and path.name in first
+def test_pages_are_short() -> None:
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in USED}
+    assert sum(words.values()) <= 9_000 and words[FIRST] <= 750
+    text = FIRST.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 100 and len(text.partition("```bash")[0].split()) <= 220
+    prose = re.sub(r"```.*?```|<!-- table.*?<!-- end -->", "", text, flags=re.DOTALL)
+    assert max(len(sentence.split()) for sentence in re.split(r"[.:;!?]\s|\n\n|^\* ", prose, flags=re.MULTILINE)) <= 30
+    for page in USED[1:]:
+        text = page.read_text(encoding="utf-8")
+        assert sum(not line.startswith("|") for line in text.splitlines()) <= 150, page
+        assert re.match(r"# .+\n\nFor: .+; you need: .+; takes: .+\n", text), page

@@ -1,4 +1,4 @@
-"""The keys of a recipe as --help prints them: from pydantic's JSON schema of the settings."""
+"""The keys of a recipe, as --help prints them and as recipes/KEYS.md lists them: from pydantic's JSON schema."""
 
 import json
 import textwrap
@@ -12,6 +12,8 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 OVERFLOW = 1e9
 """Bounds of this size or larger only keep products from overflowing. They are not shown."""
 WIDTH = 100
+Key = tuple[str, str, str, str]
+"""Name, type, default and meaning."""
 
 
 def keys_of(recipe: type[BaseModel], kind: str | None = None) -> str:
@@ -23,13 +25,48 @@ def keys_of(recipe: type[BaseModel], kind: str | None = None) -> str:
         if kind is not None and title.startswith("head") and not title.endswith(f"kind {kind}"):
             continue
         lines += ["", *_wrapped(f"{title}: {section['description']}", "")]
-        for name, field in sorted(section["properties"].items(), key=lambda item: item[0] != "kind"):
-            default = "required" if name in section.get("required", ()) else _shown(field["default"])
-            lines.append(f"  {prefix}{name} ({_type(field)}; {default})")
-            references = [schema["$defs"][part] for part in _references(field)]
-            meaning = field.get("description") or references[0]["description"]  # absent if it is the section's own
-            lines += _wrapped(meaning, " " * 6)
+        for key, type_, default, meaning in _keys(section, schema, prefix):
+            lines += [f"  {key} ({type_}; {default})", *_wrapped(meaning, " " * 6)]
     return "\n".join(lines)
+
+
+def keys_page(recipe: type[BaseModel]) -> str:
+    """Return the keys of a recipe as a page in Markdown. A key that several kinds of head share is listed once."""
+    schema = recipe.model_json_schema()
+    sections = {
+        title: (section["description"], list(_keys(section, schema, prefix)))
+        for title, section, prefix in _sections(schema, schema["$defs"], "", "Top level")
+    }
+    heads = [title for title in sections if title.startswith("head, ")]
+    kinds: dict[Key, list[str]] = {}
+    for title in heads:
+        for key in sections[title][1]:
+            kinds.setdefault(key, []).append(title.rpartition(" ")[2])
+    several = {key: of for key, of in kinds.items() if len(of) > 1}
+    shared = [(*key[:3], f"{key[3]} For {', '.join(of)}.") for key, of in several.items()]
+    lines = [
+        "# Keys of a recipe",
+        "",
+        "`python scripts/write_pages.py` writes this page. `python train/eagle.py --help` lists the keys of one kind.",
+    ]
+    for title, (meaning, keys) in sections.items():
+        tables = [("head, several kinds", "Settings that kinds of head share.", shared)] * (title == heads[0])
+        for name, about, rows in (*tables, (title, meaning, [key for key in keys if key not in several])):
+            lines += ["", f"## {name}", "", about.replace("\n", " "), "", "| key | type | default | meaning |"]
+            lines.append("| --- | --- | --- | --- |")
+            for named, type_, default, of in rows:
+                cells = [f"`{named}`", type_, default.removeprefix("default "), of.replace("\n", " ")]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _keys(section: dict[str, Any], schema: dict[str, Any], prefix: str) -> Iterator[Key]:
+    """Yield a section's keys."""
+    for name, field in sorted(section["properties"].items(), key=lambda item: item[0] != "kind"):
+        default = "required" if name in section.get("required", ()) else _shown(field["default"])
+        references = [schema["$defs"][part] for part in _references(field)]
+        meaning = field.get("description") or references[0]["description"]  # absent if it is the section's own
+        yield f"{prefix}{name}", _type(field), default, meaning
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

@@ -21,7 +21,7 @@ from heads.targets.gumbel import gumbel
 SHARPNESS = 1.5
 """Factor on a greedy row's logits in the probabilities that rank a tree's nodes. A greedy target always takes its
 likeliest token, so a draft's likeliest token is right more often than its probability. Chosen on the quickstart's
-heads, where it raises tau by 2 to 3% (`eval/results/ranking.json`, `ranking-before.json`). Sampled rows do not gain."""
+heads, where it raises tau by 2 to 3% (eval/results/LAB.md). Sampled rows do not gain."""
 
 
 class RowSampling:

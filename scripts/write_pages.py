@@ -1,0 +1,194 @@
+"""Write what is generated of the pages: recipes/KEYS.md, and the tables of measurements between their marks.
+
+    python scripts/write_pages.py
+
+A page marks a table with `<!-- table: FORM FILES -->` and `<!-- end -->`. FORM is a key of `FORMS`; FILES is a pattern
+below eval/results of files that eval/bench.py wrote. The name of a file with one head says which variant it is, after a
+hyphen and up to a dot: eagle3.json, eagle3.ratio.json, eagle3-large.json.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from eval.measure.prompts import suite_name
+from eval.measure.results import Results
+from eval.pages import format
+from train.entry import run_script
+from train.recipe import Recipe
+from train.recipe_help import keys_page
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "eval/results"
+PAGES = [ROOT / "README.md", RESULTS / "README.md", RESULTS / "LAB.md"]
+MARK = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+METHODS = {
+    "eagle3": "EAGLE-3",
+    "mtp": "MTP",
+    "draft": "draft model",
+    "medusa": "Medusa",
+    "dflash": "DFlash",
+    "dflash2": "DFlash2",
+    "dspark": "DSpark",
+    "lookup": "prompt lookup",
+    "early_exit": "early exit",
+}
+"""Kind of head -> its name, in the order of the tables."""
+SUITES = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench", "python-heldout": "Python"}
+"""Start of a suite's name -> its title."""
+GREEDY, MEAN = "greedy", "mean"
+
+
+class Found:
+    """The figures of some records: by method, draft, way of choosing tokens, and suite."""
+
+    def __init__(self, pattern: str) -> None:
+        self.records: list[Results] = []
+        self.heads: dict[str, Results] = {}
+        self.figures: dict[tuple[str, str, str], dict[str, Results]] = {}
+        for path in sorted(RESULTS.glob(pattern)):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            self.records.append(record)
+            variant = path.stem.partition(".")[0].partition("-")[2] if "head" in record else ""
+            heads = {head.get("name"): head for head in record.get("heads") or [record["head"]]}
+            suites = [suite_name(name) for name in record["settings"]["suites"]]
+            parts = [*record.get("suites", {}).items()]
+            for m in record["measurements"]:
+                own = m.get("suites") or (dict.fromkeys(suites, m) if len(suites) == 1 else {})
+                parts += [(name, m | part) for name, part in own.items()]
+            for name, m in ((name, m) for name, m in parts if name in suites):  # not categories
+                head = heads[m.get("head")]
+                method = METHODS[head["kind"]] + f", {variant}" * bool(variant)
+                self.heads.setdefault(method, head)
+                way = format.sampling_text(m["temperature"])
+                way += ", ratio" * (m["rule"] == "ratio" and m["temperature"] > 0)
+                way += ", served" * ("server" in record)
+                title = next((title for start, title in SUITES.items() if name.startswith(start)), name)
+                self.figures.setdefault((method, m["tree"], way), {}).setdefault(title, m)
+        self.suites = list(dict.fromkeys(title for of_suites in self.figures.values() for title in of_suites))
+        self.suites.sort(key=lambda title: [*SUITES.values(), title].index(title))
+        self.average = MEAN if len(self.suites) > 1 else self.suites[0]
+        order = list(METHODS.values())
+        rows = dict.fromkeys((method, draft) for method, draft, _ in self.figures)
+        self.rows = sorted(rows, key=lambda row: (order.index(row[0].partition(",")[0]), row[0]))
+
+    def tau(self, row: tuple[str, str], suite: str, way: str) -> str:
+        """Return tau on a suite, with its interval, or under `MEAN` the mean of all suites."""
+        of_suites = self.figures.get((*row, way), {})
+        if suite == MEAN and of_suites.keys() == {*self.suites}:
+            return format.number(fmean(m["tau"]["mean"] for m in of_suites.values()))
+        return format.tau_text(of_suites[suite]) if suite in of_suites else format.MISSING
+
+    def speedup(self, row: tuple[str, str]) -> str:
+        figures = self.figures.get((*row, GREEDY), {}).get(self.suites[0])
+        return format.speedup_cell(figures) if figures else format.MISSING
+
+    def caption(self) -> str:
+        """Return the sentence below a table: how many prompts, where, and how many outputs were the target's own."""
+        settings = [record["settings"] for record in self.records]
+        commits = sorted({record["versions"]["draftsmith"][:7] for record in self.records})
+        here = [record for record in self.records if "server" not in record]
+        exact = [record["exact"] for record in here if record["exact"]["identical"] is not None]
+        counts = [sum(part[key] for part in exact) for key in ("identical", "prompts")]
+        near = sum(len(part.get("near_ties", ())) for part in exact)
+        sizes = [
+            " or ".join(f"{size:,}" for size in sorted({own[key] for own in settings}))
+            for key in ("num_prompts", "max_new_tokens")
+        ]
+        return (
+            f"{sizes[0]} prompts of {', '.join(self.suites)}, {sizes[1]} new tokens; "
+            f"{'; '.join(sorted(set(map(format.device_text, here))))}; commit {', '.join(commits)}; 95% intervals. "
+            f"Identical to plain decoding: {counts[0]:,} of {counts[1]:,} outputs"
+            f"{f', {near} of them but for near-ties' if near else ''}."
+        )
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table without the columns in which nothing was measured."""
+    kept = [n for n in range(len(columns)) if any(row[n] != format.MISSING for row in rows)]
+    lines = [[cells[n] for n in kept] for cells in (columns, ["---"] * len(columns), *rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def first_table(pattern: str) -> str:
+    """Return each method's longest chain, without intervals of tau."""
+    found, chains = Found(pattern), dict[str, str]()
+    for method, draft in found.rows:
+        if draft.startswith("chain:"):
+            chains[method] = max(chains.get(method, draft), draft, key=lambda chain: int(chain.partition(":")[2]))
+    columns = ["method", "draft", *(f"tau, {suite}" for suite in found.suites), f"tau, {found.average}, T = 1"]
+    rows = []
+    for row in chains.items():
+        taus = [found.tau(row, suite, GREEDY) for suite in found.suites] + [found.tau(row, found.average, "T = 1")]
+        rows.append([*row, *(tau.partition(" ")[0] for tau in taus), found.speedup(row)])
+    return f"{markdown([*columns, f'speedup, {found.suites[0]}'], rows)}\n\n{found.caption()}"
+
+
+def all_table(pattern: str, *, speeds: bool = True) -> str:
+    """Return every draft of every method."""
+    found = Found(pattern)
+    cells = [(suite, GREEDY) for suite in found.suites if found.average == MEAN]
+    cells += [(found.average, way) for way in (GREEDY, "T = 1", "T = 1, ratio", "greedy, served", "T = 1, served")]
+    columns = ["method", "draft", *(f"tau, {suite}, {way}" for suite, way in cells)]
+    rows = [[*row, *(found.tau(row, *cell) for cell in cells), *[found.speedup(row)] * speeds] for row in found.rows]
+    return f"{markdown(columns + [f'speedup, {found.suites[0]}, greedy'] * speeds, rows)}\n\n{found.caption()}"
+
+
+def cost_table(pattern: str) -> str:
+    """Return the size of each method's head, and what it was trained on."""
+    found = Found(pattern)
+    reads: dict[str, int | None] = {}
+    for (method, _, way), of_suites in found.figures.items():
+        if way == GREEDY:
+            reads.setdefault(method, next(iter(of_suites.values())).get("draft_bytes"))
+    rows = []
+    for method in dict.fromkeys(method for method, _ in found.rows):
+        head, read = found.heads[method], reads.get(method)
+        tokens = head.get("budget_tokens")
+        cells = [format.count(head["parameters"]), format.number(read and read / 1e6, 1)]
+        rows.append([method, *cells, format.count(tokens) if tokens else format.MISSING])
+    return markdown(["method", "parameters", "MB read a round", "training tokens"], rows)
+
+
+def engine_table(pattern: str) -> str:
+    """Return the heads that a whole engine ran, and what it accepted."""
+    (path,) = RESULTS.glob(pattern)
+    rows = []
+    for found in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        theirs, ours = (found["accepted_by_position"][who] for who in ("vllm", "draftsmith"))
+        assert theirs == ours and len(set(found["rounds"].values())) == 1
+        texts = f"{found['identical']} of {found['prompts']}"
+        counts = ", ".join(f"{count:,}" for count in ours)
+        rows.append([found["family"], str(found["depth"]), texts, f"{found['rounds']['vllm']:,}", counts])
+    return markdown(["head", "K", "identical texts", "rounds", "accepted by position, vLLM and here"], rows)
+
+
+FORMS: dict[str, Callable[[str], str]] = {
+    "first": first_table,
+    "all": all_table,
+    "tau": lambda pattern: all_table(pattern, speeds=False),
+    "costs": cost_table,
+    "engine": engine_table,
+}
+
+
+def pages() -> dict[Path, str]:
+    """Return the pages with all that is generated of them."""
+
+    def fill(mark: re.Match[str]) -> str:
+        return f"{mark[1]}\n{FORMS[mark[2]](mark[3])}\n\n"
+
+    texts = {page: MARK.sub(fill, page.read_text(encoding="utf-8")) for page in PAGES}
+    return {**texts, ROOT / "recipes/KEYS.md": keys_page(Recipe)}
+
+
+def main(_: Sequence[str]) -> int:
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,77 @@
+"""Tables of pages from records of several files: variants, suites, rules and servers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import write_pages
+from scripts.write_pages import all_table, cost_table, first_table
+
+
+def record(temperature: float, *, rule: str = "match", **more: Any) -> dict[str, Any]:
+    """A record of chain:2 and chain:4 on two suites, of which the tau of the first is twice as high."""
+
+    def figures(depth: int, tau: float) -> dict[str, Any]:
+        tau += depth
+        speed = {"measured": tau / 2, "ci95": [1.0, tau], "predicted": None, "tokens": 99}
+        return {
+            **{"tree": f"chain:{depth}", "temperature": temperature, "rule": rule, "draft_bytes": 2_000_000},
+            **{"tau": {"mean": tau, "ci95": [tau - 1, tau + 1]}, "speedup": speed, "exact": {"divergences": []}},
+            **{"baseline": {"ms_per_token": 1.0, "token_ms": {"p50": 1.0}}, "speculative": {}},
+        }
+
+    measured = [
+        figures(depth, 9)
+        | {"suites": {"mt_bench/a": {}, "mt_bench": figures(depth, 1), "gsm8k_test": figures(depth, 3)}}
+        for depth in (2, 4)
+    ]
+    return {
+        **{"head": {"kind": "eagle3", "parameters": 5_000, "budget_tokens": 7_000}, "measurements": measured},
+        **{"settings": {"suites": ["d/gsm8k_test.jsonl", "mt_bench"], "num_prompts": 6, "max_new_tokens": 64}},
+        **{"device": {"name": "CPU", "threads": 2}, "dtype": "float32", "versions": {"draftsmith": "abcdef0123"}},
+        **{"exact": {"prompts": 12, "identical": 12, "near_ties": [{}]}},
+        **more,
+    }
+
+
+@pytest.fixture(autouse=True)
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {"prompts": 12, "identical": None}
+    files = {
+        "eagle3": record(0),
+        "eagle3-large": record(0),
+        "eagle3.sampled": record(1),
+        "eagle3.ratio": record(1, rule="ratio", exact=drawn),
+        "eagle3.vllm": record(0, rule="server", server={"name": "vLLM"}, exact=drawn),
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(text))
+    monkeypatch.setattr(write_pages, "RESULTS", tmp_path)
+
+
+def test_the_first_table_has_each_variant_s_longest_chain() -> None:
+    assert first_table("*.json").splitlines() == [
+        "| method | draft | tau, GSM8K | tau, MT-Bench | tau, mean, T = 1 | speedup, GSM8K |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| EAGLE-3 | chain:4 | 7.00 | 5.00 | 6.00 | 3.50x [1.00, 7.00] |",
+        "| EAGLE-3, large | chain:4 | 7.00 | 5.00 | – | 3.50x [1.00, 7.00] |",  # noqa: RUF001
+        "",
+        "6 prompts of GSM8K, MT-Bench, 64 new tokens; CPU, 2 threads, float32; commit abcdef0; 95% intervals. "
+        "Identical to plain decoding: 36 of 36 outputs, 3 of them but for near-ties.",
+    ]
+
+
+def test_the_whole_table_has_a_column_for_each_rule_and_server() -> None:
+    head, _, *rows = all_table("*.json").splitlines()
+    ways = ["mean, greedy", "mean, T = 1", "mean, T = 1, ratio", "mean, greedy, served"]
+    assert all(f"| tau, {way} " in head for way in ways) and "T = 1, served" not in head
+    assert "| EAGLE-3 | chain:2 | 5.00 [4.00, 6.00] | 3.00 [2.00, 4.00] | 4.00 | 4.00 | 4.00 | 4.00 |" in rows[0]
+
+
+def test_the_table_of_costs_has_a_row_for_each_head() -> None:
+    assert cost_table("*.json").splitlines()[2:] == [
+        "| EAGLE-3 | 5.0k | 2.0 | 7.0k |",
+        "| EAGLE-3, large | 5.0k | 2.0 | 7.0k |",
+    ]
