@@ -197,7 +197,7 @@ def draw_speedups(axes: Axes, *, series: dict[tuple[str, float], list[tuple[int,
     axes.yaxis.set_major_locator(MaxNLocator(6))
     grid(axes)
     handles, labels = axes.get_legend_handles_labels()
-    put_legend(axes, handles, columns=1 if max(map(len, labels)) > 27 else 2, size=SMALL - 1)
+    put_legend(axes, handles, columns=1 if max(map(len, labels)) > 18 else 2)
 
 
 def draw_rows(axes: Axes, *, rows: Sequence[tuple[str, list[Dot]]], unit: str) -> None:
@@ -218,7 +218,7 @@ def draw_rows(axes: Axes, *, rows: Sequence[tuple[str, list[Dot]]], unit: str) -
         look: dict[str, Any] = {"transform": across, "fontsize": SMALL, "bbox": CLEAR}
         axes.text(0, n - GAP, shortened(name, LETTERS - len(text)), color=COLOURS["soft"], **look)
         axes.text(1, n - GAP, text, ha="right", fontweight="bold", **look)
-    axes.set_ylim(len(rows) - 0.6, -0.85)
+    axes.set_ylim(len(rows) - (0.6 if len(series) == 1 else 0.45), -0.85)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.margins(x=0.06)
@@ -313,10 +313,10 @@ def grid(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1, size: int = SMALL) -> None:
+def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> None:
     """Draw the legend above the axes, so that it covers nothing."""
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0}
-    axes.legend(handles=handles, handlelength=1, ncols=columns, fontsize=size, **place)
+    axes.legend(handles=handles, handlelength=1, ncols=columns, fontsize=SMALL, **place)
 
 
 def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, dots: bool = False) -> None:

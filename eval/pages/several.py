@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from eval.measure.prompts import suite_name
 from eval.measure.results import Results
 from eval.measure.speedup_checks import NO_BASELINE
 from eval.pages import format
@@ -42,7 +43,7 @@ class Row:
         """The figures of each suite, without categories. Older files have those of the headline setting alone."""
         names = self.results["settings"]["suites"]
         if len(names) == 1:
-            return {format.short_name(names[0]): self.figures}
+            return {suite_name(names[0]): self.figures}
         is_headline = all(self.figures[name] == self.results.get(name) for name in ("tree", "temperature"))
         own = self.figures.get("suites") or (self.results["suites"] if is_headline else {})
         return {format.short_name(name): figures for name, figures in own.items() if "/" not in name}

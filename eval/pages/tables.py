@@ -98,21 +98,20 @@ def beside_table(results: Results, others: Sequence[Results]) -> list[Table]:
         rows.append([f"{format.where_text(part)}: {format.setting_text(m)}", *cells])
     same = len({part["settings"]["prompts_hash"] for part, _ in pairs}) == 1
     prompts = "The prompts are the same." if same else "The prompts are not the same, which changes the figures."
-    days = {f"{part['measured_at'][:10]} {format.where_text(part)}" for part, _ in pairs}
+    days = {f"{format.where_text(part)} on {part['measured_at'][:10]}" for part, _ in pairs}
     columns = ["", "tau", "accepted by depth", "tokens/s", "speedup"]
-    note = f"{prompts} Measured on {', on '.join(sorted(days))}. {BRACKETS}"
+    note = f"{prompts} Measured {', '.join(sorted(days))}. {BRACKETS}"
     return [Table("Here and in the server", [note], columns, rows)] if rows else []
 
 
 def latency_table(results: Results) -> list[Table]:
     """Return the times between tokens of every setting, or no table if the audit failed."""
-    kinds = [("plain", "baseline"), ("drafted", "speculative")]
-    rows = [
-        [f"{format.setting_text(m)}, {name}", *(format.number(m[side]["token_ms"][p]) for p in ("p50", "p95", "p99"))]
-        for m in results["measurements"]
-        for name, side in kinds
-        if m[side] is not None and format.is_exact(results)
-    ]
+    times: dict[str, Results] = {}
+    for m in results["measurements"] if format.is_exact(results) else ():
+        if m["baseline"] is not None:
+            times.setdefault(format.setting_text(m | {"tree": "plain"}), m["baseline"]["token_ms"])
+        times[format.setting_text(m)] = m["speculative"]["token_ms"]
+    rows = [[name, *(format.number(spread[p]) for p in ("p50", "p95", "p99"))] for name, spread in times.items()]
     note = "Milliseconds. A round's time is shared among its tokens, so rounds that accept little have slow tokens."
     return [Table("Time between tokens", [note], ["", "median", "95%", "99%"], rows)] if rows else []
 
