@@ -145,6 +145,8 @@ class Figures(Part):
     undecoded: Whole
     draft_bytes: Whole | None = None
     """Least bytes of weights that the head reads in a round; None: not known, as in a server."""
+    suites: dict[str, "Suite"] = {}
+    """The same figures of each suite, and of each category as `suite/category`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -154,13 +156,7 @@ class Figures(Part):
         return self
 
 
-class Setting(Figures):
-    """One of `measurements`, with its suites and categories."""
-
-    suites: dict[str, "Suite"] = {}
-
-
-class SettingOfHead(Setting):
+class FiguresOfHead(Figures):
     head: str
     """Name of one of several heads."""
 
@@ -189,7 +185,7 @@ class SuiteSpeedup(Part):
 
 
 class Suite(Part):
-    """The headline setting over one suite or category. Figures are null if no output has a second token."""
+    """One setting over one suite or category. Figures are null if no output has a second token."""
 
     exact: Exact
     tau: SuiteTau
@@ -327,16 +323,14 @@ class Common(Part):
     versions: dict[str, str]
     settings: Settings
     exact: Exact
-    measurements: Annotated[list[Setting], Field(min_length=1)]
+    measurements: Annotated[list[Figures], Field(min_length=1)]
     auto: list[Search] = []
 
     @model_validator(mode="after")
     def check_audit(self) -> Self:
         failed = bool(self.exact.divergences)
-        parts: list[Figures | Suite] = [*self.measurements]
-        if isinstance(self, File):
-            parts += [self, *self.suites.values()]
-        for part in [*parts, *(suite for m in self.measurements for suite in m.suites.values())]:
+        whole = [*self.measurements, *([self] if isinstance(self, File) else [])]
+        for part in [*whole, *(suite for figures in whole for suite in figures.suites.values())]:
             if part.speedup is not None and (failed or part.exact.divergences):
                 raise ValueError("speedup: expected null where the audit failed")
         for search in self.auto:
@@ -359,7 +353,7 @@ class Comparison(Common):
     """A compare.json."""
 
     heads: Annotated[list[NamedHead], Field(min_length=1)]
-    measurements: Annotated[list[SettingOfHead], Field(min_length=1)]  # type: ignore[assignment]
+    measurements: Annotated[list[FiguresOfHead], Field(min_length=1)]  # type: ignore[assignment]
 
 
 def write_record(record: Results, path: Path) -> None:

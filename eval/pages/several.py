@@ -15,6 +15,8 @@ from eval.pages.tables import Table, comparison_table
 from heads.registry import untrained_kind
 
 WHOLE = "all prompts"
+FEW = 3
+"""Number of different settings up to which they stand above the table. All stand at the end of the page."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ def doubts(models: Sequence[Sequence[Row]]) -> list[str]:
     if any(len({row.results["settings"]["prompts_hash"] for row in rows}) > 1 for rows in models):
         found.append("rows were measured on different prompts: their tau does not compare")
     if any(len({format.device_text(row.results) for row in rows}) > 1 for rows in models):
-        found.append("rows were measured on different machines or in different dtypes: their speedups do not compare")
+        found.append(
+            "rows were measured on different machines, in different dtypes or in an engine: speedups do not compare"
+        )
     return found
 
 
@@ -137,7 +141,8 @@ def matrix(name: str, rows: Sequence[Row]) -> Table:
         "Each cell: tau, the tokens per pass of the target, above the speedup over plain decoding in the same run. "
         f"{format.BRACKETS} A row is a head's fastest draft at a temperature."
     )
-    return Table(name, [note], columns, cells)
+    settings = dict.fromkeys(f"{format.setting_line(row.results)}." for row in rows)
+    return Table(name, [note, *settings] if len(settings) <= FEW else [note], columns, cells)
 
 
 def size_cell(head: Results) -> str:
