@@ -46,7 +46,8 @@ class Row:
         names = self.results["settings"]["suites"]
         if len(names) == 1:
             return {suite_name(names[0]): self.figures}
-        is_headline = all(self.figures[name] == self.results.get(name) for name in ("tree", "temperature"))
+        keys = ("tree", "temperature", "batch_size", "context")
+        is_headline = all(self.figures.get(key) == self.results.get(key) for key in keys)
         own = self.figures.get("suites") or (self.results["suites"] if is_headline else {})
         return {format.short_name(name): figures for name, figures in own.items() if "/" not in name}
 
@@ -113,9 +114,7 @@ def doubts(models: Sequence[Sequence[Row]]) -> list[str]:
     if any(len({row.results["settings"]["prompts_hash"] for row in rows}) > 1 for rows in models):
         found.append("rows were measured on different prompts: their tau does not compare")
     if any(len({format.device_text(row.results) for row in rows}) > 1 for rows in models):
-        found.append(
-            "rows were measured on different machines, in different dtypes or in an engine: speedups do not compare"
-        )
+        found.append("rows were measured on different machines, dtypes or engines: their speedups do not compare")
     return found
 
 
