@@ -329,7 +329,9 @@ class Common(Part):
     @model_validator(mode="after")
     def check_audit(self) -> Self:
         failed = bool(self.exact.divergences)
-        whole = [*self.measurements, *([self] if isinstance(self, File) else [])]
+        whole: list[Figures] = list(self.measurements)
+        if isinstance(self, File):
+            whole.append(self)
         for part in [*whole, *(suite for figures in whole for suite in figures.suites.values())]:
             if part.speedup is not None and (failed or part.exact.divergences):
                 raise ValueError("speedup: expected null where the audit failed")

@@ -1,6 +1,7 @@
 """The charts of reports: of one head, of its training, and of a comparison of several heads."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
@@ -41,8 +42,9 @@ LINE = 0.16
 """Length of the line at 1 below a row, in rows. Above the row it is half as long."""
 CLEAR = {"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 1.0}
 """Background of a label that may overlap a line."""
+SPREAD = 0.7
+"""Maximum width, in units of depth, over which settings of equal depth are spread. They are at most STEP apart."""
 STEP = 0.12
-"""Distance of settings of equal depth, in units of depth. They stand beside each other."""
 LARGEST = 1e15
 """Absolute value from which points are not drawn. Infinity is not drawn either."""
 MOST_POINTS = 300
@@ -65,8 +67,8 @@ def head_charts(results: Results, log: Sequence[Results] = (), others: Sequence[
 
     for along, name in (("depth", "K, the depth of the draft"), ("batch_size", "batch size"), ("context", "context")):
         if (series := speedups_along(along, results, others)) is not None:
-            chains = "" if along == "depth" else f", with {results['tree']}"
-            note = f"Over plain decoding of the same prompts in the same run{chains}. Bars are 95% intervals."
+            drafts = "" if along == "depth" else f", with {results['tree']}"
+            note = f"Over plain decoding of the same prompts in the same run{drafts}. Bars are 95% intervals."
             draw, height = partial(draw_speedups, series=series, along=along), 2.7 + 0.2 * len(series)
             found.append(Chart(along.replace("_", "-"), f"Speedup by {name}", note, draw, height, folded=False))
     setting = setting_text(results)
@@ -167,15 +169,15 @@ def draw_speedups(axes: Axes, *, series: dict[tuple[str, float], list[tuple[int,
     """Draw speedups with their intervals. A colour is a series, at temperatures above 0 with hollow dots."""
     axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
     names = list(dict.fromkeys(name for name, _ in series))
-    places = sorted({place for own in series.values() for place, _ in own})
-    levels = {place: [m["tree"] for own in series.values() for at, m in own if at == place] for place in places}
-    drawn: dict[int, int] = dict.fromkeys(places, 0)
+    counts, drawn = Counter(place for own in series.values() for place, _ in own), Counter[int]()
+    places = sorted(counts)
     for (name, temperature), own in series.items():
         colour, curve = COLOURS[CYCLE[names.index(name) % len(CYCLE)]], []
         for place, m in sorted(own, key=lambda pair: pair[0]):
             at: float = place
             if along == "depth":
-                at += STEP * (drawn[place] - (len(levels[place]) - 1) / 2)
+                step = min(STEP, SPREAD / max(counts[place] - 1, 1))
+                at += step * (drawn[place] - (counts[place] - 1) / 2)
                 drawn[place] += 1
             axes.plot([at, at], shared(m["speedup"]["measured"], m["speedup"]["ci95"]), color=colour, lw=2.2)
             curve.append((at, m["speedup"]["measured"]))
@@ -184,8 +186,8 @@ def draw_speedups(axes: Axes, *, series: dict[tuple[str, float], list[tuple[int,
         label = f"{name}, {sampling_text(temperature)}"
         axes.plot(*zip(*curve, strict=True), f"o{line}", color=colour, lw=1, label=label, **dot)
     if along == "depth":
+        axes.set_xlim(places[0] - 0.6, places[-1] + 0.6)
         places = list(range(places[0], places[-1] + 1, math.ceil((places[-1] - places[0] + 1) / MOST_LABELS)))
-        axes.set_xlim(places[0] - 0.6, max(place for own in series.values() for place, _ in own) + 0.6)
     else:
         axes.set_xscale("log", base=2)
         axes.minorticks_off()
@@ -209,9 +211,7 @@ def draw_rows(axes: Axes, *, rows: Sequence[tuple[str, list[Dot]]], unit: str) -
         axes.plot([1, 1], [n - LINE / 2, n + LINE], color=COLOURS["faded"], lw=1, zorder=0)
         for of, value, interval in dots:
             k = series.index(of)
-            colour, at = COLOURS[CYCLE[k % len(CYCLE)]], n
-            if len(series) > 1:
-                at += ASIDE * k / (len(series) - 1)
+            colour, at = COLOURS[CYCLE[k % len(CYCLE)]], n + ASIDE * k / max(len(series) - 1, 1)
             axes.plot(shared(value, interval), [at, at], color=colour, lw=2)
             axes.plot(value, at, "o", color=colour, ms=6)
         text = f"{number(dots[0][1])}{unit}" if len(series) == 1 else ""
