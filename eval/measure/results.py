@@ -332,7 +332,8 @@ class Common(Part):
         whole: list[Figures] = list(self.measurements)
         if isinstance(self, File):
             whole.append(self)
-        for part in [*whole, *(suite for figures in whole for suite in figures.suites.values())]:
+        parts: list[Figures | Suite] = [*whole, *(suite for figures in whole for suite in figures.suites.values())]
+        for part in parts:
             if part.speedup is not None and (failed or part.exact.divergences):
                 raise ValueError("speedup: expected null where the audit failed")
         for search in self.auto:
