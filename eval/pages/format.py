@@ -306,15 +306,18 @@ def trained_otherwise(results: Results) -> dict[str, list[str]]:
     return found
 
 
+def training_warning(results: Results) -> list[str]:
+    which = "; ".join(f"{name}: {' and '.join(what)}" for name, what in trained_otherwise(results).items())
+    return [f"heads trained otherwise than the first ({which}): figures compare heads, not methods"] if which else []
+
+
 def warnings(results: Results) -> list[str]:
     """Return the warnings about each head, and about all figures."""
     measurements = results["measurements"]
     if "heads" in results:
         own = [(head, [m for m in measurements if m["head"] == head["name"]]) for head in results["heads"]]
         found = [f"head {head['name']}: {line}" for head, ms in own for line in head_warnings(head, ms)]
-        if differs := trained_otherwise(results):
-            which = "; ".join(f"{name}: {' and '.join(what)}" for name, what in differs.items())
-            found.append(f"heads trained otherwise than the first ({which}): figures compare heads, not methods")
+        found += training_warning(results)
     else:
         found = head_warnings(results["head"], measurements)
     slow = []

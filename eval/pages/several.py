@@ -74,7 +74,7 @@ def several_values(given: Sequence[Results]) -> dict[str, Any]:
         "verdicts": verdicts(models[0]) if len(models) == 1 else [heading],
         "exact": all(map(format.is_exact, given)),
         "audit": audit,
-        "warnings": [*doubts(models), *([] if many else format.warnings(given[0]))],
+        "warnings": doubts(models) if many else format.warnings(given[0]),
         "models": [
             {
                 "table": matrix(name, own),
@@ -110,7 +110,8 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 
 def doubts(models: Sequence[Sequence[Row]]) -> list[str]:
     """Return what keeps rows of one model from being compared."""
-    found = []
+    heads = [[row.head | {"name": row.method} for row in rows] for rows in models]
+    found = [line for own in heads for line in format.training_warning({"heads": own})]
     if any(len({row.results["settings"]["prompts_hash"] for row in rows}) > 1 for rows in models):
         found.append("rows were measured on different prompts: their tau does not compare")
     if any(len({format.device_text(row.results) for row in rows}) > 1 for rows in models):
@@ -131,7 +132,7 @@ def matrix(name: str, rows: Sequence[Row]) -> Table:
             f"{row.method}\n{format.setting_text(row.figures)}",
             *(cell(figures_in(row, suite)) for suite in suites),
             format.exact_cell(row.figures),
-            size_cell(row.head),
+            size_cell(row),
         ]
         for row in rows
     ]
@@ -144,12 +145,12 @@ def matrix(name: str, rows: Sequence[Row]) -> Table:
     return Table(name, [note, *settings] if len(settings) <= FEW else [note], columns, cells)
 
 
-def size_cell(head: Results) -> str:
+def size_cell(row: Row) -> str:
     """Return a head's parameters, above the tokens that it was trained on if they are known."""
-    if not head["parameters"]:
-        return "untrained" if untrained_kind(head["path"]) else format.MISSING
-    tokens = head.get("trained_tokens")
-    return f"{format.count(head['parameters'])} parameters" + (f"\n{format.count(tokens)} tokens" if tokens else "")
+    if not (parameters := row.head["parameters"]):
+        return "untrained" if untrained_kind(row.head["path"]) else format.MISSING
+    tokens = row.head.get("trained_tokens")
+    return f"{format.count(parameters)} parameters" + (f"\n{format.count(tokens)} tokens" if tokens else "")
 
 
 def figures_in(row: Row, suite: str) -> Results | None:
