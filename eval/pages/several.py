@@ -132,7 +132,7 @@ def matrix(name: str, rows: Sequence[Row]) -> Table:
             f"{row.method}\n{format.setting_text(row.figures)}",
             *(cell(figures_in(row, suite)) for suite in suites),
             format.exact_cell(row.figures),
-            size_cell(row),
+            size_cell(row.head),
         ]
         for row in rows
     ]
@@ -145,11 +145,11 @@ def matrix(name: str, rows: Sequence[Row]) -> Table:
     return Table(name, [note, *settings] if len(settings) <= FEW else [note], columns, cells)
 
 
-def size_cell(row: Row) -> str:
+def size_cell(head: Results) -> str:
     """Return a head's parameters, above the tokens that it was trained on if they are known."""
-    if not (parameters := row.head["parameters"]):
-        return "untrained" if untrained_kind(row.head["path"]) else format.MISSING
-    tokens = row.head.get("trained_tokens")
+    if not (parameters := head["parameters"]):
+        return "untrained" if untrained_kind(head["path"]) else format.MISSING
+    tokens = head.get("trained_tokens")
     return f"{format.count(parameters)} parameters" + (f"\n{format.count(tokens)} tokens" if tokens else "")
 
 
