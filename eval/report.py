@@ -1,9 +1,12 @@
-"""Render a results.json again: a table in the terminal, charts, a self-contained page, and a model card.
+"""Render measurements again: a table in the terminal, charts, a self-contained page, and a model card; or several
+measurements in one page, as a table of models, methods and suites.
 
-    python eval/report.py RUN_OR_RESULTS_JSON
+    python eval/report.py RUN_OR_RESULTS
+    python eval/report.py RUN_OR_RESULTS RUN_OR_RESULTS ... --out FOLDER
 
-Writes report.html, plots/ and README.md (the model card) into the folder of the results.json and replaces those there.
-For a run that was measured several times, the newest results are rendered. No model is loaded.
+RUN_OR_RESULTS is a results.json, a compare.json, or a run or a folder of measurements, whose newest results are taken.
+One of them: writes report.html, plots/ and README.md (the model card), or for a compare.json its page, into its own
+folder, and replaces those there. Several: writes report.html into --out. No model is loaded.
 """
 
 import argparse
@@ -13,43 +16,60 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.measure.command import Parser, exit_status
+from eval.measure.folders import folders_of, newest_results
+from eval.measure.results import COMPARED, Results, read_results
 from heads.core.errors import UserError
+from heads.core.files import check_folder
+
+SEVERAL = Path("runs/report")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("Render report.html, plots/ and README.md from a results.json again.")
+    parser = Parser("Render the page, charts and model card of a measurement again, or one page of several.")
     parser.add_argument(
         "results",
         type=Path,
-        help="a results.json, or a run directory or folder of measurements, whose newest results are rendered",
+        nargs="+",
+        help="a results.json or compare.json, or a run directory or folder of measurements, whose newest are rendered",
     )
-    return parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, help=f"folder of the page of several results; default: {SEVERAL}")
+    options = parser.parse_args(arguments)
+    if options.out and len(options.results) == 1:
+        parser.error("--out: is of several results; one is rendered where it is")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    path = parse_arguments(arguments).results
+    options = parse_arguments(arguments)
     from rich.console import Console
 
-    from eval.measure.folders import folders_of, newest_results
-    from eval.measure.results import read_results
     from eval.pages.card import check_card
-    from eval.pages.report import print_report, write_report
+    from eval.pages.report import print_report, write_page, write_report
 
-    compared = path if path.name == "compare.json" else path / "compare.json"
-    folders = [*folders_of(path), *sorted(path.glob("*"))] if os.path.isdir(path) else []
-    if newest := newest_results(folders) or newest_results(folders, served=True):
-        folder, results = newest
-    elif os.path.isfile(compared):
-        raise UserError(f"{compared}: a comparison of several heads, which is rendered anew only by comparing again")
-    elif os.path.isdir(path):
-        raise UserError(f"{path}: no results.json in it; measure with eval/bench.py")
-    else:
-        folder, results = path.parent, read_results(path)
-    check_card(folder, "the folder")
+    found = [find_results(path) for path in options.results]
+    if len(found) > 1:
+        check_folder(options.out or SEVERAL, "--out")
+        print(f"written to {write_page([results for _, results in found], options.out or SEVERAL)}", file=sys.stderr)
+        return 0
+    ((folder, results),) = found
+    if "heads" not in results:
+        check_card(folder, "the folder")
     write_report(results, folder)
     print_report(results, Console())
     print(f"written to {folder}", file=sys.stderr)
     return 0
+
+
+def find_results(path: Path) -> tuple[Path, Results]:
+    """Return the results that a path names, and their folder. UserError if there are none."""
+    folders = [*folders_of(path), *sorted(path.glob("*"))] if os.path.isdir(path) else []
+    if newest := newest_results(folders) or newest_results(folders, served=True):
+        return newest
+    if os.path.isfile(path / COMPARED):
+        return path, read_results(path / COMPARED)
+    if os.path.isdir(path):
+        raise UserError(f"{path}: no results.json in it; measure with eval/bench.py")
+    return path.parent, read_results(path)
 
 
 if __name__ == "__main__":

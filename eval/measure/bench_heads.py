@@ -80,7 +80,7 @@ def bench_heads(
     given = [*settings.options(), *dtype_options(target)]
     results["command"] = ["python", "eval/bench.py", *heads, "--target", target.name, *given]
     owner: list[Results] = [{"head": name} if several else {} for name in names]
-    measurements = [owner[m.head] | m.figures for m in found.measured]
+    measurements = [owner[m.head] | m.figures | {"suites": m.suites} for m in found.measured]
     facts = [{"name": name} | head_facts(head, path) for name, (path, head) in zip(names, heads.items(), strict=True)]
     if several:
         results["heads"] = facts

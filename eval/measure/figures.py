@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.measure import metrics
 from eval.measure.measure import Comparison, Variant, check_decoded
+from eval.measure.metrics import round_seconds
 from eval.measure.prompts import spread
 from eval.measure.results import Results
 from eval.measure.speedup_checks import why_unreliable
@@ -272,8 +273,18 @@ def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[Div
 
 
 def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
-    """Return a few prompts with their outputs, cut into `pieces`."""
+    """Return a few prompts with their outputs, cut into `pieces`, and those of plain decoding under `plain`. The times
+    of both are those of one turn, the first of the prompt's that counts."""
     chosen = spread(range(len(comparison.prompts)), NUM_SAMPLES)
+    unit_of = {i: unit for unit, indices in enumerate(comparison.units) for i in indices}
+    turns = {unit: repeat for repeat, unit in reversed(comparison.timed_turns(range(len(comparison.units))))}
+
+    def decoded(who: Variant, i: int) -> Results:
+        repeat = turns.get(unit_of[i], 0)
+        output = who.outputs[repeat][i]
+        seconds = round_seconds(output, who.timings[repeat][unit_of[i]].round_seconds)
+        return {"pieces": pieces(output, tokenizer), "round_ms": [round(1e3 * s, 3) for s in seconds]}
+
     return [
         {
             "suite": prompt.suite,
@@ -282,9 +293,10 @@ def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedToken
             "output": tokenizer.decode(output.tokens),
             "rounds": output.rounds,
             "tau": metrics.tau([output]),
-            "pieces": pieces(output, tokenizer),
+            **decoded(variant, i),
+            "plain": decoded(comparison.plain, i),
         }
-        for prompt, output in ((comparison.prompts[i], variant.outputs[0][i]) for i in chosen)
+        for i, prompt, output in ((i, comparison.prompts[i], variant.outputs[0][i]) for i in chosen)
     ]
 
 

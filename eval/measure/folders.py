@@ -83,6 +83,10 @@ def folders_of(run: Path) -> list[Path]:
 def newest_results(folders: Iterable[Path], *, served: bool = False) -> tuple[Path, Results] | None:
     """Return the folder and the results of the newest measurement in some folders, here or of a server (`served`), or
     None if there is none. Of equally new ones, return the first. Raise UserError if a results.json is damaged."""
+    return next((found for found in results_in(folders) if ("server" in found[1]) == served), None)
+
+
+def results_in(folders: Iterable[Path]) -> list[tuple[Path, Results]]:
+    """Return the measurements in some folders, the newest first. Raise UserError if a results.json is damaged."""
     read = [(folder, read_results(folder / RESULTS)) for folder in folders if (folder / RESULTS).is_file()]
-    found = [(folder, results) for folder, results in read if ("server" in results) == served]
-    return max(found, key=lambda pair: str(pair[1]["measured_at"]), default=None)
+    return sorted(read, key=lambda pair: str(pair[1]["measured_at"]), reverse=True)

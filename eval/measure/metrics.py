@@ -145,10 +145,15 @@ def predicted_speedup(tau: float, *, plain_seconds: float, round_seconds: float)
     return tau * _ratio(plain_seconds, round_seconds)
 
 
+def round_seconds(output: Output, rounds: Sequence[float]) -> Sequence[float]:
+    """Return the seconds of an output's own rounds, given those of each round of its batch."""
+    return rounds[output.first_round :][: output.rounds]
+
+
 def token_seconds(output: Output, rounds: Sequence[float]) -> list[float]:
     """Return the time of each token after the first: its round's seconds, divided by the tokens that the round emitted.
     Rounds that accept little have slow tokens, which a mean hides. `rounds`: seconds of each round of the batch."""
-    own = rounds[output.first_round :][: output.rounds]
+    own = round_seconds(output, rounds)
     return [seconds / count for count, seconds in zip(output.emitted(), own, strict=True) for _ in range(count)]
 
 

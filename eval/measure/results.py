@@ -1,8 +1,8 @@
-"""results.json: its schema, and functions that write and read it.
+"""results.json and compare.json: their schema, and functions that write and read them.
 
 Keys are added, never renamed. Figures at the top level are those of the headline setting. `measurements` contains every
-setting; `suites` contains every suite and category at the headline setting. A speedup is reported only if every output
-was identical.
+setting; `suites` contains every suite and category, in a measurement at its setting, at the top level at the headline
+setting. A speedup is reported only if every output was identical.
 """
 
 import json
@@ -19,6 +19,8 @@ from heads.core.files import write_bytes
 from heads.core.tree import MOST_NODES
 
 SCHEMA_VERSION = 1
+COMPARED = "compare.json"
+"""Name of the file of a comparison of several heads."""
 Results = dict[str, Any]
 
 Number = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
@@ -143,6 +145,8 @@ class Figures(Part):
     undecoded: Whole
     draft_bytes: Whole | None = None
     """Least bytes of weights that the head reads in a round; None: not known, as in a server."""
+    suites: dict[str, "Suite"] = {}
+    """The same figures of each suite, and of each category as `suite/category`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -150,6 +154,11 @@ class Figures(Part):
         if phases is not None and not sum(phases.values()) > 0:
             raise ValueError("breakdown_ms: expected times above 0")
         return self
+
+
+class FiguresOfHead(Figures):
+    head: str
+    """Name of one of several heads."""
 
 
 class SuiteTau(Part):
@@ -176,7 +185,7 @@ class SuiteSpeedup(Part):
 
 
 class Suite(Part):
-    """The headline setting over one suite or category. Figures are null if no output has a second token."""
+    """One setting over one suite or category. Figures are null if no output has a second token."""
 
     exact: Exact
     tau: SuiteTau
@@ -222,6 +231,10 @@ class Head(Part):
     """Hash of the training data."""
     config: HeadConfig
     origin: Origin | None = None
+
+
+class NamedHead(Head):
+    name: str
 
 
 class Served(Part):
@@ -274,38 +287,52 @@ class Piece(Part):
     drafted: bool
 
 
-class Sample(Part):
+class Decoded(Part):
+    """One output, token by token."""
+
+    pieces: list[Piece]
+    round_ms: list[Number] = []
+    """Time of each round after the prompt's pass."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.round_ms and any(piece.round > len(self.round_ms) for piece in self.pieces):
+            raise ValueError("round_ms: expected a time for each round of the pieces")
+        return self
+
+
+class Sample(Decoded):
     suite: str
     prompt_id: str
     prompt: str
     rounds: Whole
     tau: Tokens | None
-    pieces: list[Piece]
+    plain: Decoded | None = None
+    """The output of plain decoding, whose rounds have one token each."""
 
 
-class File(Figures):
-    """The whole file. Its own figures are those of the headline setting."""
+class Common(Part):
+    """What a results.json and a compare.json have in common."""
 
     schema_version: Literal[1]
     measured_at: Time
     target: Target
-    head: Head
-    server: Served | None = None
-    """Of a measurement of a server; None: measured here."""
     device: Device
     dtype: str
     command: list[str] = []
     versions: dict[str, str]
     settings: Settings
-    suites: dict[str, Suite]
+    exact: Exact
     measurements: Annotated[list[Figures], Field(min_length=1)]
     auto: list[Search] = []
-    samples: list[Sample]
 
     @model_validator(mode="after")
     def check_audit(self) -> Self:
         failed = bool(self.exact.divergences)
-        parts: list[Figures | Suite] = [self, *self.measurements, *self.suites.values()]
+        whole: list[Figures] = list(self.measurements)
+        if isinstance(self, File):
+            whole.append(self)
+        parts: list[Figures | Suite] = [*whole, *(suite for figures in whole for suite in figures.suites.values())]
         for part in parts:
             if part.speedup is not None and (failed or part.exact.divergences):
                 raise ValueError("speedup: expected null where the audit failed")
@@ -313,6 +340,23 @@ class File(Figures):
             if search.chosen not in search.measured and (search.chosen or (search.measured and not failed)):
                 raise ValueError("auto: chosen: expected a draft that was measured")
         return self
+
+
+class File(Common, Figures):
+    """A results.json. Its own figures are those of the headline setting."""
+
+    head: Head
+    server: Served | None = None
+    """Of a measurement of a server; None: measured here."""
+    suites: dict[str, Suite]
+    samples: list[Sample]
+
+
+class Comparison(Common):
+    """A compare.json."""
+
+    heads: Annotated[list[NamedHead], Field(min_length=1)]
+    measurements: Annotated[list[FiguresOfHead], Field(min_length=1)]  # type: ignore[assignment]
 
 
 def write_record(record: Results, path: Path) -> None:
@@ -326,11 +370,12 @@ def write_results(results: Results, path: Path) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Read a results.json. Raise UserError if it is not one, or if its values have the wrong form or contradict each
-    other."""
+    """Read a results.json, or a compare.json by that name. Raise UserError if it is not one, or if its values have the
+    wrong form or contradict each other."""
+    form: type[Common] = Comparison if path.name == COMPARED else File
     try:
         text = path.read_bytes()
-        File.model_validate_json(text)
+        form.model_validate_json(text)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         place, what = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")

@@ -1,6 +1,7 @@
 """The charts of reports: of one head, of its training, and of a comparison of several heads."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
@@ -16,10 +17,12 @@ from eval.pages.drawing import COLOURS, FONT_SIZE, Chart
 from eval.pages.format import (
     number,
     percent,
+    point_of,
     reached,
     sampling_text,
     setting_text,
     speedup_text,
+    where_text,
     why_unreliable,
 )
 
@@ -30,6 +33,9 @@ LETTERS = 47
 """Maximum number of letters in a row's name and its figure together."""
 ROW = 0.4
 """Height of a row with its label above, in inches."""
+TALL_ROW = 0.54
+ASIDE = 0.32
+"""Height over which the dots of a tall row are spread, in rows."""
 GAP = 0.26
 """Distance from a row up to its label, in rows."""
 LINE = 0.16
@@ -38,31 +44,34 @@ CLEAR = {"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 1.0}
 """Background of a label that may overlap a line."""
 SPREAD = 0.7
 """Maximum width, in units of depth, over which settings of equal depth are spread. They are at most STEP apart."""
-STEP = 0.16
+STEP = 0.12
 LARGEST = 1e15
 """Absolute value from which points are not drawn. Infinity is not drawn either."""
 MOST_POINTS = 300
 """Maximum number of points of a curve. Longer records are averaged."""
 FEWEST = 4
 """Number of points below which a curve says less than a sentence."""
-HEAD_COLOURS = ("draft", "verify", "accept", "commit")
-"""Colours of the heads in a comparison, in turn."""
-POINTS = {"batch_size": "batch", "context": "context"}
-KINDS = {"chain": "draft", "tree": "verify"}
-"""Kind of draft -> name of its colour."""
+CYCLE = ("draft", "verify", "accept", "commit")
+"""Colours of the series of a chart, in turn."""
+Dot = tuple[str, float, Sequence[float | None] | None]
+"""Name of a series, a figure and its interval."""
 
 
-def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
-    """Return the charts of a results.json, and of the training `log` (metrics.jsonl) if there is one: speed first, then
-    acceptance, then training. A curve of fewer than FEWEST points is left to `remarks`."""
+def head_charts(results: Results, log: Sequence[Results] = (), others: Sequence[Results] = ()) -> list[Chart]:
+    """Return the charts of a results.json, beside those of other places where the head was measured, the newest first,
+    and of the training `log` (metrics.jsonl) if there is one. A curve of few points is left to tables and `remarks`."""
     found: list[Chart] = []
 
     def add(name: str, title: str, note: str, draw: Callable[..., None], height: float = 2.7, **given: Any) -> None:
         found.append(Chart(name, title, note, partial(draw, **given), height))
 
+    for along, name in (("depth", "K, the depth of the draft"), ("batch_size", "batch size"), ("context", "context")):
+        if (series := speedups_along(along, results, others)) is not None:
+            drafts = "" if along == "depth" else f", with {results['tree']}"
+            note = f"Over plain decoding of the same prompts in the same run{drafts}. Bars are 95% intervals."
+            draw, height = partial(draw_speedups, series=series, along=along), 2.7 + 0.2 * len(series)
+            found.append(Chart(along.replace("_", "-"), f"Speedup by {name}", note, draw, height, folded=False))
     setting = setting_text(results)
-    if len(known := reliable(results["measurements"])) >= FEWEST:
-        found.append(row_chart("speedup", known))
     if why_unreliable(results) is None and "server" not in results:
         note = (
             "One round by phase, above the time that plain decoding takes for as many tokens. The ratio of the two "
@@ -70,21 +79,6 @@ def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
             f"{speedup_text(results)}."
         )
         add("round", "Where a round's time goes", note, draw_round, 2.4, results=results)
-    if len(measured := at_headline(results)) >= FEWEST:
-        note = (
-            f"{sampling_text(results['temperature']).capitalize()}: measured, with 95% intervals. 1x is plain decoding."
-        )
-        add("depth", "Speedup by depth", note, draw_depths, measured=measured)
-        note = (
-            "A round's time, shared among its tokens: the median (dot), and how far 95% (tick) and 99% (end of the "
-            "line) reach. Dotted: the median of plain decoding."
-        )
-        add("latency", "Time between tokens", note, draw_latency, measured=measured)
-    for along, by in (("batch_size", "context"), ("context", "batch_size")):
-        if len(measured := along_points(results, along)) >= FEWEST:
-            note = f"{results['tree']}: speculative decoding; dotted, plain decoding of the same prompts."
-            title = f"Tokens/s by {along.replace('_', ' ')}"
-            add(along.replace("_", "-"), title, note, draw_rates, measured=measured, along=along, by=by)
     note = f"Share of rounds in which the k-th draft token was accepted, where those before it were ({setting})."
     add("acceptance", "Acceptance by depth", note, draw_acceptance, alpha=reached(results["alpha"]))
     note = f"Share of rounds by the tokens they emitted, the target's own token included ({setting})."
@@ -101,18 +95,25 @@ def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
     return found
 
 
-def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
-    known = reliable(shown)
-    return [*([row_chart("compare-speedup", known)] if known else []), row_chart("compare-tau", shown)]
-
-
-def row_chart(name: str, measured: Sequence[Results]) -> Chart:
-    note = "Over plain decoding on the same prompts in the same run, with 95% intervals. The line is 1x."
-    if name == "compare-tau":
-        note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
-    figure, title, colour = ("tau", "tau", "accept") if name == "compare-tau" else ("speedup", "Speedup", "draft")
-    draw = partial(draw_rows, measured=measured, figure=figure, colour=colour)
-    return Chart(name, title, note, draw, 0.5 + ROW * len(measured))
+def row_charts(tau: Sequence[tuple[str, list[Dot]]], speedup: Sequence[tuple[str, list[Dot]]]) -> list[Chart]:
+    """Return the charts of several heads or settings: of each figure, rows by name, with a dot for each suite."""
+    suites = {suite for _, dots in tau for suite, _, _ in dots}
+    notes = {
+        "tau": "Tokens emitted per target pass, with 95% intervals; plain decoding has 1.",
+        "speedup": "Over plain decoding on the same prompts in the same run, with 95% intervals. The line is 1x.",
+    }
+    return [
+        Chart(
+            f"compare-{name}",
+            "Speedup" if name == "speedup" else "tau",
+            notes[name],
+            partial(draw_rows, rows=rows, unit="x" * (name == "speedup")),
+            0.8 + (ROW if len(suites) == 1 else TALL_ROW) * len(rows),
+            folded=False,
+        )
+        for name, rows in (("speedup", speedup), ("tau", tau))
+        if rows
+    ]
 
 
 def remarks(results: Results, log: Sequence[Results] = ()) -> list[str]:
@@ -122,13 +123,6 @@ def remarks(results: Results, log: Sequence[Results] = ()) -> list[str]:
     if 1 < len(bins) < FEWEST:
         parts = [f"{number(part['mean'])} from token {part['from']} on" for part in bins]
         found.append(f"tau by position in the text ({setting_text(results)}): {', '.join(parts)}")
-    for along, name in POINTS.items():
-        if 1 < len(measured := along_points(results, along)) < FEWEST:
-            rates = [
-                [number(m[side]["tokens_per_second"], 1) for side in ("speculative", "baseline")] for m in measured
-            ]
-            parts = [f"{r[0]} at {name} {m[along]} (plain {r[1]})" for r, m in zip(rates, measured, strict=True)]
-            found.append(f"tokens/s by {name} ({results['tree']}): {', '.join(parts)}")
     for kind, name in (("train", "loss"), ("eval", "tau")):
         if 1 < len(curve := points(log, kind, name)) < FEWEST:
             parts = [f"{number(value)} at step {step:,}" for step, value in curve]
@@ -146,55 +140,99 @@ def points(log: Sequence[Results], kind: str, name: str) -> list[tuple[int, floa
     ]
 
 
-def reliable(measured: Sequence[Results]) -> list[Results]:
-    return [m for m in measured if why_unreliable(m) is None]
+def speedups_along(
+    along: str, results: Results, others: Sequence[Results]
+) -> dict[tuple[str, float], list[tuple[int, Results]]] | None:
+    """Return the reliable speedups by depth, batch size or context, here and in servers: series by their name and
+    temperature, each of places and figures. All else is as in the headline setting, but the depth of servers, which
+    have their own. None if there are too few."""
+    fixed = [name for name in ("batch_size", "context") if name != along]
+    series: dict[tuple[str, float], list[tuple[int, Results]]] = {}
+    seen = set()
+    for part in (results, *others):
+        for m in part["measurements"]:
+            place, where = point_of(part, m, along), where_text(part)
+            draft = ("chain" if m["nodes"] == m["depth"] + 1 else "tree") if along == "depth" else m["tree"]
+            same = all(point_of(part, m, name) == point_of(results, results, name) for name in fixed)
+            same &= along == "depth" or draft == results["tree"] or "server" in part
+            key = (where, m["tree"], m["temperature"], place)
+            if place is None or not same or key in seen or why_unreliable(m) is not None:
+                continue
+            seen.add(key)
+            name = f"{where}: {draft}" if others else draft
+            series.setdefault((name, m["temperature"]), []).append((place, m))
+    places = [place for own in series.values() for place, _ in own]
+    return series if len(places) >= FEWEST - 1 and len(set(places)) > 1 else None
 
 
-def at_headline(results: Results) -> list[Results]:
-    names = ("temperature", "batch_size", "context")
-    return [m for m in reliable(results["measurements"]) if all(m.get(name) == results.get(name) for name in names)]
+def draw_speedups(axes: Axes, *, series: dict[tuple[str, float], list[tuple[int, Results]]], along: str) -> None:
+    """Draw speedups with their intervals. A colour is a series, at temperatures above 0 with hollow dots."""
+    axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
+    names = list(dict.fromkeys(name for name, _ in series))
+    counts, drawn = Counter(place for own in series.values() for place, _ in own), Counter[int]()
+    places = sorted(counts)
+    for (name, temperature), own in series.items():
+        colour, curve = COLOURS[CYCLE[names.index(name) % len(CYCLE)]], []
+        for place, m in sorted(own, key=lambda pair: pair[0]):
+            at: float = place
+            if along == "depth":
+                step = min(STEP, SPREAD / max(counts[place] - 1, 1))
+                at += step * (drawn[place] - (counts[place] - 1) / 2)
+                drawn[place] += 1
+            axes.plot([at, at], shared(m["speedup"]["measured"], m["speedup"]["ci95"]), color=colour, lw=2.2)
+            curve.append((at, m["speedup"]["measured"]))
+        line = "-" if len({place for place, _ in own}) == len(own) else ""
+        dot: dict[str, Any] = {"ms": 6, "mfc": COLOURS["card"] if temperature else colour, "mew": 1.8}
+        label = f"{name}, {sampling_text(temperature)}"
+        axes.plot(*zip(*curve, strict=True), f"o{line}", color=colour, lw=1, label=label, **dot)
+    if along == "depth":
+        axes.set_xlim(places[0] - 0.6, places[-1] + 0.6)
+        places = list(range(places[0], places[-1] + 1, math.ceil((places[-1] - places[0] + 1) / MOST_LABELS)))
+    else:
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+        axes.margins(x=0.08)
+    axes.set_xticks(places, list(map(str, places)))
+    axes.margins(y=0.12)
+    axes.set_xlabel({"depth": "K", "batch_size": "prompts decoded together"}.get(along, "tokens of the prompt"))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    grid(axes)
+    handles, labels = axes.get_legend_handles_labels()
+    put_legend(axes, handles, columns=1 if max(map(len, labels)) > 18 else 2)
 
 
-def along_points(results: Results, along: str) -> list[Results]:
-    """Return the reliable measurements of the headline's draft and temperature if they differ in the batch size or the
-    context, `along`; else none."""
-    own = [m for m in reliable(results["measurements"]) if m["tree"] == results["tree"] and along in m]
-    own = [m for m in own if m["temperature"] == results["temperature"]]
-    return own if len({m[along] for m in own}) > 1 else []
-
-
-def draw_rows(axes: Axes, *, measured: Sequence[Results], figure: str, colour: str) -> None:
-    """Draw `tau` or `speedup` of each setting as a dot on its interval, with its name and its figure above. In a
-    comparison each head has a colour. The line at 1 is broken where names stand."""
+def draw_rows(axes: Axes, *, rows: Sequence[tuple[str, list[Dot]]], unit: str) -> None:
+    """Draw each row's dots on their intervals, a colour for each series, below the name of the row and, if there is one
+    series, its figure. The line at 1 is broken where names stand."""
     across = axes.get_yaxis_transform()
-    heads = list(dict.fromkeys(m.get("head") for m in measured))
-    for n, m in enumerate(measured):
-        if len(heads) > 1:
-            colour = HEAD_COLOURS[heads.index(m["head"]) % len(HEAD_COLOURS)]
+    series = list(dict.fromkeys(name for _, dots in rows for name, _, _ in dots))
+    for n, (name, dots) in enumerate(rows):
         axes.plot([1, 1], [n - LINE / 2, n + LINE], color=COLOURS["faded"], lw=1, zorder=0)
-        value = m["tau"]["mean"] if figure == "tau" else m["speedup"]["measured"]
-        text = number(value) if figure == "tau" else f"{number(value)}x"
-        low, high = shared(value, m[figure]["ci95"])
-        axes.plot([low, high], [n, n], color=COLOURS[colour], lw=2.5)
-        axes.plot(value, n, "o", color=COLOURS[colour], ms=7)
+        for of, value, interval in dots:
+            k = series.index(of)
+            colour, at = COLOURS[CYCLE[k % len(CYCLE)]], n + ASIDE * k / max(len(series) - 1, 1)
+            axes.plot(shared(value, interval), [at, at], color=colour, lw=2)
+            axes.plot(value, at, "o", color=colour, ms=6)
+        text = f"{number(dots[0][1])}{unit}" if len(series) == 1 else ""
         look: dict[str, Any] = {"transform": across, "fontsize": SMALL, "bbox": CLEAR}
-        axes.text(0, n - GAP, row_name(m, LETTERS - len(text)), color=COLOURS["soft"], **look)
+        axes.text(0, n - GAP, shortened(name, LETTERS - len(text)), color=COLOURS["soft"], **look)
         axes.text(1, n - GAP, text, ha="right", fontweight="bold", **look)
-    axes.set_ylim(len(measured) - 0.6, -0.85)
+    axes.set_ylim(len(rows) - (0.6 if len(series) == 1 else 0.45), -0.85)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.margins(x=0.06)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}{unit}")
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    if len(series) > 1:
+        marks = [Patch(color=COLOURS[CYCLE[k % len(CYCLE)]], label=shortened(of, 18)) for k, of in enumerate(series)]
+        put_legend(axes, marks, columns=2)
 
 
-def row_name(figures: Results, room: int) -> str:
-    """Return the name of a row: the setting, with the head's name before it in a comparison. A head's name that is too
-    long is shortened in the middle."""
-    setting, name = setting_text(figures), figures.get("head", "")
-    if len(name) > room - len(setting) - 2:
-        half = max((room - len(setting) - 2) // 2, 3)
-        name = f"{name[:half]}…{name[1 - half :]}"
-    return f"{name}, {setting}" if name else setting
+def shortened(name: str, room: int) -> str:
+    """Return a name, shortened in the middle if it is longer than `room`."""
+    half = max(room // 2, 3)
+    return name if len(name) <= room else f"{name[:half]}…{name[1 - half :]}"
 
 
 def shared(value: float, interval: Sequence[float | None] | None) -> tuple[float, float]:
@@ -268,79 +306,6 @@ def draw_round(axes: Axes, *, results: Results) -> None:
     axes.set(xticks=[], yticks=[], xlim=(0, 1.28 * max(plain, whole)), ylim=(1.3, -0.6))
     axes.spines[["left", "bottom"]].set_visible(False)
     put_legend(axes, axes.get_legend_handles_labels()[0], columns=2)
-
-
-def dots(measured: Sequence[Results]) -> list[tuple[float, Results]]:
-    """Return each setting with its depth. Settings of one depth are shifted so that they stand beside each other."""
-    found = []
-    for m in measured:
-        level = [other["tree"] for other in measured if other["depth"] == m["depth"]]
-        step = min(STEP, SPREAD / max(len(level) - 1, 1))
-        found.append((m["depth"] + step * (level.index(m["tree"]) - (len(level) - 1) / 2), m))
-    return found
-
-
-def kind_of(m: Results) -> str:
-    return "chain" if m["nodes"] == m["depth"] + 1 else "tree"
-
-
-def draw_depths(axes: Axes, *, measured: Sequence[Results]) -> None:
-    axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
-    for at, m in dots(measured):
-        speedup, colour = m["speedup"], COLOURS[KINDS[kind_of(m)]]
-        axes.plot([at, at], shared(speedup["measured"], speedup["ci95"]), color=colour, lw=2.2)
-        axes.plot(at, speedup["measured"], "o", color=colour, ms=6)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    mark_depths(axes, measured, 1)
-
-
-def draw_latency(axes: Axes, *, measured: Sequence[Results]) -> None:
-    """Draw the time between tokens against the depth of the draft; plain decoding is at 0."""
-    plain = measured[0]["baseline"]["token_ms"]
-    axes.axhline(plain["p50"], color=COLOURS["faded"], lw=1, ls=":", zorder=0)
-    marks = [(0.0, "faded", plain)]
-    marks += [(at, KINDS[kind_of(m)], m["speculative"]["token_ms"]) for at, m in dots(measured)]
-    for at, colour, spread in marks:
-        axes.plot([at, at], [spread["p50"], spread["p99"]], color=COLOURS[colour], lw=2.2)
-        axes.plot(at, spread["p50"], "o", color=COLOURS[colour], ms=6)
-        axes.plot(at, spread["p95"], "_", color=COLOURS[colour], ms=9, mew=2)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} ms")
-    mark_depths(axes, measured, 0)
-
-
-def mark_depths(axes: Axes, measured: Sequence[Results], first: int) -> None:
-    """Draw the axis of depths from `first` on, with a margin at both ends, and the legend of colours."""
-    last = max(m["depth"] for m in measured)
-    ticks = range(first, last + 1, math.ceil((last - first + 1) / MOST_LABELS))
-    axes.set_xticks(ticks, [str(depth) if depth else "plain" for depth in ticks])
-    axes.set_xlim(first - 0.6, last + 0.6)
-    axes.set_xlabel("depth of the draft")
-    grid(axes)
-    kinds = [kind for kind in KINDS if any(kind_of(m) == kind for m in measured)]
-    put_legend(axes, [Patch(color=COLOURS[KINDS[kind]], label=f"{kind}s") for kind in kinds], columns=2)
-
-
-def draw_rates(axes: Axes, *, measured: Sequence[Results], along: str, by: str) -> None:
-    """Draw tokens/s of speculative and (dotted) of plain decoding against the batch size or the context, `along`, with
-    a line for each value of the other, `by`."""
-    values = list(dict.fromkeys(m.get(by) for m in measured))
-    for n, value in enumerate(values):
-        line = sorted((m for m in measured if m.get(by) == value), key=lambda m: m[along])
-        places, colour = [m[along] for m in line], COLOURS[HEAD_COLOURS[n % len(HEAD_COLOURS)]]
-        label = "speculative" if value is None else f"{POINTS[by]} {value}"
-        axes.plot(places, [m["speculative"]["tokens_per_second"] for m in line], "o-", color=colour, ms=5, label=label)
-        axes.plot(places, [m["baseline"]["tokens_per_second"] for m in line], "o:", color=colour, ms=3)
-    places = sorted({m[along] for m in measured})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(places, [str(place) for place in places])
-    axes.minorticks_off()
-    axes.margins(x=0.08, y=0.1)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("prompts decoded together" if along == "batch_size" else "tokens of the prompt")
-    axes.set_ylabel("tokens/s")
-    grid(axes)
-    put_legend(axes, axes.get_legend_handles_labels()[0], columns=3)
 
 
 def grid(axes: Axes) -> None:

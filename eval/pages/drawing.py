@@ -72,6 +72,8 @@ class Chart:
     draw: Callable[[Axes], None]
     height: float = 2.7
     """Height in inches."""
+    folded: bool = True
+    """True for diagnosis, which a page folds."""
 
 
 def inline_svg(chart: Chart) -> str:

@@ -4,6 +4,7 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 from eval.measure.command import AUTO
 from eval.measure.folders import short_name as short_name
@@ -141,6 +142,12 @@ def speedup_text(figures: Results) -> str:
     return with_interval(figures["speedup"]["measured"], figures["speedup"]["ci95"], unit="x")
 
 
+def short_speedup(figures: Results) -> str:
+    """Return `speedup_text` without the reason, which stands elsewhere."""
+    text = speedup_text(figures)
+    return NOT_RELIABLE if text.startswith(NOT_RELIABLE) else text
+
+
 def robust_text(figures: Results) -> str | None:
     """Return `ratio of medians 1.5x`, to be printed beside tau where the machine was busy, or None if that ratio cannot
     be true either or is not known."""
@@ -210,14 +217,16 @@ def subtitle(results: Results) -> str:
     return f"{setting_line(results)}; plain decoding: {speeds}"
 
 
+def listed(results: Results) -> list[Results]:
+    """Return the measurements of several heads to list: all of them, or, after a search, the fastest."""
+    return fastest(results) if AUTO in results["settings"]["trees"] and is_exact(results) else results["measurements"]
+
+
 def fastest(results: Results) -> list[Results]:
-    """Return the measurements of several heads to show: all of them, or, after a search, the headline setting of each
-    head at each temperature."""
-    if AUTO not in results["settings"]["trees"] or not is_exact(results):
-        return list(results["measurements"])
-    groups: dict[tuple[str, float, str], list[Results]] = {}
+    """Return the headline setting of each head at each temperature, batch size and context."""
+    groups: dict[tuple[Any, ...], list[Results]] = {}
     for m in results["measurements"]:
-        groups.setdefault((m["head"], m["temperature"], point_text(m)), []).append(m)
+        groups.setdefault((m.get("head"), m["temperature"], point_text(m)), []).append(m)
     return [group[headline(group)] for group in groups.values()]
 
 
@@ -297,15 +306,18 @@ def trained_otherwise(results: Results) -> dict[str, list[str]]:
     return found
 
 
+def training_warning(results: Results) -> list[str]:
+    which = "; ".join(f"{name}: {' and '.join(what)}" for name, what in trained_otherwise(results).items())
+    return [f"heads trained otherwise than the first ({which}): figures compare heads, not methods"] if which else []
+
+
 def warnings(results: Results) -> list[str]:
     """Return the warnings about each head, and about all figures."""
     measurements = results["measurements"]
     if "heads" in results:
         own = [(head, [m for m in measurements if m["head"] == head["name"]]) for head in results["heads"]]
         found = [f"head {head['name']}: {line}" for head, ms in own for line in head_warnings(head, ms)]
-        if differs := trained_otherwise(results):
-            which = "; ".join(f"{name}: {' and '.join(what)}" for name, what in differs.items())
-            found.append(f"heads trained otherwise than the first ({which}): figures compare heads, not methods")
+        found += training_warning(results)
     else:
         found = head_warnings(results["head"], measurements)
     slow = []
@@ -361,17 +373,31 @@ def point_text(figures: Results) -> str:
     return "".join(f", {word} {figures[name]}" for name, word in names.items() if figures.get(name))
 
 
+def point_of(results: Results, figures: Results, name: str) -> int | None:
+    """Return the depth, batch size or context of a setting. Prompts that were not cut or filled have no context."""
+    value: int | None = figures.get(name, results["settings"]["batch_size"] if name == "batch_size" else None)
+    return value
+
+
+def where_text(results: Results) -> str:
+    return results["server"]["name"] if "server" in results else "here"
+
+
 def verdict_line(results: Results) -> str:
-    """Return the answer to whether a draft pays at each temperature, as in `chain:5 pays: 1.36x [1.24, 1.49] greedy; no
-    draft pays at T = 1`."""
+    return "; ".join(verdicts(results))
+
+
+def verdicts(results: Results) -> list[str]:
+    """Return the answer to whether a draft pays at each temperature, as in `chain:5 pays: 1.36x [1.24, 1.49] greedy`
+    and `no draft pays at T = 1`."""
     if not is_exact(results):
         wrong = plural(len(results["exact"]["divergences"]), "output")
-        return f"{wrong} differed from plain decoding: no speedup is stated"
+        return [f"{wrong} differed from plain decoding: no speedup is stated"]
     measurements = results["measurements"]
     parts = list(map(verdict_at, by_temperature(measurements).values()))
     if all(map(why_unreliable, measurements)):
         parts.insert(0, f"speedup {speedup_text(measurements[0])}")
-    return "; ".join(parts)
+    return parts
 
 
 def verdict_at(measurements: Sequence[Results]) -> str:

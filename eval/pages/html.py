@@ -1,18 +1,23 @@
-"""report.html and compare.html: self-contained pages, light and dark, without scripts or external resources."""
+"""report.html and compare.html: self-contained pages, light and dark, which ask for nothing from the net. The replay of
+texts needs a script, and nothing else does."""
 
-from collections.abc import Sequence
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 from eval.measure.results import Results
+from eval.measure.roofline import lines
 from eval.pages import format
 from eval.pages.drawing import COLOURS, Chart, inline_svg
 from eval.pages.format import NOT_RELIABLE
-from eval.pages.tables import Table, comparison_table, first_token_text, settings_table, suites_table
+from eval.pages.several import several_values
+from eval.pages.tables import Table, first_token_text, latency_table, settings_table, suites_table
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 DARK = {
@@ -50,44 +55,61 @@ def render_page(
     serve: str | None = None,
     beside: Sequence[Table] = (),
 ) -> str:
-    """Return the page of a results.json or of a compare.json. `remarks` stand in the place of charts of few points;
-    `serve` is the command that serves the head, and `beside` a table of another measurement of it."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"svg": inline_svg, "sentence": format.sentence, "number": format.number}
-    several = "heads" in results
-    if several:
-        page: dict[str, Any] = {"tiles": [], "tables": [comparison_table(results)], "samples": [], "loops": ""}
-        heads = [(head["name"], head_facts(head)) for head in results["heads"]]
-    else:
-        page = {
-            "tiles": tiles(results),
-            "tables": [settings_table(results), *beside, *suites_table(results)],
-            "samples": [sample_rounds(sample) for sample in results["samples"]],
-            "loops": format.percent(results["loop_share"]),
-        }
-        heads = [("Head", head_facts(results["head"]))]
-    shown = "" if several else f" Headline setting: {format.setting_text(results)}."
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        **page,
+    """Return the page of a results.json. `remarks` stand in the place of charts of few points; `serve` is the command
+    that serves the head, and `beside` tables of other measurements of it."""
+    return render(
         heading=format.heading(results),
-        setting=f"{format.subtitle(results)}.{shown}",
-        verdict=format.verdict_line(results),
+        setting=f"{format.subtitle(results)}.",
+        verdicts=format.verdicts(results),
         serve=serve,
-        remarks=remarks,
-        command=format.command_text(results),
-        date=results["measured_at"][:10],
+        tiles=tiles(results),
         exact=format.is_exact(results),
         audit=format.audit_line(results),
-        divergences=[format.divergence_text(found) for found in results["exact"]["divergences"][:MOST_DIVERGENCES]],
+        divergences=places(results["exact"]["divergences"]),
+        near_ties=places(results["exact"].get("near_ties", ())),
         warnings=format.warnings(results),
-        charts=charts,
-        facts=[("Target", target_facts(results["target"])), *heads, *measurement_facts(results)],
+        replays=[replay(results, sample) for sample in typical_first(results)],
+        draft=format.setting_text(results),
+        device=format.device_text(results),
+        charts=[chart for chart in charts if not chart.folded],
+        tables=[settings_table(results), *beside, *suites_table(results)],
+        diagnosis=[chart for chart in charts if chart.folded],
+        folded_tables=latency_table(results),
+        remarks=remarks,
+        roofline="\n".join(lines(results["roofline"])) if "roofline" in results else None,
+        loops=format.percent(results["loop_share"]),
+        command=format.command_text(results),
+        date=results["measured_at"][:10],
+        facts=[
+            ("Target", target_facts(results["target"])),
+            ("Head", head_facts(results["head"])),
+            *measurement_facts(results),
+        ],
         is_served="server" in results,
         is_in_distribution="kind" in results["exact"],
-        light=COLOURS,
-        dark=DARK,
-        not_reliable=NOT_RELIABLE,
     )
+
+
+def render_several(given: Sequence[Results]) -> str:
+    """Return the page of several results.json and compare.json."""
+    found = [divergence for results in given for divergence in results["exact"]["divergences"]]
+    kinds = {"is_served": False, "is_in_distribution": any("kind" in results["exact"] for results in given)}
+    return render(**several_values(given), divergences=places(found), serve=None, tiles=[], replays=[], **kinds)
+
+
+def render(**values: Any) -> str:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"svg": inline_svg, "sentence": format.sentence, "number": format.number, "sha256": sha256}
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(**values, light=COLOURS, dark=DARK, not_reliable=NOT_RELIABLE)
+
+
+def sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def places(divergences: Sequence[Results]) -> list[str]:
+    return [format.divergence_text(found) for found in divergences[:MOST_DIVERGENCES]]
 
 
 def tiles(results: Results) -> list[Tile]:
@@ -124,19 +146,43 @@ def interval_note(interval: Sequence[float | None] | None, otherwise: str) -> st
     return f"95% interval {format.number(interval[0])} to {format.number(interval[1])}"
 
 
-def sample_rounds(sample: Results) -> Results:
-    """Return a sample with its text grouped by round, and adjacent pieces of one kind joined."""
-    rounds = []
-    for number_, group in groupby(sample["pieces"], key=lambda piece: piece["round"]):
-        pieces = list(group)
+def typical_first(results: Results) -> list[Results]:
+    """Return the samples, the one whose tau is nearest to that of all prompts first."""
+    mean = results["tau"]["mean"]
+    return sorted(results["samples"], key=lambda sample: abs((sample["tau"] or 0) - mean))
+
+
+def replay(results: Results, sample: Results) -> Results:
+    """Return a sample as the template shows it: `sides`, each with its name, its parts (rounds) and how long it took.
+    It has times, and the side of plain decoding, only if the speedup is reliable."""
+    plain, is_timed = sample.get("plain"), format.why_unreliable(results) is None and bool(sample.get("round_ms"))
+    both = [("Plain", plain), ("Drafted", sample)] if is_timed and plain else [("Drafted", sample)]
+    sides = []
+    for name, decoded in both:
+        times = [0.0, *accumulate(decoded["round_ms"])] if is_timed else None
+        count = len(decoded["pieces"])
+        took = f"{count} tokens, {times[-1] / 1e3:.2f} s" if times else ""
+        sides.append({"name": name, "parts": list(parts_of(decoded["pieces"], times)), "took": took})
+    return {**sample, "sides": sides, "is_timed": len(both) == 2}
+
+
+def parts_of(pieces: Sequence[Results], times: Sequence[float] | None) -> Iterator[Results]:
+    """Yield the rounds of a text, round 0 being the prompt's own pass: when each ended in ms, its number of tokens, and
+    its text in runs, drafted or not."""
+    for number, group in groupby(pieces, key=lambda piece: piece["round"]):
+        own = list(group)
         runs = [
             {"drafted": drafted, "text": "".join(piece["text"] for piece in run)}
-            for drafted, run in groupby(pieces, key=lambda piece: piece["drafted"])
+            for drafted, run in groupby(own, key=lambda piece: piece["drafted"])
         ]
-        drafted = sum(piece["drafted"] for piece in pieces)
-        title = f"round {number_}: {drafted} drafted and accepted, {len(pieces) - drafted} from the target"
-        rounds.append({"title": title if number_ else "first token, from the prompt's own pass", "runs": runs})
-    return {**sample, "rounds_shown": rounds}
+        drafted = sum(piece["drafted"] for piece in own)
+        title = f"round {number}: {drafted} drafted and accepted, {len(own) - drafted} from the target"
+        yield {
+            "ends": times and round(times[number], 1),
+            "tokens": len(own),
+            "title": title if number else "first token, from the prompt's own pass",
+            "runs": runs,
+        }
 
 
 def target_facts(target: Results) -> Facts:
@@ -157,7 +203,8 @@ def head_facts(head: Results) -> Facts:
     form = [("read as", origin["form"])] if (origin := head.get("origin")) else []
     layers = ", ".join(map(str, head["aux_layer_ids"])) or "none"
     size = f"{format.count(head['parameters'])} parameters"
-    return [("kind", head["kind"]), ("path", head["path"]), *form, ("size", size), ("aux_layer_ids", layers)]
+    tokens = [("trained on", f"{head['trained_tokens']:,} tokens")] if head.get("trained_tokens") else []
+    return [("kind", head["kind"]), ("path", head["path"]), *form, ("size", size), *tokens, ("aux_layer_ids", layers)]
 
 
 def measurement_facts(results: Results) -> list[tuple[str, Facts]]:

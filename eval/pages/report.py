@@ -1,12 +1,13 @@
 """Reports in the terminal and as files: of one head (results.json), or a comparison of several (compare.json)."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box, table
 from rich.console import Console
 from rich.markup import escape
 
-from eval.measure.folders import BENCH, folders_of, newest_results
+from eval.measure.folders import BENCH, folders_of, results_in
 from eval.measure.results import Results, read_log
 from eval.pages import format
 from eval.pages.card import CARD, model_card
@@ -82,28 +83,36 @@ def print_audit(results: Results, console: Console) -> None:
 
 def write_report(results: Results, folder: Path) -> None:
     """Write plots/, report.html and the model card in README.md, with the training curves if there is a metrics.jsonl.
-    For several heads, write plots/, compare.html and compare.md. If the head's run also has a measurement of the other
+    For several heads, write plots/, compare.html and compare.md. If the head's run also has measurements of the other
     kind, here or in a server, the page shows both."""
-    from eval.pages.charts import comparison_charts, head_charts, remarks  # matplotlib takes a second to import
+    from eval.pages.charts import head_charts, remarks  # matplotlib takes a second to import
     from eval.pages.drawing import write_charts
-    from eval.pages.html import render_page
+    from eval.pages.html import render_page, render_several
+    from eval.pages.several import comparison_charts
 
-    log = read_log(folder / "metrics.jsonl")
-    several, caption = "heads" in results, f"{format.heading(results)}; {format.setting_line(results)}"
-    charts = comparison_charts(format.fastest(results)) if several else head_charts(results, log)
-    write_charts(charts, caption, folder / "plots")
-    said, serve = [] if several else remarks(results, log), serve_command(results)
-    beside: list[Table] = []
-    if not several:
-        run = folder.parent.parent if folder.parent.name == BENCH else folder
-        other = newest_results(folders_of(run), served="server" not in results)
-        beside = [table for table in [beside_table(results, other[1])] if table.rows] if other else []
-    page = render_page(results, charts, said, serve, beside)
-    write_text(folder / ("compare.html" if several else "report.html"), page)
-    if several:
+    caption = f"{format.heading(results)}; {format.setting_line(results)}"
+    if "heads" in results:
+        write_charts(comparison_charts(results), caption, folder / "plots")
+        write_text(folder / "compare.html", render_several([results]))
         write_text(folder / "compare.md", markdown(results))
-    elif "server" not in results:
+        return
+    log, serve = read_log(folder / "metrics.jsonl"), serve_command(results)
+    run = folder.parent.parent if folder.parent.name == BENCH else folder
+    others = [other for _, other in results_in(folders_of(run)) if ("server" in other) != ("server" in results)]
+    charts = head_charts(results, log, others)
+    write_charts(charts, caption, folder / "plots")
+    page = render_page(results, charts, remarks(results, log), serve, beside_table(results, others))
+    write_text(folder / "report.html", page)
+    if "server" not in results:
         write_text(folder / CARD, model_card(results, serve=serve))
+
+
+def write_page(given: Sequence[Results], folder: Path) -> Path:
+    """Write one page of several results, and return its file."""
+    from eval.pages.html import render_several
+
+    write_text(folder / "report.html", render_several(given))
+    return folder / "report.html"
 
 
 def markdown(results: Results) -> str:

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from eval.measure.results import Results
 from eval.pages import format
-from eval.pages.format import BRACKETS, MISSING, NOT_RELIABLE, TURNS
+from eval.pages.format import BRACKETS, MISSING, TURNS
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,8 @@ def headline_table(results: Results) -> Table:
     if "server" in results:
         rows.append(["time to first token, median", first_token_text(results)])
     if results["speedup"] is not None:
-        speedup = format.speedup_text(results)
-        if speedup.startswith(NOT_RELIABLE):  # a warning below the table has the reason
-            speedup = NOT_RELIABLE
         rows.append(["speculative tokens/s", format.speculative_text(results)])
-        rows.append(["speedup over plain decoding", speedup])
+        rows.append(["speedup over plain decoding", format.short_speedup(results)])
         if format.why_unreliable(results) is None and results["speedup"]["predicted"] is not None:
             rows.append(["speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x"])
     rows.append(["outputs that end in a loop", format.percent(results["loop_share"])])
@@ -82,20 +80,40 @@ def settings_table(results: Results) -> Table:
     )
 
 
-def beside_table(results: Results, other: Results) -> Table:
-    """Return measurements of one head here and in a server, at the temperatures and drafts that both have."""
-    here, served = (results, other) if "server" in other else (other, results)
+def beside_table(results: Results, others: Sequence[Results]) -> list[Table]:
+    """Return measurements of one head here and in servers, at the settings that were measured in several places: the
+    newest of each place, where `others` has the newest first. No table if there are none."""
+    found: dict[tuple[Any, ...], dict[str, tuple[Results, Results]]] = {}
+    for part in (results, *others):
+        for m in part["measurements"]:
+            points = (format.point_of(part, m, name) for name in ("batch_size", "context"))
+            places = found.setdefault((m["tree"], m["temperature"], *points), {})
+            places.setdefault(format.where_text(part), (part, m))
+    pairs = [pair for places in found.values() if len(places) > 1 for pair in places.values()]
     rows = []
-    for m in served["measurements"]:
-        own = [n for n in here["measurements"] if all(n[key] == m[key] for key in ("tree", "temperature"))]
-        for where, n in [*(("here", n) for n in own), (served["server"]["name"], m)] if own else ():
-            accepted = " ".join(format.percent(alpha, 1) for alpha in n["alpha"])
-            cells = [f"{where}: {format.setting_text(n)}", format.tau_text(n), accepted, format.speculative_text(n)]
-            rows.append(cells)
-    same = here["settings"]["prompts_hash"] == served["settings"]["prompts_hash"]
+    for part, m in pairs:
+        accepted = " ".join(format.percent(alpha, 1) for alpha in m["alpha"])
+        speedup = format.short_speedup(m)
+        cells = [format.tau_text(m), accepted, format.speculative_text(m), speedup]
+        rows.append([f"{format.where_text(part)}: {format.setting_text(m)}", *cells])
+    same = len({part["settings"]["prompts_hash"] for part, _ in pairs}) == 1
     prompts = "The prompts are the same." if same else "The prompts are not the same, which changes the figures."
-    days = f"Measured {here['measured_at'][:10]} here and {served['measured_at'][:10]} in the server."
-    return Table("Here and in the server", [f"{prompts} {days}"], ["", "tau", "accepted by depth", "tokens/s"], rows)
+    days = {f"{format.where_text(part)} on {part['measured_at'][:10]}" for part, _ in pairs}
+    columns = ["", "tau", "accepted by depth", "tokens/s", "speedup"]
+    note = f"{prompts} Measured {', '.join(sorted(days))}. {BRACKETS}"
+    return [Table("Here and in the server", [note], columns, rows)] if rows else []
+
+
+def latency_table(results: Results) -> list[Table]:
+    """Return the times between tokens of every setting, or no table if the audit failed."""
+    times: dict[str, Results] = {}
+    for m in results["measurements"] if format.is_exact(results) else ():
+        if m["baseline"] is not None:
+            times.setdefault(format.setting_text(m | {"tree": "plain"}), m["baseline"]["token_ms"])
+        times[format.setting_text(m)] = m["speculative"]["token_ms"]
+    rows = [[name, *(format.number(spread[p]) for p in ("p50", "p95", "p99"))] for name, spread in times.items()]
+    note = "Milliseconds. A round's time is shared among its tokens, so rounds that accept little have slow tokens."
+    return [Table("Time between tokens", [note], ["", "median", "95%", "99%"], rows)] if rows else []
 
 
 def suites_table(results: Results) -> list[Table]:
@@ -114,7 +132,7 @@ def suites_table(results: Results) -> list[Table]:
 def comparison_table(results: Results) -> Table:
     heads, differs = {head["name"]: head for head in results["heads"]}, format.trained_otherwise(results)
     rows = []
-    for m in format.fastest(results):
+    for m in format.listed(results):
         head = heads[m["head"]]
         tokens = MISSING if (seen := head.get("trained_tokens")) is None else format.count(seen)
         trained = ", ".join([tokens, *differs.get(m["head"], [])])

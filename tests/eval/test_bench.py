@@ -54,12 +54,12 @@ def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, 
     assert read["speedup"]["measured"] > 0 and read["speedup"]["predicted"] > 0
     assert read["tree"] in ("chain:2", "tree:2x2x4") and read["temperature"] == 0
     assert sum(read["accepted_histogram"]) >= read["exact"]["prompts"] // 4
+    assert all(m["suites"].keys() == read["suites"].keys() for m in read["measurements"])
     page = (out / "report.html").read_text()
-    assert "16 of 16 prompts" in page and "http://" not in page and "https://" not in page and "<script" not in page
+    assert "16 of 16 prompts" in page and "http://" not in page and "https://" not in page
     assert "## Measured" in (out / "README.md").read_text()
-    names = {"acceptance", "tokens"}  # two drafts of a temperature are too few for a curve
+    names = {"acceptance", "tokens"}  # drafts of one depth are no curve
     names |= {"round"} if why_unreliable(read) is None else set()
-    names |= {"speedup"} if not any(map(why_unreliable, read["measurements"])) else set()
     assert {file.name for file in (out / "plots").iterdir()} == {f"{n}.{e}" for n in names for e in ("png", "svg")}
     assert (out / "plots" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
     assert page.count('<svg viewBox="0 0 331.2 ') == len(names)

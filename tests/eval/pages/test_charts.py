@@ -1,6 +1,7 @@
 """The charts of reports: what they draw, and that it can be read wherever they stand."""
 
 import re
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from eval.pages.charts import comparison_charts, head_charts, remarks
+from eval.pages.charts import head_charts, remarks, row_charts, speedups_along
 from eval.pages.drawing import COLOURS, Chart, drawn, inline_svg, write_charts
 from eval.pages.html import DARK
 
@@ -51,7 +52,7 @@ def results(**changes: Any) -> dict[str, Any]:
         measurement("chain:3", 3, 4, 1.4),
         measurement("chain:4", 4, 5, 0.7, temperature=1.0),
     ]
-    return {**measured[1], "measurements": measured, **changes}
+    return {**measured[1], "measurements": measured, "settings": {"batch_size": 1}, **changes}
 
 
 def log(steps: int) -> list[dict[str, Any]]:
@@ -59,32 +60,33 @@ def log(steps: int) -> list[dict[str, Any]]:
     return losses + [{"kind": "eval", "step": steps // n, "tau": 3.0 - n / 3} for n in (4, 3, 2, 1)]
 
 
-def at_points() -> dict[str, Any]:
-    """Two batch sizes at two contexts."""
-    places = [{"batch_size": batch, "context": context} for batch in (1, 8) for context in (64, 512)]
+def at_points(**more: Any) -> dict[str, Any]:
+    """Three batch sizes at three contexts."""
+    places = [{"batch_size": batch, "context": context} for batch in (1, 2, 8) for context in (64, 512, 1024)]
     measured = [measurement("chain:2", 2, 3, 1.2) | place for place in places]
-    return {**measured[0], "measurements": measured}
+    return {**measured[0], "measurements": measured, "settings": {"batch_size": 1}, **more}
+
+
+def rows(*suites: str) -> list[tuple[str, list[Any]]]:
+    """Six heads in some suites."""
+    dots: list[Any] = [(suite, 1.2 + n, [1.0 + n, 1.3 + n] if n else None) for n, suite in enumerate(suites)]
+    return [(f"{'a-long-name-' * 4}{n}, chain:5, greedy", dots) for n in range(6)]
 
 
 def every_chart() -> list[Chart]:
     one = head_charts(results(), log(12))
-    heads = [{"head": f"{'a-long-name-' * 4}{n}", **m} for n, m in enumerate(results()["measurements"])]
-    heads[0]["baseline"] = {**heads[0]["baseline"], "ms_per_token": 40.0}  # on a busy machine
-    several = [chart for chart in head_charts(at_points()) if chart.name in ("batch-size", "context")]
-    return [*one, *several, *comparison_charts(heads)]
+    served = at_points(server={"name": "vLLM 0.32.0"})
+    several = [chart for chart in head_charts(at_points(), (), [served]) if chart.name in ("batch-size", "context")]
+    suites = replace(row_charts(rows("gsm8k", "humaneval", "mt_bench"), [])[0], name="compare-suites")
+    return [*one, *several, *row_charts(rows("gsm8k"), rows("gsm8k")), suites]
 
 
 CHARTS = pytest.mark.parametrize("chart", every_chart(), ids=lambda chart: chart.name)
 
 
 def test_every_kind_of_chart_is_drawn() -> None:
-    names = {"speedup", "round", "depth", "latency", "acceptance", "tokens", "position", "loss", "training-tau"}
-    assert {chart.name for chart in every_chart()} == names | {
-        "batch-size",
-        "context",
-        "compare-speedup",
-        "compare-tau",
-    }
+    names = {"depth", "round", "acceptance", "tokens", "position", "loss", "training-tau", "batch-size", "context"}
+    assert {chart.name for chart in every_chart()} == names | {"compare-speedup", "compare-tau", "compare-suites"}
 
 
 def test_nothing_is_drawn_of_a_failed_audit() -> None:
@@ -92,20 +94,27 @@ def test_nothing_is_drawn_of_a_failed_audit() -> None:
     for m in (given, *given["measurements"]):
         m["speedup"] = None
     assert [chart.name for chart in head_charts(given)] == ["acceptance", "tokens", "position"]
-    assert [chart.name for chart in comparison_charts(given["measurements"])] == ["compare-tau"]
 
 
 def test_few_points_are_a_sentence() -> None:
     bins = results()["tau_by_position"][:2]
-    few = results(tau_by_position=bins, measurements=results()["measurements"][:3])
+    few = results(tau_by_position=bins, measurements=results()["measurements"][:2])
     names = {chart.name for chart in head_charts(few, log(2)[:2])}
-    assert not names & {"position", "depth", "latency", "speedup", "loss"} and "acceptance" in names
+    assert not names & {"position", "depth", "loss"} and "acceptance" in names
     position, loss = remarks(few, log(2)[:2])
     assert position == "tau by position in the text (chain:4, greedy): 2.80 from token 128 on, 2.60 from token 256 on"
     assert loss == "loss over training: 9.00 at step 1, 4.50 at step 2"
-    two = [{**measurement("chain:2", 2, 3, 1.2), "batch_size": n} for n in (1, 8)]
-    line = remarks({**two[0], "tau_by_position": [], "measurements": two})
-    assert line == ["tokens/s by batch (chain:2): 300.0 at batch 1 (plain 250.0), 300.0 at batch 8 (plain 250.0)"]
+
+
+def test_a_speedup_stands_beside_the_servers_at_the_same_setting() -> None:
+    """Of several measurements of one place, the newest; a server may draft another length."""
+    servers = [at_points(server={"name": "vLLM"}), at_points(server={"name": "vLLM"}), results()]
+    servers[0]["measurements"] = [{**m, "tree": "chain:7", "depth": 7} for m in servers[0]["measurements"]]
+    servers[2] |= {"server": {"name": "SGLang"}, "measurements": [measurement("chain:2", 2, 3, 9.0)]}
+    found = speedups_along("batch_size", at_points(), servers)
+    assert found is not None and {name: [place for place, _ in own] for (name, _), own in found.items()} == {
+        name: [1, 2, 8] for name in ("here: chain:2", "vLLM: chain:7", "vLLM: chain:2")
+    }
 
 
 @CHARTS

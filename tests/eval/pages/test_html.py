@@ -1,0 +1,96 @@
+"""The pages: what they show, that they ask for nothing from the net, and that no text of a file becomes markup."""
+
+import base64
+import copy
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import report
+from eval.measure.command import exit_status
+from eval.measure.results import Results
+from eval.pages.html import render_page, render_several
+from tests.eval.conftest import Bench
+
+NASTY = "</span></pre><script>alert(1)</script><img src=https://x.org/y>"
+
+
+def check_alone(page: str, scripts: int) -> None:
+    """Check that a page asks for nothing, and that its script is the one that its policy names."""
+    assert not re.findall(r"""(?:src|href|action)\s*=\s*["']?(?!["']?#)|url\((?!#)|@import""", page.replace("&lt;", ""))
+    found = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert page.count("<script") == len(found) == scripts
+    for script in found:
+        named = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{named}'" in page
+
+
+def test_both_texts_appear_at_their_measured_pace(results: Results) -> None:
+    for sample in results["samples"]:
+        texts = ["".join(piece["text"] for piece in side["pieces"]) for side in (sample, sample["plain"])]
+        assert texts[0] == texts[1] == sample["output"]
+        assert len(sample["round_ms"]) == sample["rounds"] and min(sample["round_ms"]) > 0
+        assert len(sample["plain"]["round_ms"]) == len(sample["plain"]["pieces"]) - 1
+    page = render_page(results, [])
+    check_alone(page, scripts=1)
+    shown = sorted(results["samples"], key=lambda s: abs(s["tau"] - results["tau"]["mean"]))[0]
+    for name, side in (("Plain", shown["plain"]), ("Drafted", shown)):
+        (text,) = re.findall(rf"<h3>{name} <output>(.*?)</div>", page, re.DOTALL)[:1]
+        ends = list(map(float, re.findall(r'data-ends="([\d.]+)"', text)))
+        assert ends == sorted(ends) and len(ends) == len(side["round_ms"]) + 1
+        assert ends[-1] == pytest.approx(sum(side["round_ms"]), abs=0.1)
+        assert sum(map(int, re.findall(r'data-tokens="(\d+)"', text))) == len(side["pieces"])
+        assert text.startswith(f"{len(side['pieces'])} tokens, {sum(side['round_ms']) / 1e3:.2f} s")
+
+
+def test_without_times_or_samples_there_is_nothing_to_replay(results: Results, failed_results: Results) -> None:
+    without = copy.deepcopy(results)
+    for sample in without["samples"]:
+        del sample["round_ms"], sample["plain"]
+    for given in (without, {**results, "samples": []}, failed_results):
+        page = render_page(given, [])
+        check_alone(page, scripts=0)
+        assert ("More samples" in page) == bool(given["samples"]) and "data-ends" not in page
+
+
+def test_texts_are_no_markup(results: Results) -> None:
+    sample = results["samples"][0]
+    sample["prompt"] = sample["pieces"][0]["text"] = sample["plain"]["pieces"][0]["text"] = NASTY
+    results["target"]["name"] = results["command"][0] = NASTY.replace("/", "")
+    for page in (render_page(results, []), render_several([results, results])):
+        assert "alert(1)" in page and "<img" not in page and "<script>alert" not in page
+        assert page.count("<script") == page.count("</script>") <= 1
+
+
+def test_several_results_are_one_page(
+    results: Results, tmp_path: Path, bench: Bench, pair_head: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, target = tmp_path / "both", tmp_path / "a"
+    bench(out, {"pairs": pair_head, "again": copy.copy(pair_head)}, trees=("chain:2",))
+    target.mkdir()
+    results["head"] |= {"trained_tokens": 442681, "parameters": 12345, "path": "/runs/mine/head"}
+    results["settings"]["suites"] = ["code", "other"]
+    for m in results["measurements"]:
+        m["suites"]["other"] = {**m["suites"]["code"], "tau": {"mean": 1.987, "ci95": None}}
+    results["settings"]["prompts_hash"] = "another"
+    (target / "results.json").write_text(json.dumps(results))
+    given = [str(out / "compare.json"), str(target)]
+    assert exit_status(lambda: report.main([*given, "--out", str(tmp_path / "page")])) == 0
+    assert [path.name for path in (tmp_path / "page").iterdir()] == ["report.html"]
+    page = (tmp_path / "page/report.html").read_text()
+    check_alone(page, scripts=0)
+    columns = re.findall(r'<th scope="col">(.*?)</th>', page)[:6]
+    assert columns == ["", "all prompts", "code", "other", "identical", "size, training"]
+    rows = re.findall(r"<tr><td>(.*?)</tr>", page, re.DOTALL)
+    mine = [row for row in rows if row.startswith("pairs, mine\n")]
+    assert len(mine) == 2 and all("1.99\n" in row and "12.3k parameters\n442.7k tokens" in row for row in mine)
+    assert "greedy" in mine[0] and "T = 1" in mine[1] and all("4 of 4" in row for row in mine)
+    assert any(row.startswith("pairs\n") or row.startswith("pairs, again\n") for row in rows)
+    assert "different prompts" in page and page.count("<svg") == 2
+    capsys.readouterr()
+    assert exit_status(lambda: report.main([str(target), "--out", str(tmp_path)])) == 2
+    assert "--out: is of several" in capsys.readouterr().err
