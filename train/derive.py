@@ -38,7 +38,10 @@ SHARE, FEWEST, MOST = 0.05, 16, 80
 """Fraction of the conversations that is held out, and the least and largest number of them."""
 LEAST = 20
 """A run needs this many conversations, those held out included."""
-EPOCHS = 8
+EPOCHS, MOST_EPOCHS, FEW_STEPS = 8, 20, 1_000
+"""Times that a run reads its data: more, up to a bound, where it would take fewer steps than `FEW_STEPS`."""
+LEAST_EVERY = 50
+"""Steps between measurements, of which there are four in a run of many steps."""
 SMALL_VOCABULARY = 6144
 """A target with at most this many tokens is drafted whole."""
 SHAPED = {"init_from", "path", "layers", "fresh"}
@@ -254,9 +257,13 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     if not {"grad_accum", "tokens_per_step"} & train.model_fields_set:
         fill(tree, "train", tokens_per_step=rows * launch.processes * context)
     tokens = sum(survey.counts[turns] * (length + new / 2) for turns, length in trained.items())
-    steps = train.max_steps or math.ceil(train.epochs * tokens / (rows * launch.processes * context))
+    epoch = tokens / (rows * launch.processes * context)  # in steps
+    if train.max_steps is None and not {"train", "train.epochs"} & source.overrides.keys():
+        tree["train"]["epochs"] = min(max(EPOCHS, math.ceil(FEW_STEPS / epoch)), MOST_EPOCHS)
+    steps = train.max_steps or math.ceil(tree["train"]["epochs"] * epoch)
     rate = float(f"{RATES.get(kind, RATE) / width:.1e}")
-    fill(tree, "train", lr=rate, warmup_steps=steps // 20, eval_every=-(-steps // 4), checkpoint_every=-(-steps // 4))
+    every = max(LEAST_EVERY, -(-steps // 4))
+    fill(tree, "train", lr=rate, warmup_steps=steps // 20, eval_every=every, checkpoint_every=every)
 
     # Measurements
     depth = depth_of(checked(source).head)

@@ -1,5 +1,7 @@
 """One training run: from a recipe to a trained head and its final measurement."""
 
+from dataclasses import replace
+
 from eval.bench import run_bench
 from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
 from eval.measure.results import read_results, write_record
@@ -7,6 +9,7 @@ from eval.pages.report import write_report
 from heads.core.errors import UserError
 from heads.formats.engine_folder import why_unfit
 from heads.saved import check_loaders, load_head, weights_hash
+from heads.targets.hub import absolute
 from train.core.interrupts import Interrupted, Interrupts
 from train.core.processes import is_lost_process, on_main, tell_first
 from train.loop import Outcome, fit
@@ -78,5 +81,6 @@ def is_measured(folder: RunFolder, settings: Eval) -> bool:
         measured = read_results(folder.results)["head"]["sha256"]
     except UserError:  # a damaged file counts as no results
         return False
-    was = load_recipe(folder.recipe)
-    return bool(measured == weights_hash(folder.head)) and was.eval.final() == settings.final()
+    was, now = load_recipe(folder.recipe).eval.final(), settings.final()
+    is_same = replace(was, prompts=absolute(was.prompts)) == replace(now, prompts=absolute(now.prompts))
+    return bool(measured == weights_hash(folder.head)) and is_same

@@ -16,7 +16,7 @@ from eval.measure.records import is_local
 from eval.pages.card import check_card
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import check_folder, write_json, write_text
-from heads.targets.hub import is_here
+from heads.targets.hub import absolute
 from heads.targets.model import FrozenTarget
 from train.core.strict_yaml import read_settings
 from train.recipe import OWN, PROVENANCE, dump_recipe, in_its_folder
@@ -149,7 +149,16 @@ class RunFolder:
     def write_provenance(
         self, record: dict[str, Any], data_hash: str, target: FrozenTarget, num_processes: int
     ) -> dict[str, Any]:
-        """Write recipe.yaml and provenance.json at the start of a run, and return the provenance."""
+        """Write recipe.yaml and provenance.json at the start of a run, and return the provenance. UserError if the
+        folder holds checkpoints of a run on another target."""
+        trained_on = target.fingerprint
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            trained_on = json.loads(self.provenance.read_bytes())["target"]["fingerprint"]
+        if trained_on != target.fingerprint and any(self.checkpoints.glob("step-*")):
+            raise UserError(
+                f"output_dir {self.path}: holds a run on another target than {target.name}; name that target, or "
+                "another output_dir"
+            )
         self.write_recipe(record)
         provenance = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,7 +167,7 @@ class RunFolder:
             "device": device_facts(target.device),
             "num_processes": num_processes,
             "target": {
-                "path": target.name,
+                "path": absolute(target.name),
                 "fingerprint": target.fingerprint,
                 "dtype": str(target.dtype).removeprefix("torch."),
             },
@@ -194,11 +203,10 @@ def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def _is_same_place(was: Any, now: Any) -> bool:
-    """Return True for two names of a file or folder: one of them relative, or that of a place from which it was moved.
-    What it holds is known by the hash of the data."""
-    if not (isinstance(was, str) and isinstance(now, str) and os.path.isabs(now)):
-        return False
-    return os.path.abspath(was) == now or (not is_here(was) and os.path.basename(was) == os.path.basename(now))
+    """Return True for a file or folder that may have moved or been copied with the run. The hash of the data and the
+    target's fingerprint tell whether it is the same."""
+    texts = isinstance(was, str) and isinstance(now, str)
+    return texts and os.path.isabs(now) and os.path.basename(was) == os.path.basename(now)
 
 
 def _shown(value: Any) -> str:
