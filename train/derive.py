@@ -240,6 +240,8 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     for each in tree["data"]["sources"] if is_file(prompts) or held_out else ():
         each.setdefault("held_out", prompts)
     trained = {turns: length for turns, length in asked.items() if turns not in chosen}
+    if not trained:
+        raise UserError(f"eval.prompts {prompts}: holds all conversations of the data, so none is left to train on")
     number = sum(survey.counts[turns] for turns in trained)
     print_line(f"{number:,} of {survey.records:,} records are trained on, {len(chosen)} conversations are held out")
     fill(tree, "data.regenerate", prompt_tokens=most, new_tokens=new, batch_size=size.answered)
@@ -307,6 +309,8 @@ def first_of(sources: Sequence[Any], chosen: Collection[Asked]) -> Iterator[list
     """Yield the first conversation that begins with each of the chosen turns, without answers that are to be given."""
     left = set(chosen)
     for record in chain.from_iterable(source.records() for source in sources):
+        if not left:
+            return
         if (turns := opening(record)) in left:
             left.remove(turns)
             yield [message for message in read_asked(record).messages if message is not ASKED]

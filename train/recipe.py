@@ -312,6 +312,8 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
     report = recipe.eval.report
     if report.sampling:
         useless["eval", "report", "temperatures"] = "with eval.report.sampling"
+    if report.batch_sizes:
+        useless["eval", "report", "batch_size"] = "with eval.report.batch_sizes"
     if recipe.eval.temperature == 0 and (report.sampling or not any(report.temperatures or ())):
         sampled = ("top_k", "top_p", "min_p") if report.sampling else ("rule", "top_k", "top_p", "min_p")
         useless |= {("eval", name): "at eval.temperature 0, which is greedy" for name in sampled}

@@ -14,7 +14,7 @@ from eval.measure.results import read_results
 from heads.saved import read_config
 from tests.conftest import TEXT
 from tests.runs import forget_accelerator, the_error
-from train.data.sources import opening
+from train.data.sources import opening, read_asked
 from train.entry import attempt
 from train.recipe import KINDS, load_recipe
 
@@ -121,6 +121,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--model", "target", "--data", "chats.jsonl", "train.lr"], "override 'train.lr': expected key.sub=value"),
     (["--model", "target", "--data", "chats.jsonl", "data.sources=[{kind: python}]"], "of kind chat"),
     (["--model", "target", "--data", "chats.jsonl", "output_dir=chats.jsonl"], "expected a folder"),
+    (["--model", "target", "--data", "chats.jsonl", "eval.prompts=chats.jsonl"], "none is left to train on"),
 ]
 
 
@@ -132,11 +133,11 @@ def test_what_cannot_be_derived(words: list[str], named: str, here: Path, capsys
     assert named in the_error(capsys) and not (here / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "record", [{"prompt": "why"}, {"turns": ["why"]}, {"messages": [{"role": "user", "content": "why"}]}]
-)
-def test_a_prompt_without_an_answer_is_a_conversation(record: dict[str, Any]) -> None:
-    assert opening(("", record)) == ("user", "why")
+def test_a_prompt_without_an_answer_is_a_conversation() -> None:
+    asked = {"role": "user", "content": "why"}
+    for record in ({"prompt": "why"}, {"turns": ["why"]}, {"messages": [asked]}, {"prompt": [asked]}):
+        assert [message["role"] for message in read_asked(("x:1", record)).messages] == ["user", "assistant"]
+        assert opening(("x:1", record)) == ("user", "why")
 
 
 def test_a_runs_recipe_goes_with_its_folder(tiny_run: Path, tmp_path: Path) -> None:
@@ -144,4 +145,5 @@ def test_a_runs_recipe_goes_with_its_folder(tiny_run: Path, tmp_path: Path) -> N
     assert load_recipe(tmp_path / "moved/recipe.yaml").output_dir == str(tmp_path / "moved")
     assert load_recipe(tmp_path / "moved/recipe.yaml", ["output_dir=new"]).output_dir == "new"
     shutil.copy(tiny_run / "run/recipe.yaml", tmp_path / "recipe.yaml")  # which is now a recipe as any other
-    assert load_recipe(tmp_path / "recipe.yaml").output_dir == str(tiny_run / "run")
+    made_in = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["output_dir"]
+    assert load_recipe(tmp_path / "recipe.yaml").output_dir == made_in != str(tmp_path / "moved")
