@@ -43,7 +43,8 @@ def run_script(main: Callable[[Sequence[str]], int]) -> None:
 
 def attempt(name: str, arguments: Sequence[str]) -> int:
     def run() -> int:
-        if asks_usage(USAGE.format(name=name), arguments, keys=lambda: _help(name)):
+        asked = ["--help"] if "--help" in arguments else arguments
+        if asks_usage(USAGE.format(name=name), asked, keys=lambda: _help(name)):
             return 0
         if is_derived(arguments):
             return run_derived(arguments, name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval import bench
+from eval import bench, report
 from eval.measure.command import exit_status
 from eval.measure.results import read_results
 from heads.saved import read_config
@@ -65,6 +65,13 @@ def test_every_kind_gets_a_recipe_that_fits(entry: str, here: Path, capsys: pyte
     assert not (folder / "checkpoints").exists()
 
 
+def test_a_gpu_gets_larger_sizes(here: Path) -> None:
+    assert derived("eagle", "--plan", "--tflops", "1", "--memory", "80", "output_dir=large") == 0
+    recipe = load_recipe("large/recipe.yaml")
+    assert recipe.target.dtype == "bfloat16" and recipe.eval.report.batch_sizes == (1, 4, 16)
+    assert 8192 < recipe.train.tokens_per_step <= 16384 and recipe.output_dir == str(here / "large")
+
+
 @pytest.mark.slow
 def test_a_derived_run_resumes_moves_and_is_measured_from_any_folder(
     here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -94,6 +101,8 @@ def test_a_derived_run_resumes_moves_and_is_measured_from_any_folder(
     shutil.move(run, moved)
     monkeypatch.chdir(moved.parent)
     again("moved/recipe.yaml")
+    assert exit_status(lambda: report.main(["moved"])) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"serve it: vllm serve {here}/target ")
     assert not run.exists() and read_config(moved / "head")["target"]["name"] == str(here / "target")
     options = ["--prompts", "moved/held-out.jsonl", "--num-prompts", "2", "--max-new-tokens", "4", "--repeats", "1"]
     several = ["moved", "lookup:3", "--tree", "chain:2", "--batch-size", "1,2", *options, "--out", "compared"]
