@@ -195,6 +195,8 @@ def with_absolute_paths(record: dict[str, Any]) -> dict[str, Any]:
 
 def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Yield the leaves that differ between two nested mappings, each as (key, old, new)."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and isinstance((*old, None)[0], dict):
+        old, new = dict(enumerate(old)), dict(enumerate(new))  # data sources
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from differences(old.get(name), new.get(name), (*key, str(name)))
