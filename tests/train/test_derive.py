@@ -50,7 +50,7 @@ def test_every_kind_gets_a_recipe_that_fits(entry: str, here: Path, capsys: pyte
     assert derived(entry, "--plan", "--tflops", "1", "train.lr=0.5") == 0
     said = capsys.readouterr().out
     folder = here / f"runs/{KINDS[entry]}-target-chats"
-    recipe = load_recipe(folder / "recipe.yaml")
+    recipe: Any = load_recipe(folder / "recipe.yaml")
     assert "fits: " in said and yaml.safe_load(said.partition(f"\n{KINDS[entry]} for ")[0])["train"]["lr"] == 0.5
     assert recipe.train.lr == 0.5 and recipe.train.epochs and recipe.target.dtype == "float32"
     made, (source,) = recipe.data.regenerate, recipe.data.sources
@@ -67,7 +67,7 @@ def test_every_kind_gets_a_recipe_that_fits(entry: str, here: Path, capsys: pyte
 
 def test_a_gpu_gets_larger_sizes(here: Path) -> None:
     assert derived("eagle", "--plan", "--tflops", "1", "--memory", "80", "output_dir=large") == 0
-    recipe = load_recipe("large/recipe.yaml")
+    recipe: Any = load_recipe("large/recipe.yaml")
     assert recipe.target.dtype == "bfloat16" and recipe.eval.report.batch_sizes == (1, 4, 16)
     assert 8192 < recipe.train.tokens_per_step <= 16384 and recipe.output_dir == str(here / "large")
 
