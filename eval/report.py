@@ -54,10 +54,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ((folder, results),) = found
     if "heads" not in results:
         check_card(folder, "the folder")
+        follow_head(results, options.results[0])
     write_report(results, folder)
     print_report(results, Console())
     print(f"written to {folder}", file=sys.stderr)
     return 0
+
+
+def follow_head(results: Results, path: Path) -> None:
+    """Let results name the head of the run at `path` and its target where they are, if the results are of that head:
+    the run may have moved since, or the working folder was another."""
+    from heads.saved import find_head, read_config, weights_hash
+    from heads.targets.hub import is_here
+
+    if (results.get("head") or {}).get("sha256") == weights_hash(path) is not None:
+        head = find_head(path)
+        results["head"]["path"], name = str(head), read_config(head)["target"]["name"]
+        if name is not None and not is_here(results["target"]["name"]):
+            results["target"]["name"] = name
 
 
 def find_results(path: Path) -> tuple[Path, Results]:

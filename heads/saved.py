@@ -25,7 +25,7 @@ from heads.core.files import file_hash, is_full_disk, whole_folder
 from heads.formats.engine_folder import Verdict, check_folder
 from heads.formats.source import DAMAGE
 from heads.registry import HEADS, UNTRAINED, kind_of
-from heads.targets.hub import repo_and_revision, with_names
+from heads.targets.hub import absolute, repo_and_revision, with_names
 from heads.targets.model import FrozenTarget
 
 FORMAT = 1
@@ -44,7 +44,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
     config = target.config
     whole: dict[str, Any] = json.loads(target.checkpoint_config.to_json_string())
     return {
-        "name": target.name,
+        "name": absolute(target.name),
         "architecture": type(target.model).__name__,
         "fingerprint": target.fingerprint,
         "quantize": target.quantize,
@@ -59,7 +59,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "trust_remote_code": target.trust_remote_code,
         **{
             name: value
-            for name, value in (("adapter", target.merged_adapter), ("gguf_file", target.gguf_file))
+            for name, value in (("adapter", absolute(target.merged_adapter or "")), ("gguf_file", target.gguf_file))
             if value
         },
     }

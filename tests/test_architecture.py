@@ -124,6 +124,6 @@ def test_the_recipes_of_one_public_target_share_data_context_and_tokens(target: 
         assert {**recipe["data"], "on_policy": None} == {**recipes[0]["data"], "on_policy": None}
         assert all(recipe["train"].get(key) == recipes[0]["train"].get(key) for key in ("epochs", "max_steps"))
     if not target.startswith("meta"):
-        from train.entry import KINDS
+        from train.recipe import KINDS
 
         assert sorted(recipe["head"]["kind"] for recipe in recipes) == sorted(KINDS.values())

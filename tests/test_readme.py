@@ -37,9 +37,11 @@ from scripts.write_pages import pages as generated
 from tests.chats import encode_chat
 from tests.runs import forget_accelerator
 from tests.switches import forget_library
+from train.derive import begin, is_derived
+from train.derive import parse_arguments as derivation
 from train.entry import attempt
 from train.plan import parse_arguments as plan_arguments
-from train.recipe import load_recipe
+from train.recipe import KINDS, checked, load_recipe
 from train.target_recipe import load_target_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,9 +138,10 @@ def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPat
     assert (ROOT / command.program).is_file(), f"{command.page} runs {command.program}, which is not there"
     if command.arguments == ["--help"]:
         return
-    if "--model" in command.arguments:
-        return
-    if command.program.startswith("train/") or command.program == "scripts/regenerate.py":
+    if is_derived(command.arguments):
+        options, words = derivation(command.arguments)
+        assert checked(begin(options, KINDS[Path(command.program).stem], words))
+    elif command.program.startswith("train/") or command.program == "scripts/regenerate.py":
         options = plan_arguments([*command.arguments, "--plan"])
         assert load_recipe(options.recipe, options.overrides)
     elif command.program == "scripts/cache_features.py":

@@ -25,6 +25,7 @@ MISTYPED = [
     ["eval/bench.py", "--nonsense"],
     ["eval/bench.py"],
     ["train/eagle.py", "no.yaml"],
+    ["train/eagle.py", "--model", "x", "--data", "x.jsonl", "train.sead=3"],
     ["train/eagle.py", "recipes/quickstart.yaml", "train.max_steps"],
     ["train/eagle.py", "recipes/quickstart.yaml", "train.sead=3"],
 ]

@@ -1,4 +1,4 @@
-"""Train a DFlash head: accelerate launch -q train/dflash.py recipes/quickstart-dflash.yaml [key.sub=value ...]."""
+"""Train a DFlash head: python train/dflash.py RECIPE.yaml, or --model MODEL --data DATA."""
 
 from train.entry import run_entry
 

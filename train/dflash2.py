@@ -1,4 +1,4 @@
-"""Train a DFlash2 head: accelerate launch -q train/dflash2.py recipes/quickstart-dflash2.yaml [key.sub=value ...]."""
+"""Train a DFlash2 head: python train/dflash2.py RECIPE.yaml, or --model MODEL --data DATA."""
 
 from train.entry import run_entry
 

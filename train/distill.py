@@ -1,4 +1,4 @@
-"""Distil a draft model: accelerate launch -q train/distill.py recipes/quickstart-distill.yaml [key.sub=value ...]."""
+"""Distil a draft model: python train/distill.py RECIPE.yaml, or --model MODEL --data DATA."""
 
 from train.entry import run_entry
 

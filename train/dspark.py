@@ -1,4 +1,4 @@
-"""Train a DSpark head: accelerate launch -q train/dspark.py recipes/quickstart-dspark.yaml [key.sub=value ...]."""
+"""Train a DSpark head: python train/dspark.py RECIPE.yaml, or --model MODEL --data DATA."""
 
 from train.entry import run_entry
 

@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head: accelerate launch -q train/eagle.py recipes/quickstart.yaml [key.sub=value ...]."""
+"""Train an EAGLE-3 head: python train/eagle.py RECIPE.yaml, or --model MODEL --data DATA."""
 
 from train.entry import run_entry
 

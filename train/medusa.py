@@ -1,4 +1,4 @@
-"""Train Medusa heads: accelerate launch -q train/medusa.py recipes/quickstart-medusa.yaml [key.sub=value ...]."""
+"""Train Medusa heads: python train/medusa.py RECIPE.yaml, or --model MODEL --data DATA."""
 
 from train.entry import run_entry
 

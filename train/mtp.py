@@ -1,4 +1,4 @@
-"""Train multi-token prediction: accelerate launch -q train/mtp.py recipes/quickstart-mtp.yaml [key.sub=value ...]."""
+"""Train multi-token prediction: python train/mtp.py RECIPE.yaml, or --model MODEL --data DATA."""
 
 from train.entry import run_entry
 

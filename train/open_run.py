@@ -1,6 +1,6 @@
 """An open run: its folder, its processes, its tracker, and the signals that may stop it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,7 +63,13 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
     """Read the recipe of a command line. Arguments of its chat template that the target's template does not read are
     left out with one line, since a recipe may be used for another target. On the command line they are a UserError."""
     path, *overrides = arguments
-    recipe = load_recipe(path, overrides)
+    given = {override.removeprefix("--").partition("=")[0] for override in overrides}
+    return fit_template(load_recipe(path, overrides), given)
+
+
+def fit_template(recipe: Recipe, given: Collection[str]) -> Recipe:
+    """Return a recipe without the arguments that its target's chat template does not read. UserError if one of them is
+    `given` on the command line."""
     data, target = recipe.data, recipe.target
     chats = [source for source in data.sources if isinstance(source, ChatSource)]
     if not data.template or not chats:
@@ -78,9 +84,8 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
     read = [source.template(rendering).arguments_read() for source in chats]
     known = sorted({name for names in read for name in names or ()})
     unread = [name for name in data.template if name not in known and None not in read]
-    given = {override.removeprefix("--").partition("=")[0] for override in overrides}
     for name in unread:
-        if given & {"data", "data.template", f"data.template.{name}"}:
+        if {"data", "data.template", f"data.template.{name}"}.intersection(given):
             raise UserError(
                 f"data.template.{name}: the chat template reads no such argument"
                 f"{suggest(name, known) if known else ', and no other'}; leave it out"

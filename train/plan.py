@@ -17,8 +17,8 @@ from heads.methods.recycling import total_memory
 from train.accelerator import wanted_mode
 from train.counting import HeadCount, TargetCount, count_run
 from train.fast_dtype import fastest_dtype, measured_tflops
-from train.recipe import Recipe
-from train.run import recipe_of
+from train.open_run import read_recipe
+from train.recipe import Recipe, check_kind
 from train.step import rows_per_step
 
 GIB = 2**30
@@ -164,16 +164,23 @@ class Plan:
             yield "the head's state divided (--sharing fsdp)", whole - state + state // launch.processes
 
 
-def plan(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
+def plan(arguments: Sequence[str], name: str) -> int:
     """Print the plan of a recipe for train/NAME.py. The exit status is 0, whether the run fits or not."""
     options = parse_arguments(arguments)
-    recipe = recipe_of([options.recipe, *options.overrides], name, kinds)
-    place = options.features or recipe.features.kind
-    made = Plan(recipe, Launch(options.processes, options.sharing, place, options.memory))
+    recipe = read_recipe([options.recipe, *options.overrides])
+    check_kind(recipe, options.recipe, name)
+    print_plan(Plan(recipe, launch_of(options, recipe)), options)
+    return 0
+
+
+def launch_of(options: argparse.Namespace, recipe: Recipe) -> Launch:
+    return Launch(options.processes, options.sharing, options.features or recipe.features.kind, options.memory)
+
+
+def print_plan(made: Plan, options: argparse.Namespace) -> None:
     text = "\n".join(lines(made, options.tflops or [made.tflops()]))
     if os.environ.get("RANK", "0") == "0":
-        print(text)
-    return 0
+        print(text, flush=True)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,6 +1,8 @@
 """The recipe: one YAML file with a tree of typed settings. Each section is named after the part that it configures."""
 
+import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -46,6 +48,18 @@ def _check_project(name: str) -> str:
 Several = Annotated[int, Field(ge=1, le=2**16)]
 MOST_EPOCHS = 1_000
 """More epochs than this are taken for a mistake."""
+KINDS = {
+    "eagle": "eagle3",
+    "mtp": "mtp",
+    "medusa": "medusa",
+    "distill": "draft",
+    "dflash": "dflash",
+    "dflash2": "dflash2",
+    "dspark": "dspark",
+}
+"""Entry -> the kind of head that it trains."""
+OWN, PROVENANCE = "recipe.yaml", "provenance.json"
+"""Names of the recipe in a run's folder, and of the file beside it that says how the run was made."""
 SHORTEST = 5
 """A run is at least this many times as long as its warm-up."""
 
@@ -138,6 +152,8 @@ class Report(Settings):
     sampling: Literal["model"] | None = None
     """`model`: temperature, top-k, top-p and min-p of the target's generation_config, as servers sample by default.
     Null: `temperatures`, and the filters of `eval`."""
+    batch_sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    """Several batch sizes, at each of which all trees and temperatures are measured. Null: `batch_size` alone."""
     repeats: Count = 2
     """Number of times that each prompt is decoded with each setting."""
 
@@ -210,7 +226,11 @@ class Recipe(Settings):
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe, apply the overrides and check it. UserError lists all faults, one per line."""
-    source = read_settings(Path(path), overrides)
+    return checked(in_its_folder(read_settings(Path(path), overrides), Path(path)))
+
+
+def checked(source: Source) -> Recipe:
+    """Return the recipe with these settings. UserError lists all faults, one per line."""
     _replace_length(source)
     recipe, errors = check(source, Recipe)
     if recipe is not None:
@@ -221,6 +241,36 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if recipe is None or errors:
         raise UserError("\n".join(errors))
     return recipe
+
+
+def check_kind(recipe: Recipe, place: str, name: str) -> None:
+    """Raise UserError if a recipe, which is from `place`, is for another kind of head than train/NAME.py trains."""
+    kind = recipe.head.kind
+    if kind != KINDS[name]:
+        entry = next(entry for entry, trained in KINDS.items() if trained == kind)
+        raise UserError(
+            f"{place}: head.kind: train/{name}.py trains {KINDS[name]}, the recipe says {kind}; use train/{entry}.py"
+        )
+
+
+def in_its_folder(source: Source, path: Path) -> Source:
+    """Return the settings of a run's own recipe.yaml for the folder in which it lies, wherever the run began: as
+    `output_dir`, unless the command line names another, and in paths into it."""
+    if path.name != OWN or not (path.parent / PROVENANCE).is_file():
+        return source
+    was, now = str(read_settings(path).tree.get("output_dir")), os.path.abspath(path.parent)
+
+    def moved(value: Any) -> Any:
+        match value:
+            case dict():
+                return {key: moved(item) for key, item in value.items()}
+            case list():
+                return [moved(item) for item in value]
+            case str() if value == was or value.startswith(f"{was}/"):
+                return now + value.removeprefix(was)
+        return value
+
+    return replace(source, tree=moved(source.tree))
 
 
 def _replace_length(source: Source) -> None:
@@ -262,6 +312,8 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
     report = recipe.eval.report
     if report.sampling:
         useless["eval", "report", "temperatures"] = "with eval.report.sampling"
+    if report.batch_sizes:
+        useless["eval", "report", "batch_size"] = "with eval.report.batch_sizes"
     if recipe.eval.temperature == 0 and (report.sampling or not any(report.temperatures or ())):
         sampled = ("top_k", "top_p", "min_p") if report.sampling else ("rule", "top_k", "top_p", "min_p")
         useless |= {("eval", name): "at eval.temperature 0, which is greedy" for name in sampled}

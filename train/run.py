@@ -1,6 +1,6 @@
 """One training run: from a recipe to a trained head and its final measurement."""
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from eval.bench import run_bench
 from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
@@ -9,18 +9,17 @@ from eval.pages.report import write_report
 from heads.core.errors import UserError
 from heads.formats.engine_folder import why_unfit
 from heads.saved import check_loaders, load_head, weights_hash
+from heads.targets.hub import absolute
 from train.core.interrupts import Interrupted, Interrupts
 from train.core.processes import is_lost_process, on_main, tell_first
 from train.loop import Outcome, fit
-from train.open_run import Run, open_run, read_recipe
+from train.open_run import Run, open_run
 from train.recipe import Eval, Recipe, load_recipe, plain_settings
 from train.run_folder import RunFolder
 
 
-def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
-    """Train a head from a recipe and its overrides with train/NAME.py, measure it, and return the exit status. `kinds`:
-    the kind of head that each entry trains."""
-    recipe = recipe_of(arguments, name, kinds)
+def train_head(recipe: Recipe) -> int:
+    """Train the head of a recipe, measure it, and return the exit status."""
     try:
         with open_run(recipe) as run:
             outcome = fit(recipe, run)
@@ -35,19 +34,6 @@ def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> in
     except Interrupted as interrupted:
         tell_first(f"interrupted{interrupted}; the same command goes on from there")
         return 130
-
-
-def recipe_of(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> Recipe:
-    """Return the recipe given on the command line of train/NAME.py. UserError if it is for another kind of head."""
-    recipe = read_recipe(arguments)
-    kind = recipe.head.kind
-    if kind != kinds[name]:
-        entry = next(entry for entry, trained in kinds.items() if trained == kind)
-        raise UserError(
-            f"{arguments[0]}: head.kind: train/{name}.py trains {kinds[name]}, the recipe says {kind}; use "
-            f"train/{entry}.py"
-        )
-    return recipe
 
 
 def finish(outcome: Outcome, run: Run) -> int:
@@ -95,5 +81,6 @@ def is_measured(folder: RunFolder, settings: Eval) -> bool:
         measured = read_results(folder.results)["head"]["sha256"]
     except UserError:  # a damaged file counts as no results
         return False
-    was = load_recipe(folder.recipe)
-    return bool(measured == weights_hash(folder.head)) and was.eval.final() == settings.final()
+    was, now = load_recipe(folder.recipe).eval.final(), settings.final()
+    is_same = replace(was, prompts=absolute(was.prompts)) == replace(now, prompts=absolute(now.prompts))
+    return bool(measured == weights_hash(folder.head)) and is_same

@@ -1,5 +1,6 @@
 """The run directory: its files and its lock. A write is complete or absent."""
 
+import copy
 import fcntl
 import json
 import os
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from eval.measure.environment import device_facts, versions
+from eval.measure.records import is_local
 from eval.pages.card import check_card
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import check_folder, write_json, write_text
+from heads.targets.hub import absolute
 from heads.targets.model import FrozenTarget
 from train.core.strict_yaml import read_settings
-from train.recipe import dump_recipe
+from train.recipe import OWN, PROVENANCE, dump_recipe, in_its_folder
 
 FREE_SETTINGS = (
     ("output_dir",),
@@ -33,9 +36,15 @@ FREE_SETTINGS = (
 )
 """Settings that may change when a run is resumed, since they do not change its result."""
 
+RESOLVED = "The recipe as resolved: the file and its overrides, with every default."
 REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", "top_k", "top_p", "min_p"))
 """Settings that are absent if nothing is sampled. If only `eval.report.temperatures` decides that, they concern only
 the report."""
+
+FILES = ("path", "chat_template", "held_out")
+"""Keys of a data source whose values may be files or folders."""
+PLACES = (("target", "path", "adapter"), ("head", "path", "init_from"), ("features", "folder"), ("eval", "prompts"))
+"""Further such keys, behind their sections."""
 
 
 class RunFolder:
@@ -43,11 +52,11 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.recipe = path / "recipe.yaml"
+        self.recipe = path / OWN
         self.checkpoints = path / "checkpoints"
         self.head = path / "head"
         self.metrics = path / "metrics.jsonl"
-        self.provenance = path / "provenance.json"
+        self.provenance = path / PROVENANCE
         self.data = path / "data.json"
         self.results = path / "results.json"
         self.card = path / "README.md"
@@ -117,14 +126,16 @@ class RunFolder:
         if not self.recipe.is_file():
             return
         try:
-            old = read_settings(self.recipe).tree
+            old = in_its_folder(read_settings(self.recipe), self.recipe).tree
         except UserError as error:
             raise UserError(f"{error}; name another output_dir") from None
+        record = with_absolute_paths(record)
         changed = [
             (key, was, now)
             for key, was, now in differences(old, record)
             if not any(key[: len(free)] == free for free in FREE_SETTINGS)
             and not (key in REPORT_SAMPLING and None in (was, now))
+            and not _is_same_place(was, now)
         ]
         if not changed or not any(self.checkpoints.glob("step-*")):
             return
@@ -138,7 +149,16 @@ class RunFolder:
     def write_provenance(
         self, record: dict[str, Any], data_hash: str, target: FrozenTarget, num_processes: int
     ) -> dict[str, Any]:
-        """Write recipe.yaml and provenance.json at the start of a run, and return the provenance."""
+        """Write recipe.yaml and provenance.json at the start of a run, and return the provenance. UserError if the
+        folder holds checkpoints of a run on another target."""
+        trained_on = target.fingerprint
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            trained_on = json.loads(self.provenance.read_bytes())["target"]["fingerprint"]
+        if trained_on != target.fingerprint and any(self.checkpoints.glob("step-*")):
+            raise UserError(
+                f"output_dir {self.path}: holds a run on another target than {target.name}; name that target, or "
+                "another output_dir"
+            )
         self.write_recipe(record)
         provenance = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -147,7 +167,7 @@ class RunFolder:
             "device": device_facts(target.device),
             "num_processes": num_processes,
             "target": {
-                "path": target.name,
+                "path": absolute(target.name),
                 "fingerprint": target.fingerprint,
                 "dtype": str(target.dtype).removeprefix("torch."),
             },
@@ -157,20 +177,38 @@ class RunFolder:
         write_json(self.provenance, provenance)
         return provenance
 
-    def write_recipe(self, record: dict[str, Any]) -> None:
-        write_text(
-            self.recipe,
-            "# The recipe as resolved: the file and its overrides, with every default.\n" + dump_recipe(record),
-        )
+    def write_recipe(self, record: dict[str, Any], about: str = RESOLVED) -> None:
+        write_text(self.recipe, f"# {about}\n{dump_recipe(with_absolute_paths(record))}")
+
+
+def with_absolute_paths(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the plain settings of a recipe that mean the same in every working folder."""
+    record = copy.deepcopy(record)
+    places = [(record["data"]["sources"][n], name) for n in range(len(record["data"]["sources"])) for name in FILES]
+    for section, *names in PLACES:
+        places += [(record.get(section, {}), name) for name in names]
+    for settings, name in places:
+        if isinstance(value := settings.get(name), str) and is_local(value):
+            settings[name] = os.path.abspath(value)
+    return record | {"output_dir": os.path.abspath(record["output_dir"])}
 
 
 def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Yield the leaves that differ between two nested mappings, each as (key, old, new)."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and isinstance((*old, None)[0], dict):
+        old, new = dict(enumerate(old)), dict(enumerate(new))  # data sources
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from differences(old.get(name), new.get(name), (*key, str(name)))
     elif old != new:
         yield key, old, new
+
+
+def _is_same_place(was: Any, now: Any) -> bool:
+    """Return True for a file or folder that may have moved or been copied with the run. The hash of the data and the
+    target's fingerprint tell whether it is the same."""
+    texts = isinstance(was, str) and isinstance(now, str)
+    return texts and os.path.isabs(now) and os.path.basename(was) == os.path.basename(now)
 
 
 def _shown(value: Any) -> str:

@@ -23,6 +23,8 @@ WEIGHTS = frozenset(
 LLaMA-Factory, `step_loss_mask` of slime."""
 READ = WEIGHTS | {"role", "from", "content", "value"}
 """Keys of a turn that are read. Chat templates see the other ones."""
+NO_CONVERSATION = "no conversation"
+"""Reason of a record whose columns have no form of a conversation."""
 CALL = "function_call"
 """Role of a turn, or key of a turn, that calls a tool."""
 
@@ -81,7 +83,7 @@ def read_chat(record: Record) -> Chat:
     if not forms:
         expected = "'messages', 'conversations', or 'instruction' with 'response'"
         got = ", ".join(sorted(fields)) or "none"
-        raise RecordError(f"{place}: expected a record with {expected}, got keys {got}", "no conversation")
+        raise RecordError(f"{place}: expected a record with {expected}, got keys {got}", NO_CONVERSATION)
     if fields.get("label") is False or fields.get("kto_tag") is False:
         raise RecordError(f"{place}: its label says that its answer is bad", "an answer that its label calls bad")
     messages: list[Message] = []

@@ -1,7 +1,9 @@
 """Loading of a head, its target and prompts from the options of a command line."""
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -53,6 +55,8 @@ def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget
         raise UserError(f"{folder}: does not say which target it was trained for; give --target")
     if not options.target and not is_here(path) and not MODEL.fullmatch(repo_and_revision(path)[0]):
         raise UserError(f"{path}: no such folder; {folder} names it as its target: give another copy with --target")
+    if not options.target and Path(path).is_relative_to(Path.cwd()):
+        path = os.path.relpath(path)  # records say the same on every machine
     return open_target(path, options, record)
 
 

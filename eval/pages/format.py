@@ -401,25 +401,37 @@ def verdicts(results: Results) -> list[str]:
 
 
 def verdict_at(measurements: Sequence[Results]) -> str:
-    """Return the verdict on the settings of one temperature, by the fastest of those that are reliable."""
+    """Return the verdict on the settings of one temperature, by the fastest of those that are reliable. Of several
+    batch sizes and contexts, it names those at which the fastest draft gains most and least."""
     sampling = sampling_text(measurements[0]["temperature"])
     reliable = [m for m in measurements if why_unreliable(m) is None]
     if not reliable:
         longest = max(measurements, key=lambda m: m["tau"]["mean"])
         return f"tau {tau_text(longest)} with {draft_name(longest)}, {sampling}"
-    best = max(reliable, key=lambda m: m["speedup"]["measured"])
-    speedup, ends = best["speedup"]["measured"], best["speedup"]["ci95"]
-    if speedup <= 1:
-        of = "" if len(reliable) == len(measurements) else f" of the {len(reliable)} measured"
-        at = "at greedy decoding" if sampling == "greedy" else f"at {sampling}"
-        return f"no draft{of} pays {at} ({draft_name(best)}: {speedup_text(best)})"
-    pays = "pays" if ends is not None and None not in ends and ends[0] > 1 else "may pay"
-    return f"{draft_name(best)} {pays}: {speedup_text(best)} {sampling if sampling == 'greedy' else f'at {sampling}'}"
+    of = "" if len(reliable) == len(measurements) else f" of the {len(reliable)} measured"
+    fastest: dict[str, Results] = {}
+    for m in sorted(reliable, key=lambda m: m["speedup"]["measured"]):
+        fastest[point_text(m)] = m
+    points = sorted(fastest.values(), key=lambda m: m["speedup"]["measured"], reverse=True)
+    said = []
+    for m in (points[0], points[-1])[: len(points)]:
+        speedup, ends = m["speedup"]["measured"], m["speedup"]["ci95"]
+        if speedup <= 1:
+            at = "at greedy decoding" if sampling == "greedy" else f"at {sampling}"
+            said.append(f"no draft{of} pays {at}{point_text(m)} ({tree_name(m)}: {speedup_text(m)})")
+            break
+        pays = "pays" if ends is not None and None not in ends and ends[0] > 1 else "may pay"
+        at = sampling if sampling == "greedy" else f"at {sampling}"
+        said.append(f"{tree_name(m)} {pays}: {speedup_text(m)} {at}{point_text(m)}")
+    return "; ".join(said)
+
+
+def tree_name(figures: Results) -> str:
+    return f"{figures['head'] if isinstance(figures.get('head'), str) else ''} {figures['tree']}".strip()
 
 
 def draft_name(figures: Results) -> str:
-    head = figures["head"] if isinstance(figures.get("head"), str) else ""
-    return f"{head} {figures['tree']}{point_text(figures)}".strip()
+    return tree_name(figures) + point_text(figures)
 
 
 def command_text(results: Results) -> str | None:

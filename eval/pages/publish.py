@@ -24,7 +24,7 @@ from heads.core.errors import UserError
 from heads.formats.engine_folder import ENGINES, Verdict, why_unfit
 from heads.registry import HEADS, untrained_kind
 from heads.saved import CONFIG, check_loaders, find_head, load_head, read_config, trained_depth
-from heads.targets.hub import is_hub_id, repo_and_revision, with_names
+from heads.targets.hub import absolute, is_hub_id, name_of, repo_and_revision, with_names
 
 PLOT = "plots/acceptance.png"
 OTHERS = (
@@ -161,16 +161,17 @@ def measured(
 
 
 def serve_command(results: Results) -> str | None:
-    """Return the command with which an engine serves the head of a results.json from this machine, or None if its files
-    are not here, no engine serves it, or no draft pays."""
+    """Return the command with which an engine serves the head of a results.json from any folder of this machine, or
+    None if its files are not here, no engine serves it, or no draft pays."""
     if "heads" in results or not is_exact(results) or untrained_kind(results["head"]["path"]):
         return None
     reliable = [m["speedup"]["measured"] for m in results["measurements"] if why_unreliable(m) is None]
     if (reliable and max(reliable) <= 1) or not os.path.isdir(results["head"]["path"]):
         return None
     try:
-        folder = find_head(results["head"]["path"])
-        verdicts = head_verdicts(folder, read_config(folder), results, str(folder), results["target"]["name"])
+        folder = find_head(results["head"]["path"]).absolute()
+        base = absolute(results["target"]["name"])
+        verdicts = head_verdicts(folder, read_config(folder), results, str(folder), base)
     except (UserError, OSError):
         return None
     return engine_command(verdicts)
@@ -243,7 +244,8 @@ def public_config(file: Path, base: str | None) -> bytes:
             key: name if is_hub_id(str(name).partition("--")[0]) else f"{repo}--{str(name).rpartition('--')[2]}"
             for key, name in config["auto_map"].items()
         }
-    config["draftsmith"]["target"]["name"] = base
+    record = config["draftsmith"]["target"]
+    record |= {"name": base, **({"adapter": name_of(record["adapter"])} if "adapter" in record else {})}
     return as_json(config)
 
 

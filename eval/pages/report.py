@@ -42,9 +42,12 @@ def print_report(results: Results, console: Console) -> None:
     print_audit(results, console)
     if not format.is_exact(results):
         console.print("no speedup is stated where an output is not the target's own", highlight=False)
+    command, _, notes = (serve_command(results) or "").partition("\n")
+    for note in notes.splitlines():
+        say(console, note.replace("#", "served:", 1), "dim")
     say(console, f"\n{format.verdict_line(results)}", "bold")
-    if (serve := serve_command(results)) is not None:
-        say(console, f"serve it: {serve}")
+    if command:
+        say(console, f"serve it: {command}")
 
 
 def print_audit_report(results: Results, console: Console) -> None:

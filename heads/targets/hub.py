@@ -2,6 +2,7 @@
 files of their tensors."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +26,12 @@ def is_here(name: str) -> bool:
         return Path(name).exists()
     except (OSError, ValueError):
         return False
+
+
+def absolute(name: str) -> str:
+    """Return a file or folder here by its absolute path, so that it is found from every folder, and other names as they
+    are."""
+    return os.path.abspath(name) if name and is_here(name) else name
 
 
 def repo_and_revision(name: str) -> tuple[str, str | None]:

@@ -218,7 +218,20 @@ VERDICTS: list[tuple[list[Results], str]] = [
         [IMPOSSIBLE, speed("chain:5", 1, 3.9, 1.2, tau=2.0)],
         "speedup not measured: the machine was busy; tau 3.00 with chain:3, greedy; tau 2.00 with chain:5, T = 1",
     ),
-    ([{**GREEDY[1], "head": "eagle", "batch_size": 4}], "eagle chain:5, batch 4 pays: 1.36x [1.24, 1.46] greedy"),
+    (
+        [{**m, "head": "eagle", "batch_size": 4} for m in [*GREEDY, speed("chain:5", 1, 1.05, 0.9)]],
+        "eagle chain:5 pays: 1.36x [1.24, 1.46] greedy, batch 4; eagle chain:5 may pay: 1.05x [0.90, 1.15] at T = 1, "
+        "batch 4",
+    ),
+    (
+        [
+            *({**m, "batch_size": 1} for m in GREEDY),
+            {**speed("chain:5", 0, 1.1, 1.05), "batch_size": 4},
+            {**speed("chain:3", 0, 0.8, 0.7), "batch_size": 16},
+        ],
+        "chain:5 pays: 1.36x [1.24, 1.46] greedy, batch 1; no draft pays at greedy decoding, batch 16 (chain:3: 0.80x "
+        "[0.70, 0.90])",
+    ),
 ]
 
 

@@ -15,8 +15,8 @@ from heads.registry import HEADS
 from tests.faults import signal_at
 from tests.runs import Settings, WriteRecipe, measured_run
 from tests.wandb_file import identity, outcome
-from train.entry import KINDS, attempt
-from train.recipe import load_recipe
+from train.entry import attempt
+from train.recipe import KINDS, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,12 +18,12 @@ from tests.runs import Settings, WriteRecipe, the_error
 from train.adapter import add_adapters
 from train.counting import Shapes, count_run, count_target
 from train.data.packing import Rows
-from train.entry import KINDS, attempt
+from train.entry import attempt
 from train.features.source import make_batch
 from train.head_settings import make_head
 from train.parallel import Trained
 from train.plan import SHARINGS, STATE, Launch, Plan
-from train.recipe import load_recipe
+from train.recipe import KINDS, load_recipe
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {

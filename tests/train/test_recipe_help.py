@@ -10,8 +10,8 @@ from heads.methods.losses import LOSSES
 from heads.methods.mtp import LAYOUTS
 from heads.methods.settings import DIVERGENCES, SETTINGS
 from heads.registry import HEADS
-from train.entry import KINDS, attempt
-from train.recipe import Recipe
+from train.entry import attempt
+from train.recipe import KINDS, Recipe
 from train.recipe_help import keys_of
 
 KEY = re.compile(r"^  (\S+) \((.+); (required|default .+)\)\n((?: {6}.+\n)+)", flags=re.MULTILINE)

@@ -71,14 +71,20 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
     """Read a YAML file and apply `key.sub=value` overrides, in which a value replaces what was there. `--key=value` is
     the same, as W&B's sweeps write it. Interpolations (`${...}`) stay text. UserError with a line for each fault."""
     text = read_given(path, "a recipe in YAML")
-    errors: list[str] = []
-    given: dict[str, str] = {}
     try:
         config: Any = OmegaConf.load(StringIO(text))
         if not OmegaConf.is_dict(config):
             raise ValueError("expected settings, each as `name: value`, got a list")
     except UNREADABLE as error:
         raise UserError(f"{path}: {_in_one_line(error)}") from None
+    return overridden(config, str(path), overrides)
+
+
+def overridden(config: Any, file: str, overrides: Sequence[str]) -> Source:
+    """Apply overrides to OmegaConf's settings, or to a tree of plain values, which are from `file`."""
+    config = OmegaConf.create(config)
+    errors: list[str] = []
+    given: dict[str, str] = {}
     for override in overrides:
         name, equals, value = override.removeprefix("--").partition("=")
         place = f"override '{override[:80]}'"
@@ -97,7 +103,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
         given = {name: place} | given
     if errors:
         raise UserError("\n".join(errors))
-    return Source(_plain(config), str(path), given)
+    return Source(_plain(config), file, given)
 
 
 UNREADABLE = (YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError)

@@ -8,16 +8,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from eval.measure.forms import Chat, read_chat
+from eval.measure.forms import NO_CONVERSATION, Chat, read_chat
+from eval.measure.prompts import to_prompt
 from eval.measure.python_source import read_split
-from eval.measure.records import Record, RecordError, content_hash, read_records, read_text
+from eval.measure.records import Message, Record, RecordError, content_hash, read_records, read_text
 from heads.core.errors import UserError
 from heads.core.files import read_given
 from train.core.strict_yaml import Count, Name, Settings, Weight
@@ -53,6 +54,8 @@ MOST_REASONS = 5
 """Number of reasons to list for records left out, the most common first."""
 BATCH = 64
 """Records tokenised together."""
+ASKED: Message = {"role": "assistant", "content": ""}
+"""Turn that the target is to write."""
 RECORDS_PER_PROCESS = 8192
 """Minimum number of records for each process that tokenises."""
 
@@ -186,6 +189,19 @@ class ChatSource(RecordSource):
     max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Maximum fraction of records that cannot be used: without an answer, with an unknown role, or refused by the chat
     template. Above it, training does not start."""
+    held_out: Name | None = None
+    """File of conversations that are not trained on, such as that of `eval.prompts`: records that begin with the turns
+    before one of its first answers are left out. Null: none."""
+
+    def records(self) -> Iterator[Record]:
+        if self.held_out is None:
+            return super().records()
+        held = {opening(record) for record in read_records(self.held_out)} - {None}
+        return (record for record in super().records() if opening(record) not in held)
+
+    def content(self) -> dict[str, Any]:
+        held = {} if self.held_out is None else {"held_out": content_hash(self.held_out)}
+        return super().content() | held
 
     def template(self, rendering: ChatTemplate) -> ChatTemplate:
         """Return the chat template of the conversations. UserError if there is none."""
@@ -236,18 +252,49 @@ class ChatSource(RecordSource):
         for record in self.records():
             if found == wanted:
                 return
-            try:
-                chat = read_chat(record)
-                prompts = answer_by_answer(template, chat.messages, place=record[0], tools=chat.tools, **how)
-                dialogue = Dialogue(prompts, about(chat))
-            except RecordError as error:
-                yield error
-                continue
-            if dialogue.prompt is None:
-                yield RecordError("", TOO_LONG)
-            else:
-                found += 1
-                yield dialogue
+            dialogue = self.dialogue(template, record, **how)
+            found += isinstance(dialogue, Dialogue)
+            yield dialogue
+
+    def dialogue(self, template: ChatTemplate, record: Record, **how: Any) -> Dialogue | RecordError:
+        """Return the prompts of one record, or why there are none. `how`: arguments of `answer_by_answer`."""
+        try:
+            chat = read_asked(record)
+            prompts = answer_by_answer(template, chat.messages, place=record[0], tools=chat.tools, **how)
+            dialogue = Dialogue(prompts, about(chat))
+        except RecordError as error:
+            return error
+        return RecordError("", TOO_LONG) if dialogue.prompt is None else dialogue
+
+
+def read_asked(record: Record) -> Chat:
+    """Return the conversation of a record for the target to answer, whose answers are empty if the record has only
+    prompts, as prompt files have them. RecordError as from `read_chat`."""
+    try:
+        chat = read_chat(record)
+    except RecordError as error:
+        if error.reason != NO_CONVERSATION or "text" in record[1]:
+            raise
+        try:
+            prompt = to_prompt(record, "", None)
+        except UserError:
+            raise error from None
+        turns = [prompt.messages, *([{"role": "user", "content": text}] for text in prompt.later_turns)]
+        answered = [message for asked in turns for message in (*asked, ASKED)]
+        return Chat(answered, None, "prompts", ())
+    if any(message["role"] == "assistant" for message in chat.messages):
+        return chat
+    return chat._replace(messages=[*chat.messages, ASKED])
+
+
+def opening(record: Record) -> tuple[str, ...] | None:
+    """Return the roles and texts of the turns before a record's first answer, or None if it has no conversation."""
+    try:
+        messages = read_asked(record).messages
+    except RecordError:
+        return None
+    asked = takewhile(lambda message: message["role"] != "assistant", messages)
+    return tuple(text for message in asked for text in (message["role"], message["content"]))
 
 
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]

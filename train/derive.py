@@ -1,0 +1,349 @@
+"""A recipe derived from a model and conversations: train/NAME.py --model MODEL --data DATA [key.sub=value ...].
+
+It is the tree of plain values that a YAML file would hold: what the command line sets, filled in from the model's
+config, the lengths of the conversations and the device's memory. The same command derives the same recipe again, so it
+resumes its run.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from eval.measure.command import Parser, print_line
+from eval.measure.folders import plain_name, short_name
+from eval.measure.progress import Progress
+from eval.measure.records import Message, RecordError, read_records
+from heads.core.errors import UserError
+from heads.core.files import check_folder, is_file, write_text
+from train.core.strict_yaml import Source, overridden
+from train.data.settings import Answers
+from train.data.sources import ASKED, ChatSource, opening, read_asked
+from train.recipe import KINDS, OWN, Recipe, check_kind, checked, dump_recipe
+
+if TYPE_CHECKING:
+    from train.data.templates import ChatTemplate
+    from train.plan import Launch, Plan
+
+HELD_OUT = "held-out.jsonl"
+SHARE, FEWEST, MOST = 0.05, 16, 80
+"""Fraction of the conversations that is held out, and the least and largest number of them."""
+LEAST = 20
+"""A run needs this many conversations, those held out included."""
+EPOCHS, MOST_EPOCHS, FEW_STEPS = 8, 20, 1_000
+"""Times that a run reads its data: more, up to a bound, where it would take fewer steps than `FEW_STEPS`."""
+LEAST_EVERY = 50
+"""Steps between measurements, of which there are four in a run of many steps."""
+SMALL_VOCABULARY = 6144
+"""A target with at most this many tokens is drafted whole."""
+SHAPED = {"init_from", "path", "layers", "fresh"}
+"""Settings of a head that give it a shape, so that none is derived."""
+DATA_ENDING = r"(\.jsonl?|\.parquet)?(\.gz)?$"
+RATE, RATES = 1.5, {"medusa": 4.0, "draft": 1.0}
+"""Peak learning rate times the target's width, and that of kinds with another one."""
+
+
+class Size(NamedTuple):
+    """Sizes of a run on one type of device."""
+
+    prompt_tokens: int
+    new_tokens: int
+    step_tokens: int
+    answered: int
+    """Prompts that the target answers together."""
+    measured: int
+    """New tokens of a prompt in measurements."""
+    batch_sizes: tuple[int, ...]
+    repeats: int
+    memory: float
+    """Fraction of the memory that the plan may fill."""
+
+
+SIZES = {
+    "cpu": Size(512, 256, 1024, 16, 96, (1, 4), 1, 0.5),
+    "cuda": Size(1024, 1024, 16384, 32, 256, (1, 4, 16), 2, 0.9),
+}
+
+Asked = tuple[str, ...]
+"""The turns before a conversation's first answer (`opening`)."""
+
+
+@dataclass
+class Survey:
+    """The conversations of all sources that can be answered."""
+
+    records: int = 0
+    counts: Counter[Asked] = field(default_factory=Counter)
+    lengths: dict[Asked, int] = field(default_factory=dict)
+    """Tokens of the first prompt."""
+    with_turns: int = 0
+    """Conversations with several answers."""
+    fault: str = ""
+    """Why the first record that cannot be used is left out."""
+
+
+def is_derived(arguments: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] in ("--model", "--data") for word in arguments)
+
+
+def run_derived(arguments: Sequence[str], name: str) -> int:
+    """Derive a recipe for train/NAME.py, print it and its plan, save it in the run's folder, and train it unless the
+    arguments have --plan."""
+    options, words = parse_arguments(arguments)
+    overrides = words
+    if options.plan:
+        from train.plan import parse_arguments as parse_plan
+
+        overrides = parse_plan([OWN, *words]).overrides
+    source = begin(options, KINDS[name], overrides)
+    first = checked(source)
+    check_kind(first, source.file, name)
+    if not all(isinstance(each, ChatSource) for each in first.data.sources):
+        raise UserError("data.sources: a recipe is derived for sources of kind chat; write a recipe for texts")
+    folder = Path(first.output_dir)
+    check_folder(folder, "output_dir")
+
+    from eval.pages.card import check_card
+    from train.plan import GIB, launch_of, print_plan
+    from train.plan import parse_arguments as parse_plan
+    from train.run import train_head
+    from train.run_folder import RunFolder
+
+    check_card(folder, "output_dir")
+    planned = parse_plan([OWN, *(words if options.plan else ())])
+    launch = launch_of(planned, first)
+    made, held_out = derive(source, first, launch)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"\n{dump_recipe(source.tree)}")
+    print_plan(made, planned)
+    has_begun = any((folder / "checkpoints").glob("step-*"))
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not has_begun:
+        if held_out:
+            write_text(folder / HELD_OUT, held_out)
+        command = f"train/{name}.py --model {options.model} --data {options.data}"
+        RunFolder(folder).write_recipe(source.tree, f"The recipe that {command} derived.")
+    if options.plan:
+        print_line(f"the recipe is in {folder / OWN}; the same command without --plan trains it")
+        return 0
+    if (missing := sum(made.device.values()) - launch.memory_bytes) > 0:
+        raise UserError(
+            f"the run needs {missing / GIB:.1f} GiB more than the device has; its plan says what saves memory"
+        )
+    return train_head(made.recipe)
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of a derivation, and the other words."""
+    parser = Parser("Derive a recipe.")
+    parser.allow_abbrev = False
+    for option in ("--model", "--data"):
+        parser.add_argument(option)
+    parser.add_argument("--plan", action="store_true")
+    options, words = parser.parse_known_args(list(arguments))
+    for option, what in (("model", "a folder or a Hub id"), ("data", "a file, a folder or the Hub id of a data set")):
+        if not getattr(options, option):
+            raise UserError(f"--{option}: is missing, {what}; give --model and --data, or a recipe")
+    if recipe := next((word for word in words if re.fullmatch(r"[^=]+\.ya?ml", word)), None):
+        raise UserError(
+            f"{recipe}: --model and --data are in place of a recipe; leave it out, or leave them out and give it "
+            f"target.path={options.model} 'data.sources=[{{kind: chat, path: {options.data}}}]'"
+        )
+    return options, words
+
+
+def begin(options: argparse.Namespace, kind: str, overrides: Sequence[str]) -> Source:
+    """Return the settings with which a derivation begins: the options, the overrides, and what else `checked` asks
+    for."""
+    model, data = (plain_name(short_name(path)) for path in (options.model, options.data))
+    tree: dict[str, Any] = {
+        "output_dir": f"runs/{kind}-{model}-{re.sub(DATA_ENDING, '', data)}",
+        "target": {"path": options.model},
+        "head": {"kind": kind},
+        "data": {"sources": [{"kind": "chat", "path": options.data}], "regenerate": {"temperature": 0.7}},
+        "train": {"optimizer": "muon", "min_lr_ratio": 0.02},
+        "eval": {"skip_long": True},
+    }
+    source = overridden(tree, "the derived recipe", overrides)
+    fill(source.tree, "eval", prompts=os.path.join(str(source.tree["output_dir"]), HELD_OUT))
+    train = source.tree["train"]
+    if isinstance(train, dict) and train.get("max_steps") is None:
+        fill(source.tree, "train", epochs=EPOCHS)
+    return source
+
+
+def fill(tree: dict[str, Any], key: str, /, **values: Any) -> None:
+    """Give the section with a dotted key those settings that it does not have yet, unless it is null."""
+    section: Any = tree
+    for part in key.split("."):
+        section = section.setdefault(part, {}) if isinstance(section, dict) else None
+    for name, value in values.items() if isinstance(section, dict) else ():
+        section.setdefault(name, value)
+
+
+def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str]:
+    """Fill in what the settings of `source`, which are those of `first`, lack. Return the plan of the recipe, and the
+    text of its file of held-out conversations, which is empty if `eval.prompts` is another file or a suite."""
+    from heads.targets.hf import positions_of
+    from heads.targets.load import load_config, load_tokenizer
+    from train.open_run import fit_template, rendering_of
+    from train.plan import Plan
+
+    tree, target, data, train, size = source.tree, first.target, first.data, first.train, SIZES[launch.device]
+    opened: dict[str, Any] = {"trust_remote_code": target.trust_remote_code, "gguf_file": target.gguf_file}
+    config = load_config(target.path, **opened).get_text_config()
+    tokenizer = load_tokenizer(target.path, **opened)
+    for each in data.sources:
+        assert isinstance(each, ChatSource)
+        if "enable_thinking" in (each.template(rendering_of(first, tokenizer)).arguments_read() or ()):
+            fill(tree, "data.template", enable_thinking=False)
+    first = fit_template(checked(source), source.overrides)
+
+    # Tokens
+    answers: Any = data.regenerate or Answers()
+    room = data.context_length if "context_length" in data.model_fields_set else positions_of(config)
+    new, most = answers.new_tokens, answers.prompt_tokens
+    if "new_tokens" not in answers.model_fields_set:
+        new = min(size.new_tokens, room // 2)
+    if "prompt_tokens" not in answers.model_fields_set:
+        most = max(1, min(size.prompt_tokens, room - new))
+    survey = read_conversations(data.sources, rendering_of(first, tokenizer), most)
+    if "prompt_tokens" not in answers.model_fields_set and survey.lengths and 10 * survey.with_turns < survey.records:
+        most = min(most, up_to(64, max(survey.lengths.values())))  # those of later turns follow from the answers
+    context = data.context_length if "context_length" in data.model_fields_set else min(room, up_to(128, most + new))
+    fill(tree, "data", context_length=context)
+
+    # Conversations
+    asked = {asked: length for asked, length in survey.lengths.items() if length <= most}
+    if len(asked) < LEAST:
+        why = f"; the first that cannot be used: {survey.fault}" if survey.fault else ""
+        raise UserError(
+            f"{', '.join(map(str, data.sources))}: {len(asked)} of {survey.records} records are conversations, each "
+            f"with another first prompt of at most {most} tokens, expected at least {LEAST}{why}"
+        )
+    prompts, held_out = first.eval.prompts, ""
+    if prompts == os.path.join(first.output_dir, HELD_OUT):
+        by_hash = sorted(asked, key=lambda turns: hashlib.sha256("\0".join(turns).encode()).digest())
+        chosen = set(by_hash[: min(max(round(SHARE * len(asked)), FEWEST), MOST)])
+        texts = (json.dumps({"messages": turns}, ensure_ascii=False) for turns in first_of(data.sources, chosen))
+        held_out = "".join(f"{text}\n" for text in texts)
+    else:
+        records = read_records(prompts) if is_file(prompts) else iter(())
+        chosen = {turns for record in records if (turns := opening(record)) is not None}
+    for each in tree["data"]["sources"] if is_file(prompts) or held_out else ():
+        each.setdefault("held_out", prompts)
+    trained = {turns: length for turns, length in asked.items() if turns not in chosen}
+    if not trained:
+        raise UserError(f"eval.prompts {prompts}: holds all conversations of the data, so none is left to train on")
+    number = sum(survey.counts[turns] for turns in trained)
+    print_line(f"{number:,} of {survey.records:,} records are trained on, {len(chosen)} conversations are held out")
+    fill(tree, "data.regenerate", prompt_tokens=most, new_tokens=new, batch_size=size.answered)
+    if len(data.sources) == 1:
+        fill(tree, "data.regenerate", prompts=number)
+
+    # Head and steps
+    kind, layers, width, vocabulary = first.head.kind, config.num_hidden_layers, config.hidden_size, config.vocab_size
+    fill(tree, "target", dtype="float32" if launch.device == "cpu" else "bfloat16")
+    if not SHAPED & first.head.model_fields_set:
+        fill(tree, "head", **head_settings(kind, layers, vocabulary, context))
+    rows = max(1, (train.tokens_per_step or size.step_tokens) // (context * launch.processes))  # of one process
+    if "batch_size" in train.model_fields_set:
+        rows = up_to(train.batch_size, rows)
+    if not {"grad_accum", "tokens_per_step"} & train.model_fields_set:
+        fill(tree, "train", tokens_per_step=rows * launch.processes * context)
+    tokens = sum(survey.counts[turns] * (length + new / 2) for turns, length in trained.items())
+    epoch = tokens / (rows * launch.processes * context)  # in steps
+    if train.max_steps is None and not {"train", "train.epochs"} & source.overrides.keys():
+        tree["train"]["epochs"] = min(max(EPOCHS, math.ceil(FEW_STEPS / epoch)), MOST_EPOCHS)
+    steps = train.max_steps or math.ceil(tree["train"]["epochs"] * epoch)
+    rate = float(f"{RATES.get(kind, RATE) / width:.1e}")
+    every = max(LEAST_EVERY, -(-steps // 4))
+    fill(tree, "train", lr=rate, warmup_steps=steps // 20, eval_every=every, checkpoint_every=every)
+
+    # Measurements
+    depth = depth_of(checked(source).head)
+    chains = list(dict.fromkeys([f"chain:{depth}", f"chain:{-(-depth // 2)}"]))
+    trees = ["head", *chains[:1]] if tree["head"].get("tree_nodes") else chains
+    fill(tree, "eval", num_prompts=FEWEST, max_prompt_tokens=most, max_new_tokens=size.measured, tree=trees[0])
+    fill(tree, "eval.report", num_prompts=len(chosen) or FEWEST, trees=trees, temperatures=[0, 1])
+    fill(tree, "eval.report", batch_sizes=list(size.batch_sizes), repeats=size.repeats)
+
+    # Memory
+    batches = [size for size in range(rows, 0, -1) if rows % size == 0]
+    for batch_size in [train.batch_size] if "batch_size" in train.model_fields_set else batches:
+        tree["train"]["batch_size"] = batch_size
+        plan = Plan(checked(source), launch)
+        if sum(plan.device.values()) <= size.memory * launch.memory_bytes:
+            break
+    return plan, held_out
+
+
+def read_conversations(sources: Sequence[Any], rendering: "ChatTemplate", most: int) -> Survey:
+    """Return the conversations of sources whose first prompt has at most `most` tokens."""
+    survey = Survey()
+    with Progress("reading the conversations"):
+        for source in sources:
+            template = source.template(rendering)
+            for record in source.records():
+                survey.records += 1
+                found = source.dialogue(template, record, most=most, last_only=source.answers == "last")
+                if isinstance(found, RecordError):
+                    survey.fault = survey.fault or str(found) or f"{record[0]}: its first prompt has more tokens"
+                    continue
+                turns, messages = opening(record), read_asked(record).messages
+                assert turns is not None and found.prompt is not None
+                survey.counts[turns] += 1
+                survey.lengths[turns] = len(found.prompt)
+                survey.with_turns += sum(message["role"] == "assistant" for message in messages) > 1
+    return survey
+
+
+def first_of(sources: Sequence[Any], chosen: Collection[Asked]) -> Iterator[list[Message]]:
+    """Yield the first conversation that begins with each of the chosen turns, without answers that are to be given."""
+    left = set(chosen)
+    for record in chain.from_iterable(source.records() for source in sources):
+        if not left:
+            return
+        if (turns := opening(record)) in left:
+            left.remove(turns)
+            yield [message for message in read_asked(record).messages if message is not ASKED]
+
+
+def head_settings(kind: str, layers: int, vocabulary: int, context: int) -> dict[str, Any]:
+    """Return the settings of a head that are not the defaults of its kind, for a target of so many layers and tokens
+    and for rows of `context` tokens."""
+    match kind:
+        case "eagle3":
+            found: dict[str, Any] = {"depth": 5, "fc_norm": True, "norm_output": True}
+        case "medusa":
+            found = {"depth": 4, "loss": "kl", "tree_nodes": 32}
+        case "dflash" | "dflash2" | "dspark":
+            found = {"num_layers": min(5, max(1, layers // 6)), "num_anchors": min(512, context // 2)}
+        case "draft":  # a copy of layers that are spread over the target's
+            count = min(max(3, layers // 8), max(1, layers // 2))
+            found = {"layers": [n * (layers - 1) // max(1, count - 1) for n in range(count)]}
+        case _:
+            found = {}
+    if kind in ("eagle3", "medusa") and vocabulary > SMALL_VOCABULARY:
+        found["draft_vocab_size"] = min(32000, vocabulary // 3)
+    return found
+
+
+def depth_of(head: Any) -> int:
+    """Return how many tokens a head drafts in a round by its settings."""
+    if head.kind == "draft":
+        return 5
+    if head.kind == "dspark":  # whose root's row drafts, too
+        return int(head.block_size)
+    return int(head.block_size) - 1 if head.kind in ("dflash", "dflash2") else int(head.depth or 3)
+
+
+def up_to(multiple: int, number: int) -> int:
+    return -(-number // multiple) * multiple
