@@ -23,6 +23,7 @@ from transformers.utils.hub import cached_file
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import file_hash, is_full_disk, whole_folder
 from heads.formats.engine_folder import Verdict, check_folder
+from heads.formats.quantized import dequantized
 from heads.formats.source import DAMAGE
 from heads.registry import HEADS, UNTRAINED, kind_of
 from heads.targets.hub import absolute, repo_and_revision, with_names
@@ -143,7 +144,7 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
 def _load(folder: Path, record: dict[str, Any]) -> Any:
     file = folder / HEADS[record["kind"]].format.weights_file
     try:
-        weights = load_file(file)
+        weights = dequantized(load_file(file))
     except DAMAGE as error:
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
     head = restore_head(record["kind"], record["config"], weights, file)

@@ -50,6 +50,7 @@ FORMAT = Format(
     engine_config=draft_engine_config,
     readers={VLLM: vllm("draft_model"), SGLANG: sglang("STANDALONE")},
     check=check_draft,
+    quantizes=True,
     tried=TRIED,
     write_beside=write_tokenizer,
 )

@@ -230,6 +230,7 @@ FORMAT = Format(
         EAGLE: lambda target, head, *_: f"EaModel.from_pretrained(base_model_path={target!r}, ea_model_path={head!r})",
     },
     check=check_eagle3,
+    quantizes=True,
     tried=TRIED,
     converters=speculators,
 )

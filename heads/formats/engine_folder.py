@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from heads.core.errors import UserError, first_line
+from heads.formats.quantized import SCALE, quantization_faults
 from heads.formats.source import DAMAGE, Source
 from heads.targets.model import FrozenTarget
 
@@ -90,6 +91,8 @@ class Format:
     """Read a head of the target in other projects' forms. Returns None for a folder without a head of this kind. Raises
     UserError for a head of another target, or of a kind that cannot be run. Names and shapes of the tensors are checked
     later."""
+    quantizes: bool = False
+    """True if both engines read such heads with projections in 8 bits (`heads.formats.quantized`)."""
     tried: str | None = None
     """Sentence on the run of small heads of this kind in a whole engine (`tests/engines`)."""
     tried_settings: Mapping[str, Any] = field(default_factory=dict)
@@ -157,7 +160,7 @@ def check_folder(
     except DAMAGE as error:
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
     try:
-        found = Folder(config, shapes, target)
+        found = Folder(config, {key: shape for key, shape in shapes.items() if not key.endswith(SCALE)}, target)
         base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in config else "")
         deeper = (
             f"{steps} draft tokens are more than the head was trained for, {trained}: the last ones are accepted less"
@@ -166,6 +169,7 @@ def check_folder(
         for reader in dict.fromkeys((*ENGINES, *form.readers)):
             if reader in form.readers:
                 lacks, faults = form.check(found, reader)
+                faults += quantization_faults(config, shapes, reader in ENGINES)
                 command = form.readers[reader](base, name, steps, config)
                 notes = [SAMPLING] if command.startswith("vllm serve") else []
                 notes += [deeper] if trained is not None and steps > trained else []

@@ -1,0 +1,36 @@
+"""A copy of a saved head with its projections in 8 bits (`heads.formats.quantized`)."""
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from heads.core.errors import UserError
+from heads.core.files import file_hash, whole_folder
+from heads.formats.quantized import quantization_config, quantized
+from heads.registry import HEADS
+from heads.saved import CONFIG, find_head, load_head, read_config
+
+
+def quantize_head(path: str, out: Path, dtype: str) -> tuple[int, int]:
+    """Write the head at `path` to the folder `out`, with projections in `dtype`, fp8 or int8. Return the bytes of the
+    tensors' file before and after. Raises UserError for a head that engines do not read so."""
+    folder = find_head(path)
+    kind = read_config(folder)["kind"]
+    form = HEADS[kind].format
+    if not form.quantizes:
+        raise UserError(f"{path}: a head of kind {kind}, which engines do not read in 8 bits; give another")
+    load_head(folder)  # a damaged one is refused
+    file, config = folder / form.weights_file, json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if "quantization_config" in config:
+        raise UserError(f"{path}: is quantised already; give the head that it was made from")
+    with whole_folder(out) as fresh:
+        shutil.copytree(folder, fresh, dirs_exist_ok=True)
+        made = fresh / form.weights_file
+        save_file(quantized(load_file(file), dtype), made, metadata={"format": "pt"})
+        made.chmod(0o644)
+        config["quantization_config"] = quantization_config(dtype)
+        config["draftsmith"]["sha256"] = file_hash(made)
+        (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        return file.stat().st_size, made.stat().st_size
