@@ -263,6 +263,7 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     if train.max_steps is None and not {"train", "train.epochs"} & source.overrides.keys():
         tree["train"]["epochs"] = min(max(EPOCHS, math.ceil(FEW_STEPS / epoch)), MOST_EPOCHS)
     steps = train.max_steps or math.ceil(tree["train"]["epochs"] * epoch)
+    print_line(f"about {steps:,} steps, if the answers have {new // 2} tokens on average; the plan counts the most")
     rate = float(f"{RATES.get(kind, RATE) / width:.1e}")
     every = max(LEAST_EVERY, -(-steps // 4))
     fill(tree, "train", lr=rate, warmup_steps=steps // 20, eval_every=every, checkpoint_every=every)
