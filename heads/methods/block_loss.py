@@ -8,7 +8,7 @@ Letters: M blocks, C blocks of a chunk (C rows in private classes), K depth, D h
 P tokens of the batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +125,12 @@ class _Chosen:
         return torch.einsum("ck,ckr->cr", slope, bias[self.tokens])
 
 
+def chunks_of(blocks: int, depth: int, vocab: int, device: torch.device, count: int | None = None) -> Iterator[slice]:
+    """Yield slices of `count` blocks; by default as many as have float32 logits of `CHUNK_BYTES`."""
+    step = count or max(1, max(LEAST_ROWS, CHUNK_BYTES[device.type] // (4 * vocab)) // depth)
+    return (slice(start, start + step) for start in range(0, blocks, step))
+
+
 def dpace(probs: Tensor, valid: Tensor) -> Tensor:
     """Return D-PACE's weights (M, K) of rows whose labels have the draft's probabilities `probs` (M, K). A row's weight
     is the sum of the mixed probabilities that a block is right up to that row, and up to each later one."""
@@ -182,10 +188,8 @@ class _BlockLoss(torch.autograd.Function):
         )
         correct = torch.zeros(M, K, dtype=torch.bool, device=states.device)
         overlap = torch.zeros(M, K, dtype=wide, device=states.device)
-        C = chunk or max(1, max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * V)) // K)
         with torch.autocast(states.device.type, enabled=False):
-            for start in range(0, M, C):
-                part = slice(start, start + C)
+            for part in chunks_of(M, K, V, states.device, chunk):
                 rows, labels, valid = states[part].flatten(0, 1), task.labels[part].flatten(), task.valid[part]
                 z = matmul(rows, matrix.T)
                 if bias_states is not None and bias is not None:
