@@ -340,9 +340,9 @@ def depth_of(head: Any) -> int:
     """Return how many tokens a head drafts in a round by its settings."""
     if head.kind == "draft":
         return 5
-    if head.kind == "dspark":  # whose root's row drafts, too
-        return int(head.block_size)
-    return int(head.block_size) - 1 if head.kind in ("dflash", "dflash2") else int(head.depth or 3)
+    if hasattr(head, "block_size"):
+        return int(head.block_size) - (head.kind != "dspark")  # whose root's row drafts, too
+    return int(head.depth or 3)
 
 
 def up_to(multiple: int, number: int) -> int:

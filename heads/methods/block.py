@@ -55,6 +55,7 @@ from heads.methods.layers import (
     RMSNorm,
     check_tensors,
 )
+from heads.methods.losses import matmul
 from heads.methods.rotary import CosSin, rotary_of
 from heads.methods.settings import D_PACE, EXPONENTIAL, DraftBlockSettings
 from heads.methods.start import AttentionProbe, TargetProbe, begin, copy_by_root
@@ -340,7 +341,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         hits = []
         for part in chunks_of(len(paths), depth, len(matrix), paths.device):
             some = replace(block, states=block.states[part], roots=block.roots[part], newest=block.newest[part])
-            follow = self.follow(some.states[:, self.first_row :] @ matrix.T, some)
+            rows = some.states[:, self.first_row :].flatten(0, 1)
+            follow = self.follow(matmul(rows, matrix.T).unflatten(0, (-1, depth)), some)
             path = paths[part, None]
             hits.append([follow(path[..., : k + 1])[:, 0].argmax(-1) == path[:, 0, k + 1] for k in range(depth)])
         found = torch.stack([torch.cat(of_depth) for of_depth in zip(*hits, strict=True)])  # (depth, M)
