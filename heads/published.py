@@ -125,8 +125,8 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     taken = {name: theirs[name] for name in ours.keys() & theirs.keys()}
     head.load_state_dict(ours | taken)
     head.started = (
-        f"{path} holds a {was}: {_modules(taken)} are taken; {_modules(ours.keys() - taken.keys())} begin anew; "
-        f"{_modules(theirs.keys() - taken.keys())} are left out"
+        f"{path} holds a {was}; taken: {_modules(taken)}; new: {_modules(ours.keys() - taken.keys())}; "
+        f"left out: {_modules(theirs.keys() - taken.keys())}"
     )
     return head
 

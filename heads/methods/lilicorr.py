@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize, scaled_dot_product_attention, silu
 
+from heads.core.contract import StepCost
 from heads.core.errors import UserError, expect
 from heads.core.tree import TreeShape, check_width
 from heads.methods.block import BlockStates, Follow
@@ -43,6 +44,7 @@ from heads.methods.labels import LABELS
 from heads.methods.layers import MOST, Attention, DecoderLayer, RMSNorm
 from heads.methods.settings import LiLiCorrSettings
 from heads.methods.start import TargetProbe
+from heads.methods.step_cost import flops
 
 MOST_CANDIDATES = 16
 FEATURES = 5
@@ -274,3 +276,19 @@ class LiLiCorr(DFlash):
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         super().check_draft(shape, capacity)
         check_width(shape, self.config.lilicorr_candidate_topk)
+
+    def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
+        """Return the cost of the base class, and that of the lattice, which the base class takes for layers that run
+        on rows."""
+        cost, config, net = super().step_cost(batch_size, length, width=width, most=most), self.config, self.lilicorr
+        K, k, h, layers = self.depth, config.lilicorr_candidate_topk, config.lattice_width, config.lilicorr_num_layers
+        nodes = cost.rows * K * k
+        on_nodes = flops(net) - flops(net.pass_hidden_proj, net.context_proj)
+        work = (nodes - cost.rows * config.block_size) * on_nodes + nodes * layers * 6 * 3 * h * h
+        # Products with the scores of all pairs: 2 forward, 4 backward; and the mean row of the output head.
+        work += nodes * layers * 6 * 2 * K * k * h + cost.chunked * 2 * config.vocab_size * config.hidden_size
+        numbers = config.hidden_size + (12 + layers * (8 + 3 * config.lilicorr_mlp_ratio)) * h
+        kept = nodes * (
+            width * numbers + 4 * (6 * config.lilicorr_factor_dim + 2 * layers * K * k * config.lilicorr_num_heads)
+        )
+        return replace(cost, flops=cost.flops + work, kept=cost.kept + int(kept))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from heads.core.contract import RoundReads
+from heads.core.contract import RoundReads, StepCost
 from heads.core.errors import UserError, expect
 from heads.core.tree import TreeShape, check_width
 from heads.methods.block import BlockState, BlockStates, Follow
@@ -34,6 +34,7 @@ from heads.methods.dflash import DFlash, DFlashConfig
 from heads.methods.layers import MOST
 from heads.methods.losses import matmul
 from heads.methods.settings import XPressSettings
+from heads.methods.step_cost import flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +180,23 @@ class XPress(DFlash):
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         super().check_draft(shape, capacity)
         check_width(shape, self.config.candidates)
+
+    def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
+        """Return the cost of the base class, and that of the rounds. Finding their tokens costs a product with the
+        output head."""
+        cost, config, refine = (
+            super().step_cost(batch_size, length, width=width, most=most),
+            self.config,
+            self.xpress_head,
+        )
+        rows, drafted = cost.rows * config.block_size, cost.chunked
+        rounds = config.consistency_passes if config.consistency_weight else 0
+        table, rest = flops(refine.w2), flops(refine) - flops(refine.w2)
+        work = rounds * rows * rest + (drafted * (rounds + bool(config.base_weight)) - (rows - drafted)) * table
+        if rounds:
+            work += drafted * (2 * config.vocab_size * config.hidden_size + (rounds - 1) * (table + rest) / 3)
+        kept = (1 + rounds) * rows * width * (16 * config.xpress_rank + 4 * config.xpress_mlp_hidden)
+        return replace(cost, flops=cost.flops + work, kept=cost.kept + kept)
 
     def bytes_per_round(self, state: BlockState) -> RoundReads:
         """Return the reads of the base class, corrected for the refiner: a few rows of w1, the candidates' rows of w2,

@@ -240,7 +240,7 @@ def test_training_starts_from_a_head_of_another_kind(
     # A new DFlash2's convolutions change nothing.
     torch.testing.assert_close(made.unroll(batch, blocks, 3).states, head.unroll(batch, blocks, 3).states)
     own = {name.split(".")[0] for name in ours.keys() - theirs.keys()} - {"layers"}
-    assert all(module in made.started.split(" are taken; ")[1].split(" begin anew")[0] for module in own)
+    assert all(module in made.started.split("; new: ")[1].split("; left out")[0] for module in own)
     for key, value in {"block_size": 9, "num_layers": 3, "intermediate_size": 8}.items():
         assert f"head.{key}: the head in" in refused(start_from, path, kind, {key: value}, target, torch.ones(V))
     assert "head.kind: " in refused(start_from, path, "medusa", {}, target, torch.ones(V))
