@@ -145,11 +145,8 @@ class Lattice(nn.Module):
             config.lilicorr_factor_dim,
             config.lilicorr_candidate_topk,
         )
-        self.block_size, self.eps, self.scale = (
-            config.block_size,
-            config.lilicorr_vector_eps,
-            config.lilicorr_logit_scale,
-        )
+        self.eps, self.scale = config.lilicorr_vector_eps, config.lilicorr_logit_scale
+        self.block_size = config.block_size
         self.token_proj = nn.Identity() if h == D else nn.Linear(D, h)
         self.pass_hidden_proj, self.context_proj = nn.Linear(D, h), nn.Linear(D, h)
         self.feature_norm, self.feature_mlp = nn.LayerNorm(FEATURES), PlainMLP(FEATURES, h, h)
