@@ -217,6 +217,12 @@ def refiner(c: Fields, own: Fields) -> Shapes:
     return {f"xpress_head.{name}": form for name, form in shapes.items()}
 
 
+def serve_xpress(target: str, head: str, steps: int, config: Fields) -> str:
+    """Return the command for as many draft tokens as were trained: vLLM's kernel takes the number of rows that it
+    drafts for a stride of the mixer, so any other number gives another head."""
+    return vllm("dflash")(target, head, config.get("block_size", steps + 1) - 1, config)
+
+
 def kernels_of_xpress(config: Fields) -> str | None:
     """Return the reason why vLLM's kernels do not take a refiner of these sizes, or None."""
     rank, inner = config["xpress_rank"], config["xpress_mlp_hidden"]
@@ -309,7 +315,6 @@ LILICORR = Format(
 XPRESS = Format(
     read=partial(read_block, "xpress"),
     engine_config=xpress_engine_config,
-    # vLLM's kernel reads the mixer with the number of rows that it drafts as a stride: only all of a block's are right.
-    readers={VLLM: lambda target, head, steps, config: vllm("dflash")(target, head, config["block_size"] - 1, config)},
+    readers={VLLM: serve_xpress},
     check=BlockForm("Qwen3XPressModel", shapes=refiner, lacks=kernels_of_xpress).check,
 )
