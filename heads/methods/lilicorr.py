@@ -183,8 +183,9 @@ class Lattice(nn.Module):
         vectors = self.out_head(made), self.in_head(made), self.anchor_out_head(context)[:, None]
         leaving, entering, first = (normalize(v.to(wide), dim=-1, eps=self.eps) for v in vectors)
         leaving, entering = leaving.unflatten(1, (K, k)), entering.unflatten(1, (K, k))
-        start = self.scale * (first @ entering[:, 0].mT)[:, 0]
-        return start, self.scale * (leaving[:, :-1] @ entering[:, 1:].mT)
+        with torch.autocast(x.device.type, enabled=False):  # scores are not rounded
+            start = self.scale * (first @ entering[:, 0].mT)[:, 0]
+            return start, self.scale * (leaving[:, :-1] @ entering[:, 1:].mT)
 
     def attention_bias(self, K: int, k: int) -> Tensor:
         """Return the bias (H, L, L) of nodes' scores by the distance of their rows."""
@@ -232,8 +233,8 @@ class LiLiCorr(DFlash):
         start, pairs = self.scores(some.tokens, some.logs, block)
         at = some.tokens == task.labels[..., None]  # (M, K, k): the label among the candidates
         is_candidate = at.any(-1)
-        before = at[:, :-1].to(pairs.dtype)
-        scores = torch.cat([start[:, None], (before[:, :, None] @ pairs)[:, :, 0]], 1)  # (M, K, k)
+        before = at[:, :-1].int().argmax(-1)[..., None, None].expand(-1, -1, 1, at.shape[2])
+        scores = torch.cat([start[:, None], pairs.gather(2, before)[:, :, 0]], 1)  # (M, K, k)
         reached = torch.cat([torch.ones_like(is_candidate[:, :1]), is_candidate[:, :-1]], 1).cumprod(1).bool()
         inside = reached & task.valid
         logq, target = scores.log_softmax(-1), some.target.exp()

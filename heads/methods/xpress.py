@@ -9,7 +9,8 @@ itself in the place of the token before it, as in vLLM, which does not know that
 
 vLLM drafts the likeliest tokens by Jacobi iteration: each pass refines the whole block by the tokens of the pass
 before. After `block_size` - 1 passes, the number that is saved with a head, these are the tokens that are likeliest one
-after the other. The authors stop after 6. Tensor names are vLLM's.
+after the other. The authors stop after 6. vLLM never samples a draft, and hands no q on if `draft_sample_method` asks
+for it. Tensor names are vLLM's.
 
 Loss: DFlash's at q, with the true tokens before each row, plus consistency_weight times its mean over
 `consistency_passes` rounds, in which a row reads what the round before found likeliest (the first one: what lm_head
