@@ -324,7 +324,7 @@ def head_settings(kind: str, layers: int, vocabulary: int, context: int) -> dict
             found: dict[str, Any] = {"depth": 5, "fc_norm": True, "norm_output": True}
         case "medusa":
             found = {"depth": 4, "loss": "kl", "tree_nodes": 32}
-        case "dflash" | "dflash2" | "dspark":
+        case "dflash" | "dflash2" | "dspark" | "lilicorr" | "xpress":
             found = {"num_layers": min(5, max(1, layers // 6)), "num_anchors": min(512, context // 2)}
         case "draft":  # a copy of layers that are spread over the target's
             count = min(max(3, layers // 8), max(1, layers // 2))
