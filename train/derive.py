@@ -341,7 +341,7 @@ def depth_of(head: Any) -> int:
     if head.kind == "draft":
         return 5
     if hasattr(head, "block_size"):
-        return int(head.block_size) - (head.kind != "dspark")  # whose root's row drafts, too
+        return int(head.block_size) - int(head.kind != "dspark")  # whose root's row drafts, too
     return int(head.depth or 3)
 
 

@@ -162,7 +162,7 @@ OwnShapes = Callable[[Fields, Fields], Shapes]
 
 def convolutions(c: Fields, own: Fields) -> Shapes:
     D, taps = c["hidden_size"], own["conv_kernel_size"]
-    groups, shapes = D // own["conv_group_size"], {}
+    groups, shapes = D // own["conv_group_size"], Shapes()
     for layer in (f"layers.{i}" for i in range(c["num_hidden_layers"])):
         for conv in (f"{layer}.attention_conv", f"{layer}.mlp_conv"):
             shapes[f"{conv}.base_kernel"] = (2, taps, D)

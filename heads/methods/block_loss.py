@@ -177,7 +177,7 @@ def block_loss(
     """
     given = states, bias_states, bias_weight, confidence, rounds
     found = _BlockLoss.apply(*given, lm_head_weight, task, candidates, chunk)  # type: ignore[no-untyped-call]
-    return BlockLoss(*found[:5], likeliest=Likeliest(*found[5:]) if task.likeliest else None)
+    return BlockLoss(*found[:5], Likeliest(*found[5:]) if task.likeliest else None)
 
 
 class _BlockLoss(torch.autograd.Function):
@@ -271,23 +271,23 @@ class _BlockLoss(torch.autograd.Function):
                 sums += (value * valid).sum(0)
                 correct[part] = (drafts.best == best).view_as(valid) & valid
                 overlap[part] = shared.view_as(valid) * valid
-        made = [torch.cat(parts) for parts in zip(*likeliest, strict=True)]
-        ctx.beside = (made[1], torch.cat(expected), matrix) if made else None
+        best_tokens = [torch.cat(parts) for parts in zip(*likeliest, strict=True)]
+        ctx.beside = (best_tokens[1], torch.cat(expected), matrix) if best_tokens else None
         ctx.save_for_backward(grad_states, grad_bias_states, grad_bias, grad_confidence, grad_rounds)
-        ctx.mark_non_differentiable(sums, weight, correct, overlap, *made[1:])
-        return total, sums, weight, correct, overlap, *made
+        ctx.mark_non_differentiable(sums, weight, correct, overlap, *best_tokens[1:])
+        return total, sums, weight, correct, overlap, *best_tokens
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        into = [None if saved is None else saved * grads[0] for saved in ctx.saved_tensors]
-        if ctx.beside is not None:
+        into_states, *into = (None if saved is None else saved * grads[0] for saved in ctx.saved_tensors)
+        if ctx.beside is not None and into_states is not None:
             # The gradient of log q of a token is its row of the output head minus the mean of all rows under q.
-            (tokens, expected, matrix), by_log = ctx.beside, grads[5].to(into[0].dtype)
-            into[0] -= by_log.sum(-1, keepdim=True) * expected
+            (tokens, expected, matrix), by_log = ctx.beside, grads[5].to(into_states.dtype)
+            into_states -= by_log.sum(-1, keepdim=True) * expected
             for k in range(tokens.shape[2]):
-                into[0] += by_log[..., k, None] * matrix[tokens[..., k]]
-        return *into, *(None,) * 4
+                into_states += by_log[..., k, None] * matrix[tokens[..., k]]
+        return into_states, *into, *(None,) * 4
 
 
 def _divergences(

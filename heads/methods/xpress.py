@@ -185,17 +185,14 @@ class XPress(DFlash):
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         """Return the cost of the base class, and that of the rounds. Finding their tokens costs a product with the
         output head."""
-        cost, config, refine = (
-            super().step_cost(batch_size, length, width=width, most=most),
-            self.config,
-            self.xpress_head,
-        )
+        cost, config = super().step_cost(batch_size, length, width=width, most=most), self.config
+        refine = self.xpress_head
         rows, drafted = cost.rows * config.block_size, cost.chunked
         rounds = config.consistency_passes if config.consistency_weight else 0
         table, rest = flops(refine.w2), flops(refine) - flops(refine.w2)
         work = rounds * rows * rest + (drafted * (rounds + bool(config.base_weight)) - (rows - drafted)) * table
         if rounds:
-            work += drafted * (2 * config.vocab_size * config.hidden_size + (rounds - 1) * (table + rest) / 3)
+            work += drafted * (2 * config.vocab_size * config.hidden_size + (rounds - 1) * (table + rest) // 3)
         kept = (1 + rounds) * rows * width * (16 * config.xpress_rank + 4 * config.xpress_mlp_hidden)
         return replace(cost, flops=cost.flops + work, kept=cost.kept + kept)
 

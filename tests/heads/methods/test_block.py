@@ -146,7 +146,8 @@ def plain_markov(head: DSpark, before: int) -> Tensor:
 def plain_lattice(head: LiLiCorr, batch: Batch, states: Tensor, newest: Tensor) -> tuple[list[list[int]], Any]:
     """The candidates of each row of a block with states (K, D), and a function (row, a, b) -> score of the b-th
     candidate of a row behind the a-th of the row before it. newest (D,): the context before the root."""
-    net, c, K = head.lilicorr, head.config, len(states)
+    net: Any = head.lilicorr
+    c, K = head.config, len(states)
     h, k, H = c.lattice_width, c.lilicorr_candidate_topk, c.lilicorr_num_heads
     logs = (states @ lm_head(batch).T).log_softmax(-1)
     candidates = [row.argsort(descending=True)[:k].tolist() for row in logs]
@@ -162,8 +163,8 @@ def plain_lattice(head: LiLiCorr, batch: Batch, states: Tensor, newest: Tensor) 
             node = node + (embedding if h == D else net.token_proj(embedding))
             nodes.append(node + net.slot_embedding[0, 0, row, 0] + net.rank_embedding[0, 0, 0, rank])
     x = torch.stack(nodes)
-    row = torch.arange(K * k) // k
-    apart = row[:, None] - row
+    slot = torch.arange(K * k) // k
+    apart = slot[:, None] - slot
     for layer in net.layers:
         u = layer.attn_norm(x)
         q, keys, v = (u @ layer.attn.in_proj_weight.T + layer.attn.in_proj_bias).split(h, -1)
@@ -181,7 +182,8 @@ def plain_lattice(head: LiLiCorr, batch: Batch, states: Tensor, newest: Tensor) 
     def score(row: int, a: int, b: int) -> Tensor:
         leaving = net.out_head(inner[(row - 1) * k + a]) if row else net.anchor_out_head(anchor)
         entering = net.in_head(inner[row * k + b])
-        return c.lilicorr_logit_scale * leaving @ entering / leaving.norm() / entering.norm()
+        cosine: Tensor = leaving @ entering / leaving.norm() / entering.norm()
+        return c.lilicorr_logit_scale * cosine
 
     return candidates, score
 
@@ -215,7 +217,8 @@ def plain_refined(head: XPress, states: Tensor, path: list[int]) -> Tensor:
     ]
     last = len(x) - 1
     y = x[-1] + sum(net.mix.L[:, last, i] * x[i] for i in range(len(x)))
-    return net.w2.weight @ (y + net.mlp(y))
+    added: Tensor = net.w2.weight @ (y + net.mlp(y))
+    return added
 
 
 def plain_lattice_loss(head: LiLiCorr, logits: Tensor, p: Tensor, label: int) -> Tensor:
@@ -562,6 +565,10 @@ def test_a_row_of_dspark_is_conditioned_on_the_token_drafted_before_it() -> None
         scores_are_of_paths(proposal, lambda k, before: lm_head(batch) @ states[k] + plain_markov(head, before[-1]))
 
 
+def behind_the_last(logits: Callable[[int, int], Tensor], k: int, path: list[int]) -> Tensor:
+    return logits(k, path[-1])
+
+
 @pytest.mark.parametrize("width", [12, 16])
 def test_a_row_of_lilicorr_is_scored_by_the_candidate_before_it(width: int) -> None:
     head, batch = make_head("lilicorr", lilicorr_hidden_size=width), make_batch([[20]])
@@ -569,7 +576,7 @@ def test_a_row_of_lilicorr_is_scored_by_the_candidate_before_it(width: int) -> N
     for shape, rows in (("tree:3x4x25", 4), ("chain:2", 3)):
         logits = plain_succession(head, batch, 0, 9, plain_block(head, batch, 0, 9, rows)[1:])
         proposal = head.propose(seen(head, batch, shape, [9]), greedy)
-        scores_are_of_paths(proposal, lambda k, before, logits=logits: logits(k, before[-1]))
+        scores_are_of_paths(proposal, partial(behind_the_last, logits))
     with pytest.raises(UserError, match="9 children of a node, the head drafts 8 tokens"):
         new_state(head, batch, "tree:2x9x10")
 
