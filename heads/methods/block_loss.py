@@ -9,7 +9,7 @@ P tokens of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ def block_loss(
     """
     given = states, bias_states, bias_weight, confidence, rounds
     found = _BlockLoss.apply(*given, lm_head_weight, task, candidates, chunk)  # type: ignore[no-untyped-call]
-    return BlockLoss(*found[:5], Likeliest(*found[5:]) if task.likeliest else None)
+    return replace(BlockLoss(*found[:5]), likeliest=Likeliest(*found[5:]) if task.likeliest else None)
 
 
 class _BlockLoss(torch.autograd.Function):
