@@ -7,7 +7,8 @@
 
 In the first row, o comes from the anchor, the context of the position before the root; the vectors of candidates read
 it, too. So q_k depends on the block and on the token before, as in DFlash2, but has no prior: the lattice reads what
-lm_head gives its candidates, and decides alone. One pass scores all successions, and any tree takes them from there.
+lm_head gives its candidates, and decides alone. One pass scores all successions, and any tree takes them from there. In
+a new head the scores fall with the rank of a candidate, so it drafts nearly always what DFlash would.
 
 The loss of a row is DFlash's, plus three terms of q_k, with a the true token before:
 
@@ -47,6 +48,8 @@ from heads.methods.start import TargetProbe
 from heads.methods.step_cost import flops
 
 MOST_CANDIDATES = 16
+STEADY = 4.0
+"""Size of what a new lattice is meant to compute, compared with what is random in it."""
 FEATURES = 5
 """Number of a candidate's features: log q, q, log q less the likeliest's, rank, and whether it is the likeliest."""
 
@@ -187,6 +190,19 @@ class Lattice(nn.Module):
             start = self.scale * (first @ entering[:, 0].mT)[:, 0]
             return start, self.scale * (leaving[:, :-1] @ entering[:, 1:].mT)
 
+    @torch.no_grad()
+    def begin_by_rank(self) -> None:
+        """Let scores fall with the rank of a candidate, whatever is before it. All else is small and random."""
+        h, k = self.output_norm.weight.shape[0], self.rank_embedding.shape[3]
+        falling = 1 - 2 * torch.arange(k) / max(k - 1, 1)
+        self.rank_embedding.copy_(STEADY * falling[:, None].expand(-1, h))
+        self.factor_input_proj.weight[0] = 0
+        self.factor_input_proj.weight[0, :h] = 2 / h
+        self.in_head.weight[[0, -1]] = 0
+        self.in_head.weight[0, 0] = STEADY
+        for bias, i in ((self.out_head.bias, 0), (self.anchor_out_head.bias, 0), (self.in_head.bias, -1)):
+            bias[i] = STEADY
+
     def attention_bias(self, K: int, k: int) -> Tensor:
         """Return the bias (H, L, L) of nodes' scores by the distance of their rows."""
         slot = torch.arange(K, device=self.same_slot_bias.device).repeat_interleave(k)
@@ -217,6 +233,7 @@ class LiLiCorr(DFlash):
                 module.reset()
             elif isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
+        self.lilicorr.begin_by_rank()
 
     def scores(self, tokens: Tensor, logs: Tensor, block: BlockStates) -> tuple[Tensor, Tensor]:
         """Return the lattice's scores of candidates (M, K, k), with log q of each."""

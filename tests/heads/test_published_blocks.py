@@ -38,7 +38,7 @@ from tests.heads.published_heads import (
     write,
     xpress,
 )
-from tests.heads.small_heads import target_batch
+from tests.heads.small_heads import greedy, seen, target_batch
 from tests.heads.test_published import PART, Change, does_not_fit, drafts_equal, set_in
 from tests.refusals import refused
 
@@ -239,6 +239,9 @@ def test_training_starts_from_a_head_of_another_kind(
         return
     # A new DFlash2's convolutions change nothing.
     torch.testing.assert_close(made.unroll(batch, blocks, 3).states, head.unroll(batch, blocks, 3).states)
+    if was == "dflash" and kind in ("dflash2", "lilicorr"):  # a new one drafts as DFlash does
+        drafts = [each.propose(seen(each, batch, "chain:3", [9]), greedy).tokens for each in (made, head)]
+        assert torch.equal(*drafts)
     own = {name.split(".")[0] for name in ours.keys() - theirs.keys()} - {"layers"}
     assert all(module in made.started.split("; new: ")[1].split("; left out")[0] for module in own)
     for key, value in {"block_size": 9, "num_layers": 3, "intermediate_size": 8}.items():
