@@ -7,15 +7,19 @@ it is a head like any other.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from heads.core.contract import Origin
+from torch import Tensor
+
+from heads.core.contract import Origin, from_plain
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import file_hash
 from heads.formats.source import Source, foreign_config, open_source
+from heads.methods.block import DraftBlockHead
 from heads.methods.settings import SETTINGS
+from heads.methods.start import begin
 from heads.registry import HEADS, kind_of
 from heads.saved import check_fits, find_head, load_head, restore_head
 from heads.targets.model import FrozenTarget
@@ -86,20 +90,49 @@ def open_any(path: str, target: FrozenTarget) -> Any:
     return head
 
 
-def start_from(path: str, kind: str, settings: Mapping[str, Any], target: FrozenTarget) -> Any:
+def start_from(path: str, kind: str, settings: Mapping[str, Any], target: FrozenTarget, token_counts: Tensor) -> Any:
     """Return a head of a recipe's `kind` with the shape, layers and weights of the head at `path`.
 
     settings: those in the recipe. Settings that affect only the training (`Method.training`) are taken from the recipe.
     Any other that differs from the head at `path` raises UserError with its key.
+
+    Heads that draft a block may start from one of another kind, which drafts as many tokens. They take the tensors that
+    have the same names; the others are those of a new head, whose first weights depend on the labels in the data,
+    token_counts (V,).
     """
     found = open_any(path, target)
-    if kind_of(found) != kind:
-        raise UserError(f"head.kind: {path} holds a head of kind {kind_of(found)}, the recipe says {kind}")
-    method, config = HEADS[kind], json.loads(json.dumps(asdict(found.config)))
-    for name, value in settings.items():
-        if value is not None and name not in method.training and config.get(name) != value:
-            raise UserError(f"head.{name}: the head in {path} has {config.get(name)}, got {value}; leave it out")
+    method, was, own = HEADS[kind], kind_of(found), json.loads(json.dumps(asdict(found.config)))
+    if was != kind and not (isinstance(found, DraftBlockHead) and issubclass(method.head, DraftBlockHead)):
+        raise UserError(f"head.kind: {path} holds a head of kind {was}, the recipe says {kind}")
+    free = method.training
+    if was != kind:
+        free |= {"initial_weights"}
+        own = {field.name: own[field.name] for field in fields(method.head.Config) if field.name in own}
+        own["block_size"] = found.depth + method.head.first_row
+        if not own.get("conv_kernel_size"):  # without convolutions there is nothing to be like
+            own = {name: value for name, value in own.items() if not name.startswith("conv_")}
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name, value in given.items():
+        if name in own and name not in free and own[name] != value:
+            raise UserError(f"head.{name}: the head in {path} has {own[name]}, got {value}; leave it out")
     defaults = {field.name: field.default for field in fields(SETTINGS[kind]) if field.default is not None}
-    chosen = {**defaults, **{name: value for name, value in settings.items() if value is not None}}
-    config |= {name: value for name, value in chosen.items() if name in method.training}
-    return method.head.from_checkpoint(config, found.to_checkpoint())
+    config = own | {name: value for name, value in {**defaults, **given}.items() if name in free}
+    if was == kind:
+        return method.head.from_checkpoint(config, found.to_checkpoint())
+    head = method.head(from_plain(method.head.Config, config | given), found.kept)
+    begin(head, target, token_counts, closely=True)
+    ours, theirs = head.state_dict(), found.state_dict()
+    taken = {name: theirs[name] for name in ours.keys() & theirs.keys()}
+    head.load_state_dict(ours | taken)
+    head.started = (
+        f"{path} holds a {was}; taken: {_modules(taken)}; new: {_modules(ours.keys() - taken.keys())}; "
+        f"left out: {_modules(theirs.keys() - taken.keys())}"
+    )
+    return head
+
+
+def _modules(tensors: Iterable[str]) -> str:
+    """Return the modules that hold some tensors, with one name for all layers."""
+    parts = (name.split(".") for name in tensors)
+    names = {f"layers.*.{part[2]}" if part[0] == "layers" else part[0] for part in parts}
+    return ", ".join(sorted(names)) or "none"

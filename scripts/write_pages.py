@@ -32,6 +32,8 @@ METHODS = {
     "dflash": "DFlash",
     "dflash2": "DFlash2",
     "dspark": "DSpark",
+    "lilicorr": "LiLiCorr",
+    "xpress": "XPress",
     "lookup": "prompt lookup",
     "early_exit": "early exit",
 }

@@ -325,7 +325,7 @@ def head_settings(kind: str, layers: int, vocabulary: int, context: int) -> dict
             found: dict[str, Any] = {"depth": 5, "fc_norm": True, "norm_output": True}
         case "medusa":
             found = {"depth": 4, "loss": "kl", "tree_nodes": 32}
-        case "dflash" | "dflash2" | "dspark":
+        case "dflash" | "dflash2" | "dspark" | "lilicorr" | "xpress":
             found = {"num_layers": min(5, max(1, layers // 6)), "num_anchors": min(512, context // 2)}
         case "draft":  # a copy of layers that are spread over the target's
             count = min(max(3, layers // 8), max(1, layers // 2))
@@ -341,9 +341,9 @@ def depth_of(head: Any) -> int:
     """Return how many tokens a head drafts in a round by its settings."""
     if head.kind == "draft":
         return 5
-    if head.kind == "dspark":  # whose root's row drafts, too
-        return int(head.block_size)
-    return int(head.block_size) - 1 if head.kind in ("dflash", "dflash2") else int(head.depth or 3)
+    if hasattr(head, "block_size"):
+        return int(head.block_size) - int(head.kind != "dspark")  # whose root's row drafts, too
+    return int(head.depth or 3)
 
 
 def up_to(multiple: int, number: int) -> int:

@@ -25,7 +25,8 @@ INIT_FROM: Any = (
         default=None,
         min_length=1,
         description="A head to start from: a run, a folder or a Hub id, ours or another project's. Its weights, "
-        "shape and layers are taken; the settings of the training stay the recipe's. Null: a new head.",
+        "shape and layers are taken; the settings of the training stay the recipe's. Heads that draft blocks may "
+        "start from each other. Null: a new head.",
     ),
 )
 
@@ -91,7 +92,7 @@ def make_head(section: Any, target: "FrozenTarget", token_counts: "Tensor") -> A
     if section.init_from is None:
         return build_head(section.kind, section.model_dump(mode="json", exclude=OURS), target, token_counts)
     given = section.model_dump(mode="json", exclude=OURS, exclude_unset=True)
-    return start_from(section.init_from, section.kind, given, target)
+    return start_from(section.init_from, section.kind, given, target, token_counts)
 
 
 def resolved_head(head: Any, config: Any) -> BaseModel:

@@ -110,6 +110,8 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     torch.manual_seed(seed)
     with Progress("the first weights of the head"):
         head: nn.Module = make_head(section, target, counts).to(target.device, torch.float32)
+    if started := cast(DraftHead, head).started:
+        tracker.say(f"head.init_from: {started}")
     measured = copy.deepcopy(head).to(target.dtype).eval()
     add_adapters(cast(DraftHead, head))
 

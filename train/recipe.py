@@ -56,6 +56,8 @@ KINDS = {
     "dflash": "dflash",
     "dflash2": "dflash2",
     "dspark": "dspark",
+    "lilicorr": "lilicorr",
+    "xpress": "xpress",
 }
 """Entry -> the kind of head that it trains."""
 OWN, PROVENANCE = "recipe.yaml", "provenance.json"

@@ -192,6 +192,8 @@ class DraftHead(Drafter, Protocol):
     most_kept: int | None = None
     """Maximum bytes of activations that a loss keeps for its backward pass, if it can recompute them. Values and
     gradients do not depend on it. None: KEPT_SHARE of the device's memory."""
+    started: str | None = None
+    """What a head that started from one of another kind took, and what began anew; None for any other."""
     weighs_rows: bool = False
     """True if `loss` gives `HeadLoss.weight`, which the step divides the gradients by."""
 

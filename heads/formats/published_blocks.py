@@ -27,11 +27,19 @@ UNSCALED = "reads the embeddings of a Gemma without their factor: another head w
 ROUNDED = 0.005
 """Relative difference of a factor in 32 bits from the same in bfloat16."""
 
-SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+CONVOLUTION_FIELDS = ("conv_kernel_size", "conv_group_size")
+SELECTOR_FIELDS = (*CONVOLUTION_FIELDS, "selector_rank", "selector_top_k")
 """Fields that DFlash2 has and DFlash does not. draftsmith's settings have the same names."""
+LATTICE_SIZES = (
+    *("lilicorr_candidate_topk", "lilicorr_hidden_size", "lilicorr_num_layers", "lilicorr_num_heads"),
+    "lilicorr_factor_dim",
+)
+LATTICE_FIELDS = (*LATTICE_SIZES, "lilicorr_mlp_ratio", "lilicorr_vector_eps", "lilicorr_logit_scale")
+"""Fields of LiLiCorr's lattice. draftsmith's settings have the same names."""
+REFINER_FIELDS = ("xpress_rank", "xpress_mlp_hidden")
 EMBEDDING_SCALE = "input_embedding_scale"
 """Factor of the target's embeddings that vLLM 0.33.0 reads for a DFlash2 head. SGLang's Gemma scales them itself."""
-KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "lilicorr": "LiLiCorr", "xpress": "XPress"}
 """Kinds, with the names of the methods."""
 CLASSES = {
     "DFlashDraftModel": "dflash",
@@ -41,6 +49,10 @@ CLASSES = {
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
     "DSparkSpeculator": "dspark",
+    "LiLiCorrDraftModel": "lilicorr",
+    "Qwen3XPressModel": "xpress",
+    "XPressSpeculator": "xpress",
+    "XPressDraftModel": "xpress",
 }
 """Classes that config.json names in the forms of z-lab, DeepSpec, SpecForge and speculators."""
 NEUTRAL = {"output_multiplier": 1, "final_logit_softcapping": 0}
@@ -56,6 +68,11 @@ RENAMED = {
     r"^logit_head\.": "",  # in SpecForge's earliest files
     r"^(?=markov_w[12]\.)": "markov_head.",  # in Model Optimizer's, like the next
     r"^confidence_proj\.": "confidence_head.proj.",
+    r"^refiner_head\.": "xpress_head.",  # in speculators', like the rest
+    r"^xpress_head\.token_embed\.": "xpress_head.w1.",
+    r"^xpress_head\.readout\.": "xpress_head.w2.",
+    r"^xpress_head\.mix_l$": "xpress_head.mix.L",
+    r"^xpress_head\.mlp_(gate|up|down)\.": r"xpress_head.mlp.\1_proj.",
 }
 """Patterns of other names of tensors, and what replaces them."""
 UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_freq")
@@ -82,7 +99,10 @@ def block_kind(source: Source) -> str | None:
     names = [str(name) for name in source.config.get("architectures") or ()]
     if speculators in KINDS:
         return str(speculators)
-    name = next((name for name in names if re.search("dflash|dspark", f"{name} {speculators}", re.IGNORECASE)), None)
+    name = next(
+        (name for name in names if re.search("dflash|dspark|lilicorr|xpress", f"{name} {speculators}", re.IGNORECASE)),
+        None,
+    )
     if name is not None and (speculators or name not in CLASSES):
         raise UserError(f"{source.path}: config.json: a {name} is not read here; these are: {', '.join(CLASSES)}")
     nested = source.config.get("dflash_config") or {}
@@ -103,6 +123,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     check_same(source, target, width=width, vocabulary=qwen.vocab_size, number_of_layers=own.get("num_target_layers"))
     spark, selects = kind == "dspark", kind == "dflash2"
     known = OWN_FIELDS | {*SELECTOR_FIELDS, *NEUTRAL, EMBEDDING_SCALE} if selects else OWN_FIELDS
+    known |= {*LATTICE_FIELDS, *CONVOLUTION_FIELDS, "lilicorr_enabled"} if kind == "lilicorr" else set()
     scaled = selects and is_scaled(own, type(target.model).__name__, qwen.hidden_size)
     causal = own.get("causal") if own.get("is_causal") is None else own["is_causal"]
     refuse_settings(
@@ -161,11 +182,18 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             weights[name] = pad(weights[name], (0, rank))
     else:
         config["causal"] = bool(causal)
-    if selects:
-        lacking = [name for name in SELECTOR_FIELDS if own.get(name) is None]
-        if lacking:
-            raise UserError(f"{path}: config.json: {lacking[0]}: expected a number, found none")
-        config |= {name: own[name] for name in SELECTOR_FIELDS}
+    if kind == "xpress" and "xpress_mlp_ratio" in own:
+        own["xpress_mlp_hidden"] = own["xpress_mlp_ratio"] * own.get("xpress_rank", 0)
+    needed = {"dflash2": SELECTOR_FIELDS, "lilicorr": LATTICE_FIELDS, "xpress": REFINER_FIELDS}.get(kind, ())
+    lacking = [name for name in needed if own.get(name) is None]
+    if lacking:
+        raise UserError(f"{path}: config.json: {lacking[0]}: expected a number, found none")
+    config |= {name: own[name] for name in needed}
+    if kind == "lilicorr":
+        config["lilicorr_hidden_size"] = own["lilicorr_hidden_size"] or None
+        config |= {name: own[name] for name in CONVOLUTION_FIELDS if own.get(name)}
+    if kind == "xpress" and own.get("xpress_topc") is not None:
+        config["xpress_topc"] = own["xpress_topc"]
     form = ("" if layer is None else "speculators' ") + KINDS[kind]
     return Reading(form, config, weights, tuple(block_misread(source, config, target, scaled=scaled)))
 
@@ -247,9 +275,16 @@ def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarge
     full = FULL in config.get("layer_types", [FULL])
     if not config.get("sliding_causal", True) and raw.get("is_causal") is not False:
         said.append(f"{SGLANG} makes sliding layers causal unless is_causal is false: another head would run")
+    passes, drafted = raw.get("xpress_num_passes", raw.get("num_jacobi_passes", 6)), config["block_size"] - 1
+    if "xpress_rank" in config:
+        if passes < drafted:
+            said.append(f"{VLLM} drafts {drafted} tokens in {passes} passes, so the last ones may be others than here")
+        said.append(f"{SGLANG} does not read XPress")
     if "transformer_layer_config" in raw:
         if "causal" in config and full and raw.get("sliding_window_non_causal") is False:
             said.append(f"{VLLM} makes all layers causal where sliding_window_non_causal is false, the full ones too")
+        if "xpress_rank" in config:
+            said.append(f"{VLLM} does not read XPress in speculators' form")
         return [*said, f"{SGLANG} does not read speculators' form"]
     if "DSparkDraftModel" in raw["architectures"]:
         said.append(f"{VLLM} takes a DSparkDraftModel for DeepSeek-V4's: Qwen3DSparkModel is its name of this one")

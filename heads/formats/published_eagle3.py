@@ -35,7 +35,8 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
     raw, path = source.config, source.path
     layer, kind = raw.get("transformer_layer_config"), raw.get("speculators_model_type")
     named = any("eagle3" in str(name).lower() for name in raw.get("architectures") or ())
-    if kind not in (None, "eagle3") or not (named or kind or "draft_vocab_size" in raw):
+    bare = "draft_vocab_size" in raw and "dflash_config" not in raw
+    if kind not in (None, "eagle3") or not (named or kind or bare):
         return None
     decoder = raw if layer is None else layer
     llama, block = decoder_settings(source, decoder, "llama", target)

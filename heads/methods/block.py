@@ -18,7 +18,7 @@ cache slots, E of them read, H heads, d head dimension.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Self, cast
 
@@ -40,7 +40,7 @@ from heads.core.contract import (
 from heads.core.errors import UserError, expect, expect_one_of
 from heads.core.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.methods.block_attention import Blocks, Reach, Sight, all_blocks, block_attention, draw_blocks
-from heads.methods.block_loss import BlockTask, block_loss
+from heads.methods.block_loss import BlockLoss, BlockTask, block_loss, chunks_of
 from heads.methods.growth import SlotState, grow, take_newest
 from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
 from heads.methods.layers import (
@@ -55,6 +55,7 @@ from heads.methods.layers import (
     RMSNorm,
     check_tensors,
 )
+from heads.methods.losses import matmul
 from heads.methods.rotary import CosSin, rotary_of
 from heads.methods.settings import D_PACE, EXPONENTIAL, DraftBlockSettings
 from heads.methods.start import AttentionProbe, TargetProbe, begin, copy_by_root
@@ -66,6 +67,28 @@ from heads.targets.slots import Observed
 from heads.targets.tree_attention import Attend
 
 MOST_LAYERS = 64
+
+Follow = Callable[[Tensor], Tensor]
+"""(tokens (M, W, k) of W paths in each of M blocks, from the root on) -> logits (M, W, V) of the token after them, the
+k-th draft token."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockStates:
+    """M blocks after the head's layers, in training and in drafting."""
+
+    states: Tensor  # (M, R, D), after the final norm; row 0 is the root's
+    roots: Tensor  # (M,) int64, token ids
+    newest: Tensor  # (M, D), the context of the position before the root
+    embed_tokens: Callable[[Tensor], Tensor]
+    """The target's input embeddings."""
+
+
+@dataclass
+class BlockState(SlotState):
+    """State of one batch."""
+
+    newest: Tensor  # (B, D), see `BlockStates`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +255,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         weights = counts.new_tensor(self.depth_weights)
         return torch.ones_like(weights) if self.weighs_rows else weights / (weights * counts).sum().clamp(min=1)
 
-    def unroll(self, batch: Batch, blocks: Blocks, rows: int) -> Tensor:
-        """Return the states (B, N, R, D) of blocks of `rows` rows, after the final norm."""
+    def unroll(self, batch: Batch, blocks: Blocks, rows: int) -> BlockStates:
+        """Return the states of B * N blocks of `rows` rows."""
         config, anchors = self.config, blocks.anchors
         (B, N), T = anchors.shape, batch.tokens.shape[1]
         context = self.fuse(batch.aux_hidden_states)  # (B, T, D)
@@ -249,7 +272,10 @@ class DraftBlockHead(nn.Module, DraftHead):
         for layer, reach in zip(cast(Any, self.layers), self.reaches, strict=True):
             keys, values = layer.self_attn.keys(context, known)
             attends.append(partial(block_attention, context_k=keys, context_v=values, sight=sights[reach]))
-        return self.run(x, own, attends, rows).view(B, N, rows, -1)
+        states = self.run(x, own, attends, rows).view(B * N, rows, -1)
+        before = (anchors - 1).clamp_min(0)[..., None].expand(-1, -1, config.hidden_size)
+        newest = context.gather(1, before).flatten(0, 1)
+        return BlockStates(states, batch.tokens.gather(1, anchors).flatten(), newest, batch.shared.embed_tokens)
 
     def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
         """Return further arguments of `block_loss`, from states (M, K, D) and the true token before each label
@@ -261,10 +287,27 @@ class DraftBlockHead(nn.Module, DraftHead):
         (...). states (..., D): of the row."""
         return logits
 
+    def follow(self, logits: Tensor, block: BlockStates) -> Follow:
+        """Return the function that conditions the logits (M, K, V) of a block's drafting rows on the tokens drafted.
+        By default a row depends on the token before it alone."""
+        states = block.states[:, self.first_row :]
+
+        def after(path: Tensor) -> Tensor:
+            W, k = path.shape[1], path.shape[2] - 1
+            made = self.conditioned(logits[:, k, None], states[:, k, None].expand(-1, W, -1), path[..., k])
+            return made.expand(-1, W, -1)
+
+        return after
+
+    def losses(self, block: BlockStates, previous: Tensor, task: BlockTask, lm_head_weight: Tensor) -> BlockLoss:
+        """Return the loss of blocks. previous (M, K): the true token before each label."""
+        states = block.states[:, self.first_row :]
+        return block_loss(states, lm_head_weight, task, **self.beside(states, previous))
+
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         blocks = draw_blocks(batch.loss_mask, batch.documents, self.config.num_anchors)
         slots, valid = (x.flatten(0, 1) for x in blocks.labels(batch.loss_mask, batch.documents, self.depth))  # (M, K)
-        states = self.unroll(batch, blocks, self.config.block_size)[:, :, self.first_row :].flatten(0, 1)  # (M, K, D)
+        block = self.unroll(batch, blocks, self.config.block_size)
         B, T = batch.tokens.shape
         row = torch.arange(B, device=slots.device).repeat_interleave(blocks.anchors.shape[1])[:, None]
         before = row * T + slots - 1
@@ -280,8 +323,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             pace=self.weighs_rows,
             confidence_weight=self.confidence_weight,
         )
-        beside = self.beside(states, batch.tokens.flatten()[before])
-        found = block_loss(states, batch.shared.lm_head_weight, task, **beside)
+        found = self.losses(block, batch.tokens.flatten()[before], task, batch.shared.lm_head_weight)
         metrics = {"correct": found.correct.sum(0), "accepted": found.correct.cumprod(1).sum(0)}
         metrics |= {"chains": valid.sum(0), "overlap": found.overlap.sum(0)}
         metrics = {name: value.float() for name, value in metrics.items()}
@@ -292,14 +334,19 @@ class DraftBlockHead(nn.Module, DraftHead):
         if depth > self.depth:
             raise UserError(f"depth {depth}: the head drafts {self.depth} tokens at most")
         assert batch.shared.lm_head_weight is not None
-        states = self.unroll(batch, all_blocks(batch.documents), depth + self.first_row)[:, :, self.first_row :]
-        matrix, hits = batch.shared.lm_head_weight.to(states.dtype), []
-        for k in range(depth):
-            before = batch.tokens.roll(-1 - k, dims=1)[:, :-1]
-            guess = self.conditioned(states[:, :, k] @ matrix.T, states[:, :, k], before).argmax(-1)
-            hit = guess == batch.tokens.roll(-2 - k, dims=1)[:, :-1]
-            hits.append(nn.functional.pad(hit, (0, 1)))
-        return torch.stack(hits)
+        block = self.unroll(batch, all_blocks(batch.documents), depth + self.first_row)
+        matrix = batch.shared.lm_head_weight.to(block.states.dtype)
+        ahead = [batch.tokens.roll(-1 - k, dims=1)[:, :-1] for k in range(depth + 1)]  # the root, then the labels
+        paths = torch.stack(ahead, -1).flatten(0, 1)  # (M, depth + 1)
+        hits = []
+        for part in chunks_of(len(paths), depth, len(matrix), paths.device):
+            some = replace(block, states=block.states[part], roots=block.roots[part], newest=block.newest[part])
+            rows = some.states[:, self.first_row :].flatten(0, 1)
+            follow = self.follow(matmul(rows, matrix.T).unflatten(0, (-1, depth)), some)
+            path = paths[part, None]
+            hits.append([follow(path[..., : k + 1])[:, 0].argmax(-1) == path[:, 0, k + 1] for k in range(depth)])
+        found = torch.stack([torch.cat(of_depth) for of_depth in zip(*hits, strict=True)])  # (depth, M)
+        return nn.functional.pad(found.view(depth, len(batch.tokens), -1), (0, 1))
 
     # Drafting. Slot p of a layer's cache holds its key of the context at position p. A block's keys go to the slots
     # from the root's onward, and are overwritten when tokens are observed there.
@@ -313,13 +360,13 @@ class DraftBlockHead(nn.Module, DraftHead):
         check_width(shape, self.config.columns)
 
     @torch.no_grad()
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> SlotState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> BlockState:
         self.check_draft(shape, capacity)
-        config = self.config
+        config, norm = self.config, self.norm.weight
         assert shared.lm_head_weight is not None
         lm_head_weight = shared.lm_head_weight if self.kept is None else shared.lm_head_weight[self.kept]
         form = config.num_key_value_heads, config.head_dim
-        return SlotState.open(
+        return BlockState.open(
             self,
             shape,
             batch_size=batch_size,
@@ -328,22 +375,22 @@ class DraftBlockHead(nn.Module, DraftHead):
             forms=(form, form),
             lm_head_weight=lm_head_weight,
             embed=shared.embed_tokens,
+            newest=norm.new_zeros(batch_size, config.hidden_size),
         )
 
     @torch.no_grad()
-    def extend(self, state: SlotState, observation: Observation) -> None:
+    def extend(self, state: BlockState, observation: Observation) -> None:
         count, tokens = observation.count, observation.tokens
         mapping = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
         state.cache.aim(mapping.slots(len(state.slot) - 1), extent=len(state.slot))
         context, cos_sin = state.head.fuse(observation.aux_hidden_states), state.cos_sin(mapping.positions)  # (B, M, D)
         for i, layer in enumerate(state.head.layers):
             state.write(i, *layer.self_attn.keys(context, cos_sin))
-        take_newest(tokens, observation.start, count, state.root, state.length)
+        take_newest(tokens, observation.start, count, state.root, state.length, recycled=state.newest, made=context)
 
     @torch.no_grad()
-    def draft_states(self, state: SlotState) -> Tensor:
-        """Return (B, K, D): the states after the final norm of the rows that predict the draft tokens, in one block per
-        root."""
+    def draft_states(self, state: BlockState) -> BlockStates:
+        """Return the states of one block per root."""
         rows = state.shape.depth + self.first_row
         positions = state.length[:, None] + state.slot[:rows]  # (B, R)
         extent = state.extent(rows)
@@ -360,20 +407,20 @@ class DraftBlockHead(nn.Module, DraftHead):
         x = self.behind(state.embed(state.root), rows, state.embed).to(self.norm.weight.dtype)
         attends = [state.attend(i, masks[reach]) for i, reach in enumerate(self.reaches)]
         out: Tensor = state.head.run(x, state.cos_sin(positions), attends, rows)
-        return out[:, self.first_row :]
+        return BlockStates(out, state.root, state.newest, state.embed)
 
     @torch.no_grad()
-    def propose(self, state: SlotState, pick: Pick) -> Proposal:
-        states = self.draft_states(state)
-        logits = state.lm_head(states)  # (B, K, V)
+    def propose(self, state: BlockState, pick: Pick) -> Proposal:
+        block, root = self.draft_states(state), state.root[:, None, None]
+        follow = state.head.follow(state.lm_head(block.states[:, self.first_row :]), block)
+        known: list[Tensor] = []  # tokens of the expanded nodes, level by level
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            W = tokens.shape[1]
-            made = state.head.conditioned(logits[:, level, None], states[:, level, None].expand(-1, W, -1), tokens)
-            return made.expand(-1, W, -1)  # type: ignore[no-any-return]
+            known.append(tokens)
+            path = torch.cat(known, 1).gather(1, paths.flatten(1)).view_as(paths)
+            return follow(torch.cat([root.expand(-1, tokens.shape[1], 1), path], 2))  # type: ignore[no-any-return]
 
-        first = state.head.conditioned(logits[:, :1], states[:, :1], state.root[:, None])
-        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
+        return grow(state.shape, state.root, state.length, follow(root), pick, expand, self.kept)
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         config, sizes, N = self.config, Widths.of(self.config), batch_size * length
@@ -392,7 +439,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         K = len(self.depth_weights)
         return StepCost(work, kept, R, config.columns, K * R, K * R, 2 * width * sizes.inner * rows)
 
-    def bytes_per_round(self, state: SlotState) -> RoundReads:
+    def bytes_per_round(self, state: BlockState) -> RoundReads:
         """Return the reads of one round. Drafting reads the layers and the output head once; extending reads `fc` and
         the key and value projections once."""
         width, layers = state.lm_head.product.weight_bytes, cast(Any, self.layers)

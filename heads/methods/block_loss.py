@@ -8,8 +8,8 @@ Letters: M blocks, C blocks of a chunk (C rows in private classes), K depth, D h
 P tokens of the batch.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,10 +42,14 @@ class BlockTask:
     """True if rows are weighted by D-PACE."""
     confidence_weight: float = 0.0
     """Factor of the confidence's cross-entropy."""
+    rounds: Sequence[float] = ()
+    """Factor of the divergences in each further round."""
+    likeliest: int = 0
+    """Number of likeliest tokens of each row to return, for a loss of the caller's own."""
 
     @property
     def reads_target(self) -> bool:
-        return self.confidence_weight > 0 or any(name != LABELS for _, name in self.terms)
+        return self.confidence_weight > 0 or self.likeliest > 0 or any(name != LABELS for _, name in self.terms)
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,28 @@ class Candidates:
 
 
 @dataclass(frozen=True, eq=False)
+class Likeliest:
+    """The k likeliest tokens of each row by the logits of the output head, best first. Only `logs` carries a
+    gradient."""
+
+    logs: Tensor  # (M, K, k) log q
+    tokens: Tensor  # (M, K, k) int64
+    target: Tensor  # (M, K, k) log p
+    of_label: Tensor  # (M, K) log p of the label
+    best: Tensor  # (M, K) int64, the target's likeliest token
+    weights: Tensor  # (M, K), of the rows
+
+
+@dataclass(frozen=True, eq=False)
 class BlockLoss:
-    """Result of `block_loss`. Everything except `loss` is detached."""
+    """Result of `block_loss`. Everything except `loss` and `likeliest.logs` is detached."""
 
     loss: Tensor  # (), weighted sum, which carries the gradient
     sums: Tensor  # (K,) unweighted
     weight: Tensor  # () sum of the rows' weights
     correct: Tensor  # (M, K) bool: the likeliest tokens agree; with only `labels`, the draft's is the label
     overlap: Tensor  # (M, K) sum of min(p, q); with only `labels`, q of the label
+    likeliest: Likeliest | None = None
 
 
 class _All:
@@ -125,6 +143,12 @@ class _Chosen:
         return torch.einsum("ck,ckr->cr", slope, bias[self.tokens])
 
 
+def chunks_of(blocks: int, depth: int, vocab: int, device: torch.device, count: int | None = None) -> Iterator[slice]:
+    """Yield slices of `count` blocks; by default as many as have float32 logits of `CHUNK_BYTES`."""
+    step = count or max(1, max(LEAST_ROWS, CHUNK_BYTES[device.type] // (4 * vocab)) // depth)
+    return (slice(start, start + step) for start in range(0, blocks, step))
+
+
 def dpace(probs: Tensor, valid: Tensor) -> Tensor:
     """Return D-PACE's weights (M, K) of rows whose labels have the draft's probabilities `probs` (M, K). A row's weight
     is the sum of the mixed probabilities that a block is right up to that row, and up to each later one."""
@@ -141,16 +165,19 @@ def block_loss(
     bias_weight: Tensor | None = None,
     candidates: Candidates | None = None,
     confidence: Tensor | None = None,
+    rounds: Tensor | None = None,
     chunk: int | None = None,
 ) -> BlockLoss:
     """Return the loss of states (M, K, D), whose logits come from the frozen output head (V, D).
 
     bias_states (M, K, r) times bias_weight (V, r) is added to the logits. With `candidates`, it is added only to
-    theirs, and the draft is the choice among them. confidence (M, K): logits of the overlap of p and q. `chunk` sets
-    the number of blocks handled at once.
+    theirs, and the draft is the choice among them. confidence (M, K): logits of the overlap of p and q. rounds
+    (P, M, K, r): like bias_states, for distributions that the loss has beside the draft's. `chunk` sets the number of
+    blocks handled at once.
     """
-    given = states, bias_states, bias_weight, confidence
-    return BlockLoss(*_BlockLoss.apply(*given, lm_head_weight, task, candidates, chunk))  # type: ignore[no-untyped-call]
+    given = states, bias_states, bias_weight, confidence, rounds
+    found = _BlockLoss.apply(*given, lm_head_weight, task, candidates, chunk)  # type: ignore[no-untyped-call]
+    return replace(BlockLoss(*found[:5]), likeliest=Likeliest(*found[5:]) if task.likeliest else None)
 
 
 class _BlockLoss(torch.autograd.Function):
@@ -161,6 +188,7 @@ class _BlockLoss(torch.autograd.Function):
         bias_states: Tensor | None,
         bias_weight: Tensor | None,
         confidence: Tensor | None,
+        rounds: Tensor | None,
         lm_head_weight: Tensor,
         task: BlockTask,
         candidates: Candidates | None,
@@ -175,6 +203,7 @@ class _BlockLoss(torch.autograd.Function):
         grad_bias_states = None if bias_states is None else torch.empty_like(bias_states)
         grad_bias = None if bias_weight is None else bias_weight.new_zeros(bias_weight.T.shape, dtype=wide).T
         grad_confidence = None if confidence is None else torch.empty_like(confidence)
+        grad_rounds = None if rounds is None else torch.empty_like(rounds)
         total, weight, sums = (
             states.new_zeros((), dtype=wide),
             states.new_zeros((), dtype=wide),
@@ -182,12 +211,11 @@ class _BlockLoss(torch.autograd.Function):
         )
         correct = torch.zeros(M, K, dtype=torch.bool, device=states.device)
         overlap = torch.zeros(M, K, dtype=wide, device=states.device)
-        C = chunk or max(1, max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * V)) // K)
+        likeliest, expected = [], []
         with torch.autocast(states.device.type, enabled=False):
-            for start in range(0, M, C):
-                part = slice(start, start + C)
+            for part in chunks_of(M, K, V, states.device, chunk):
                 rows, labels, valid = states[part].flatten(0, 1), task.labels[part].flatten(), task.valid[part]
-                z = matmul(rows, matrix.T)
+                base = z = matmul(rows, matrix.T)
                 if bias_states is not None and bias is not None:
                     beside = bias_states[part].flatten(0, 1).to(rows.dtype)
                     z = z if candidates else z + matmul(beside, bias.T)
@@ -201,10 +229,7 @@ class _BlockLoss(torch.autograd.Function):
                 drafts = chosen or _All(q)
                 of_label, best = drafts.of(labels), labels if p is None else p.best
                 shared = of_label if p is None else drafts.overlap(p)
-                value, grad = torch.zeros_like(of_label), torch.zeros((), dtype=wide, device=z.device)
-                for factor, name in task.terms:
-                    made, slope = _of_labels(q, labels) if p is None or name == LABELS else LOSSES[name](q, p)
-                    value, grad = value + factor * made, grad + slope.mul_(factor)
+                value, grad = _divergences(task.terms, q, p, labels)
                 if chosen is not None:
                     value, grad = value + chosen.value, grad.scatter_add_(1, chosen.tokens, chosen.grad)
                 by_row = valid * task.weights  # (C, K)
@@ -219,24 +244,61 @@ class _BlockLoss(torch.autograd.Function):
                     grad_confidence[part] = (task.confidence_weight * by_row * error).to(confidence.dtype)
                 own = by_row.flatten().to(rows.dtype)[:, None]  # scales tensors of width D, not V
                 grad = grad.to(rows.dtype)
-                grad_states[part] = matmul(grad, matrix).mul_(own).view_as(states[part])
+                if task.likeliest and p is not None:
+                    values, tokens = q.logits.topk(task.likeliest, 1)
+                    logs = values - q.lse[:, None]
+                    target = p.logits.gather(1, torch.cat([tokens, labels[:, None]], 1)) - p.lse[:, None]
+                    found = logs, tokens, target[:, :-1], target[:, -1], p.best, by_row
+                    likeliest.append([x.reshape(*valid.shape, *x.shape[1:]) for x in found[:-1]] + [by_row])
+                    expected.append(matmul(q.probs.to(rows.dtype), matrix).view_as(states[part]))
                 if bias is not None and grad_bias_states is not None and grad_bias is not None:
                     into_beside = drafts.through_bias(grad, bias, beside * own, grad_bias)
                     grad_bias_states[part] = into_beside.mul_(own).view_as(grad_bias_states[part])
+                for i, factor in enumerate(task.rounds):
+                    assert rounds is not None and grad_rounds is not None and bias is not None
+                    beside = rounds[i, part].flatten(0, 1).to(rows.dtype)
+                    q_round = Distribution((base + matmul(beside, bias.T)).to(wide))
+                    made, slope = _divergences([(factor * f, name) for f, name in task.terms], q_round, p, labels)
+                    value, slope = value + made, slope.to(rows.dtype)
+                    assert grad_bias is not None
+                    into_beside = drafts.through_bias(slope, bias, beside * own, grad_bias)
+                    grad_rounds[i, part] = into_beside.mul_(own).view_as(grad_rounds[i, part])
+                    grad = grad + slope
+                grad_states[part] = matmul(grad, matrix).mul_(own).view_as(states[part])
                 value = value.view_as(valid)
                 total += vecdot(value.flatten(), by_row.flatten().to(wide))
                 weight += by_row.sum()
                 sums += (value * valid).sum(0)
                 correct[part] = (drafts.best == best).view_as(valid) & valid
                 overlap[part] = shared.view_as(valid) * valid
-        ctx.save_for_backward(grad_states, grad_bias_states, grad_bias, grad_confidence)
-        ctx.mark_non_differentiable(sums, weight, correct, overlap)
-        return total, sums, weight, correct, overlap
+        best_tokens = [torch.cat(parts) for parts in zip(*likeliest, strict=True)]
+        ctx.beside = (best_tokens[1], torch.cat(expected), matrix) if best_tokens else None
+        ctx.save_for_backward(grad_states, grad_bias_states, grad_bias, grad_confidence, grad_rounds)
+        ctx.mark_non_differentiable(sums, weight, correct, overlap, *best_tokens[1:])
+        return total, sums, weight, correct, overlap, *best_tokens
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if saved is None else saved * grads[0] for saved in ctx.saved_tensors), *(None,) * 4
+        into_states, *into = (None if saved is None else saved * grads[0] for saved in ctx.saved_tensors)
+        if ctx.beside is not None and into_states is not None:
+            # The gradient of log q of a token is its row of the output head minus the mean of all rows under q.
+            (tokens, expected, matrix), by_log = ctx.beside, grads[5].to(into_states.dtype)
+            into_states -= by_log.sum(-1, keepdim=True) * expected
+            for k in range(tokens.shape[2]):
+                into_states += by_log[..., k, None] * matrix[tokens[..., k]]
+        return into_states, *into, *(None,) * 4
+
+
+def _divergences(
+    terms: Sequence[tuple[float, str]], q: Distribution, p: Distribution | None, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of the divergences of rows (R,), and its gradient with respect to the logits of q."""
+    value, grad = q.lse.new_zeros(len(labels)), q.lse.new_zeros(())
+    for factor, name in terms:
+        made, slope = _of_labels(q, labels) if p is None or name == LABELS else LOSSES[name](q, p)
+        value, grad = value + factor * made, grad + slope.mul_(factor)
+    return value, grad
 
 
 def _of_labels(q: Distribution, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,9 +27,9 @@ from torch.nn.functional import pad
 from heads.core.contract import RoundReads
 from heads.core.errors import UserError, expect
 from heads.core.tree import TreeShape, check_width
+from heads.methods.block import BlockState
 from heads.methods.block_loss import Candidates
 from heads.methods.dflash import DFlash, DFlashConfig
-from heads.methods.growth import SlotState
 from heads.methods.layers import MOST, Attention, DecoderLayer
 from heads.methods.rotary import CosSin
 from heads.methods.settings import DFlash2Settings
@@ -173,7 +173,7 @@ class DFlash2(DFlash):
         super().check_draft(shape, capacity)
         check_width(shape, self.config.selector_top_k)
 
-    def bytes_per_round(self, state: SlotState) -> RoundReads:
+    def bytes_per_round(self, state: BlockState) -> RoundReads:
         """Return the reads of the base class, without the codebooks: only a few of their rows are read."""
         reads, selector = super().bytes_per_round(state), self.candidate_selector
         tables = selector.predecessor_codebook.numel() + selector.successor_codebook.numel()

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from heads.core.contract import RoundReads
 from heads.core.errors import UserError, expect
-from heads.methods.block import DraftBlockConfig, DraftBlockHead
-from heads.methods.growth import SlotState
+from heads.methods.block import BlockState, DraftBlockConfig, DraftBlockHead
 from heads.methods.labels import LABELS
 from heads.methods.settings import DSparkSettings
 from heads.methods.start import TargetProbe, bigrams
@@ -99,7 +98,7 @@ class DSpark(DraftBlockHead):
         latent = self.markov_head.markov_w1(previous)
         return logits + self.markov_head.markov_w2(latent.to(logits.dtype))  # type: ignore[no-any-return]
 
-    def bytes_per_round(self, state: SlotState) -> RoundReads:
+    def bytes_per_round(self, state: BlockState) -> RoundReads:
         """Return the reads of the base class, corrected for the Markov head: a few rows of W1, and the rest once per
         level."""
         reads, markov = super().bytes_per_round(state), self.markov_head

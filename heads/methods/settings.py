@@ -195,6 +195,59 @@ class DFlash2Settings(DFlashSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LiLiCorrSettings(DFlashSettings):
+    """Settings of the head in a recipe."""
+
+    lilicorr_candidate_topk: int = 8
+    """Number of candidates of each row, and maximum number of children of a tree node. A power of two up to 16, which
+    is what engines take."""
+    lilicorr_hidden_size: int | None = None
+    """Width of the lattice. Null: the target's."""
+    lilicorr_num_layers: int = 2
+    """Number of layers over the lattice."""
+    lilicorr_num_heads: int = 8
+    """Number of attention heads in the lattice."""
+    lilicorr_mlp_ratio: float = 2.0
+    """Width of the lattice's MLPs, relative to the lattice's."""
+    lilicorr_factor_dim: int = 1024
+    """Width of the two vectors of a candidate whose cosine is its score."""
+    lilicorr_vector_eps: float = 1e-4
+    """Smallest length by which such a vector is divided."""
+    lilicorr_logit_scale: float = 8.0
+    """Factor of the cosines, which makes them logits."""
+    conv_kernel_size: int = 0
+    """Number of rows that DFlash2's convolutions read, in the layers of the backbone. 0: no convolutions."""
+    conv_group_size: int = 16
+    """Number of channels that share a coefficient of these convolutions; a divisor of the target's width."""
+    lattice_ce_weight: float = 0.25
+    """Factor of the cross-entropy among the candidates in the loss."""
+    lattice_margin_weight: float = 0.0
+    """Factor of the hinge in the loss."""
+    lattice_margin: float = 2.0
+    """Lead over the next candidate, in logits, from which the hinge is 0."""
+    lattice_penalty_weight: float = 0.25
+    """Factor of the penalty on candidates that the target finds less likely than the label in the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class XPressSettings(DFlashSettings):
+    """Settings of the head in a recipe."""
+
+    xpress_rank: int = 256
+    """Width of the refiner, and rank of what it adds to the logits. vLLM takes powers of two from 16 on."""
+    xpress_mlp_hidden: int = 512
+    """Width of the refiner's MLP. vLLM takes multiples of 64."""
+    xpress_topc: int = 512
+    """Number of tokens of each row that can be drafted: the likeliest before the refiner. 0: all."""
+    consistency_weight: float = 0.3
+    """Factor of the loss of rounds in which the refiner reads the tokens that it chose in the round before."""
+    consistency_passes: int = 3
+    """Number of these rounds."""
+    base_weight: float = 0.6
+    """Factor of the loss of the logits without the refiner."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DSparkSettings(DraftBlockSettings):
     """Settings of the head in a recipe."""
 
@@ -268,6 +321,8 @@ SETTINGS: dict[str, type[Any]] = {
     "dflash": DFlashSettings,
     "dflash2": DFlash2Settings,
     "dspark": DSparkSettings,
+    "lilicorr": LiLiCorrSettings,
+    "xpress": XPressSettings,
     "draft": DraftSettings,
 }
 """Settings by kind, frozen dataclasses with defaults. A null is replaced with the target's value."""

@@ -13,8 +13,10 @@ from heads.methods.dflash import DFlash, DFlashConfig
 from heads.methods.dflash2 import DFlash2, DFlash2Config
 from heads.methods.dspark import DSpark, DSparkConfig
 from heads.methods.eagle3 import Eagle3, Eagle3Config
+from heads.methods.lilicorr import LiLiCorr, LiLiCorrConfig
 from heads.methods.medusa import Medusa, MedusaConfig
 from heads.methods.vocab import build_vocab
+from heads.methods.xpress import XPress, XPressConfig
 
 D, V, LAYERS = 32, 128, 8
 """Of the tiny target."""
@@ -82,6 +84,21 @@ def dspark(**changes: Any) -> DSpark:
     return made
 
 
+def lilicorr(**changes: Any) -> LiLiCorr:
+    """A random LiLiCorr head of the tiny target."""
+    sizes = {"lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 16, "lilicorr_num_heads": 2}
+    more = {"lilicorr_factor_dim": 6, "lilicorr_mlp_ratio": 1.5}
+    made: LiLiCorr = filled(LiLiCorr(LiLiCorrConfig(**BLOCKS | sizes | more | changes)))
+    return made
+
+
+def xpress(**changes: Any) -> XPress:
+    """A random XPress head of the tiny target."""
+    sizes = {"xpress_rank": 16, "xpress_mlp_hidden": 64, "xpress_topc": 12}
+    made: XPress = filled(XPress(XPressConfig(**BLOCKS | sizes | changes)))
+    return made
+
+
 def write(
     folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], file: str = "model.safetensors"
 ) -> str:
@@ -130,6 +147,20 @@ ZLAB2: dict[str, Any] = ZLAB | dict(
     is_causal=False, dflash_config=ZLAB["dflash_config"] | SELECTOR | dict(block_size=4),
 )  # fmt: skip
 """config.json of a DFlash2 head, by z-lab and SpecForge."""
+LILICORR: dict[str, Any] = ZLAB | dict(
+    architectures=["LiLiCorrDraftModel"],
+    dflash_config=ZLAB["dflash_config"] | dict(
+        block_size=4, projector_type="lilicorr", lilicorr_enabled=True, lilicorr_candidate_topk=4,
+        lilicorr_hidden_size=16, lilicorr_num_layers=2, lilicorr_num_heads=2, lilicorr_mlp_ratio=1.5,
+        lilicorr_factor_dim=6, lilicorr_vector_eps=1e-4, lilicorr_logit_scale=8.0,
+    ),
+)  # fmt: skip
+"""config.json of a LiLiCorr head, by Model Optimizer."""
+XPRESS: dict[str, Any] = ZLAB | dict(
+    architectures=["Qwen3XPressModel"], auto_map=None, draft_vocab_size=V, sample_from_anchor=False, xpress_rank=16,
+    xpress_mlp_hidden=64, xpress_block_size=4, xpress_num_passes=6, xpress_topc=12,
+)  # fmt: skip
+"""config.json of an XPress head, by its authors."""
 MARKOV: dict[str, Any] = dict(
     markov_rank=6, markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True
 )
@@ -151,6 +182,18 @@ SPECULATORS_DFLASH: dict[str, Any] = dict(
 SPECULATORS_DFLASH2: dict[str, Any] = SPECULATORS_DFLASH | SELECTOR | dict(
     architectures=["DFlash2DraftModel"], speculators_model_type="dflash2", sliding_window_non_causal=True
 )  # fmt: skip
+SPECULATORS_XPRESS: dict[str, Any] = SPECULATORS_DFLASH | dict(
+    architectures=["XPressSpeculator"], speculators_model_type="xpress", xpress_rank=16, xpress_mlp_ratio=4,
+    num_jacobi_passes=6, xpress_topc=12,
+)  # fmt: skip
+OF_SPECULATORS = {
+    "xpress_head.w1.weight": "refiner_head.token_embed.weight",
+    "xpress_head.w2.weight": "refiner_head.readout.weight",
+    "xpress_head.mix.L": "refiner_head.mix_l",
+    **{f"xpress_head.mlp.{n}_proj.weight": f"refiner_head.mlp_{n}.weight" for n in ("gate", "up", "down")},
+    **{f"xpress_head.{n}.weight": f"refiner_head.{n}.weight" for n in ("down_h", "down_g", "in_proj")},
+}
+"""Our names of tensors -> speculators'."""
 SPECULATORS_DSPARK: dict[str, Any] = SPECULATORS_DFLASH | MARKOV | dict(
     architectures=["DSparkDraftModel"], speculators_model_type="dspark", sample_from_anchor=True
 )  # fmt: skip

@@ -330,10 +330,10 @@ def test_training_starts_from_a_head(ours: bool, target: FrozenTarget, tmp_path:
         save_head(head, path, target=target_record(target))
     else:
         write(tmp_path / "head", raw(), head.to_checkpoint())
-    made = start_from(path, "eagle3", {"depth": 3, "draft_vocab_size": 48}, target)
+    made = start_from(path, "eagle3", {"depth": 3, "draft_vocab_size": 48}, target, torch.ones(V))
     assert made.config.depth == 3 and made.config.depth_decay == 0.8
     assert all(torch.equal(value, made.state_dict()[name]) for name, value in head.state_dict().items())
     for key, value in {"draft_vocab_size": 64, "fc_norm": True, "aux_layer_ids": [1, 2, 3], "rope_theta": 5.0}.items():
-        assert f"head.{key}: " in refused(start_from, path, "eagle3", {key: value}, target)
-    assert "head.kind: " in refused(start_from, path, "mtp", {}, target)
+        assert f"head.{key}: " in refused(start_from, path, "eagle3", {key: value}, target, torch.ones(V))
+    assert "head.kind: " in refused(start_from, path, "mtp", {}, target, torch.ones(V))
     assert open_any(path, target).config.aux_layer_ids == (2, 4, 5)

@@ -11,17 +11,22 @@ import torch
 from torch import Tensor
 
 from heads.methods.block import DraftBlockHead
+from heads.methods.block_attention import all_blocks
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
 from heads.targets.model import FrozenTarget
 from tests.conftest import make_tiny_tokenizer
 from tests.heads.published_heads import (
     DEEPSPEC,
+    LILICORR,
     LLAMA3,
+    OF_SPECULATORS,
     SPECFORGE_DSPARK,
     SPECULATORS_DFLASH,
     SPECULATORS_DFLASH2,
     SPECULATORS_DSPARK,
+    SPECULATORS_XPRESS,
+    XPRESS,
     ZLAB,
     ZLAB2,
     D,
@@ -29,12 +34,18 @@ from tests.heads.published_heads import (
     dflash,
     dflash2,
     dspark,
+    lilicorr,
     write,
+    xpress,
 )
+from tests.heads.small_heads import greedy, seen, target_batch
 from tests.heads.test_published import PART, Change, does_not_fit, drafts_equal, set_in
 from tests.refusals import refused
 
 FORMS: dict[str, tuple[Callable[..., DraftBlockHead], dict[str, Any]]] = {
+    "LiLiCorr": (lilicorr, LILICORR),
+    "XPress": (xpress, XPRESS),
+    "speculators' XPress": (xpress, SPECULATORS_XPRESS),
     "z-lab": (dflash, ZLAB),
     "z-lab's DFlash2": (dflash2, ZLAB2),
     "DeepSpec": (dspark, DEEPSPEC),
@@ -55,13 +66,16 @@ def tables(target: FrozenTarget) -> dict[str, Tensor]:
 def test_a_head_is_read_as_its_project_meant_it(form: str, target: FrozenTarget, tmp_path: Path) -> None:
     make, config = FORMS[form]
     head = make()
-    path = write(tmp_path / "head", config, {**head.to_checkpoint(), **tables(target)})
+    weights = head.to_checkpoint()
+    if form == "speculators' XPress":
+        weights = {OF_SPECULATORS.get(name, name): value for name, value in weights.items()}
+    path = write(tmp_path / "head", config, {**weights, **tables(target)})
     assert is_published(path)
     found = read_published(path, target)
     drafts_equal(found, head, target)
     ours = {"z-lab": "DFlash", "z-lab's DFlash2": "DFlash2", "DeepSpec": "DSpark", "SpecForge's DSpark": "DSpark"}
     assert found.origin.form == ours.get(form, form)
-    loaded = form in ("z-lab", "z-lab's DFlash2", "DeepSpec")  # by both engines, as they are
+    loaded = form in ("z-lab", "z-lab's DFlash2", "DeepSpec", "LiLiCorr")  # by both engines, as they are
     assert bool(found.origin.differs) is not loaded
 
 
@@ -197,11 +211,63 @@ def test_training_starts_from_a_head(form: str, target: FrozenTarget, tmp_path: 
     head = make()
     path = write(tmp_path / "head", config, head.to_checkpoint())
     kind = head.__class__.__name__.lower()
-    made = start_from(path, kind, {"num_anchors": 3, "gamma": 2.0, "block_size": 4}, target)
+    made = start_from(path, kind, {"num_anchors": 3, "gamma": 2.0, "block_size": 4}, target, torch.ones(V))
     assert (made.config.num_anchors, made.config.gamma) == (3, 2.0)
     assert all(torch.equal(value, made.state_dict()[name]) for name, value in head.state_dict().items())
     for key, value in {"block_size": 5, "num_layers": 3, "aux_layer_ids": [1, 2, 3], "mask_token_id": 6}.items():
-        assert f"head.{key}: " in refused(start_from, path, kind, {key: value}, target)
+        assert f"head.{key}: " in refused(start_from, path, kind, {key: value}, target, torch.ones(V))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "lilicorr", "xpress"])
+@pytest.mark.parametrize("form", ["z-lab", "z-lab's DFlash2", "DeepSpec", "LiLiCorr", "XPress"])
+def test_training_starts_from_a_head_of_another_kind(
+    form: str, kind: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    make, config = FORMS[form]
+    head = make()
+    was = head.__class__.__name__.lower()
+    path = write(tmp_path / "head", config, head.to_checkpoint())
+    rows = {"num_anchors": 3, "block_size": (3 if kind == "dspark" else 4) + (was == "dspark")}
+    made = start_from(path, kind, rows, target, torch.ones(V))
+    assert (made.config.num_anchors, made.depth) == (3, head.depth)
+    batch = target_batch(target, [[20]], head.aux_layer_ids)
+    blocks = all_blocks(batch.documents)
+    theirs, ours = head.state_dict(), made.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() & theirs.keys())
+    assert {name.split(".")[0] for name in ours} >= {"fc", "hidden_norm", "layers", "norm"}
+    if was in (kind, "dflash2"):
+        return
+    # A new DFlash2's convolutions change nothing.
+    torch.testing.assert_close(made.unroll(batch, blocks, 3).states, head.unroll(batch, blocks, 3).states)
+    if was == "dflash" and kind in ("dflash2", "lilicorr"):  # a new one drafts as DFlash does
+        drafts = [each.propose(seen(each, batch, "chain:3", [9]), greedy).tokens for each in (made, head)]
+        assert torch.equal(*drafts)
+    own = {name.split(".")[0] for name in ours.keys() - theirs.keys()} - {"layers"}
+    assert all(module in made.started.split("; new: ")[1].split("; left out")[0] for module in own)
+    for key, value in {"block_size": 9, "num_layers": 3, "intermediate_size": 8}.items():
+        assert f"head.{key}: the head in" in refused(start_from, path, kind, {key: value}, target, torch.ones(V))
+    assert "head.kind: " in refused(start_from, path, "medusa", {}, target, torch.ones(V))
+
+
+@pytest.mark.parametrize(
+    ("claimed", "held", "word"),
+    [
+        (LILICORR, dflash, "lilicorr.anchor_norm.weight"),
+        (XPRESS, lilicorr, "lilicorr.anchor_norm.weight"),
+        (ZLAB, xpress, "xpress_head.down_g.weight"),
+        (LILICORR | {"dflash_config": ZLAB["dflash_config"]}, lilicorr, "lilicorr_candidate_topk: exp"),
+    ],
+)
+def test_a_folder_that_holds_another_head_than_it_claims(
+    claimed: dict[str, Any], held: Callable[..., DraftBlockHead], word: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "head", claimed, held().to_checkpoint())
+    assert word in refused(read_published, path, target)
+
+
+def test_passes_of_xpress_that_are_too_few_to_draft_token_by_token(target: FrozenTarget, tmp_path: Path) -> None:
+    path = write(tmp_path / "head", XPRESS | {"xpress_num_passes": 2}, xpress().to_checkpoint())
+    assert any("drafts 3 tokens in 2 passes" in line for line in read_published(path, target).origin.differs)
 
 
 @pytest.fixture(scope="module")
@@ -221,5 +287,5 @@ def test_a_plain_model_is_a_draft(model_dir: Path, target: FrozenTarget) -> None
     found = open_any(str(model_dir), target)
     drafts_equal(found, expected, target)
     assert found.origin.form == "language model" and list(found.origin.files) == ["model.safetensors"]
-    made = start_from(str(model_dir), "draft", {"loss": "labels"}, target)
+    made = start_from(str(model_dir), "draft", {"loss": "labels"}, target, torch.ones(V))
     assert made.config.loss == "labels"

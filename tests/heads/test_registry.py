@@ -126,6 +126,11 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("dflash2", {"selector_top_k": 129}, "selector_top_k"),
     ("dspark", {"markov_rank": 0}, "markov_rank"),
     ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}, "ce_weight"),
+    ("lilicorr", {"lilicorr_candidate_topk": 12}, "lilicorr_candidate_topk: expected a power of two up to 16"),
+    ("lilicorr", {"lilicorr_hidden_size": 20}, "lilicorr_hidden_size: expected a multiple of its 8 heads, got 20"),
+    ("lilicorr", {"lattice_ce_weight": 0.0, "lattice_penalty_weight": 0.0}, "lattice_ce_weight"),
+    ("lilicorr", {"block_size": 4, "conv_kernel_size": 5}, "conv_kernel_size: expected 0, or at most a block's 4 rows"),
+    ("xpress", {"xpress_rank": 0}, "xpress_rank: expected 1 or more"),
     ("draft", {"layers": [0, 8]}, "layers"),
     ("draft", {"layers": [0], "beta": 0.5}, "beta"),
     ("draft", {"fresh": {"hiden_size": 3}}, "fresh.hiden_size"),
@@ -177,7 +182,7 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("family", "scaling"), SCALED.values(), ids=SCALED.keys())
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", "dflash2", "dspark", "lilicorr", "xpress"])
 def test_a_new_head_has_the_targets_positions(kind: str, family: str, scaling: dict[str, Any]) -> None:
     """In the runtime, and in both engines, which read config.json as transformers does."""
     rope = {"rope_theta": 5e4, **scaling}

@@ -100,7 +100,7 @@ def test_a_fine_tune_that_lost_its_modules_gets_a_file_of_them(form: str, tmp_pa
     for change in changes:
         change(target)
     model = load_target(str(target))
-    head = start_from(str(base), "mtp", {}, model)
+    head = start_from(str(base), "mtp", {}, model, torch.ones(model.vocab_size))
     save_head(head, folder, target=target_record(model))
     assert stitch(str(folder), str(target), tmp_path / "out") == [ADDED, INDEX, "config.json"]
     before, after = raw(target), raw(tmp_path / "out")

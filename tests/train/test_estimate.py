@@ -22,6 +22,8 @@ SETTINGS: dict[str, dict[str, object]] = {
     "dflash": {"num_layers": 2},
     "dflash2": {"num_layers": 2},
     "dspark": {"num_layers": 2},
+    "lilicorr": {"num_layers": 2, "lilicorr_factor_dim": 16},
+    "xpress": {"num_layers": 2, "xpress_rank": 16},
 }
 
 
@@ -45,7 +47,7 @@ def test_the_estimate_is_what_the_runtime_accepts(kind: str, changes: dict[str, 
     prompts = [torch.randint(6, 128, (n,)).tolist() for n in (3, 11, 6)]
     depth = 4
     requests = [Request(prompt, max_new_tokens=20 + n) for n, prompt in enumerate(prompts)]
-    if kind in ("dflash", "dflash2", "dspark"):  # which begin with no guess at all
+    if kind in ("dflash", "dflash2", "dspark", "lilicorr", "xpress"):  # which begin with no guess at all
         plain = Engine(target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)
         learn(head, target, [[*prompt, *output.tokens] for prompt, output in zip(prompts, plain, strict=True)])
     engine = Engine(target, head, EngineOptions(shape=parse_shape(f"chain:{depth}"), batch_size=2, max_length=64))

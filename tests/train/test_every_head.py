@@ -29,6 +29,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash": BLOCK | {"kind": "dflash", "weights": "d_pace"},
     "dflash2": BLOCK | {"kind": "dflash2", "selector_rank": 8},
     "dspark": BLOCK | {"kind": "dspark", "markov_rank": 8},
+    "lilicorr": BLOCK | {"kind": "lilicorr", "lilicorr_hidden_size": 16, "lilicorr_factor_dim": 8},
+    "xpress": BLOCK | {"kind": "xpress", "xpress_rank": 16, "xpress_mlp_hidden": 64},
     "distill": {"kind": "draft", "layers": [0, 7]},
 }
 

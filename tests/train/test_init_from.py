@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from heads.saved import load_head
 from tests.closeness import assert_close
-from tests.heads.published_heads import RAW, eagle3, write
+from tests.heads.published_heads import RAW, ZLAB, dflash, eagle3, write
 from tests.runs import Settings, WriteRecipe
 from train.entry import attempt
 from train.recipe import load_recipe
@@ -38,3 +38,17 @@ def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, writ
     assert attempt("eagle", [str(folder / "recipe.yaml"), "output_dir=" + str(folder.parent / "again")]) == 0
     words = [str(write_recipe(small)), "output_dir=" + str(folder.parent / "from-run"), f"head.init_from={folder}"]
     assert attempt("eagle", words) == 0
+
+
+def test_a_run_from_a_head_of_another_kind_says_what_it_took(
+    small: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "dflash", ZLAB, dflash().to_checkpoint())
+    small["head"] = {"kind": "xpress", "init_from": path, "num_anchors": 8}
+    small["eval"] |= {"tree": "chain:3"}
+    assert attempt("xpress", [str(write_recipe(small))]) == 0
+    said = capsys.readouterr().err
+    assert f"head.init_from: {path} holds a dflash; taken: fc, hidden_norm, layers.*.input_layernorm, " in said
+    assert "norm; new: xpress_head; left out: none" in said
+    saved = load_file(Path(small["output_dir"]) / "checkpoints/step-2/head.safetensors")
+    assert_close(saved["fc.weight"], dflash().fc.weight, roundings=256)

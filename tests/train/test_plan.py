@@ -126,6 +126,14 @@ HEADS_OF: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5},
     "dflash2": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5, "selector_rank": 8},
     "dspark": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5, "markov_rank": 8},
+    "lilicorr": {
+        **{"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5, "lilicorr_hidden_size": 64},
+        "lilicorr_factor_dim": 32,
+    },
+    "xpress": {
+        **{"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5, "xpress_rank": 16},
+        "xpress_mlp_hidden": 64,
+    },
     "draft": {"layers": [0, 1]},
 }
 

@@ -30,6 +30,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash": BLOCK,
     "dflash2": BLOCK | {"selector_rank": 4},
     "dspark": BLOCK | {"markov_rank": 4},
+    "lilicorr": BLOCK | {"lilicorr_num_heads": 2, "lilicorr_factor_dim": 8},
+    "xpress": BLOCK | {"xpress_rank": 4, "xpress_mlp_hidden": 8, "xpress_topc": 16},
 }
 WARM = Sampling(0.9, seed=4), Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01, seed=-8)
 SAMPLINGS = {"greedy": (Sampling(),), "sampled": WARM, "mixed": (Sampling(), *WARM)}

@@ -16,6 +16,8 @@ from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
 from heads.methods.dflash import DFlash, DFlashConfig
 from heads.methods.dflash2 import DFlash2, DFlash2Config
 from heads.methods.dspark import DSpark, DSparkConfig
+from heads.methods.lilicorr import LiLiCorr, LiLiCorrConfig
+from heads.methods.xpress import XPress, XPressConfig
 from heads.targets.slots import ancestors
 from tests.eval.runtime.enumeration import EveryDraw, Toy, draws_of, prefixes_of, sum_over_tests
 from tests.heads.small_heads import BLOCK_SIZES
@@ -192,6 +194,10 @@ HEADS: dict[str, Callable[[], Any]] = {
     # Of three tokens it chooses among two: q is 0 at the third.
     "dflash2": lambda: DFlash2(DFlash2Config(**SETTINGS, conv_group_size=4, selector_rank=4, selector_top_k=2)),
     "dspark": lambda: DSpark(DSparkConfig(**SETTINGS, markov_rank=4)),
+    "lilicorr": lambda: LiLiCorr(
+        LiLiCorrConfig(**SETTINGS, lilicorr_candidate_topk=2, lilicorr_num_heads=2, lilicorr_factor_dim=4)
+    ),
+    "xpress": lambda: XPress(XPressConfig(**SETTINGS, xpress_rank=4, xpress_mlp_hidden=6, xpress_topc=2)),
 }
 
 

@@ -62,10 +62,17 @@ def change_weights(folder: Path, change: Callable[[Weights], object]) -> None:
     save_file(weights, file)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "lilicorr", "xpress"])
 def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
     """A folder that either would misread is refused by name."""
-    more = {"dflash": {}, "dflash2": {"conv_group_size": 8, "selector_rank": 6}, "dspark": {"markov_rank": 6}}
+    more: dict[str, dict[str, Any]] = {
+        "dflash": {},
+        "dflash2": {"conv_group_size": 8, "selector_rank": 6},
+        "dspark": {"markov_rank": 6},
+        "lilicorr": {"lilicorr_hidden_size": 16, "lilicorr_factor_dim": 6, "conv_kernel_size": 2, "conv_group_size": 8},
+        "xpress": {"xpress_rank": 16, "xpress_mlp_hidden": 64, "xpress_topc": 0},
+    }
+    engines = {VLLM} if kind == "xpress" else {VLLM, SGLANG}
     settings: dict[str, Any] = {"block_size": 5, "num_layers": 2, **more[kind]}
 
     def own_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -78,12 +85,12 @@ def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: 
     assert own["target_layer_ids"] == [1, 5] and own["mask_token_id"] == 2  # of the layers left, not entered
     assert (config["block_size"], config["num_target_layers"], config["layer_types"]) == (5, 8, ["full_attention"] * 2)
     names = load_file(folder / "model.safetensors").keys()
-    assert not {name for name in names if "embed" in name or "lm_head" in name or name in ("d2t", "t2d")}
+    assert not {name for name in names if "embed_tokens" in name or "lm_head" in name or name in ("d2t", "t2d")}
     found = verdicts(folder)
-    assert serving(found) == {VLLM, SGLANG} and why_unfit([*found.values()]) is None
-    method = kind.removesuffix("2")
+    assert serving(found) == engines and why_unfit([*found.values()]) is None
+    method = kind if kind == "dspark" else "dflash"
     assert f'"method": "{method}"' in found[VLLM].command
-    assert f"--speculative-algorithm {method.upper()} " in found[SGLANG].command
+    assert SGLANG not in engines or f"--speculative-algorithm {method.upper()} " in found[SGLANG].command
     assert serving(verdicts(folder, architecture="Qwen2ForCausalLM")) == {VLLM}
     assert serving(verdicts(folder, architecture="MixtralForCausalLM")) == set()
     changes: list[tuple[Callable[[dict[str, Any]], object], str]] = [
@@ -94,13 +101,30 @@ def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: 
     if kind == "dflash2":
         changes.append((lambda c: own_of(c).pop("selector_top_k"), "dflash_config.selector_top_k: expected a positive"))
         changes.append((lambda c: own_of(c).update(conv_kernel_size=3), "attention_conv.base_kernel: expected (2, 3,"))
+    if kind == "lilicorr":
+        changes.append((lambda c: own_of(c).pop("lilicorr_factor_dim"), "lilicorr_factor_dim: expected a positive"))
+        changes.append((lambda c: own_of(c).update(lilicorr_num_layers=3), "lilicorr.layers.2.attn.in_proj_bias: exp"))
+    if kind == "xpress":
+        changes.append((lambda c: c.update(xpress_rank=32), "xpress_head.down_g.weight: expected (32, 32)"))
     before = (folder / "config.json").read_text()
     for change, fault in changes:
         change_config(folder, change)
-        assert all(fault in " ".join(verdict.faults) for verdict in verdicts(folder).values()), fault
+        found = verdicts(folder)
+        assert all(fault in " ".join(found[engine].faults) for engine in engines), fault
         (folder / "config.json").write_text(before)
     change_weights(folder, lambda w: w.pop("hidden_norm.weight"))
-    assert all(verdict.faults[0].startswith("hidden_norm.weight") for verdict in verdicts(folder).values())
+    assert all(verdicts(folder)[engine].faults[0].startswith("hidden_norm.weight") for engine in engines)
+
+
+def test_what_vllms_kernels_take_of_xpress(target: FrozenTarget, tmp_path: Path) -> None:
+    """Any other number of draft tokens than the trained one reads the mixer with a wrong stride, so none is offered."""
+    settings: dict[str, Any] = {"block_size": 5, "num_layers": 2, "xpress_mlp_hidden": 64}
+    found = verdicts(save(tmp_path / "head", target, "xpress", xpress_rank=24, **settings))
+    assert not serving(found) and "power of two" in found[VLLM].reason and not found[VLLM].faults
+    folder = save(tmp_path / "other", target, "xpress", xpress_rank=16, **settings)
+    assert '"num_speculative_tokens": 4' in check_loaders(folder, steps=2)[0].command
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["xpress_num_passes"], config["xpress_block_size"], config["xpress_topc"]) == (4, 5, 128)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from torch.nn.functional import pad
 from heads.core.contract import Batch
 from heads.core.errors import UserError
 from heads.core.tree import Proposal, parse_shape
-from heads.methods.block import DraftBlockHead
+from heads.methods.block import BlockState, DraftBlockHead
 from heads.methods.block_attention import Blocks, Reach, Sight, all_blocks, by_pieces, by_tiles, draw_blocks
 from heads.methods.dflash import DFlash, DFlashConfig
 from heads.methods.dflash2 import DFlash2, DFlash2Config
 from heads.methods.dspark import DSpark, DSparkConfig
-from heads.methods.growth import SlotState
 from heads.methods.head_shape import spread_layer_ids
+from heads.methods.lilicorr import LiLiCorr, LiLiCorrConfig
+from heads.methods.xpress import XPress, XPressConfig
 from heads.targets.masks import TILE
 from tests.closeness import assert_close
 from tests.heads.small_heads import BLOCK_SIZES, greedy, observe, random_batch, rope, seen, token_paths
@@ -34,11 +36,18 @@ HEADS: dict[str, Callable[..., DraftBlockHead]] = {
     "dflash": lambda **settings: DFlash(DFlashConfig(**settings)),
     "dflash2": lambda **settings: DFlash2(DFlash2Config(**settings)),
     "dspark": lambda **settings: DSpark(DSparkConfig(**settings)),
+    "lilicorr": lambda **settings: LiLiCorr(LiLiCorrConfig(**settings)),
+    "xpress": lambda **settings: XPress(XPressConfig(**settings)),
 }
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash2": {"conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6},
     "dspark": {"markov_rank": 5},
+    "lilicorr": {
+        **{"lilicorr_candidate_topk": 8, "lilicorr_hidden_size": 12, "lilicorr_num_heads": 2},
+        **{"lilicorr_mlp_ratio": 1.5, "lilicorr_factor_dim": 5, "lattice_margin_weight": 0.5},
+    },
+    "xpress": {"xpress_rank": 6, "xpress_mlp_hidden": 10, "xpress_topc": 7},
 }
 
 
@@ -134,6 +143,101 @@ def plain_markov(head: DSpark, before: int) -> Tensor:
     return head.markov_head.markov_w2.weight @ head.markov_head.markov_w1.weight[before]
 
 
+def plain_lattice(head: LiLiCorr, batch: Batch, states: Tensor, newest: Tensor) -> tuple[list[list[int]], Any]:
+    """The candidates of each row of a block with states (K, D), and a function (row, a, b) -> score of the b-th
+    candidate of a row behind the a-th of the row before it. newest (D,): the context before the root."""
+    net: Any = head.lilicorr
+    c, K = head.config, len(states)
+    h, k, H = c.lattice_width, c.lilicorr_candidate_topk, c.lilicorr_num_heads
+    logs = (states @ lm_head(batch).T).log_softmax(-1)
+    candidates = [row.argsort(descending=True)[:k].tolist() for row in logs]
+    nodes = []
+    for row, tokens in enumerate(candidates):
+        for rank, token in enumerate(tokens):
+            log, first = logs[row, token], logs[row, tokens[0]]
+            features = torch.stack(
+                [log, log.exp(), log - first, log.new_tensor(rank / (k - 1)), log.new_tensor(float(rank == 0))]
+            )
+            node = net.pass_hidden_proj(states[row]) + net.feature_mlp(net.feature_norm(features))
+            embedding = batch.shared.embed_tokens(torch.tensor(token))
+            node = node + (embedding if h == D else net.token_proj(embedding))
+            nodes.append(node + net.slot_embedding[0, 0, row, 0] + net.rank_embedding[0, 0, 0, rank])
+    x = torch.stack(nodes)
+    slot = torch.arange(K * k) // k
+    apart = slot[:, None] - slot
+    for layer in net.layers:
+        u = layer.attn_norm(x)
+        q, keys, v = (u @ layer.attn.in_proj_weight.T + layer.attn.in_proj_bias).split(h, -1)
+        found = []
+        for i in range(H):
+            part = slice(i * h // H, (i + 1) * h // H)
+            scores = q[:, part] @ keys[:, part].T / math.sqrt(h // H)
+            bias = net.relative_slot_bias[i, apart + c.block_size - 1] + net.same_slot_bias[i] * (apart == 0)
+            found.append((scores + bias).softmax(-1) @ v[:, part])
+        x = x + layer.attn.out_proj(torch.cat(found, -1))
+        x = x + layer.mlp(layer.mlp_norm(x))
+    x, anchor = net.output_norm(x), net.anchor_norm(net.context_proj(newest))
+    inner = [torch.nn.functional.silu(net.factor_input_proj(torch.cat([y, anchor, y * anchor]))) for y in x]
+
+    def score(row: int, a: int, b: int) -> Tensor:
+        leaving = net.out_head(inner[(row - 1) * k + a]) if row else net.anchor_out_head(anchor)
+        entering = net.in_head(inner[row * k + b])
+        cosine: Tensor = leaving @ entering / leaving.norm() / entering.norm()
+        return c.lilicorr_logit_scale * cosine
+
+    return candidates, score
+
+
+def plain_succession(head: LiLiCorr, batch: Batch, b: int, anchor: int, states: Tensor) -> Callable[[int, int], Tensor]:
+    """(row, token before) -> logits (V,), of which those of the candidates alone are finite; all alike behind a token
+    that is no candidate."""
+    newest = head.fuse(batch.aux_hidden_states[b, anchor - 1])
+    candidates, score = plain_lattice(head, batch, states, newest)
+
+    def logits(row: int, before: int) -> Tensor:
+        made, k = torch.full((V,), -torch.inf, dtype=torch.float64), len(candidates[row])
+        if row and before not in candidates[row - 1]:
+            made[candidates[row]] = 0.0
+            return made
+        a = candidates[row - 1].index(before) if row else 0
+        made[candidates[row]] = torch.stack([score(row, a, i) for i in range(k)])
+        return made
+
+    return logits
+
+
+def plain_refined(head: XPress, states: Tensor, path: list[int]) -> Tensor:
+    """(V,) what the refiner adds to the logits of the row behind a path from the root on. states (R, D): of all
+    rows."""
+    net, mean = head.xpress_head, states.mean(0)
+    before = [path[0], *path]
+    x = [
+        net.in_proj.weight @ torch.cat([net.down_h(state), net.down_g(mean), net.w1.weight[token]])
+        for state, token in zip(states, before, strict=False)
+    ]
+    last = len(x) - 1
+    y = x[-1] + sum(net.mix.L[:, last, i] * x[i] for i in range(len(x)))
+    added: Tensor = net.w2.weight @ (y + net.mlp(y))
+    return added
+
+
+def plain_lattice_loss(head: LiLiCorr, logits: Tensor, p: Tensor, label: int) -> Tensor:
+    """What one row adds to the loss, from its logits by the lattice (V,) and the target's distribution p (V,)."""
+    config, kept = head.config, logits.isfinite()
+    logq = logits.log_softmax(-1)
+    truth = torch.eye(V)[label].double() if config.loss == "labels" else p
+    loss = -config.lattice_ce_weight * (truth * logq)[kept].sum()
+    if kept[label]:
+        others = kept.clone()
+        others[label] = False
+        loss = (
+            loss + config.lattice_margin_weight * (config.lattice_margin - logits[label] + logits[others].max()).relu()
+        )
+        gaps = (p[label].log() - p.log()).clamp_min(0)
+        loss = loss + config.lattice_penalty_weight * (logq.exp() * gaps)[kept].sum()
+    return loss
+
+
 def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted losses (K,), weights (K,) and unweighted losses (K,), summed over blocks, all logits at once."""
     config, K = head.config, head.depth
@@ -146,7 +250,15 @@ def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Ten
             if not blocks.live[b, n]:
                 continue
             states = plain_block(head, batch, b, anchor, config.block_size)
-            losses, probs = [], []
+            losses, probs, held = [], [], True
+            lattice = plain_succession(head, batch, b, anchor, states[1:]) if isinstance(head, LiLiCorr) else None
+            root, read = int(batch.tokens[b, anchor]), []
+            if isinstance(head, XPress):
+                best = (states[1:] @ matrix.T).argmax(-1).tolist()
+                for _ in range(config.consistency_passes):
+                    read.append([root, *best[:-1]])
+                    made = [matrix @ states[j + 1] + plain_refined(head, states, read[-1][: j + 1]) for j in range(K)]
+                    best = [int(row.argmax()) for row in made]
             for k in range(K):
                 label = anchor + 1 + k
                 if label >= batch.tokens.shape[1] or not batch.loss_mask[b, label]:
@@ -166,6 +278,20 @@ def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Ten
                         truth = torch.eye(len(p))[token].double() if config.loss == "labels" else p
                         kept = choice.isfinite()
                         losses[-1] = losses[-1] - config.selector_weight * (truth * logq)[kept].sum()
+                    if isinstance(head, LiLiCorr) and lattice is not None:
+                        choice = lattice(k, int(batch.tokens[b, label - 1]))
+                        if held:
+                            losses[-1] = losses[-1] + plain_lattice_loss(head, choice, p, token)
+                        held = held and bool(choice[token].isfinite())
+                    if isinstance(head, XPress):
+                        path = batch.tokens[b, anchor:label].tolist()
+                        paths = [path, *(before[: k + 1] for before in read)]
+                        logs = [(logits + plain_refined(head, states, path)).log_softmax(-1) for path in paths]
+                        each = [-log[token] if config.loss == "labels" else (p * (p.log() - log)).sum() for log in logs]
+                        losses[-1] = each[0] + config.base_weight * losses[-1]
+                        if each[1:]:
+                            losses[-1] = losses[-1] + config.consistency_weight * torch.stack(each[1:]).mean()
+                        logq = logs[0]
                 else:
                     assert isinstance(head, DSpark) and head.confidence_head is not None
                     w1 = head.markov_head.markov_w1.weight[batch.tokens[b, label - 1]]
@@ -200,6 +326,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dspark", {"sliding_window": 4}),
     ("dspark", {}),
     ("dspark", {"weights": "d_pace", "kl_weight": 0.5}),
+    ("lilicorr", {}),
+    (
+        "lilicorr",
+        {
+            "loss": "labels",
+            "weights": "d_pace",
+            "lilicorr_candidate_topk": 16,
+            "lilicorr_hidden_size": 16,
+            "conv_kernel_size": 2,
+        },
+    ),
+    ("xpress", {}),
+    ("xpress", {"loss": "labels", "weights": "d_pace", "consistency_passes": 1}),
+    ("xpress", {"consistency_passes": 0, "base_weight": 0.0}),
 ]
 
 
@@ -225,7 +365,7 @@ def test_loss_and_gradients_equal_the_plain_formula(kind: str, changes: dict[str
         torch.testing.assert_close(parameter.grad / divisor, wanted[name], msg=name, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", HEADS)
 def test_no_tensor_holds_the_logits_of_all_rows(
     kind: str, largest_tensor: Callable[[Callable[[], object]], int]
 ) -> None:
@@ -344,7 +484,7 @@ def tiles(seen: Tensor) -> Tensor:
 # Drafting
 
 
-def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> SlotState:
+def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> BlockState:
     B, T = batch.tokens.shape
     return head.new_state(batch.shared, batch_size=B, capacity=T + 8, shape=parse_shape(shape))
 
@@ -358,6 +498,8 @@ DRAFTING: list[tuple[str, dict[str, Any]]] = [
     ("dflash2", {"conv_kernel_size": 4, "sliding_window": 6, "sliding_causal": False}),
     ("dspark", {}),
     ("dspark", {"rope_scaling": SCALED}),
+    ("lilicorr", {"conv_kernel_size": 2, "conv_group_size": 4}),
+    ("xpress", {"causal": True}),
     ("dspark", {"sliding_window": 4, "layer_types": ("sliding_attention", "sliding_attention")}),
 ]
 
@@ -369,10 +511,10 @@ def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any], 
     head, batch = make_head(kind, **changes), make_batch([[20], [20]])
     lengths = [9, 13]
     state = seen(head, batch, f"chain:{depth}", lengths)
-    drafted = head.draft_states(state)
+    drafted = head.draft_states(state).states[:, head.first_row :]
     anchors = torch.tensor(lengths)[:, None]
     blocks = Blocks(anchors, torch.ones_like(anchors).bool())
-    trained = head.unroll(batch, blocks, depth + head.first_row)[:, 0, head.first_row :]
+    trained = head.unroll(batch, blocks, depth + head.first_row).states[:, head.first_row :]
     torch.testing.assert_close(drafted, trained, atol=1e-12, rtol=0)
     for b, n in enumerate(lengths):
         plain = plain_block(head, batch, b, n, depth + head.first_row)[head.first_row :]
@@ -423,6 +565,54 @@ def test_a_row_of_dspark_is_conditioned_on_the_token_drafted_before_it() -> None
         scores_are_of_paths(proposal, lambda k, before: lm_head(batch) @ states[k] + plain_markov(head, before[-1]))
 
 
+def behind_the_last(logits: Callable[[int, int], Tensor], k: int, path: list[int]) -> Tensor:
+    return logits(k, path[-1])
+
+
+@pytest.mark.parametrize("width", [12, 16])
+def test_a_row_of_lilicorr_is_scored_by_the_candidate_before_it(width: int) -> None:
+    head, batch = make_head("lilicorr", lilicorr_hidden_size=width), make_batch([[20]])
+    assert isinstance(head, LiLiCorr)
+    for shape, rows in (("tree:3x4x25", 4), ("chain:2", 3)):
+        logits = plain_succession(head, batch, 0, 9, plain_block(head, batch, 0, 9, rows)[1:])
+        proposal = head.propose(seen(head, batch, shape, [9]), greedy)
+        scores_are_of_paths(proposal, partial(behind_the_last, logits))
+    with pytest.raises(UserError, match="9 children of a node, the head drafts 8 tokens"):
+        new_state(head, batch, "tree:2x9x10")
+
+
+@pytest.mark.parametrize("count", [0, 7])
+def test_a_row_of_xpress_depends_on_all_tokens_before_it(count: int) -> None:
+    head, batch = make_head("xpress", xpress_topc=count), make_batch([[20]])
+    assert isinstance(head, XPress)
+    for shape, rows in (("tree:3x3x20", 4), ("static:3.2.1", 4), ("chain:2", 3)):
+        states = plain_block(head, batch, 0, 9, rows)
+        scores_are_of_paths(
+            head.propose(seen(head, batch, shape, [9]), greedy), partial(plain_refinement, head, lm_head(batch), states)
+        )
+
+
+def plain_refinement(head: XPress, matrix: Tensor, states: Tensor, k: int, path: list[int]) -> Tensor:
+    """(V,) logits of the k-th draft token, of which those of the likeliest before the refiner alone are finite."""
+    base = matrix @ states[k + 1]
+    least = base.sort(descending=True).values[head.config.candidates - 1]
+    return (base + plain_refined(head, states, path)).masked_fill(base < least, -torch.inf)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_what_is_foreseen_is_what_is_drafted(kind: str) -> None:
+    """At every root, as long as the drafts are the text's own."""
+    head, batch = make_head(kind), make_batch([[20]])
+    for anchor in range(4, 16):
+        state = seen(head, batch, "chain:3", [anchor])
+        state.root.copy_(batch.tokens[:, anchor])
+        drafted = head.propose(state, greedy).tokens[0, 1:]
+        text = batch.tokens.clone()
+        text[0, anchor + 1 : anchor + 4] = drafted
+        told = dataclasses.replace(batch, tokens=text, embeddings=batch.shared.embed_tokens(text))
+        assert head.foresees(told, 3)[:, 0, anchor - 1].all()
+
+
 def test_observing_in_pieces_equals_observing_at_once() -> None:
     """Rounds observe a ragged handful of positions at a time, with padding behind; no block stays in the cache."""
     head, batch = make_head("dspark"), make_batch([[20], [20]])
@@ -457,4 +647,4 @@ def test_a_block_begins_where_its_document_does_whatever_the_positions() -> None
     head = make_head("dflash", num_anchors=32)
     moved = dataclasses.replace(batch, positions=batch.positions + 40 * (batch.documents == 1))
     for rows in (2, 4):
-        torch.testing.assert_close(head.unroll(moved, blocks, rows), head.unroll(batch, blocks, rows))
+        torch.testing.assert_close(head.unroll(moved, blocks, rows).states, head.unroll(batch, blocks, rows).states)
