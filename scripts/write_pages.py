@@ -76,6 +76,15 @@ class Found:
         rows = dict.fromkeys((method, draft) for method, draft, _ in self.figures)
         self.rows = sorted(rows, key=lambda row: (order.index(row[0].partition(",")[0]), row[0]))
 
+    @property
+    def longest(self) -> list[tuple[str, str]]:
+        """The rows without those of a chain that is shorter than another of the same method."""
+        chains: dict[str, int] = {}
+        for method, draft in self.rows:
+            if draft.startswith("chain:"):
+                chains[method] = max(chains.get(method, 0), chain_length(draft))
+        return [row for row in self.rows if chain_length(row[1]) in (0, chains.get(row[0]))]
+
     def tau(self, row: tuple[str, str], suite: str, way: str) -> str:
         """Return tau on a suite, with its interval, or under `MEAN` the mean of all suites."""
         of_suites = self.figures.get((*row, way), {})
@@ -107,6 +116,10 @@ class Found:
         )
 
 
+def chain_length(draft: str) -> int:
+    return int(draft.removeprefix("chain:")) if draft.startswith("chain:") else 0
+
+
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table without the columns in which nothing was measured."""
     kept = [n for n in range(len(columns)) if any(row[n] != format.MISSING for row in rows)]
@@ -116,25 +129,23 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def first_table(pattern: str) -> str:
     """Return each method's longest chain, without intervals of tau."""
-    found, chains = Found(pattern), dict[str, str]()
-    for method, draft in found.rows:
-        if draft.startswith("chain:"):
-            chains[method] = max(chains.get(method, draft), draft, key=lambda chain: int(chain.partition(":")[2]))
+    found = Found(pattern)
     columns = ["method", "draft", *(f"tau, {suite}" for suite in found.suites), f"tau, {found.average}, T = 1"]
     rows = []
-    for row in chains.items():
+    for row in filter(lambda row: chain_length(row[1]), found.longest):
         taus = [found.tau(row, suite, GREEDY) for suite in found.suites] + [found.tau(row, found.average, "T = 1")]
         rows.append([*row, *(tau.partition(" ")[0] for tau in taus), found.speedup(row)])
     return f"{markdown([*columns, f'speedup, {found.suites[0]}'], rows)}\n\n{found.caption()}"
 
 
 def all_table(pattern: str, *, speeds: bool = True) -> str:
-    """Return every draft of every method."""
+    """Return every draft of every method; without speedups, of chains the longest."""
     found = Found(pattern)
     cells = [(suite, GREEDY) for suite in found.suites if found.average == MEAN]
     cells += [(found.average, way) for way in (GREEDY, "T = 1", "T = 1, ratio", "greedy, served", "T = 1, served")]
     columns = ["method", "draft", *(f"tau, {suite}, {way}" for suite, way in cells)]
-    rows = [[*row, *(found.tau(row, *cell) for cell in cells), *[found.speedup(row)] * speeds] for row in found.rows]
+    drafts = found.rows if speeds else found.longest
+    rows = [[*row, *(found.tau(row, *cell) for cell in cells), *[found.speedup(row)] * speeds] for row in drafts]
     return f"{markdown(columns + [f'speedup, {found.suites[0]}, greedy'] * speeds, rows)}\n\n{found.caption()}"
 
 

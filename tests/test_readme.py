@@ -347,7 +347,8 @@ def test_the_tree_of_files_is_true() -> None:
 
 
 def test_every_recipe_is_listed() -> None:
-    listed = re.findall(r"^\| `(\S+\.yaml)` \|", (ROOT / "recipes/README.md").read_text(), re.MULTILINE)
+    table = [line for line in (ROOT / "recipes/README.md").read_text().splitlines() if line.startswith("| ")]
+    listed = re.findall(r"`([\w.-]+\.yaml)`", "\n".join(table))
     assert sorted(listed) == sorted(path.name for path in (ROOT / "recipes").glob("*.yaml"))
 
 
