@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from eval.measure.command import Parser
 from eval.measure.prompts import suite_name
 from eval.measure.results import Results
 from eval.pages import format
@@ -197,7 +198,8 @@ def pages() -> dict[Path, str]:
     return {**texts, ROOT / "recipes/KEYS.md": keys_page(Recipe)}
 
 
-def main(_: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
+    Parser("Write KEYS.md and the tables of measurements in pages.").parse_args(arguments)
     for page, text in pages().items():
         page.write_text(text, encoding="utf-8")
     return 0

@@ -210,11 +210,11 @@ def test_an_output_dir_in_use(here: Path, refused: Any) -> None:
     assert "linked is a link to gone, which is not there" in refused(lambda: train("output_dir=linked/run"))
 
 
-def test_a_comparison_is_not_rendered_again(here: Path, refused: Any) -> None:
+def test_a_damaged_comparison_is_refused(here: Path, refused: Any) -> None:
     (here / "out").mkdir()
     (here / "out/compare.json").write_text('{"schema_version": 1}')
     for path in (here / "out", here / "out/compare.json"):
-        assert "by comparing again" in refused(lambda path=path: exit_status(lambda: report.main([str(path)])))
+        assert "expected a results.json" in refused(lambda path=path: exit_status(lambda: report.main([str(path)])))
 
 
 def test_nothing_to_draft_is_given_at_the_first_measurement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
