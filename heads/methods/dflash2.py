@@ -132,6 +132,12 @@ class CandidateSelector(nn.Module):
         return self.predecessor_codebook[previous] * self.hidden_projection(states)  # type: ignore[no-any-return]
 
 
+def reset_convolutions(head: nn.Module) -> None:
+    for module in head.modules():
+        if isinstance(module, BlockConvolution):
+            module.reset()
+
+
 class DFlash2(DFlash):
     """DFlash2 head. vLLM and SGLang use the same tensor names."""
 
@@ -148,9 +154,7 @@ class DFlash2(DFlash):
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
         super().initialise(probe)
-        for module in self.modules():
-            if isinstance(module, BlockConvolution):
-                module.reset()
+        reset_convolutions(self)
 
     def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
         selector = self.candidate_selector

@@ -40,7 +40,7 @@ from heads.core.tree import TreeShape, check_width
 from heads.methods.block import BlockStates, Follow
 from heads.methods.block_loss import BlockLoss, BlockTask, block_loss
 from heads.methods.dflash import DFlash, DFlashConfig
-from heads.methods.dflash2 import BlockConvolution, ConvolvedLayer
+from heads.methods.dflash2 import ConvolvedLayer, reset_convolutions
 from heads.methods.labels import LABELS
 from heads.methods.layers import MOST, Attention, DecoderLayer, RMSNorm
 from heads.methods.settings import LiLiCorrSettings
@@ -228,10 +228,9 @@ class LiLiCorr(DFlash):
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
         super().initialise(probe)
-        for module in self.modules():
-            if isinstance(module, BlockConvolution):
-                module.reset()
-            elif isinstance(module, nn.Linear) and module.bias is not None:
+        reset_convolutions(self)
+        for module in self.lilicorr.modules():
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
         self.lilicorr.begin_by_rank()
 
