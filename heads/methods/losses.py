@@ -7,7 +7,7 @@ cross-entropy). Only the gradients of the draft's states and of its output weigh
 Letters: R supervised labels, C rows of a chunk, K depths, D hidden, V target vocabulary, Vd draft vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -162,7 +162,7 @@ def check_loss_settings(config: Any, also: str | None = None) -> None:
 
 def draft_loss(
     states: Tensor,
-    weight: Tensor,
+    weight: Tensor | Sequence[Tensor],
     valid: Tensor,
     hidden: Tensor,
     target_logits: Callable[[Tensor], Tensor],
@@ -175,9 +175,10 @@ def draft_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the draft's divergence from the target at R supervised labels and K depths.
 
-    states (K, R, D): the draft's normed states; weight (Vd, D): its output head; valid (K, R) bool: rows that exist at
-    that depth; hidden (R, D'): the target's post-norm states that predict the labels; target_logits: (C, D') -> (C, V)
-    float32; kept (Vd,) int64: the target ids of the draft vocabulary; scale (K,): the factor of each depth's sum.
+    states (K, R, D): the draft's normed states; weight (Vd, D): its output head, or K of them, one for each depth;
+    valid (K, R) bool: rows that exist at that depth; hidden (R, D'): the target's post-norm states that predict the
+    labels; target_logits: (C, D') -> (C, V) float32; kept (Vd,) int64: the target ids of the draft vocabulary;
+    scale (K,): the factor of each depth's sum.
 
     p is renormalised over the draft vocabulary. As in EAGLE-3, the loss leaves out rows whose likeliest token is
     outside it, because the draft cannot be right there. Returns the scaled loss () and, detached, sums (K,), `correct`
@@ -185,8 +186,9 @@ def draft_loss(
     `soft_cap`: the draft's logits z are soft_cap * tanh(z / soft_cap). `chunk` sets the number of rows handled at once.
     """
     divergence = LOSSES[loss] if isinstance(loss, str) else loss
+    weights = (weight,) if isinstance(weight, Tensor) else weight
     total, sums, correct, overlap = _DraftLoss.apply(  # type: ignore[no-untyped-call]
-        states, weight, valid, hidden, target_logits, kept, scale, divergence, soft_cap, chunk
+        states, valid, hidden, target_logits, kept, scale, divergence, soft_cap, chunk, *weights
     )
     return total, sums, correct, overlap
 
@@ -208,7 +210,6 @@ class _DraftLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         states: Tensor,
-        weight: Tensor,
         valid: Tensor,
         hidden: Tensor,
         target_logits: Callable[[Tensor], Tensor],
@@ -217,13 +218,17 @@ class _DraftLoss(torch.autograd.Function):
         divergence: Divergence,
         soft_cap: float | None,
         chunk: int | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         K, R, _ = states.shape
         wide = torch.promote_types(states.dtype, torch.float32)
-        matrix = weight.to(states.dtype)
+        matrices = [weight.to(states.dtype) for weight in weights]
         grad_states = torch.empty_like(states)
         # The frozen target's own output head needs no gradient, so none is computed.
-        grad_weight = weight.new_zeros(weight.T.shape, dtype=wide).T if ctx.needs_input_grad[1] else None
+        grad_weights = [
+            weight.new_zeros(weight.T.shape, dtype=wide).T if needed else None
+            for weight, needed in zip(weights, ctx.needs_input_grad[-len(weights) :], strict=True)
+        ]
         sums, overlap = torch.zeros(2, K, dtype=wide, device=states.device)
         correct = torch.zeros(K, R, dtype=torch.bool, device=states.device)
         with torch.autocast(states.device.type, enabled=False):
@@ -235,7 +240,8 @@ class _DraftLoss(torch.autograd.Function):
                 part = slice(start, start + C)
                 best, p, acceptable = _target(target_logits(hidden[part]).to(wide), kept, draft_ids)
                 for k in range(K):
-                    state, live = states[k, part], valid[k, part]
+                    state, live, own = states[k, part], valid[k, part], k % len(weights)
+                    matrix, grad_weight = matrices[own], grad_weights[own]
                     z = matmul(state, matrix.T).to(wide)  # (C, Vd)
                     if soft_cap is not None:
                         bend = torch.tanh(z / soft_cap)
@@ -255,16 +261,19 @@ class _DraftLoss(torch.autograd.Function):
                     shared = q.probs.clamp_(max=acceptable).sum(-1)  # in place: q is not read afterwards
                     overlap[k] += vecdot(shared, live.to(wide))
                     del z, q, grad  # before the next tensors of their size are made
-        ctx.save_for_backward(grad_states, None if grad_weight is None else grad_weight.to(weight.dtype))
+        wanted = zip(grad_weights, weights, strict=True)
+        ctx.save_for_backward(
+            grad_states, *(None if grad is None else grad.to(weight.dtype) for grad, weight in wanted)
+        )
         ctx.mark_non_differentiable(sums, correct, overlap)
         return (sums * scale).sum(), sums, correct, overlap
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_states, grad_weight = ctx.saved_tensors
-        by_weight = None if grad_weight is None else grad_weight * grads[0]
-        return grad_states * grads[0], by_weight, *[None] * 8
+        grad_states, *grad_weights = ctx.saved_tensors
+        by_weight = (None if grad is None else grad * grads[0] for grad in grad_weights)
+        return grad_states * grads[0], *[None] * 8, *by_weight
 
 
 def _target(logits: Tensor, kept: Tensor, draft_ids: Tensor) -> tuple[Tensor, Distribution, Tensor]:

@@ -211,22 +211,18 @@ class Medusa(nn.Module, DraftHead):
         teacher, distribution, loss = batch.hidden[row, label - 1], batch.shared.lm_head, self.config.loss
         if loss == LABELS:
             teacher, distribution, loss = batch.tokens[row, label], certain_of_labels(V), "cross_entropy"
-        parts = [
-            draft_loss(
-                self.step(batch.hidden[row, slots[k]], k)[None],
-                self.heads[k][-1].weight,
-                valid[k : k + 1],
-                teacher,
-                distribution,
-                self.kept,
-                scale[k : k + 1],
-                loss=loss,
-            )
-            for k in range(K)
-        ]
-        total, sums, correct, overlap = zip(*parts, strict=True)
-        metrics = chain_metrics(torch.cat(correct), valid, torch.cat(overlap), row, slots, batch.tokens.shape)
-        return HeadLoss(torch.stack(total).sum(), torch.cat(sums), metrics)
+        total, sums, correct, overlap = draft_loss(
+            torch.stack([self.step(batch.hidden[row, slots[k]], k) for k in range(K)]),
+            [head[-1].weight for head in self.heads],
+            valid,
+            teacher,
+            distribution,
+            self.kept,
+            scale,
+            loss=loss,
+        )
+        metrics = chain_metrics(correct, valid, overlap, row, slots, batch.tokens.shape)
+        return HeadLoss(total, sums, metrics)
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         depth = self.config.depth

@@ -1,4 +1,5 @@
-"""A cache of features: a sealed folder, written once and read by all runs with the same target, data and layers.
+"""A cache of features: a sealed folder, written once and read by all runs with the same target and data, whose heads
+read layers that it holds.
 
 A shard holds concatenated rows without their padding: for each token the auxiliary hidden states and, last, the hidden
 state after the final norm. The key of a row is a hash of its tokens, positions and documents. Each row has a checksum.
@@ -177,20 +178,28 @@ class CachedFeatures(FeatureSource):
 
     def check(self, mixture: Mixture, aux_layer_ids: Sequence[int]) -> None:
         """Raise UserError if the folder has features of other rows or layers."""
-        wanted = describe(self.target, aux_layer_ids, self.dtype, self.precision, mixture)
+        self.streams(aux_layer_ids)
+        wanted = describe(self.target, self.about["aux_layer_ids"], self.dtype, self.precision, mixture)
         check_same(self.folder, self.about, wanted)
+
+    def streams(self, aux_layer_ids: Sequence[int]) -> list[int]:
+        """Return the indices of layers in the stored streams, and of the last hidden state. UserError if one is
+        absent."""
+        held = self.about["aux_layer_ids"]
+        if not set(aux_layer_ids) <= set(held):
+            check_same(self.folder, self.about, {"aux_layer_ids": list(aux_layer_ids)})
+        return [*(held.index(k) for k in aux_layer_ids), -1]
 
     def fetch(self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]) -> Features:
         """Return features of packed rows, (B, T) each, on the target's device. They are zero in the padding."""
-        check_same(self.folder, self.about, {"aux_layer_ids": list(aux_layer_ids)})
-        target, streams = self.target, len(aux_layer_ids) + 1
+        target, streams = self.target, self.streams(aux_layer_ids)
         dtype = target.dtype if self.dtype == "fp8" else DTYPES[self.dtype]
-        out = torch.zeros(*tokens.shape, streams, target.hidden_size, dtype=dtype)
+        out = torch.zeros(*tokens.shape, len(streams), target.hidden_size, dtype=dtype)
         for row, parts in enumerate(zip(tokens.cpu(), positions.cpu(), documents.cpu(), strict=True)):
             key = row_key(*parts)
             if key not in self.shards:
                 raise UserError(f"features.folder {self.folder}: lacks a row that is asked for; {REMEDY}")
-            out[row, parts[2] >= 0] = decode(*self.shards[key].read(key)).to(dtype)
+            out[row, parts[2] >= 0] = decode(*self.shards[key].read(key))[:, streams].to(dtype)
         moved = out.to(target.device, non_blocking=True)
         return Features(moved[:, :, :-1].flatten(2), moved[:, :, -1])
 

@@ -88,6 +88,22 @@ def test_values_and_gradients_equal_the_full_form(
     assert not sums.requires_grad
 
 
+def test_each_depth_may_have_its_own_output_head() -> None:
+    c = case()
+    weights = [(c["weight"].detach() * (k + 1)).requires_grad_() for k in range(K)]
+    found = draft_loss(**c | {"weight": weights}, chunk=25)
+    alone = [
+        draft_loss(**c | {name: c[name][k : k + 1] for name in ("states", "valid", "scale")} | {"weight": weights[k]})
+        for k in range(K)
+    ]
+    inputs = [c["states"], *weights]
+    total = torch.stack([parts[0] for parts in alone]).sum()
+    for a, b in zip(torch.autograd.grad(found[0], inputs), torch.autograd.grad(total, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+    for a, parts in zip(found[1:], list(zip(*alone, strict=True))[1:], strict=True):
+        torch.testing.assert_close(a, torch.cat(parts))
+
+
 def test_jsd_nears_both_divergences() -> None:
     """Divided by beta, or by 1 - beta, it goes to KL(p || q) and to KL(q || p) (arXiv 2306.13649, section 2)."""
     q, p = (Distribution(logits) for logits in torch.randn(2, 6, 9, dtype=torch.float64))

@@ -51,6 +51,18 @@ def test_training_from_a_folder_is_training(
     assert same(weights(train_in(filled, write_recipe), 6), weights(own, 6))
 
 
+def test_a_folder_serves_heads_that_read_fewer_layers(
+    filled: Settings, settings: Settings, write_recipe: WriteRecipe, fresh: Callable[[], None]
+) -> None:
+    fewer = {"head": filled["head"] | {"aux_layer_ids": [4]}}
+    found = weights(train_in(filled | fewer, write_recipe), 6)
+    fresh()
+    assert same(found, weights(train_in(settings | fewer, write_recipe), 6))
+    fresh()
+    with pytest.raises(UserError, match=r"aux_layer_ids: holds \[2, 4, 5\], expected \[1, 2\]; fill another"):
+        train(write_recipe(filled | {"head": filled["head"] | {"aux_layer_ids": [1, 2]}}))
+
+
 def test_fp8_is_within_its_bound() -> None:
     torch.manual_seed(0)
     streams = torch.randn(64, 3, 32) * torch.logspace(-20, 20, 64)[:, None, None]
