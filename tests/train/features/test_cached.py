@@ -60,7 +60,7 @@ def test_a_folder_serves_heads_that_read_fewer_layers(
     assert same(found, weights(train_in(settings | fewer, write_recipe), 6))
     fresh()
     with pytest.raises(UserError, match=r"aux_layer_ids: holds \[2, 4, 5\], expected \[1, 2\]; fill another"):
-        train(write_recipe(filled | {"head": filled["head"] | {"aux_layer_ids": [1, 2]}}))
+        train(write_recipe(filled | {"head": {"kind": "eagle3", "aux_layer_ids": [1, 2]}, "output_dir": "other"}))
 
 
 def test_fp8_is_within_its_bound() -> None:
