@@ -39,7 +39,7 @@ from heads.methods.losses import check_loss_settings
 from heads.methods.recycling import Recycling
 from heads.methods.rotary import CosSin, rotary_of
 from heads.methods.settings import Eagle3Settings
-from heads.methods.start import AttentionProbe, TargetProbe, begin, directions, principal_axes, resized
+from heads.methods.start import UNSURE, AttentionProbe, TargetProbe, begin, directions, principal_axes, resized
 from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
 from heads.targets.model import FrozenTarget
 from heads.targets.tree_attention import Attend
@@ -172,8 +172,8 @@ class Eagle3(Recycling):
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
         """Start from the target, at unit size. The projection passes on the target's highest auxiliary layer divided by
-        its scale; the final norm and the output head are the target's own, in a head of another width along the axes
-        of `TargetProbe.axes`."""
+        its scale; the final norm, but for `UNSURE`, and the output head are the target's own, in a head of another
+        width along the axes of `TargetProbe.axes`."""
         D, Dt, aux_scales = self.config.hidden_size, probe.hidden.shape[-1], probe.scales
         lm_head = probe.lm_head_weight[self.kept.to(probe.lm_head_weight.device)]
         if self.fc_norm is None:
@@ -189,6 +189,7 @@ class Eagle3(Recycling):
             self.fc.weight[:, -Dt:] += axes.T / aux_scales[-1]
             normed = lm_head.cpu().float() * probe.norm
             self.lm_head.weight.copy_(normed @ axes * (Dt / D) ** 0.5)  # a norm of D channels in place of Dt
+        self.norm.weight.mul_(UNSURE)
         self.lm_head.weight.mul_(probe.logit_scale)
 
     def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:

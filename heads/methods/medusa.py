@@ -42,6 +42,7 @@ from heads.methods.labels import LABELS, certain_of_labels, chain_metrics, count
 from heads.methods.layers import check_tensors
 from heads.methods.losses import check_loss_settings, draft_loss
 from heads.methods.settings import MedusaSettings
+from heads.methods.start import UNSURE
 from heads.methods.step_cost import flops
 from heads.methods.vocab import build_vocab, check_kept, check_table
 from heads.targets.model import FrozenTarget
@@ -152,7 +153,7 @@ class Medusa(nn.Module, DraftHead):
         head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
         head.initialise(target.lm_head_weight)
         for made in head.heads:
-            made[-1].weight.data.mul_(target.logit_scale)
+            made[-1].weight.data.mul_(UNSURE * target.logit_scale)
         return head
 
     @classmethod

@@ -45,7 +45,7 @@ from heads.methods.losses import check_loss_settings
 from heads.methods.recycling import Recycling
 from heads.methods.rotary import CosSin, rotary_of, rotation_by
 from heads.methods.settings import BlockSettings, MtpSettings
-from heads.methods.start import AttentionProbe, TargetProbe, begin, directions
+from heads.methods.start import UNSURE, AttentionProbe, TargetProbe, begin, directions
 from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
 from heads.targets.hub import read_tensors, tensor_files
 from heads.targets.model import FrozenTarget
@@ -243,9 +243,9 @@ class Mtp(Recycling):
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
-        """Start from the target: each module passes the hidden state on at its own scale. The target's output head
-        reads it unchanged, and the next step norms it."""
-        D, scale = self.config.hidden_size, float(probe.norm.square().mean().sqrt()) * probe.logit_scale
+        """Start from the target: each module passes the hidden state on at its own scale times `UNSURE`. The target's
+        output head reads it, and the next step norms it."""
+        D, scale = self.config.hidden_size, UNSURE * float(probe.norm.square().mean().sqrt()) * probe.logit_scale
         half = slice(0, D) if self.layout.hidden_first else slice(D, 2 * D)
         for module in self.mtp_layers:
             assert isinstance(module, MtpModule)
