@@ -210,9 +210,12 @@ def sglang(algorithm: str, *, block: bool = False) -> Command:
     def run(target: str, head: str, steps: int, config: Mapping[str, Any]) -> str:
         chain = "" if block else f"--speculative-num-steps {steps} --speculative-eagle-topk 1 "
         window = config.get("sliding_window") if algorithm == "EAGLE3" else None
+        drafts = f"--speculative-num-draft-tokens {steps + 1}"
+        if algorithm == "DSPARK":  # which would refuse any other number than that of config.json's block_size
+            drafts = f"--speculative-dspark-block-size {steps}"
         return (
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
-            f"--speculative-draft-model-path {shlex.quote(head)} {chain}--speculative-num-draft-tokens {steps + 1}"
+            f"--speculative-draft-model-path {shlex.quote(head)} {chain}{drafts}"
             + (f" {window_option(window)}" if window else "")
         )
 

@@ -98,6 +98,14 @@ class DSpark(DraftBlockHead):
         latent = self.markov_head.markov_w1(previous)
         return logits + self.markov_head.markov_w2(latent.to(logits.dtype))  # type: ignore[no-any-return]
 
+    @torch.no_grad()
+    def confidence(self, state: BlockState, tokens: Tensor) -> Tensor:
+        """Return the confidence's logits (B, K) of the chain just drafted: tokens (B, K + 1), the root first. Runs the
+        block again. The head has a confidence head."""
+        assert self.confidence_head is not None
+        before = self.markov_head.markov_w1(tokens[:, :-1])
+        return self.confidence_head(self.draft_states(state).states, before)  # type: ignore[no-any-return]
+
     def bytes_per_round(self, state: BlockState) -> RoundReads:
         """Return the reads of the base class, corrected for the Markov head: a few rows of W1, and the rest once per
         level."""

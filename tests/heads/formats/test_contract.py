@@ -91,6 +91,8 @@ def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: 
     method = kind if kind == "dspark" else "dflash"
     assert f'"method": "{method}"' in found[VLLM].command
     assert SGLANG not in engines or f"--speculative-algorithm {method.upper()} " in found[SGLANG].command
+    drafts = "dspark-block-size 4" if kind == "dspark" else "num-draft-tokens 5"
+    assert SGLANG not in engines or found[SGLANG].command.endswith(f" --speculative-{drafts}")
     assert serving(verdicts(folder, architecture="Qwen2ForCausalLM")) == {VLLM}
     assert serving(verdicts(folder, architecture="MixtralForCausalLM")) == set()
     changes: list[tuple[Callable[[dict[str, Any]], object], str]] = [

@@ -563,6 +563,12 @@ def test_a_row_of_dspark_is_conditioned_on_the_token_drafted_before_it() -> None
     for shape in ("tree:3x3x13", "static:3.2.1"):
         proposal = head.propose(seen(head, batch, shape, [9]), greedy)
         scores_are_of_paths(proposal, lambda k, before: lm_head(batch) @ states[k] + plain_markov(head, before[-1]))
+    state = seen(head, batch, "chain:3", [9])
+    tokens = head.propose(state, greedy).tokens
+    proj: Any = head.confidence_head and head.confidence_head.proj
+    before = head.markov_head.markov_w1.weight[tokens[0, :-1]]
+    wanted = torch.cat([states, before], 1) @ proj.weight[0] + proj.bias
+    torch.testing.assert_close(head.confidence(state, tokens)[0], wanted.detach())
 
 
 def behind_the_last(logits: Callable[[int, int], Tensor], k: int, path: list[int]) -> Tensor:

@@ -1,0 +1,97 @@
+"""A confidence head's temperatures: what is recorded, what is fitted, and the file that SGLang reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval.measure.calibration import TRIED, calibration_error, fit_temperatures, record_confidence
+from eval.runtime.engine import Engine, EngineOptions, Request
+from heads.core.tree import parse_shape
+from heads.registry import build_head
+from heads.saved import save_head, target_record
+from heads.targets.load import load_target
+from heads.targets.model import FrozenTarget
+from scripts.calibrate_head import main
+from tests.refusals import refused
+
+SETTINGS: dict[str, Any] = {"block_size": 4, "num_layers": 2, "markov_rank": 6}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    return load_target(str(tiny_target_dir), dtype=torch.float32)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Arguments of the command for the head in `head`, which writes sts.json; both are in the test's folder."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "the sea"}\n{"text": "ten birds"}\n')
+    given = {"--prompts": prompts, "--out": tmp_path / "sts.json", "--max-new-tokens": 8}
+    return [str(tmp_path / "head"), *(str(word) for option in given.items() for word in option)]
+
+
+def save(folder: Path, target: FrozenTarget, **changes: Any) -> None:
+    head = build_head("dspark", SETTINGS | changes, target, torch.arange(target.vocab_size))
+    save_head(head, folder, target=target_record(target))
+
+
+def test_the_calibration_error_is_that_of_fifteen_bins() -> None:
+    estimates, kept = torch.tensor([[0.1, 0.12, 0.9, 0.95], [0.0, 1.0, 1.0, 1.0]]), torch.tensor([0.0, 1, 1, 1])
+    apart = (abs(0.22 - 1) + abs(0.9 - 1) + abs(0.95 - 1)) / 4
+    torch.testing.assert_close(calibration_error(estimates, kept), torch.tensor([apart, 0.0]))
+
+
+def test_temperatures_that_outcomes_were_drawn_with_are_found() -> None:
+    torch.manual_seed(0)
+    true = TRIED[[29, 12, 20]]
+    logits = torch.randn(50_000, 3, dtype=torch.float64) * 2 + 1
+    accepted = (torch.rand(logits.shape) < (logits / true).sigmoid()).long().cumprod(1).sum(1)
+    fitted = fit_temperatures(logits, accepted)
+    ratios = torch.tensor(fitted["temperatures"]) / true
+    assert (ratios.log10().abs() < 0.11).all()  # two steps of the grid
+    assert max(fitted["ece_after"]) < 0.01 and min(fitted["ece_before"]) > 0.02
+
+
+def test_the_rounds_that_are_recorded_are_the_runtime_s(target: FrozenTarget) -> None:
+    head = build_head("dspark", SETTINGS, target, torch.arange(target.vocab_size))
+    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:3"), max_length=64))  # type: ignore[arg-type]
+    requests = [Request([5, 9, 17], 12), Request([40, 3], 12)]
+    logits, accepted = record_confidence(engine, requests)
+    outputs = engine.generate(requests)
+    assert logits.shape == (len(accepted), 3) and len(accepted) == sum(output.rounds for output in outputs)
+    for part, output in zip(accepted.split([output.rounds for output in outputs]), outputs, strict=True):
+        assert part[:-1].tolist() == output.accepted[:-1]  # the output may end within the last round
+
+
+def test_the_file_is_as_sglang_reads_it(
+    words: list[str], target: FrozenTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "head", target)
+    assert main([*words, "--depth", "3"]) == 0
+    made = json.loads((tmp_path / "sts.json").read_text())
+    lists = ("temperatures", "ece_before", "ece_after")
+    assert made.keys() == {*lists, "dataset", "num_samples"} and made["dataset"] == "prompts.jsonl"
+    assert all(len(made[name]) == 3 and {type(value) for value in made[name]} == {float} for name in lists)
+    assert min(made["temperatures"]) > 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{made['num_samples']} rounds of 2 prompts, chain:3") and "block-size 3 " in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "named"),
+    [
+        ({"confidence_weight": 0}, "", "expected a DSpark head with a confidence head"),
+        ({}, "--depth 9", "the head drafts 4 in a block"),
+        ({}, "--max-new-tokens 1", "nothing was drafted"),
+    ],
+)
+def test_what_is_refused(
+    settings: dict[str, Any], options: str, named: str, words: list[str], target: FrozenTarget, tmp_path: Path
+) -> None:
+    save(tmp_path / "head", target, **settings)
+    assert named in refused(main, [*words, *options.split()])
+    assert not (tmp_path / "sts.json").exists()
