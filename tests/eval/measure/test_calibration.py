@@ -9,7 +9,7 @@ import torch
 
 from eval.measure.calibration import TRIED, calibration_error, fit_temperatures, record_confidence
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.core.tree import parse_shape
+from heads.core.tree import Proposal, parse_shape
 from heads.registry import build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target
@@ -56,14 +56,25 @@ def test_temperatures_that_outcomes_were_drawn_with_are_found() -> None:
     assert max(fitted["ece_after"]) < 0.01 and min(fitted["ece_before"]) > 0.02
 
 
-def test_the_rounds_that_are_recorded_are_the_runtime_s(target: FrozenTarget) -> None:
-    head = build_head("dspark", SETTINGS, target, torch.arange(target.vocab_size))
-    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:3"), max_length=64))  # type: ignore[arg-type]
-    requests = [Request([5, 9, 17], 12), Request([40, 3], 12)]
-    logits, accepted = record_confidence(engine, requests)
-    outputs = engine.generate(requests)
-    assert logits.shape == (len(accepted), 3) and len(accepted) == sum(output.rounds for output in outputs)
-    for part, output in zip(accepted.split([output.rounds for output in outputs]), outputs, strict=True):
+def test_the_rounds_that_are_recorded_are_the_runtime_s(target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a head that is given the first tokens of some drafts."""
+    head: Any = build_head("dspark", SETTINGS, target, torch.arange(target.vocab_size))
+    request = Request([5, 9, 17], 24)
+    plain = Engine(target, None, EngineOptions(max_length=64)).generate([request])[0].tokens
+    text, propose = torch.tensor([*request.prompt, *plain]), head.propose
+
+    def partly_right(state: Any, pick: Any) -> Proposal:
+        proposal, root = propose(state, pick), int(state.length)
+        true = text[root + 1 : root + 1 + root // 2 % 4]
+        proposal.tokens[0, 1 : 1 + len(true)] = true
+        return proposal  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(head, "propose", partly_right)
+    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:4"), max_length=64))
+    logits, accepted = record_confidence(engine, [request, request])
+    first, second = engine.generate([request, request])
+    assert logits.shape == (first.rounds + second.rounds, 4) and {*first.accepted} >= {0, 1, 2, 3}
+    for part, output in zip(accepted.view(2, -1), (first, second), strict=True):
         assert part[:-1].tolist() == output.accepted[:-1]  # the output may end within the last round
 
 
