@@ -12,8 +12,8 @@ from train.recipe import Train
 MOMENTUM = 0.95
 """Momentum of Muon."""
 ENDS = ("lm_head", "embed", "wte", "wpe", "markov", "codebook")
-"""Names of matrices with a row for each token or position, whose updates should not be orthogonal. Medusa's output heads
-learn faster when they are."""
+"""Names of matrices with a row for each token or position, whose updates should not be orthogonal. Those of Medusa's
+output heads are: they learn faster so."""
 
 
 def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = torch.float32) -> torch.optim.Optimizer:
