@@ -1,22 +1,42 @@
-"""On-policy distillation: training on text that the draft itself generates (DistillSpec, arXiv 2310.08461, section 4;
-GKD, arXiv 2306.13649). No gradient flows through the generation.
+"""On-policy distillation: training on what the head itself does in decoding. No gradient flows through the decoding.
 
-After every fixed number of steps the runtime lets the draft answer the next prompts. These answers are training rows
-until the next renewal. They are stored in files, because a resumed run no longer has the weights that generated them.
+A draft model learns from text that it generates (DistillSpec, arXiv 2310.08461, section 4; GKD, arXiv 2306.13649).
+
+Any other head learns from rounds (Draft-OPD, arXiv 2605.29343). The runtime decodes with the head; the text is the
+target's own, but the head decides where each round has its root and which draft token is the first one rejected. In a
+round with the root x_a that accepted n tokens, the k-th draft token, k = 0 .. n, is judged by the target after x_{a+k},
+and all tokens up to there are in the text. So the text and the lengths of its rounds are the whole record:
+
+    loss of a round = sum over k = 0 .. n of w_k D(p(. | .. x_{a+k}), q_k(. | x_a, x_{a+1} .. x_{a+k}))
+
+with the head's weights w_k and its divergence D. p is the target's distribution at which the draft was verified, and q
+is what the weights of now would draft from that root. The tokens behind the first rejected one are left out, since p
+was never asked for after the right token there. The paper has another divergence for the rejected tokens, and goes on
+behind the first one on the draft's own path.
+
+A head that recycles its state unrolls its own states from every token of any text, so it gains nothing but this choice
+of rounds: which tokens it learns at which depth.
+
+After every fixed number of steps the runtime answers the next prompts. These answers are training rows until the next
+renewal. They are stored in files, because a resumed run no longer has the weights that made them.
 """
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+
+import numpy as np
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling_params import Sampling
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
 from heads.core.files import write_text
+from heads.core.tree import ROOT_ONLY, parse_shape
 from heads.targets.model import FrozenTarget
 from train.data.answers import answer_documents
-from train.data.corpus import corpus_of
+from train.data.corpus import Document, corpus_of
 from train.data.packing import PATTERN, Mixture, Pool
 from train.data.settings import OnPolicy
 
@@ -24,11 +44,30 @@ SEED_STRIDE = 1_000_003
 
 
 class Samples:
-    """The draft's own text in one run."""
+    """The answers in one run that a draft model, or the target with the head, generates."""
 
-    def __init__(self, base: Mixture, prompts: Sequence[list[int]], settings: OnPolicy, folder: Path) -> None:
-        """`base`: the other data. Until the first samples it is all the data."""
+    def __init__(
+        self,
+        base: Mixture,
+        prompts: Sequence[list[int]],
+        settings: OnPolicy,
+        head: DraftHead,
+        target: FrozenTarget,
+        folder: Path,
+    ) -> None:
+        """`base`: the other data. Until the first samples it is all the data. `head`: a head of the shape that will be
+        trained. UserError if the target has no room for an answer."""
         self.base, self.prompts, self.settings, self.folder = base, prompts, settings, folder
+        self.has_rounds = head.language_model is None
+        self.shape = parse_shape(f"chain:{len(head.depth_weights)}") if self.has_rounds else ROOT_ONLY
+        self.most_tokens = max(map(len, prompts)) + settings.new_tokens + self.shape.nodes
+        if self.most_tokens > target.context_length:
+            raise UserError(
+                f"data.on_policy.new_tokens: a prompt, its answer and a round need up to {self.most_tokens} positions, "
+                f"{target.name} has {target.context_length}; lower it"
+            )
+        if self.has_rounds:
+            head.check_draft(self.shape, self.most_tokens)
 
     def begin(self, step: int) -> int:
         """Return the step whose weights generate the samples for step `step`; 0 if there are none yet."""
@@ -38,7 +77,7 @@ class Samples:
         return self.folder / f"step-{begin}.jsonl"
 
     def requests(self, begin: int) -> list[Request]:
-        """Return the requests to the draft at step `begin`: the next prompts in turn, each with its own noise."""
+        """Return the requests at step `begin`: the next prompts in turn, each with its own noise."""
         settings, renewal = self.settings, begin // self.settings.every
         first = (renewal - 1) * settings.samples
         return [
@@ -50,17 +89,19 @@ class Samples:
             for n in range(first, first + settings.samples)
         ]
 
-    def write(self, begin: int, draft: DraftHead, target: FrozenTarget) -> int:
-        """Let the draft answer, write its answers to a file, and return their number of tokens."""
-        requests = self.requests(begin)
-        assert draft.language_model is not None
-        writer = FrozenTarget(draft.language_model, f"the draft of {target.name}")
-        writer.eos_token_ids = target.eos_token_ids
-        longest = max(len(request.prompt) for request in requests) + self.settings.new_tokens + 1
-        outputs = Engine(writer, None, EngineOptions(batch_size=self.settings.batch_size, max_length=longest)).generate(
-            requests
-        )
-        write_text(self.file(begin), "".join(json.dumps(output.tokens) + "\n" for output in outputs))
+    def write(self, begin: int, head: DraftHead, target: FrozenTarget) -> int:
+        """Generate the samples, write the tokens of every round to a file, and return the number of tokens."""
+        writer, drafter = target, head
+        if head.language_model is not None:
+            writer, drafter = FrozenTarget(head.language_model, f"the draft of {target.name}"), None
+            writer.eos_token_ids = target.eos_token_ids
+        options = EngineOptions(shape=self.shape, batch_size=self.settings.batch_size, max_length=self.most_tokens)
+        outputs = Engine(writer, drafter, options).generate(self.requests(begin))
+        lines = []
+        for output in outputs:
+            ends = np.cumsum([1, *output.emitted()])  # the prompt's pass gives the first token
+            lines.append(json.dumps([part.tolist() for part in np.split(np.array(output.tokens), ends[:-1])]))
+        write_text(self.file(begin), "".join(f"{line}\n" for line in lines))
         return sum(len(output.tokens) for output in outputs)
 
     def mixture(self, begin: int) -> Mixture:
@@ -70,27 +111,36 @@ class Samples:
         file, settings = self.file(begin), self.settings
         if not file.is_file():
             raise UserError(
-                f"{file}: missing: what the draft wrote at step {begin}, which the run was learning from; restore it, "
+                f"{file}: missing: the answers of step {begin}, which the run was learning from; restore it, "
                 "or begin anew in another output_dir"
             )
         prompts = [list(request.prompt) for request in self.requests(begin)]
         try:
-            answers = [[int(token) for token in json.loads(line)] for line in file.read_text("utf-8").splitlines()]
+            answers = [
+                [[int(token) for token in tokens] for tokens in json.loads(line)]
+                for line in file.read_text("utf-8").splitlines()
+            ]
         except (ValueError, TypeError):
             raise UserError(
-                f"{file}: expected a list of token ids a line; restore the file, or begin anew in another output_dir"
+                f"{file}: expected a list of rounds of token ids a line; restore the file, or begin anew in another "
+                "output_dir"
             ) from None
         if len(answers) != len(prompts):
             raise UserError(f"{file}: expected {len(prompts)} samples, found {len(answers)}; begin anew elsewhere")
-        documents = [
-            document
-            for exchange in zip(prompts, answers, strict=True)
-            for document in answer_documents([exchange], train_on_prompts=settings.train_on_prompts)
-        ]
+        documents, depths = [], []
+        for prompt, rounds in zip(prompts, answers, strict=True):
+            answer = list(chain(*rounds))
+            if not self.has_rounds:
+                documents += answer_documents([(prompt, answer)], train_on_prompts=settings.train_on_prompts)
+                continue
+            undrafted = len(prompt) + 1  # no round drafts the first token of an answer
+            documents.append(Document.of([*prompt, *answer], np.arange(len(prompt) + len(answer)) >= undrafted))
+            depths += [np.zeros(undrafted, dtype=np.int64), *(np.arange(len(tokens)) for tokens in rounds[1:])]
         pool = Pool(
             corpus_of(documents),
             self.base.pools[0].row_length,
             packs=self.base.pools[0].packs,
+            depths=np.concatenate(depths) if self.has_rounds else None,
         )
         if settings.share == 1:
             return Mixture([pool], [1.0], self.base.seed)
