@@ -2,20 +2,20 @@
 
 A draft model learns from text that it generates (DistillSpec, arXiv 2310.08461, section 4; GKD, arXiv 2306.13649).
 
-Any other head learns from rounds (Draft-OPD, arXiv 2605.29343). The runtime decodes with the head; the text is the
-target's own, but the head decides where each round has its root and which draft token is the first one rejected. In a
-round with the root x_a that accepted n tokens, the k-th draft token, k = 0 .. n, is judged by the target after x_{a+k},
-and all tokens up to there are in the text. So the text and the lengths of its rounds are the whole record:
+Any other head learns from rounds (Draft-OPD, arXiv 2605.29343). The runtime decodes with the head. The text is the
+target's own, but the head decides where each round has its root, and which of its draft tokens is the first rejected
+one. In a round with the root x_a that accepted n tokens, the target verified the k-th draft token, k = 0 .. n, after
+x_{a+k}. All these tokens are in the text, so a record is the text and the lengths of its rounds:
 
-    loss of a round = sum over k = 0 .. n of w_k D(p(. | .. x_{a+k}), q_k(. | x_a, x_{a+1} .. x_{a+k}))
+    loss of a round = sum over k = 0 .. n of w_k D(p, q_k),  both after .. x_a .. x_{a+k}
 
-with the head's weights w_k and its divergence D. p is the target's distribution at which the draft was verified, and q
-is what the weights of now would draft from that root. The tokens behind the first rejected one are left out, since p
-was never asked for after the right token there. The paper has another divergence for the rejected tokens, and goes on
-behind the first one on the draft's own path.
+with the head's own weights w_k and divergence D. p is the distribution that verified the draft token, and q_k is what
+the head would draft there now. Draft tokens behind the first rejected one are left out: whatever they are, they cannot
+be accepted. The paper has reverse KL at rejected tokens, and goes on behind the first one along the draft's own path.
 
-A head that recycles its state unrolls its own states from every token of any text, so it gains nothing but this choice
-of rounds: which tokens it learns at which depth.
+Other training of block heads draws the roots and goes on to the end of each block. A head that recycles its states
+(EAGLE-3, MTP) already unrolls them from every token. There, and in Medusa, rounds only choose what is learnt: each
+token at the one depth at which it was drafted.
 
 After every fixed number of steps the runtime answers the next prompts. These answers are training rows until the next
 renewal. They are stored in files, because a resumed run no longer has the weights that made them.

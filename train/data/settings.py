@@ -67,7 +67,7 @@ class OnPolicy(Answers):
     """Train on what the head does in decoding. A draft model (`head.kind: draft`) learns from text that it generates
     (arXiv 2310.08461, section 4). Other heads learn from rounds of a chain as deep as they are trained, in text that
     the target generates with them (arXiv 2605.29343): only from the rounds' roots, and only the tokens that were
-    accepted and the first one that was rejected. It is for a head that other training has brought to a plateau."""
+    accepted and the first one that was rejected. The paper begins with a trained head (`head.init_from`)."""
 
     every: Count
     """Steps between two renewals of the samples. The first samples are generated after this many steps."""
