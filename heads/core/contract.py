@@ -44,9 +44,6 @@ class Rows:
     documents: Tensor  # (B, T) int64, the number of the document in its row; -1 = padding
     depths: Tensor  # (B, T) int64, indexed by the label: the only depth at which it is to be predicted; -1 = all
 
-    def part(self, row: int) -> Rows:
-        return Rows(*(tensor[row : row + 1] for tensor in vars(self).values()))
-
 
 @dataclass(frozen=True)
 class Batch(Rows):

@@ -91,6 +91,6 @@ def test_a_run_learns_from_the_runtimes_rounds_and_goes_on_bit_for_bit(
 def test_a_target_without_room_for_an_answer_and_a_round_is_refused(tiny_target_dir: Path, tmp_path: Path) -> None:
     target = load_target(str(tiny_target_dir))
     head: Any = build_head("dflash", BLOCK, target, torch.ones(128))
-    settings, base = OnPolicy(every=1, samples=1, new_tokens=500), Any
-    said = refused(Samples, base, [[7] * 9], settings, head, target, tmp_path)
+    settings = OnPolicy(every=1, samples=1, new_tokens=500)
+    said = refused(Samples, None, [[7] * 9], settings, head, target, tmp_path)
     assert "data.on_policy.new_tokens: a prompt, its answer and a round need up to 513 positions" in said

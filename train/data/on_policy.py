@@ -35,7 +35,6 @@ from heads.core.errors import UserError
 from heads.core.files import write_text
 from heads.core.tree import ROOT_ONLY, parse_shape
 from heads.targets.model import FrozenTarget
-from train.data.answers import answer_documents
 from train.data.corpus import Document, corpus_of
 from train.data.packing import PATTERN, Mixture, Pool
 from train.data.settings import OnPolicy
@@ -91,13 +90,14 @@ class Samples:
 
     def write(self, begin: int, head: DraftHead, target: FrozenTarget) -> int:
         """Generate the samples, write the tokens of every round to a file, and return the number of tokens."""
-        writer, drafter = target, head
-        if head.language_model is not None:
-            writer, drafter = FrozenTarget(head.language_model, f"the draft of {target.name}"), None
-            writer.eos_token_ids = target.eos_token_ids
         options = EngineOptions(shape=self.shape, batch_size=self.settings.batch_size, max_length=self.most_tokens)
-        outputs = Engine(writer, drafter, options).generate(self.requests(begin))
-        lines = []
+        if head.language_model is None:
+            engine = Engine(target, head, options)
+        else:
+            writer = FrozenTarget(head.language_model, f"the draft of {target.name}")
+            writer.eos_token_ids = target.eos_token_ids
+            engine = Engine(writer, None, options)
+        outputs, lines = engine.generate(self.requests(begin)), []
         for output in outputs:
             ends = np.cumsum([1, *output.emitted()])  # the prompt's pass gives the first token
             lines.append(json.dumps([part.tolist() for part in np.split(np.array(output.tokens), ends[:-1])]))
@@ -129,13 +129,11 @@ class Samples:
             raise UserError(f"{file}: expected {len(prompts)} samples, found {len(answers)}; begin anew elsewhere")
         documents, depths = [], []
         for prompt, rounds in zip(prompts, answers, strict=True):
-            answer = list(chain(*rounds))
-            if not self.has_rounds:
-                documents += answer_documents([(prompt, answer)], train_on_prompts=settings.train_on_prompts)
-                continue
-            undrafted = len(prompt) + 1  # no round drafts the first token of an answer
-            documents.append(Document.of([*prompt, *answer], np.arange(len(prompt) + len(answer)) >= undrafted))
-            depths += [np.zeros(undrafted, dtype=np.int64), *(np.arange(len(tokens)) for tokens in rounds[1:])]
+            ids = [*prompt, *chain(*rounds)]
+            # No round drafts the first token of an answer.
+            first = 0 if settings.train_on_prompts else len(prompt) + self.has_rounds
+            documents.append(Document.of(ids, np.arange(len(ids)) >= first))
+            depths += [np.zeros(len(prompt), dtype=np.int64), *(np.arange(len(tokens)) for tokens in rounds)]
         pool = Pool(
             corpus_of(documents),
             self.base.pools[0].row_length,
