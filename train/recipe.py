@@ -348,9 +348,10 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
         yield ("head", "depth"), f"expected less than data.context_length ({data.context_length})"
     if train.max_steps is not None:
         yield from _beyond_the_end(recipe)
-    kind, fitting = recipe.features.kind, "process or sharded" if recipe.head.kind == "draft" else "process"
-    if data.on_policy and kind not in fitting.split():
-        yield ("features", "kind"), f"data.on_policy generates rows along the way, got {kind}; use {fitting}"
+    kind, fitting = recipe.features.kind, ["process", "sharded"] if recipe.head.kind == "draft" else ["process"]
+    if data.on_policy and kind not in fitting:
+        use = " or ".join(fitting)
+        yield ("features", "kind"), f"data.on_policy generates rows along the way, got {kind}; use {use}"
     weights = [source.weight is not None for source in data.sources]
     for name, answers in (("regenerate", data.regenerate), ("on_policy", data.on_policy)):
         if any(weights) and answers is not None and answers.prompts is None:
