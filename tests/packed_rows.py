@@ -2,7 +2,8 @@
 
 import torch
 
-from train.data.packing import Rows, empty_rows
+from heads.core.contract import Rows
+from train.data.packing import empty_rows
 
 
 def packed_rows(vocab_size: int = 128, lengths: tuple[tuple[int, ...], ...] = ((20, 9), (31,))) -> Rows:

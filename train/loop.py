@@ -301,7 +301,7 @@ class Training:
         on_main(self.accelerator, lambda: save_measurement(self.folder.checkpoints, state))
 
     def _renew_samples(self) -> None:
-        """Let the draft generate the text for the next steps, if new text is due."""
+        """Generate the samples for the next steps, if new ones are due."""
         samples, step = self.samples, self.state.step
         if samples is None or (begin := samples.begin(step)) == self.samples_of:
             return

@@ -103,8 +103,8 @@ class Evaluation:
         the rows from index `begin` of the data on. Called by every process, since the target's layers may be sharded.
         Only the main process drafts with its `head`."""
         drafts, dtype = cast(DraftHead, head), next(head.parameters()).dtype
-        rows = mixture.rows(range(begin, begin + max(1, ESTIMATE_TOKENS // mixture.row_length)))
-        parts = [rows.part(row) for row in range(len(rows.tokens))]
+        end = begin + max(1, ESTIMATE_TOKENS // mixture.row_length)
+        parts = [mixture.rows([index]) for index in range(begin, end)]
         batches = [make_batch(self.features.target, part, drafts.aux_layer_ids, dtype) for part in parts]
 
         def act() -> Measured:

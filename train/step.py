@@ -197,7 +197,7 @@ class Stepper:
         counted = []
         for place, rows in zip(places, micros, strict=True):
             self._seed(place)  # supervised rows may be drawn at random, in the random state that the loss will use
-            counted.append(self.trained.drafts.counts(rows.loss_mask, rows.documents).double())
+            counted.append(self.trained.drafts.counts(rows).double())
         own = torch.stack(counted)  # (micro, K)
         tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
         counts, tokens, stop = self._total(own.sum(0), tokens, stop)

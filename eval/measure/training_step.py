@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace) -> int:
     head, batch = make_head(options).to(device), make_batch(options, device)
     head.most_kept = 0 if options.variant == "recomputed" else sys.maxsize
     weights = torch.tensor(head.depth_weights, device=device)
-    scale = weights / head.counts(batch.loss_mask, batch.documents)
+    scale = weights / head.counts(batch)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-4)
     for parameter in head.parameters():  # as before any later step: the optimizer's state exists
         state = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(parameter)}
@@ -135,7 +135,8 @@ def make_batch(options: argparse.Namespace, device: torch.device) -> Batch:
         tokens=tokens,
         loss_mask=slot // STRETCH % 2 == 1 if half else slot >= 0,
         positions=slot,
-        documents=torch.zeros(1, T, dtype=torch.int64, device=device),
+        documents=torch.zeros_like(slot),
+        depths=torch.full_like(slot, -1),
         embeddings=table[tokens],
         aux_hidden_states=torch.randn(1, T, NUM_AUX_LAYERS * D, device=device),
         hidden=torch.randn(1, T, D, device=device),

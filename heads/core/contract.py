@@ -35,13 +35,20 @@ class SharedLayers:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Packed documents with the target's features: the input of a head's loss."""
+class Rows:
+    """Packed documents, and what is to be predicted of them."""
 
-    tokens: Tensor  # (B, T) int64
+    tokens: Tensor  # (B, T) int64; 0 in the padding
     loss_mask: Tensor  # (B, T) bool, indexed by the label: True where token x_t is to be predicted
     positions: Tensor  # (B, T) int64, counted from the start of each document, which may be in another row
     documents: Tensor  # (B, T) int64, the number of the document in its row; -1 = padding
+    depths: Tensor  # (B, T) int64, indexed by the label: the only depth at which it is to be predicted; -1 = all
+
+
+@dataclass(frozen=True)
+class Batch(Rows):
+    """Rows with the target's features: the input of a head's loss."""
+
     embeddings: Tensor  # (B, T, D) the target's input embeddings of `tokens`
     aux_hidden_states: Tensor  # (B, T, L * D) the auxiliary hidden states, side by side, ascending
     hidden: Tensor  # (B, T, D) the target's last hidden state after its final norm
@@ -210,9 +217,9 @@ class DraftHead(Drafter, Protocol):
     def to_checkpoint(self) -> dict[str, Tensor]:
         """Return the tensors to save, under the names that the method's other implementations use."""
 
-    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+    def counts(self, rows: Rows) -> Tensor:
         """Return (K,) float32: the number of supervised rows at each depth, known before any forward pass. It depends
-        only on the mask and, where rows are drawn, on `torch.initial_seed()`, which depends only on the step."""
+        only on the labels and, where rows are drawn, on `torch.initial_seed()`, which depends only on the step."""
 
     def loss_scale(self, counts: Tensor) -> Tensor:
         """Return (K,): the factor of each depth's sum, from the counts (K,) of all micro-batches and processes. By

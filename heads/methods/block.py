@@ -32,6 +32,7 @@ from heads.core.contract import (
     Observation,
     Pick,
     RoundReads,
+    Rows,
     SharedLayers,
     StepCost,
     from_plain,
@@ -242,14 +243,14 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     # Training
 
-    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+    def counts(self, rows: Rows) -> Tensor:
         if self.kept is not None:
             raise UserError(
                 f"head.init_from: a head that drafts {len(self.kept)} of the target's {self.config.vocab_size} tokens "
                 "is measured, not trained; start from one that drafts all"
             )
-        blocks = draw_blocks(loss_mask, documents, self.config.num_anchors)
-        return blocks.labels(loss_mask, documents, self.depth)[1].sum((0, 1)).float()
+        blocks = draw_blocks(rows, self.config.num_anchors)
+        return blocks.labels(rows, self.depth)[1].sum((0, 1)).float()
 
     def loss_scale(self, counts: Tensor) -> Tensor:
         weights = counts.new_tensor(self.depth_weights)
@@ -305,8 +306,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         return block_loss(states, lm_head_weight, task, **self.beside(states, previous))
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        blocks = draw_blocks(batch.loss_mask, batch.documents, self.config.num_anchors)
-        slots, valid = (x.flatten(0, 1) for x in blocks.labels(batch.loss_mask, batch.documents, self.depth))  # (M, K)
+        blocks = draw_blocks(batch, self.config.num_anchors)
+        slots, valid = (x.flatten(0, 1) for x in blocks.labels(batch, self.depth))  # (M, K)
         block = self.unroll(batch, blocks, self.config.block_size)
         B, T = batch.tokens.shape
         row = torch.arange(B, device=slots.device).repeat_interleave(blocks.anchors.shape[1])[:, None]

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from heads.methods.labels import supervised
+from heads.core.contract import Rows
+from heads.methods.labels import at_depth, supervised
 from heads.targets.masks import TILE, compiled_flex_attention, document_starts
 
 PIECE = 256
@@ -171,26 +172,28 @@ class Blocks:
         T)."""
         return torch.where(self.live, document_starts(documents).gather(1, self.anchors), self.anchors)
 
-    def labels(self, loss_mask: Tensor, documents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def labels(self, rows: Rows, depth: int) -> tuple[Tensor, Tensor]:
         """Return the slots (B, N, K) int64 of the tokens that each block predicts, clamped to the row, and valid (B, N,
-        K) bool, True for labels up to the first token that is not one. All labels are in the root's document."""
-        B, N = self.anchors.shape
-        slots = self.anchors[..., None] + 1 + torch.arange(depth, device=self.anchors.device)  # (B, N, K)
-        inside = slots.clamp_max(loss_mask.shape[1] - 1)
-        is_label = loss_mask.gather(1, inside.flatten(1)).view(B, N, depth)
-        document = documents.gather(1, inside.flatten(1)).view(B, N, depth)
-        own = document == documents.gather(1, self.anchors)[..., None]
-        valid = is_label & own & (slots == inside) & self.live[..., None]
+        K) bool, True for labels up to the first token that is not one at its depth. All labels are in the root's
+        document."""
+        k = torch.arange(depth, device=self.anchors.device)
+        slots = self.anchors[..., None] + 1 + k  # (B, N, K)
+        inside = slots.clamp_max(rows.tokens.shape[1] - 1)
+        is_label, document, depths = (
+            x.gather(1, inside.flatten(1)).view_as(inside) for x in (rows.loss_mask, rows.documents, rows.depths)
+        )
+        own = document == rows.documents.gather(1, self.anchors)[..., None]
+        valid = is_label & own & at_depth(depths, k) & (slots == inside) & self.live[..., None]
         return inside, valid.cumprod(2).bool()
 
 
-def draw_blocks(loss_mask: Tensor, documents: Tensor, count: int) -> Blocks:
-    """Return at most `count` blocks for each row (B, T), with roots drawn from the tokens before a label.
+def draw_blocks(rows: Rows, count: int) -> Blocks:
+    """Return at most `count` blocks for each row (B, T), with roots drawn from the tokens before a label of depth 0.
 
     The first token of a document is never a root, because drafting begins after a prompt.
     """
-    B, T = loss_mask.shape
-    may = supervised(loss_mask, documents, 2, pad=True).roll(-1, dims=1)
+    B, T = rows.tokens.shape
+    may = (supervised(rows, 2, pad=True) & at_depth(rows.depths, 0)).roll(-1, dims=1)
     # Drawn on the CPU for every device, because the labels are counted there before the batch is moved. float64 avoids
     # ties.
     draw = torch.Generator().manual_seed(torch.initial_seed())

@@ -30,6 +30,7 @@ from heads.core.contract import (
     Observation,
     Pick,
     RoundReads,
+    Rows,
     SharedLayers,
     StepCost,
     from_plain,
@@ -215,11 +216,11 @@ class Draft(nn.Module, DraftHead):
         given = (self.base, self.text_config, self.output.head.weight.dtype, batch.tokens)
         return decode_packed(*given, positions=batch.positions, documents=batch.documents)
 
-    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        return counts_by_depth(loss_mask, documents, 1, 1)
+    def counts(self, rows: Rows) -> Tensor:
+        return counts_by_depth(rows, 1, 1)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        row, label = supervised(batch.loss_mask, batch.documents, 1, pad=True).nonzero(as_tuple=True)  # (R,) each
+        row, label = supervised(batch, 1, pad=True).nonzero(as_tuple=True)  # (R,) each
         output, V = self.output, self.config.vocab_size
         states = self.states(batch)[row, label - 1][None]  # (1, R, D)
         if output.scale != 1.0:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as padded
 
-from heads.core.contract import Batch
+from heads.core.contract import Batch, Rows
 from heads.methods.settings import LABELS as LABELS
 
 
@@ -24,27 +24,36 @@ def certain_of_labels(vocab_size: int) -> Callable[[Tensor], Tensor]:
     return logits
 
 
-def supervised(loss_mask: Tensor, documents: Tensor, ahead: int, *, pad: bool = False) -> Tensor:
+def supervised(rows: Rows, ahead: int, *, pad: bool = False) -> Tensor:
     """Return (B, T - ahead) bool, or (B, T) with `pad`: True for labels whose slot, `ahead` tokens before, is in the
     same document."""
-    T = loss_mask.shape[1]
-    document = documents[:, ahead:]
-    mask = loss_mask[:, ahead:] & (document == documents[:, : max(T - ahead, 0)]) & (document >= 0)
+    T = rows.tokens.shape[1]
+    document = rows.documents[:, ahead:]
+    mask = rows.loss_mask[:, ahead:] & (document == rows.documents[:, : max(T - ahead, 0)]) & (document >= 0)
     return padded(mask, (min(ahead, T), 0)) if pad else mask
 
 
-def counts_by_depth(loss_mask: Tensor, documents: Tensor, ahead: int, depth: int) -> Tensor:
+def at_depth(depths: Tensor, depth: int | Tensor) -> Tensor:
+    """Return True for labels with these `Rows.depths` that are predicted at a depth."""
+    return (depths < 0) | (depths == depth)
+
+
+def counts_by_depth(rows: Rows, ahead: int, depth: int) -> Tensor:
     """Return (K,) float32: the number of labels of each depth k, whose slots are ahead + k tokens before them."""
-    return torch.stack([supervised(loss_mask, documents, ahead + k).sum() for k in range(depth)]).float()
+    labels = (supervised(rows, ahead + k) & at_depth(rows.depths[:, ahead + k :], k) for k in range(depth))
+    return torch.stack([of_depth.sum() for of_depth in labels]).float()
 
 
 def label_slots(batch: Batch, ahead: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the labels of depth 0 (row and position, (R,) each), and for each depth k the slot ahead + k tokens
-    before: slots (K, R), clamped to the row, and valid (K, R) bool, True if the slot is in the label's document."""
-    row, label = supervised(batch.loss_mask, batch.documents, ahead, pad=True).nonzero(as_tuple=True)
-    slots = label - ahead - torch.arange(depth, device=label.device)[:, None]
+    before: slots (K, R), clamped to the row, and valid (K, R) bool, True if the slot is in the label's document, and
+    the label is predicted at the depth."""
+    row, label = supervised(batch, ahead, pad=True).nonzero(as_tuple=True)
+    k = torch.arange(depth, device=label.device)[:, None]
+    slots = label - ahead - k
     inside = slots.clamp_min(0)
-    return row, label, inside, (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
+    own = (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
+    return row, label, inside, own & at_depth(batch.depths[row, label], k)
 
 
 def chain_metrics(

@@ -29,6 +29,7 @@ from heads.core.contract import (
     OwnTree,
     Pick,
     RoundReads,
+    Rows,
     SharedLayers,
     StepCost,
     from_plain,
@@ -203,8 +204,8 @@ class Medusa(nn.Module, DraftHead):
     def logits(self, hidden: Tensor, k: int) -> Tensor:
         return self.heads[k](hidden.to(self.heads[k][-1].weight.dtype))  # type: ignore[no-any-return]
 
-    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)
+    def counts(self, rows: Rows) -> Tensor:
+        return counts_by_depth(rows, AHEAD, self.config.depth)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         K, V = self.config.depth, self.config.vocab_size
@@ -296,7 +297,7 @@ class Medusa(nn.Module, DraftHead):
         for batch in batches:
             ranks = self.ranks(batch).cpu()
             for k in range(K):
-                valid = supervised(batch.loss_mask, batch.documents, AHEAD + k).cpu()  # (B, T - AHEAD - k)
+                valid = supervised(batch, AHEAD + k).cpu()  # (B, T - AHEAD - k)
                 found = ranks[k, :, : valid.shape[1]][valid]
                 hits[k] += found.bincount(minlength=most)[:most]
                 labels[k] += len(found)

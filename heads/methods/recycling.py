@@ -35,6 +35,7 @@ from heads.core.contract import (
     Observation,
     Pick,
     RoundReads,
+    Rows,
     SharedLayers,
     StepCost,
 )
@@ -118,8 +119,8 @@ class Recycling(nn.Module, DraftHead):
         """Return the logits of normed states: (..., D) -> (..., Vd)."""
         return nn.functional.linear(normed, lm_head_weight)
 
-    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)
+    def counts(self, rows: Rows) -> Tensor:
+        return counts_by_depth(rows, AHEAD, self.config.depth)
 
     def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
         """Return the normed states (B, T, D) of the first `depth` steps."""

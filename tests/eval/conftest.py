@@ -22,7 +22,7 @@ from eval.measure import speedup_checks as reliability
 from eval.measure.prompts import Prompt
 from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.core.contract import Batch, Drafter, HeadLoss, Observation, Pick, SharedLayers
+from heads.core.contract import Batch, Drafter, HeadLoss, Observation, Pick, Rows, SharedLayers
 from heads.core.errors import UserError
 from heads.core.tree import MOST_NODES, Proposal, TreeShape
 from heads.methods.growth import grow
@@ -66,7 +66,7 @@ class PairHead(nn.Module, Drafter):
             for token, following in pairwise(text):
                 self.table[token, following] += 1.0
 
-    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+    def counts(self, rows: Rows) -> Tensor:
         raise AssertionError("never trained")
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from heads.core.contract import Batch, DraftHead, Observation, SharedLayers
+from heads.core.contract import Batch, DraftHead, Observation, Rows, SharedLayers
 from heads.core.tree import Proposal, parse_shape
 from heads.methods.eagle3 import Eagle3, Eagle3Config
 from heads.methods.mtp import Mtp, MtpConfig
@@ -15,7 +15,6 @@ from heads.methods.recycling import Recycling
 from heads.methods.start import TargetProbe
 from heads.methods.vocab import build_vocab
 from heads.targets.model import FrozenTarget
-from train.data.packing import Rows
 from train.features.source import make_batch
 
 Head = TypeVar("Head", bound=Recycling)
@@ -66,7 +65,7 @@ def random_rows(documents: list[list[int]], vocab: int, labels_from: int = 0) ->
     tokens = torch.randint(2, vocab, (len(documents), sum(documents[0])))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
     ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in documents])
-    return Rows(tokens, positions >= labels_from, positions, ids)
+    return Rows(tokens, positions >= labels_from, positions, ids, torch.full_like(tokens, -1))
 
 
 def target_batch(
@@ -87,10 +86,7 @@ def random_batch(
     rows = random_rows(documents, vocab, labels_from)
     B, T = rows.tokens.shape
     return Batch(
-        tokens=rows.tokens,
-        loss_mask=rows.loss_mask,
-        positions=rows.positions,
-        documents=rows.documents,
+        **vars(rows),
         embeddings=table[rows.tokens],
         aux_hidden_states=torch.randn(B, T, num_aux_layers * width, dtype=torch.float64),
         hidden=torch.randn(B, T, width, dtype=torch.float64),
@@ -98,6 +94,13 @@ def random_batch(
             embed_tokens=lambda ids: table[ids], lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out
         ),
     )
+
+
+def in_rounds(batch: Batch, *lengths: int) -> Batch:
+    """The batch with the last labels of its second row in recorded rounds that emitted `lengths` tokens."""
+    depths = batch.depths.clone()
+    depths[1, -sum(lengths) :] = torch.cat([torch.arange(n) for n in lengths])
+    return dataclasses.replace(batch, depths=depths)
 
 
 def probe_of(batch: Batch, norm: Tensor, scales: Tensor | None = None) -> TargetProbe:

@@ -80,7 +80,7 @@ def learn(head: Any, target: FrozenTarget, texts: list[list[int]]) -> None:
     """Train a head on texts until it knows some of them by heart."""
     rows = text_rows(texts)
     batch = make_batch(target, replace(rows, loss_mask=rows.documents >= 0), head.aux_layer_ids, torch.float64)
-    scale = head.loss_scale(head.counts(batch.loss_mask, batch.documents))
+    scale = head.loss_scale(head.counts(batch))
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
     for _ in range(30):
         optimizer.zero_grad()

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads.core.contract import Rows
 from heads.targets.load import load_shape, load_target
 from tests.runs import Settings, WriteRecipe, the_error
 from train.adapter import add_adapters
 from train.counting import Shapes, count_run, count_target
-from train.data.packing import Rows
 from train.entry import attempt
 from train.features.source import make_batch
 from train.head_settings import make_head
@@ -207,7 +207,8 @@ def test_what_is_planned_is_within_a_tenth_of_a_measured_step(
     assert counted.trained == sum(p.numel() for p in trained.parameters() if p.requires_grad)
     tokens = torch.zeros(2, 384, dtype=torch.int64)
     positions = torch.arange(384).expand(2, -1)
-    rows = Rows(tokens, torch.ones(2, 384, dtype=torch.bool), positions, torch.zeros_like(tokens))
+    everywhere = torch.ones(2, 384, dtype=torch.bool)
+    rows = Rows(tokens, everywhere, positions, torch.zeros_like(tokens), torch.full_like(tokens, -1))
     batch = make_batch(target, rows, head.aux_layer_ids, torch.float32)
     with Measured() as made:
         there = [*target.model.parameters(), *target.model.buffers(), *trained.parameters(), *trained.buffers()]

@@ -6,7 +6,6 @@ So a resumed run needs only its step number.
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -14,23 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from heads.core.contract import Rows
 from train.data.corpus import Corpus
 
 PATTERN = 1000
 """Rows of one block. Each block has exactly the same number of rows of each pool."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Packed rows on the CPU."""
-
-    tokens: Tensor  # (B, T) int64; 0 in the padding
-    loss_mask: Tensor  # (B, T) bool, indexed by the label
-    positions: Tensor  # (B, T) int64, from 0 in each document; a later part of a document continues its positions
-    documents: Tensor  # (B, T) int64, numbered from 0 in each row; -1 = padding
-
-    def part(self, row: int) -> "Rows":
-        return Rows(*(tensor[row : row + 1] for tensor in vars(self).values()))
 
 
 def empty_rows(B: int, T: int) -> Rows:
@@ -39,6 +26,7 @@ def empty_rows(B: int, T: int) -> Rows:
         loss_mask=torch.zeros(B, T, dtype=torch.bool),
         positions=torch.zeros(B, T, dtype=torch.int64),
         documents=torch.full((B, T), -1),
+        depths=torch.full((B, T), -1),
     )
 
 
@@ -60,10 +48,18 @@ class Pool:
     position of the first token, and the number of tokens that are only context of the piece's labels.
     """
 
-    def __init__(self, corpus: Corpus, row_length: int, num_positions: int | None = None, *, packs: bool = True):
+    def __init__(
+        self,
+        corpus: Corpus,
+        row_length: int,
+        num_positions: int | None = None,
+        *,
+        packs: bool = True,
+        depths: NDArray[np.int64] | None = None,
+    ):
         """`num_positions`: the number of positions of the models; None: enough for any document. `packs`: several
-        documents may share a row."""
-        self.corpus, self.row_length, self.packs = corpus, row_length, packs
+        documents may share a row. `depths`: of all tokens of the corpus, as in `Rows`; None: all depths."""
+        self.corpus, self.row_length, self.packs, self.depths = corpus, row_length, packs, depths
         pieces, self.num_left_out = _pieces(corpus, row_length, num_positions or corpus.num_tokens)
         rows = best_fit(pieces[:, 1], row_length) if packs else np.arange(len(pieces))
         order = np.argsort(rows, kind="stable")
@@ -89,6 +85,8 @@ class Pool:
             out.loss_mask[row, at : at + context] = False
             out.positions[row, piece] = torch.arange(position, position + length)
             out.documents[row, piece] = number
+            if self.depths is not None:
+                out.depths[row, piece] = torch.from_numpy(self.depths[start : start + length])
             at += length
 
     def digest(self) -> str:

@@ -1,4 +1,4 @@
-"""Training rows for a recipe's `data`: from its sources, the target's answers, and the draft's own text."""
+"""Training rows for a recipe's `data`: from its sources, the target's answers, and what the draft does."""
 
 from pathlib import Path
 
@@ -50,8 +50,8 @@ def load_data(
     reader: Reader,
     folder: Path,
 ) -> tuple[Mixture, Samples | None]:
-    """Return the packed rows of the sources, of the target's answers, or of both, and the samples of the draft's own
-    text if the recipe has them, else None. `head`: a head of the shape that will be trained."""
+    """Return the packed rows of the sources, of the target's answers, or of both, and the on-policy samples if the
+    recipe has them, else None. `head`: a head of the shape that will be trained."""
     check_data(data, target)
     if len(head.depth_weights) >= data.context_length:
         raise UserError(
@@ -98,7 +98,7 @@ def load_data(
         return mixture, None
     found = find_prompts(data, seed, data.on_policy, "data.on_policy", reader, recorded=True, quiet=True)
     prompts = [document.ids.tolist() for each in found for document in each.documents]
-    return mixture, Samples(mixture, prompts, data.on_policy, folder / "on_policy")
+    return mixture, Samples(mixture, prompts, data.on_policy, head, target, folder / "on_policy")
 
 
 def check_reserved(head: DraftHead, mixture: Mixture, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -116,7 +116,7 @@ def check_supervision(head: DraftHead, mixture: Mixture) -> None:
     for pool in mixture.pools:
         for index in range(len(pool)):
             rows = pool.row(index)
-            if head.counts(rows.loss_mask, rows.documents)[0] > 0:
+            if head.counts(rows)[0] > 0:
                 return
     raise UserError(
         "data.sources: no token to train on: every document is too short for the head's first depth; give longer ones"

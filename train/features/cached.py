@@ -25,12 +25,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from heads.core.contract import Rows
 from heads.core.errors import UserError, first_line
 from heads.core.files import check_folder, write_bytes, write_json
 from heads.methods.start import probe_tokens, probed_rows
 from heads.targets.model import Features, FrozenTarget
 from train.core.processes import on_main
-from train.data.packing import Mixture, Rows, text_rows
+from train.data.packing import Mixture, text_rows
 from train.features.settings import CacheFeatures
 from train.features.source import FeatureSource
 

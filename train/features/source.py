@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from eval.runtime.memory import free_bytes
-from heads.core.contract import Batch, SharedLayers
+from heads.core.contract import Batch, Rows, SharedLayers
 from heads.targets.model import FrozenTarget
-from train.data.packing import Mixture, Rows
+from train.data.packing import Mixture
 
 ROOM = 1.2
 """Memory that a whole target needs to decode, as a multiple of the size of its weights."""
@@ -63,22 +63,17 @@ def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], d
     Under autocast, the target's matrix products are in its dtype, like the head's; otherwise in the target's own dtype.
     The target's logits, which the head learns, are always computed without autocast.
     """
-    tokens, positions, documents = (
-        part.to(target.device, non_blocking=True) for part in (rows.tokens, rows.positions, rows.documents)
-    )
-    features = target.packed_features(tokens, positions, documents, aux_layer_ids)
+    given = {name: part.to(target.device, non_blocking=True) for name, part in vars(rows).items()}
+    features = target.packed_features(given["tokens"], given["positions"], given["documents"], aux_layer_ids)
     with torch.no_grad():
-        embeddings = target.shared.embed_tokens(tokens)
+        embeddings = target.shared.embed_tokens(given["tokens"])
 
     def logits(hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             return target.shared.lm_head(hidden.to(target.dtype))
 
     return Batch(
-        tokens=tokens,
-        loss_mask=rows.loss_mask.to(target.device, non_blocking=True),
-        positions=positions,
-        documents=documents,
+        **given,
         embeddings=embeddings.to(dtype),
         aux_hidden_states=features.aux_hidden_states.to(dtype),
         hidden=features.hidden.to(dtype),

@@ -29,11 +29,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from heads.core.contract import Rows
 from heads.core.errors import UserError, first_line
 from heads.targets.families import final_norm
 from heads.targets.model import Features, FrozenTarget
 from train.core.processes import on_main
-from train.data.packing import Mixture, Rows
+from train.data.packing import Mixture
 from train.data.server import COMPLETIONS, RETRIES, TRIALS, ServerClient
 from train.features.settings import VllmFeatures
 from train.features.source import FeatureSource

@@ -25,11 +25,12 @@ from heads.methods.lilicorr import LiLiCorr, LiLiCorrConfig
 from heads.methods.xpress import XPress, XPressConfig
 from heads.targets.masks import TILE
 from tests.closeness import assert_close
-from tests.heads.small_heads import BLOCK_SIZES, greedy, observe, random_batch, rope, seen, token_paths
+from tests.heads.small_heads import BLOCK_SIZES, greedy, in_rounds, observe, random_batch, rope, seen, token_paths
 
 V, D = 40, 16
 SCALED = {"rope_type": "linear", "factor": 3.0}
 ROWS = [[11, 3, 7], [2, 1, 18]]
+ROUNDS = 1, 4, 3, 2, 5
 
 
 HEADS: dict[str, Callable[..., DraftBlockHead]] = {
@@ -241,7 +242,7 @@ def plain_lattice_loss(head: LiLiCorr, logits: Tensor, p: Tensor, label: int) ->
 def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted losses (K,), weights (K,) and unweighted losses (K,), summed over blocks, all logits at once."""
     config, K = head.config, head.depth
-    blocks = draw_blocks(batch.loss_mask, batch.documents, config.num_anchors)
+    blocks = draw_blocks(batch, config.num_anchors)
     weighted = torch.zeros(K, dtype=torch.float64)
     weights, plain = torch.zeros(2, K, dtype=torch.float64)
     matrix = lm_head(batch)
@@ -263,7 +264,7 @@ def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Ten
                 label = anchor + 1 + k
                 if label >= batch.tokens.shape[1] or not batch.loss_mask[b, label]:
                     break
-                if batch.documents[b, label] != batch.documents[b, anchor]:
+                if batch.documents[b, label] != batch.documents[b, anchor] or batch.depths[b, label] not in (-1, k):
                     break
                 token = int(batch.tokens[b, label])
                 p = batch.shared.lm_head(batch.hidden[b, label - 1]).softmax(-1)
@@ -345,14 +346,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "changes"), CASES)
 def test_loss_and_gradients_equal_the_plain_formula(kind: str, changes: dict[str, Any]) -> None:
-    head, batch = make_head(kind, **changes), make_batch()
+    head, batch = make_head(kind, **changes), in_rounds(make_batch(), *ROUNDS)
     torch.manual_seed(5)
     weighted, weights, plain = plain_terms(head, batch)
     (weighted.sum() / weights.sum()).backward()
     wanted = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
     assert wanted.keys() == dict(head.named_parameters()).keys()
     head.zero_grad()
-    found = head.loss(batch, head.loss_scale(head.counts(batch.loss_mask, batch.documents).double()))
+    found = head.loss(batch, head.loss_scale(head.counts(batch).double()))
     found.loss.backward()
     divisor = 1.0 if found.weight is None else float(found.weight)
     assert (found.weight is None) == (not head.weighs_rows)
@@ -386,7 +387,7 @@ def test_no_tensor_holds_the_logits_of_all_rows(
         lm_head_weight=out,
     )
     small = dataclasses.replace(batch, **single, shared=shared)
-    scale = head.loss_scale(head.counts(batch.loss_mask, batch.documents))
+    scale = head.loss_scale(head.counts(batch))
     most = largest_tensor(lambda: head.loss(small, scale).loss.backward())
     assert most < 4 * count * head.depth * wide / 3
 
@@ -397,7 +398,7 @@ def test_a_step_s_anchors_are_drawn_by_its_seed() -> None:
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         torch.rand(int(torch.randint(9, ()).item()) + 1)  # what else draws before has no part in it
-        drawn.append(draw_blocks(batch.loss_mask, batch.documents, 6).anchors.tolist())
+        drawn.append(draw_blocks(batch, 6).anchors.tolist())
     assert drawn[0] == drawn[1] != drawn[2]
     assert all(row == sorted(set(row)) for row in drawn[0])
 
@@ -412,10 +413,10 @@ def test_anchors_are_followed_by_a_label_and_labels_stay_in_their_document() -> 
         ]
         for b in range(2)
     ]
-    blocks = draw_blocks(batch.loss_mask, batch.documents, 21)
+    blocks = draw_blocks(batch, 21)
     for b in range(2):
         assert blocks.anchors[b][blocks.live[b]].tolist() == may[b]
-    slots, valid = blocks.labels(batch.loss_mask, batch.documents, 3)
+    slots, valid = blocks.labels(batch, 3)
     for b, n in blocks.live.nonzero().tolist():
         a = int(blocks.anchors[b, n])
         assert slots[b, n].tolist() == [min(a + k, 20) for k in (1, 2, 3)]
@@ -424,11 +425,18 @@ def test_anchors_are_followed_by_a_label_and_labels_stay_in_their_document() -> 
     assert not valid[~blocks.live].any()
 
 
+def test_recorded_rounds_are_learnt_from_their_roots_up_to_their_last_token() -> None:
+    batch = in_rounds(make_batch(), *ROUNDS)  # the labels of the second row begin at 6
+    blocks = draw_blocks(batch, 21)
+    assert blocks.anchors[1][blocks.live[1]].tolist() == [5, 6, 10, 13, 15]
+    assert blocks.labels(batch, 4)[1][1].sum(1)[blocks.live[1]].tolist() == [1, 4, 3, 2, 4]
+
+
 def test_blocks_without_labels_or_context_give_no_nan() -> None:
     """A row with fewer anchors than blocks, and a batch with none at all."""
     head = make_head("dspark", num_anchors=30)
     for batch in (make_batch(), make_batch(labels_from=20)):
-        counts = head.counts(batch.loss_mask, batch.documents)
+        counts = head.counts(batch)
         found = head.loss(batch, head.loss_scale(counts))
         found.loss.backward()
         assert found.loss.isfinite() and all(p.grad.isfinite().all() for p in head.parameters() if p.grad is not None)

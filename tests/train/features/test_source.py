@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from heads.core.contract import Rows
 from tests.heads.targets.test_decoder import make_target
-from train.data.packing import Rows
 from train.features.source import make_batch
 
 AUX_LAYER_IDS = (0, 2, 3)
@@ -14,7 +14,8 @@ def test_products_are_in_the_dtype_of_autocast() -> None:
     target = make_target("llama", torch.float32)
     documents = (torch.arange(30) >= 20).long().expand(2, -1)
     tokens = torch.randint(61, (2, 30), generator=torch.Generator().manual_seed(0))
-    rows = Rows(tokens, torch.ones_like(tokens, dtype=torch.bool), torch.arange(30) - 20 * documents, documents)
+    everywhere, positions = torch.ones_like(tokens, dtype=torch.bool), torch.arange(30) - 20 * documents
+    rows = Rows(tokens, everywhere, positions, documents, torch.full_like(tokens, -1))
     plain = make_batch(target, rows, AUX_LAYER_IDS, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         narrow = make_batch(target, rows, AUX_LAYER_IDS, torch.float32)
