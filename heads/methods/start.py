@@ -34,8 +34,8 @@ class TargetProbe:
     aux_hidden_states: Tensor  # (B, T, L * D)
     hidden: Tensor  # (B, T, D), after the final norm
     scales: Tensor
-    """(L,) the root mean square of each auxiliary hidden state of a token, its median over tokens: a text's first token
-    has massive activations in most models, in SmolLM2-135M 1,041 beside 23 of the others.
+    """(L,) the size of each auxiliary hidden state: the median over tokens of its root mean square. A mean would be
+    that of a text's first token alone, which has massive activations in most models (arXiv 2402.17762).
 
     Residual streams grow with depth: in the quickstart's target from 0.26 at the embeddings to 21 at the highest
     auxiliary layer. A head that starts at that size learns as if its learning rate were that much smaller.
