@@ -65,6 +65,12 @@ def check_same(folder: Path, about: dict[str, Any], wanted: dict[str, Any]) -> N
             )
 
 
+def check_holds(folder: Path, about: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """As `check_same`, but the features may have more layers than are wanted."""
+    held = about.get("aux_layer_ids", [])
+    check_same(folder, about, wanted | ({"aux_layer_ids": held} if set(wanted["aux_layer_ids"]) <= set(held) else {}))
+
+
 def encode(streams: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
     """Convert streams (N, S, D) into the stored form: values of `dtype` and, for fp8, scales (N, S)."""
     if dtype != "fp8":
@@ -179,21 +185,13 @@ class CachedFeatures(FeatureSource):
 
     def check(self, mixture: Mixture, aux_layer_ids: Sequence[int]) -> None:
         """Raise UserError if the folder has features of other rows or layers."""
-        self.streams(aux_layer_ids)
-        wanted = describe(self.target, self.about["aux_layer_ids"], self.dtype, self.precision, mixture)
-        check_same(self.folder, self.about, wanted)
-
-    def streams(self, aux_layer_ids: Sequence[int]) -> list[int]:
-        """Return the indices of layers in the stored streams, and of the last hidden state. UserError if one is
-        absent."""
-        held = self.about["aux_layer_ids"]
-        if not set(aux_layer_ids) <= set(held):
-            check_same(self.folder, self.about, {"aux_layer_ids": list(aux_layer_ids)})
-        return [*(held.index(k) for k in aux_layer_ids), -1]
+        wanted = describe(self.target, aux_layer_ids, self.dtype, self.precision, mixture)
+        check_holds(self.folder, self.about, wanted)
 
     def fetch(self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]) -> Features:
         """Return features of packed rows, (B, T) each, on the target's device. They are zero in the padding."""
-        target, streams = self.target, self.streams(aux_layer_ids)
+        check_holds(self.folder, self.about, {"aux_layer_ids": list(aux_layer_ids)})
+        target, streams = self.target, [*map(self.about["aux_layer_ids"].index, aux_layer_ids), -1]
         dtype = target.dtype if self.dtype == "fp8" else DTYPES[self.dtype]
         out = torch.zeros(*tokens.shape, len(streams), target.hidden_size, dtype=dtype)
         for row, parts in enumerate(zip(tokens.cpu(), positions.cpu(), documents.cpu(), strict=True)):
@@ -271,9 +269,10 @@ def begin_folder(folder: Path, about: dict[str, Any]) -> set[bytes] | None:
     check_folder(folder, "features.folder")
     manifest, begun = read_manifest(folder), folder / "filling.json"
     if manifest is not None:
-        check_same(folder, manifest.about, about)
+        check_holds(folder, manifest.about, about)
         if all((folder / name).is_file() for name in manifest.shards):
             return None
+        check_same(folder, manifest.about, about)
         (folder / "manifest.json").unlink()
     if begun.is_file():
         check_same(folder, json.loads(begun.read_bytes()), about)

@@ -52,9 +52,11 @@ def test_training_from_a_folder_is_training(
 
 
 def test_a_folder_serves_heads_that_read_fewer_layers(
-    filled: Settings, settings: Settings, write_recipe: WriteRecipe, fresh: Callable[[], None]
+    filled: Settings, settings: Settings, write_recipe: WriteRecipe, fresh: Callable[[], None], capfd: Any
 ) -> None:
     fewer = {"head": filled["head"] | {"aux_layer_ids": [4]}}
+    assert fill([str(write_recipe(filled | fewer))]) == 0 and "filled already" in capfd.readouterr().err
+    fresh()
     found = weights(train_in(filled | fewer, write_recipe), 6)
     fresh()
     assert same(found, weights(train_in(settings | fewer, write_recipe), 6))
