@@ -29,7 +29,8 @@ from heads.targets.model import FrozenTarget
 from heads.targets.slots import round_up
 
 WARM_UP_TOKENS = 24
-PROFILED_PROMPTS = 4
+PROFILED_PROMPTS, PROFILED_TOKENS = 4, 32
+"""Prompts, and new tokens of each, over which the phases of a round are timed."""
 
 TURNS_PER_SLOW_ONE = 10
 """Of so many turns the slowest is left out."""
@@ -203,19 +204,20 @@ def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
 
 
 def profile(comparison: Comparison) -> list[dict[str, float]]:
-    """Return seconds of one round by phase for each drafting variant, over the first prompts that have rounds. The
-    rounds run without graphs, and the host waits after each phase.
+    """Return seconds of one round by phase for each drafting variant, over the first tokens of the first prompts that
+    have rounds. The rounds run without graphs, and the host waits after each phase.
 
     Plain decoding runs on the same prompts and is timed by the same phases, so that the two can be compared. A phase
     takes the median of its rounds.
     """
     variants = [comparison.plain, *comparison.drafting]
     seconds: list[dict[str, list[float]]] = [{phase: [] for phase in PHASES} for _ in variants]
-    profiled = 0
+    profiled, tokens = 0, min(PROFILED_TOKENS, comparison.requests[0].max_new_tokens)
     for indices in comparison.units:
+        requests = [replace(comparison.requests[i], max_new_tokens=tokens) for i in indices]
         for variant, by_phase in zip(variants, seconds, strict=True):
             variant.engine.profile = True
-            outputs = variant.engine.generate([comparison.requests[i] for i in indices])
+            outputs = variant.engine.generate(requests)
             variant.engine.profile = False
             for phase, spent in variant.engine.timings.breakdown.items():
                 by_phase[phase] += spent
