@@ -151,19 +151,18 @@ def all_table(pattern: str, *, speeds: bool = True) -> str:
 
 
 def cost_table(pattern: str) -> str:
-    """Return the size of each method's head, and what it was trained on."""
+    """Return the size of each method's head, how long its rounds take, and on how many tokens it was trained."""
     found = Found(pattern)
-    reads: dict[str, int | None] = {}
-    for (method, _, way), of_suites in found.figures.items():
-        if way == GREEDY:
-            reads.setdefault(method, next(iter(of_suites.values())).get("draft_bytes"))
     rows = []
-    for method in dict.fromkeys(method for method, _ in found.rows):
-        head, read = found.heads[method], reads.get(method)
-        tokens = head.get("budget_tokens")
-        cells = [format.count(head["parameters"]), format.number(read and read / 1e6, 1)]
-        rows.append([method, *cells, format.count(tokens) if tokens else format.MISSING])
-    return markdown(["method", "parameters", "MB read a round", "training tokens"], rows)
+    for method, draft in found.longest:
+        if figures := found.figures.get((method, draft, GREEDY)):
+            first, head = next(iter(figures.values())), found.heads[method]
+            read, tokens = first.get("draft_bytes"), head.get("budget_tokens")
+            took = first["speculative"]["round_ms"]["median"] / first["baseline"]["step_ms"]["median"]
+            sizes = [format.count(head["parameters"]), format.number(read and read / 1e6, 1), format.number(took)]
+            rows.append([method, draft, *sizes, format.count(tokens) if tokens else format.MISSING])
+    columns = ["method", "draft", "parameters", "MB read a round", "a round, in plain steps", "training tokens"]
+    return markdown(columns, rows)
 
 
 def engine_table(pattern: str) -> str:
