@@ -1,13 +1,14 @@
 """A copy of a saved head with its projections in 8 bits (`heads.formats.quantized`)."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from heads.core.errors import UserError
-from heads.core.files import file_hash, whole_folder
+from heads.core.files import check_empty, file_hash, whole_folder
 from heads.formats.quantized import quantization_config, quantized
 from heads.registry import HEADS
 from heads.saved import CONFIG, find_head, load_head, read_config
@@ -15,8 +16,10 @@ from heads.saved import CONFIG, find_head, load_head, read_config
 
 def quantize_head(path: str, out: Path, dtype: str) -> tuple[int, int]:
     """Write the head at `path` to the folder `out`, with projections in `dtype`, fp8 or int8. Return the bytes of the
-    tensors' file before and after. Raises UserError for a head that engines do not read so."""
-    folder = find_head(path)
+    tensors' file before and after. Raises UserError for a head that engines do not read so, or if `out` is not
+    empty."""
+    out, folder = Path(os.path.realpath(out)), find_head(path)
+    check_empty(out)
     kind = read_config(folder)["kind"]
     form = HEADS[kind].format
     if not form.quantizes:

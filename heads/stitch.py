@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.core.errors import UserError, first_line
-from heads.core.files import whole_folder
+from heads.core.files import check_empty, whole_folder
 from heads.formats.engine_folder import named_class, tensors
 from heads.formats.mtp import MTP, MtpLoader, module_shapes
 from heads.methods.mtp import LAYOUTS, SHARED, Mtp, find_modules, module_names
@@ -40,8 +40,7 @@ def stitch(head: str, target: str, out: Path, *, trust_remote_code: bool = False
     `out` is written completely or not at all.
     """
     out, folder = Path(os.path.realpath(out)), Path(target)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: there is something already; name a new or an empty folder")
+    check_empty(out)
     if not is_here(target) or not folder.is_dir():
         raise UserError(f"{folder}: no such folder; fetch the target's checkpoint and name its folder")
     model = load_target(target, trust_remote_code=trust_remote_code)

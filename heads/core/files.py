@@ -131,6 +131,12 @@ def check_folder(path: Path, name: str) -> None:
         raise UserError(f"{name} {path}: no permission to write there; name another")
 
 
+def check_empty(path: Path) -> None:
+    """Raise UserError for a folder that already holds something, which `whole_folder` would replace."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path}: there is something already; name a new or an empty folder")
+
+
 def check_file(path: Path, name: str) -> None:
     """Raise UserError for a file that cannot be written, before hours are spent on its content."""
     if path.is_dir():

@@ -52,6 +52,7 @@ def test_projections_are_saved_in_8_bits_with_the_scales_of_their_rows(
 
 def test_what_is_not_quantised(target: FrozenTarget, tmp_path: Path) -> None:
     path, out = save(tmp_path / "head", target, "eagle3"), tmp_path / "out"
+    assert "there is something already" in refused(quantize_head, path, tmp_path, "int8")
     quantize_head(path, out, "int8")
     assert "is quantised already" in refused(quantize_head, str(out), tmp_path / "more", "int8")
     medusa = save(tmp_path / "medusa", target, "medusa")
