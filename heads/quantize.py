@@ -13,6 +13,9 @@ from heads.formats.quantized import quantization_config, quantized
 from heads.registry import HEADS
 from heads.saved import CONFIG, find_head, load_head, read_config
 
+MEASURED = ("acceptance.json", "results.json", "README.md")
+"""Names of files beside a head that say what was measured of it, and so not of the copy."""
+
 
 def quantize_head(path: str, out: Path, dtype: str) -> tuple[int, int]:
     """Write the head at `path` to the folder `out`, with projections in `dtype`, fp8 or int8. Return the bytes of the
@@ -29,7 +32,7 @@ def quantize_head(path: str, out: Path, dtype: str) -> tuple[int, int]:
     if "quantization_config" in config:
         raise UserError(f"{path}: is quantised already; give the head that it was made from")
     with whole_folder(out) as fresh:
-        shutil.copytree(folder, fresh, dirs_exist_ok=True)
+        shutil.copytree(folder, fresh, ignore=shutil.ignore_patterns(*MEASURED), dirs_exist_ok=True)
         made = fresh / form.weights_file
         save_file(quantized(load_file(file), dtype), made, metadata={"format": "pt"})
         made.chmod(0o644)
