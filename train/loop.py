@@ -309,8 +309,6 @@ class Training:
             started, weights = time.perf_counter(), self.stepper.head_weights()
 
             def act() -> None:
-                if samples.file(begin).is_file():
-                    return  # the run was interrupted after it had written them
                 self.measured.load_state_dict(weights)
                 with self.interrupts.released():
                     tokens = samples.write(begin, cast(DraftHead, self.measured), self.target)

@@ -85,6 +85,10 @@ def test_a_run_learns_from_the_runtimes_rounds_and_goes_on_bit_for_bit(
     )
 
     settings["output_dir"] = str(tmp_path / "broken")
+    left = tmp_path / "broken/on_policy"  # of another run, which ended before its first checkpoint
+    left.mkdir(parents=True)
+    for step in (2, 4):
+        (left / f"step-{step}.jsonl").write_text("[[7], [7, 7]]\n" * 4)
     with signal_at(3), pytest.raises(Interrupted):
         run(settings, write_recipe)
     broken = run(settings, write_recipe)
