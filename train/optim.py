@@ -11,9 +11,9 @@ from train.recipe import Train
 
 MOMENTUM = 0.95
 """Momentum of Muon."""
-ENDS = ("lm_head", "embed", "wte", "wpe", "markov", "codebook")
-"""Names of matrices with a row for each token or position, whose updates should not be orthogonal. Medusa's output
-heads are not among them: they learn faster with orthogonal updates (eval/results/LAB.md)."""
+ENDS = ("lm_head", "embed", "wte", "wpe", "markov", "codebook", "xpress_head.w", "slot_bias")
+"""Names of matrices with a row or column for each token or position, whose updates should not be orthogonal. Medusa's
+output heads are not among them: they learn faster with orthogonal updates (eval/results/LAB.md)."""
 
 
 def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = torch.float32) -> torch.optim.Optimizer:

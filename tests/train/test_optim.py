@@ -1,11 +1,15 @@
 """Learning rates by step, and which parameters decay."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from heads.methods.dflash2 import BlockConvolution
 from tests.closeness import assert_close
+from tests.heads.published_heads import V, dflash2, dspark, lilicorr, xpress
 from train.optim import Muon, lr_factor, make_optimizer, orthogonal
 from train.recipe import Train
 
@@ -32,6 +36,15 @@ def test_norms_and_biases_do_not_decay() -> None:
     convolution = make_optimizer(BlockConvolution(8, 2, 4), Train(max_steps=1, weight_decay=0.1))
     by_decay = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in convolution.param_groups}
     assert by_decay == {0.1: [(8, 8)], 0.0: [(2, 2, 8)]}  # the base, which is 1
+
+
+@pytest.mark.parametrize("make", [dflash2, dspark, lilicorr, xpress])
+def test_muon_is_for_no_table_of_tokens_or_positions(make: Callable[[], Any]) -> None:
+    head = make()
+    updated = make_optimizer(head, Train(max_steps=1, optimizer="muon")).param_groups[0]
+    names = {name for name, p in head.named_parameters() if any(p is inner for inner in updated["params"])}
+    assert "fc.weight" in names and "momentum" in updated
+    assert not [name for name in names if "bias" in name or V in head.get_parameter(name).shape]
 
 
 @pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
