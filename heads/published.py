@@ -114,7 +114,10 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     given = {name: value for name, value in settings.items() if value is not None}
     for name, value in given.items():
         if name in own and name not in free and own[name] != value:
-            raise UserError(f"head.{name}: the head in {path} has {own[name]}, got {value}; leave it out")
+            has = f"has {own[name]}"
+            if was != kind and name == "block_size":
+                has = f"drafts {found.depth} tokens, for which a {kind} has {own[name]} rows"
+            raise UserError(f"head.{name}: the head in {path} {has}, got {value}; leave it out")
     defaults = {field.name: field.default for field in fields(SETTINGS[kind]) if field.default is not None}
     config = own | {name: value for name, value in {**defaults, **given}.items() if name in free}
     if was == kind:

@@ -245,6 +245,8 @@ def test_training_starts_from_a_head_of_another_kind(
     assert all(module in made.started.split("; new: ")[1].split("; left out")[0] for module in own)
     for key, value in {"block_size": 9, "num_layers": 3, "intermediate_size": 8}.items():
         assert f"head.{key}: the head in" in refused(start_from, path, kind, {key: value}, target, torch.ones(V))
+    said = refused(start_from, path, kind, {"block_size": 9}, target, torch.ones(V))
+    assert f"drafts {head.depth} tokens, for which a {kind} has " in said
     assert "head.kind: " in refused(start_from, path, "medusa", {}, target, torch.ones(V))
 
 
