@@ -67,6 +67,8 @@ class TargetCount:
 class HeadCount:
     """The counts of a head: parameters, and the cost of one micro-batch and one optimizer step."""
 
+    depth: int
+    """Depths of its loss."""
     trained: int
     bytes: int
     """Bytes in float32."""
@@ -112,6 +114,7 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
     if passes == 1:  # gradients are not there yet when the activations are most
         kept -= gradients
     return count_target(target, train.batch_size, T, L, settings.quantize), HeadCount(
+        depth=len(head.depth_weights),
         trained=sum(p.numel() for p in trained),
         bytes=sum(map(_size, head.parameters())),
         copy_bytes=copy_bytes,

@@ -42,6 +42,8 @@ EPOCHS, MOST_EPOCHS, FEW_STEPS = 8, 20, 1_000
 """Times that a run reads its data: more, up to a bound, where it would take fewer steps than `FEW_STEPS`."""
 LEAST_EVERY = 50
 """Steps between measurements, of which there are four in a run of many steps."""
+DEPTH = 5
+"""Tokens that a draft model drafts in a round."""
 SMALL_VOCABULARY = 6144
 """A target with at most this many tokens is drafted whole."""
 SHAPED = {"init_from", "path", "layers", "fresh"}
@@ -268,14 +270,6 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     every = max(LEAST_EVERY, -(-steps // 4))
     fill(tree, "train", lr=rate, warmup_steps=steps // 20, eval_every=every, checkpoint_every=every)
 
-    # Measurements
-    depth = depth_of(checked(source).head)
-    chains = list(dict.fromkeys([f"chain:{depth}", f"chain:{-(-depth // 2)}"]))
-    trees = ["head", *chains[:1]] if tree["head"].get("tree_nodes") else chains
-    fill(tree, "eval", num_prompts=FEWEST, max_prompt_tokens=most, max_new_tokens=size.measured, tree=trees[0])
-    fill(tree, "eval.report", num_prompts=len(chosen) or FEWEST, trees=trees, temperatures=[0, 1])
-    fill(tree, "eval.report", batch_sizes=list(size.batch_sizes), repeats=size.repeats)
-
     # Memory
     batches = [size for size in range(rows, 0, -1) if rows % size == 0]
     for batch_size in [train.batch_size] if "batch_size" in train.model_fields_set else batches:
@@ -283,6 +277,15 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
         plan = Plan(checked(source), launch)
         if sum(plan.device.values()) <= size.memory * launch.memory_bytes:
             break
+
+    # Measurements
+    depth = DEPTH if kind == "draft" else plan.head.depth
+    chains = list(dict.fromkeys([f"chain:{depth}", f"chain:{-(-depth // 2)}"]))
+    trees = ["head", *chains[:1]] if tree["head"].get("tree_nodes") else chains
+    fill(tree, "eval", num_prompts=FEWEST, max_prompt_tokens=most, max_new_tokens=size.measured, tree=trees[0])
+    fill(tree, "eval.report", num_prompts=len(chosen) or FEWEST, trees=trees, temperatures=[0, 1])
+    fill(tree, "eval.report", batch_sizes=list(size.batch_sizes), repeats=size.repeats)
+    plan.recipe = checked(source)
     return plan, held_out
 
 
@@ -335,15 +338,6 @@ def head_settings(kind: str, layers: int, vocabulary: int, context: int) -> dict
     if kind in ("eagle3", "medusa") and vocabulary > SMALL_VOCABULARY:
         found["draft_vocab_size"] = min(32000, vocabulary // 3)
     return found
-
-
-def depth_of(head: Any) -> int:
-    """Return how many tokens a head drafts in a round by its settings."""
-    if head.kind == "draft":
-        return 5
-    if hasattr(head, "block_size"):
-        return int(head.block_size) - int(head.kind != "dspark")  # whose root's row drafts, too
-    return int(head.depth or 3)
 
 
 def up_to(multiple: int, number: int) -> int:

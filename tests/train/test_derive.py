@@ -13,6 +13,7 @@ from eval.measure.command import exit_status
 from eval.measure.results import read_results
 from heads.saved import read_config
 from tests.conftest import TEXT
+from tests.heads.published_heads import ZLAB, dflash, write
 from tests.runs import forget_accelerator, the_error
 from train.data.sources import opening, read_asked
 from train.entry import attempt
@@ -63,6 +64,13 @@ def test_every_kind_gets_a_recipe_that_fits(entry: str, here: Path, capsys: pyte
     assert recipe.train.tokens_per_step % (recipe.train.batch_size * recipe.data.context_length) == 0
     assert made.prompt_tokens + made.new_tokens <= recipe.data.context_length
     assert not (folder / "checkpoints").exists()
+
+
+def test_a_chain_is_as_long_as_the_head_that_is_there_drafts(here: Path) -> None:
+    write(here / "dflash", ZLAB, dflash().to_checkpoint())
+    assert derived("xpress", "--plan", "--tflops", "1", "head.init_from=dflash") == 0
+    found: Any = load_recipe("runs/xpress-target-chats/recipe.yaml").eval
+    assert found.tree == "chain:3" and found.report.trees == ("chain:3", "chain:2")
 
 
 def test_a_gpu_gets_larger_sizes(here: Path) -> None:
