@@ -57,10 +57,10 @@ class Found:
             variant = path.stem.partition(".")[0].partition("-")[2] if "head" in record else ""
             heads = {head.get("name"): head for head in record.get("heads") or [record["head"]]}
             suites = [suite_name(name) for name in record["settings"]["suites"]]
-            parts = [*record.get("suites", {}).items()]
+            parts = [(name, part | {"pooled": record}) for name, part in record.get("suites", {}).items()]
             for m in record["measurements"]:
                 own = m.get("suites") or (dict.fromkeys(suites, m) if len(suites) == 1 else {})
-                parts += [(name, m | part) for name, part in own.items()]
+                parts += [(name, m | part | {"pooled": m}) for name, part in own.items()]
             for name, m in ((name, m) for name, m in parts if name in suites):  # not categories
                 head = heads[m.get("head")]
                 method = METHODS[head["kind"]] + f", {variant}" * bool(variant)
@@ -94,8 +94,9 @@ class Found:
         return format.tau_text(of_suites[suite]) if suite in of_suites else format.MISSING
 
     def speedup(self, row: tuple[str, str]) -> str:
-        figures = self.figures.get((*row, GREEDY), {}).get(self.suites[0])
-        return format.speedup_cell(figures) if figures else format.MISSING
+        """Return the greedy speedup over all prompts."""
+        of_suites = self.figures.get((*row, GREEDY))
+        return format.speedup_cell(next(iter(of_suites.values()))["pooled"]) if of_suites else format.MISSING
 
     def caption(self) -> str:
         """Return the sentence below a table: how many prompts, where, and how many outputs were the target's own."""
@@ -136,7 +137,7 @@ def first_table(pattern: str) -> str:
     for row in filter(lambda row: chain_length(row[1]), found.longest):
         taus = [found.tau(row, suite, GREEDY) for suite in found.suites] + [found.tau(row, found.average, "T = 1")]
         rows.append([*row, *(tau.partition(" ")[0] for tau in taus), found.speedup(row)])
-    return f"{markdown([*columns, f'speedup, {found.suites[0]}'], rows)}\n\n{found.caption()}"
+    return f"{markdown([*columns, 'speedup'], rows)}\n\n{found.caption()}"
 
 
 def all_table(pattern: str, *, speeds: bool = True) -> str:
@@ -147,7 +148,7 @@ def all_table(pattern: str, *, speeds: bool = True) -> str:
     columns = ["method", "draft", *(f"tau, {suite}, {way}" for suite, way in cells)]
     drafts = found.rows if speeds else found.longest
     rows = [[*row, *(found.tau(row, *cell) for cell in cells), *[found.speedup(row)] * speeds] for row in drafts]
-    return f"{markdown(columns + [f'speedup, {found.suites[0]}, greedy'] * speeds, rows)}\n\n{found.caption()}"
+    return f"{markdown(columns + ['speedup, greedy'] * speeds, rows)}\n\n{found.caption()}"
 
 
 def cost_table(pattern: str) -> str:
