@@ -214,6 +214,8 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     new, most = answers.new_tokens, answers.prompt_tokens
     if "new_tokens" not in answers.model_fields_set:
         new = min(size.new_tokens, room // 2)
+    if new >= room:
+        raise UserError(f"data.regenerate.new_tokens: expected less than {room}, the tokens of a row, got {new}")
     if "prompt_tokens" not in answers.model_fields_set:
         most = max(1, min(size.prompt_tokens, room - new))
     survey = read_conversations(data.sources, rendering_of(first, tokenizer), most)

@@ -133,6 +133,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--model", "target", "--data", "odd.jsonl"], "odd.jsonl: 0 of 30 records are conversations"),
     (["--model", "target", "--data", "odd.jsonl"], "odd.jsonl:1: expected a record with 'messages'"),
     (["--model", "target", "--data", "chats.jsonl", "data.regenerate.prompt_tokens=2"], "0 of 41 records"),
+    (["--model", "target", "--data", "chats.jsonl", "data.regenerate.new_tokens=512"], "new_tokens: expected less"),
     (["--model", "target", "--data", "chats.jsonl", "trian.lr=1"], "did you mean 'train'?"),
     (["--model", "target", "--data", "chats.jsonl", "head.kind=mtp", "head={kind: mtp}"], "use train/mtp.py"),
     (["--model", "target", "--data", "chats.jsonl", "train.lr"], "override 'train.lr': expected key.sub=value"),
