@@ -104,6 +104,11 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     method, was, own = HEADS[kind], kind_of(found), json.loads(json.dumps(asdict(found.config)))
     if was != kind and not (isinstance(found, DraftBlockHead) and issubclass(method.head, DraftBlockHead)):
         raise UserError(f"head.kind: {path} holds a head of kind {was}, the recipe says {kind}")
+    if isinstance(found, DraftBlockHead) and found.kept is not None:
+        raise UserError(
+            f"head.init_from: {path} drafts {len(found.kept)} of the target's {target.vocab_size} tokens: such heads "
+            "are measured, not trained; start from one that drafts all"
+        )
     free = method.training
     if was != kind:
         free |= {"initial_weights"}
@@ -122,7 +127,7 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     config = own | {name: value for name, value in {**defaults, **given}.items() if name in free}
     if was == kind:
         return method.head.from_checkpoint(config, found.to_checkpoint())
-    head = method.head(from_plain(method.head.Config, config | given), found.kept)
+    head = method.head(from_plain(method.head.Config, config | given))
     begin(head, target, token_counts, closely=True)
     ours, theirs = head.state_dict(), found.state_dict()
     taken = {name: theirs[name] for name in ours.keys() & theirs.keys()}
