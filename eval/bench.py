@@ -46,7 +46,6 @@ COMPARISONS = Path("runs/compare")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = Parser("Measure draft heads: tau and speed, and compare every token with plain decoding.")
     add_head_options(parser, several=True)
     parser.add_argument("--head", metavar="HEAD", help="the head, as wandb's sweep agent passes it")

@@ -59,8 +59,6 @@ INVISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(1
 
 
 class Conversation:
-    """Conversation with a target and a head, with all messages so far."""
-
     def __init__(
         self, opened: "Opened", shape: "TreeShape", sampling: Sampling, max_new_tokens: int, console: Console
     ) -> None:
@@ -191,7 +189,6 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = Parser("Generate with a draft head. Answers are streamed, with accepted draft tokens in colour.")
     add_head_options(parser)
     add = parser.add_argument

@@ -101,7 +101,6 @@ class Sweep(BaseModel):
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = Parser(
         "Measure a head in many settings: run a wandb sweep file for eval/bench.py, with or without a wandb server."
     )

@@ -36,7 +36,6 @@ UNREAD = {
 
 
 def refuse_unread(source: Source) -> None:
-    """Raise UserError for a head of a kind in `UNREAD`."""
     config, files = source.config, source.files
     nested = config.get("dflash_config") or {}
     names = [*(config.get("architectures") or ()), config.get("speculators_model_type"), nested.get("projector_type")]

@@ -25,8 +25,6 @@ from heads.targets.model import FrozenTarget
 
 @dataclass(frozen=True)
 class Method:
-    """Method of drafting whose heads are trained."""
-
     head: type[Any]
     """Class that implements `heads.core.contract.DraftHead`."""
     format: Format

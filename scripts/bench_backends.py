@@ -77,7 +77,6 @@ def open_engines(product: str, dtype: str, options: argparse.Namespace, length: 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Time all variants, print a table and write the record."""
     options = parse_arguments(arguments)
     from eval.measure.command import draft_shapes
     from eval.measure.environment import machine, target_facts

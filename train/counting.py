@@ -44,8 +44,6 @@ EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 @dataclass(frozen=True)
 class TargetCount:
-    """The counts of a target: parameters, bytes and operations."""
-
     total: int
     active: int
     """All parameters, embeddings included, except those of the experts to which a token is not routed."""
@@ -65,8 +63,6 @@ class TargetCount:
 
 @dataclass(frozen=True)
 class HeadCount:
-    """The counts of a head: parameters, and the cost of one micro-batch and one optimizer step."""
-
     depth: int
     """Depths of its loss."""
     trained: int

@@ -143,7 +143,6 @@ def run_derived(arguments: Sequence[str], name: str) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of a derivation, and the other words."""
     parser = Parser("Derive a recipe.")
     parser.allow_abbrev = False
     for option in ("--model", "--data"):

@@ -43,8 +43,6 @@ folder. In the last two cases a process holds only the embeddings, the final nor
 
 @dataclass(frozen=True)
 class Launch:
-    """The launch for which a run is planned."""
-
     processes: int = 1
     sharing: str = "ddp"
     features: str = "process"

@@ -61,7 +61,6 @@ def keys_page(recipe: type[BaseModel]) -> str:
 
 
 def _keys(section: dict[str, Any], schema: dict[str, Any], prefix: str) -> Iterator[Key]:
-    """Yield a section's keys."""
     for name, field in sorted(section["properties"].items(), key=lambda item: item[0] != "kind"):
         default = "required" if name in section.get("required", ()) else _shown(field["default"])
         references = [schema["$defs"][part] for part in _references(field)]

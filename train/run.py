@@ -19,7 +19,6 @@ from train.run_folder import RunFolder
 
 
 def train_head(recipe: Recipe) -> int:
-    """Train the head of a recipe, measure it, and return the exit status."""
     try:
         with open_run(recipe) as run:
             outcome = fit(recipe, run)

@@ -153,8 +153,6 @@ class Interval:
 
 
 class Stepper:
-    """The optimizer steps of a head: its parameters, its optimizer and its training data."""
-
     def __init__(
         self,
         settings: Train,

@@ -40,7 +40,6 @@ SHOWN_EVERY = 50
 
 
 def make_target(arguments: Sequence[str]) -> int:
-    """Prepare the text, train the model, write its folder with measurements, and return the exit status 0."""
     recipe = load_target_recipe(arguments[0], arguments[1:])
     folder = Path(recipe.output_dir)
     check_folder(folder, "output_dir")
@@ -234,7 +233,6 @@ def read_rows(text: np.ndarray, recipe: TargetRecipe, stage: int, step: int, par
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Write checkpoints/step-N, complete or absent, and delete the older checkpoints."""
     state: Any = get_optimizer_state_dict(model, optimizers)
     with whole_folder(folder / "checkpoints" / f"step-{step}") as path:
         save_file({name: p.detach().clone() for name, p in model.named_parameters()}, path / "model.safetensors")
@@ -259,7 +257,6 @@ def resume(folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Opti
 def publish(
     recipe: TargetRecipe, folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, command: str
 ) -> None:
-    """Write model/ in bfloat16, measure the written model, and write its README."""
     out = folder / "model"
     for parameter in model.parameters():
         parameter.data = parameter.data.to("cpu", torch.bfloat16)

@@ -60,7 +60,6 @@ class Tracker:
             self._progress.advance()
 
     def log_train(self, metrics: Metrics) -> None:
-        """Record training metrics, and show them."""
         self._record({"kind": "train", **metrics})
         if self._progress is None:
             return
@@ -72,7 +71,6 @@ class Tracker:
         )
 
     def log_eval(self, metrics: Metrics) -> None:
-        """Record a measurement, and print one line."""
         self._record({"kind": "eval", **metrics})
         best = "best so far, kept"
         if metrics["best_step"] != metrics["step"]:

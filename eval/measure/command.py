@@ -141,7 +141,6 @@ def _shown() -> Iterator[None]:
 
 
 def add_target_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for loading a target."""
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="number type to compute in"
     )

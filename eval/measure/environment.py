@@ -36,7 +36,6 @@ LOOK_SECONDS = 0.3
 
 
 def target_facts(target: FrozenTarget) -> dict[str, Any]:
-    """Return the identity and the size of the target."""
     return {
         "name": target.name,
         "architecture": type(target.model).__name__,

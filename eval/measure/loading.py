@@ -29,8 +29,6 @@ from heads.targets.model import FrozenTarget
 
 
 class Opened(NamedTuple):
-    """Head, its target, and the target's tokenizer."""
-
     head: Drafter
     target: FrozenTarget
     tokenizer: PreTrainedTokenizerBase

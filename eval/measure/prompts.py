@@ -65,8 +65,6 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, ready to be decoded."""
-
     id: str
     suite: str
     category: str

@@ -137,7 +137,6 @@ def phase_seconds(engine: Engine, extent: int) -> dict[str, float]:
 
 
 def lines(record: dict[str, Any]) -> list[str]:
-    """Return the record as lines of text."""
     made = [
         f"copy bandwidth {record['copy_bandwidth'] / 1e9:.1f} GB/s, {record['length']} tokens of context, "
         f"batch {record['batch_size']}, draft {record['tree']}, tau {record['tau']:.2f}"

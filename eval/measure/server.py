@@ -45,8 +45,6 @@ DRAFTS, GENERATED = "spec_decode_num_drafts", "generation_tokens"
 
 @dataclass
 class Answer:
-    """A streamed answer."""
-
     sent: float
     tokens: list[int] = field(default_factory=list)
     """Empty if the server returns no token ids."""
@@ -156,7 +154,6 @@ class Server:
         return now
 
     def rounds_of(self, answer: Answer) -> Rounds:
-        """Return the rounds that the server told of an answer."""
         if not answer.rounds and answer.decoded:
             raise self.error("its answers do not say how many draft tokens were accepted; those of SGLang 0.5.23 do")
         if any(answer.rounds[self.depth + 1 :]):

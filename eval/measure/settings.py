@@ -168,7 +168,6 @@ IN_A_RECIPE = ("skip_long", "rule", "top_k", "top_p", "min_p", "max_new_tokens",
 
 
 def add_measure_options(parser: Parser) -> None:
-    """Add an option for each setting, and `--out`."""
     known = BenchSettings()
     add = parser.add_argument
     suites = ", ".join([HELD_OUT_SUITE, *HUB_SUITES])
@@ -253,7 +252,6 @@ def add_measure_options(parser: Parser) -> None:
 
 
 def add_prompt_options(parser: Parser, *, num_prompts: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Add the options for prompts, lengths, the seed and `--out`. The arguments are their defaults."""
     add = parser.add_argument
     add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
     add("--num-prompts", type=count, default=num_prompts, help="prompts, evenly spread over the suite")

@@ -241,7 +241,6 @@ def shared(value: float, interval: Sequence[float | None] | None) -> tuple[float
 
 
 def draw_acceptance(axes: Axes, *, alpha: Sequence[float | None]) -> None:
-    """Draw alpha_k as bars, and the share of all rounds that reached each depth as rings."""
     draw_bars(axes, range(1, len(alpha) + 1), [value or 0.0 for value in alpha], list(map(percent, alpha)), "draft")
     reach = [math.prod(value or 0.0 for value in alpha[:depth]) for depth in range(1, len(alpha) + 1)]
     ring: dict[str, Any] = {"mfc": COLOURS["card"], "mec": COLOURS["verify"], "mew": 2.2, "ms": 8, "ls": ""}
@@ -254,7 +253,6 @@ def draw_acceptance(axes: Axes, *, alpha: Sequence[float | None]) -> None:
 
 
 def draw_positions(axes: Axes, *, bins: Sequence[Results]) -> None:
-    """Draw tau of each bin of positions as a dot on its interval."""
     for n, part in enumerate(bins):
         axes.plot([n, n], shared(part["mean"], part["ci95"]), color=COLOURS["accept"], lw=2.5)
         axes.plot(n, part["mean"], "o", color=COLOURS["accept"], ms=7)
@@ -287,7 +285,6 @@ def draw_bars(axes: Axes, ticks: range, values: Sequence[float], labels: Sequenc
 
 
 def draw_round(axes: Axes, *, results: Results) -> None:
-    """Draw one round by phase, above the time that plain decoding takes for as many tokens."""
     tau, step = results["tau"]["mean"], results["speculative"]["plain_step_ms"]
     breakdown = results["speculative"]["breakdown_ms"]
     plain, whole = tau * step, sum(breakdown.values())

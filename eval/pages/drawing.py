@@ -62,8 +62,6 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart of a report."""
-
     name: str
     """Name of its files, without the suffix."""
     title: str

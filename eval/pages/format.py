@@ -312,7 +312,6 @@ def training_warning(results: Results) -> list[str]:
 
 
 def warnings(results: Results) -> list[str]:
-    """Return the warnings about each head, and about all figures."""
     measurements = results["measurements"]
     if "heads" in results:
         own = [(head, [m for m in measurements if m["head"] == head["name"]]) for head in results["heads"]]

@@ -39,8 +39,6 @@ Facts = list[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Tile:
-    """One large figure."""
-
     name: str
     value: str
     note: str

@@ -23,7 +23,6 @@ NAMES = ("head", "kind", "draft", "")
 
 
 def print_report(results: Results, console: Console) -> None:
-    """Print the figures, with a line for each setting, the warnings and the audit."""
     several = "heads" in results
     tables = [comparison_table(results)] if several else [headline_table(results)]
     if not several and len(results["measurements"]) > 1:
@@ -111,7 +110,6 @@ def write_report(results: Results, folder: Path) -> None:
 
 
 def write_page(given: Sequence[Results], folder: Path) -> Path:
-    """Write one page of several results, and return its file."""
     from eval.pages.html import render_several
 
     write_text(folder / "report.html", render_several(given))

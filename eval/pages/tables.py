@@ -52,7 +52,6 @@ def first_token_text(figures: Results) -> str:
 
 
 def settings_table(results: Results) -> Table:
-    """Return all measured settings of one head."""
     served, rows = "server" in results, []
     predicts = format.is_exact(results) and not served
     for m in results["measurements"]:

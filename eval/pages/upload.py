@@ -19,7 +19,6 @@ RIGHTS = ("license", "license_name", "license_link")
 
 
 def publish(options: argparse.Namespace) -> int:
-    """Collect the publication, list its files, and upload them. Return the exit status."""
     offline = options.license or options.dry_run
     publication = collect(
         options.run,
@@ -60,8 +59,6 @@ def hub_rights(base: str) -> dict[str, str]:
 
 
 def upload(api: HfApi, publication: Publication, options: argparse.Namespace) -> str:
-    """Create the repository and the branch if they do not exist, and commit all files at once. Return the commit's
-    URL."""
     repo_id, branch = options.repo_id, options.revision
     check_place(api, repo_id, branch, private=options.private)
     api.create_repo(repo_id, private=options.private or None, exist_ok=True)

@@ -61,8 +61,6 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of an engine."""
-
     shape: TreeShape = ROOT_ONLY
     """Shape of the draft trees; the root alone without a head."""
     rule: str = "match"

@@ -40,8 +40,6 @@ Capture = Callable[[Callable[[], None]], Graph]
 
 
 class Rounds:
-    """Rounds of one decoder."""
-
     def __init__(self, decoder: Decoder, capture: Capture | None) -> None:
         """If `capture` is None, every round runs without a graph."""
         self.decoder, self.capture = decoder, capture

@@ -28,8 +28,6 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the settings of its output."""
-
     prompt: Sequence[int]
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)

@@ -51,7 +51,6 @@ class Sampling:
 
 
 def check_rule(rule: str, shape: TreeShape) -> None:
-    """Raise UserError if `rule` cannot judge trees of this shape."""
     if rule not in RULES:
         raise UserError(f"rule {rule!r}: expected one of {', '.join(RULES)}")
     if rule == "match" or is_chain(shape):

@@ -236,8 +236,6 @@ def kernels_of_xpress(config: Fields) -> str | None:
 
 @dataclass(frozen=True)
 class BlockForm:
-    """Folder of one of the methods."""
-
     architecture: str
     nested: bool = True
     """True if the method's own fields are in `dflash_config`."""

@@ -87,8 +87,6 @@ class BlockStates:
 
 @dataclass
 class BlockState(SlotState):
-    """State of one batch."""
-
     newest: Tensor  # (B, D), see `BlockStates`
 
 

@@ -59,8 +59,6 @@ class RotarySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
-    """Settings of the head in a recipe."""
-
     hidden_size: int | None = None
     """Width of the head. Null: the target's. A head of another width has embeddings of its own: the target's along
     their principal axes, not trained."""
@@ -113,8 +111,6 @@ class MtpSettings(StartSettings, BlockSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaSettings:
-    """Settings of the head in a recipe."""
-
     draft_vocab_size: int | None = None
     """Tokens the head can draft: the most frequent in the training data. Null: the target's whole vocabulary, as in
     the paper."""
@@ -169,8 +165,6 @@ class DraftBlockSettings(RotarySettings, StartSettings, BlockSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashSettings(DraftBlockSettings):
-    """Settings of the head in a recipe."""
-
     loss: str = "kl"
     """`labels`: cross-entropy on the text. Or a divergence between the distributions of target and draft: `kl`,
     `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
@@ -180,8 +174,6 @@ class DFlashSettings(DraftBlockSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash2Settings(DFlashSettings):
-    """Settings of the head in a recipe."""
-
     conv_kernel_size: int = 2
     """Number of rows that a convolution reads: a row's own and those before it in its block."""
     conv_group_size: int = 16
@@ -196,8 +188,6 @@ class DFlash2Settings(DFlashSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LiLiCorrSettings(DFlashSettings):
-    """Settings of the head in a recipe."""
-
     lilicorr_candidate_topk: int = 8
     """Number of candidates of each row, and maximum number of children of a tree node. A power of two up to 16, which
     is what engines take."""
@@ -231,8 +221,6 @@ class LiLiCorrSettings(DFlashSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class XPressSettings(DFlashSettings):
-    """Settings of the head in a recipe."""
-
     xpress_rank: int = 256
     """Width of the refiner, and rank of what it adds to the logits. vLLM takes powers of two from 16 on."""
     xpress_mlp_hidden: int = 512
@@ -249,8 +237,6 @@ class XPressSettings(DFlashSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkSettings(DraftBlockSettings):
-    """Settings of the head in a recipe."""
-
     block_size: int = 7
     """Number of rows of a block, the root's included, and of tokens that are drafted. Tau is best when as many are
     drafted as in training."""

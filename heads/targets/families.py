@@ -15,8 +15,6 @@ from heads.core.errors import UserError
 
 
 class MiMoConfig(Qwen2Config):
-    """Config of MiMo's checkpoints."""
-
     model_type = "mimo"
 
 

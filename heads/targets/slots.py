@@ -54,7 +54,6 @@ class Sight:
     """Counters of `tree_attention`, shared by all layers of a pass."""
 
     def of(self, rows: slice) -> "Sight":
-        """Return the sight of some rows."""
         return Sight(self.length[rows], self.words[rows], self.depths[rows], self.behind, self.by_slot)
 
 

@@ -18,7 +18,6 @@ from train.data.sources import read_source
 
 
 def check_data(data: Data, target: FrozenTarget) -> None:
-    """Raise UserError for data that the target cannot process."""
     if data.context_length > target.context_length:
         raise UserError(
             f"data.context_length: expected at most {target.context_length}, the context of {target.name}, "

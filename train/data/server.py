@@ -114,8 +114,6 @@ def _body(path: str, model: str, request: "Request", eos_token_ids: Sequence[int
 
 @dataclass
 class AnsweringServer:
-    """A server that answers for a target."""
-
     client: ServerClient
     model: str
     """Name of the target on the server."""

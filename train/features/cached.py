@@ -97,8 +97,6 @@ def checksum(values: Tensor, scales: Tensor | None) -> int:
 
 
 class Shard:
-    """One file of rows."""
-
     def __init__(self, path: Path) -> None:
         """Open a file. UserError if it is damaged."""
         self.path = path
@@ -160,8 +158,6 @@ def seal(folder: Path, about: dict[str, Any]) -> None:
 
 
 class CachedFeatures(FeatureSource):
-    """Features from a sealed folder."""
-
     def __init__(self, target: FrozenTarget, settings: CacheFeatures, precision: str, **own: Any) -> None:
         """`precision`: the precision of this run's matrix products, in Accelerate's terms."""
         super().__init__(target, **own)
