@@ -7,7 +7,7 @@ nothing is concluded from a speedup that is not reliable.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from eval.measure.command import AUTO
 from eval.measure.measure import check_decoded, compare
@@ -34,28 +34,13 @@ FIRST_PROMPTS, LOOK_TOKENS = 4, 64
 """Number of prompts of the first look, and maximum number of new tokens of each prompt in a look."""
 
 
-@dataclass(frozen=True)
-class Look:
-    """Figures of a draft from the newest look at it."""
-
-    tree: str
-    depth: int
-    nodes: int
-    width: int
-    tokens: float
-    """Tokens per round: tau."""
-    speedup: float
-    """Over plain decoding on `prompts` prompts. It ranks drafts and is not printed."""
-    prompts: int
-
-
 @dataclass
 class Search:
     """Search for the fastest draft of one head at one temperature."""
 
     finalists: list[TreeShape]
-    looks: dict[str, Look] = field(default_factory=dict)
-    """The newest look by tree. Empty if the grid has no more drafts than finalists."""
+    looks: dict[str, Results] = field(default_factory=dict)
+    """Figures of the newest look by tree. Empty if the grid has no more drafts than finalists."""
     measured: dict[str, float] = field(default_factory=dict)
     """Measured speedup by tree, of those that are reliable."""
     unreliable: list[str] = field(default_factory=list)
@@ -72,7 +57,7 @@ class Search:
         chosen = max(self.measured, key=lambda tree: self.measured[tree]) if self.measured else None
         return {
             "temperature": temperature,
-            "curve": [asdict(look) for look in self.looks.values()],
+            "curve": list(self.looks.values()),
             "proposed": [shape.text for shape in self.finalists],
             "measured": self.measured,
             "unreliable": self.unreliable,
@@ -91,8 +76,8 @@ def search_drafts(
     search, count = Search(shapes), max(FIRST_PROMPTS, settings.batch_size)
     while len(search.finalists) > FINALISTS:
         for look in look_at(target, head, search.finalists, spread(prompts, count), temperature, settings):
-            search.looks[look.tree] = look
-        ranked = sorted(search.finalists, key=lambda shape: -search.looks[shape.text].speedup)
+            search.looks[look["tree"]] = look
+        ranked = sorted(search.finalists, key=lambda shape: -search.looks[shape.text]["speedup"])
         search.finalists, count = ranked[: max(FINALISTS, len(ranked) // 2)], 2 * count
     return search
 
@@ -104,8 +89,9 @@ def look_at(
     prompts: Sequence[Prompt],
     temperature: float,
     settings: BenchSettings,
-) -> list[Look]:
-    """Decode a few prompts once with each shape, in turns with plain decoding."""
+) -> list[Results]:
+    """Decode a few prompts once with each shape, in turns with plain decoding. Speedups on so few prompts rank drafts
+    and are not printed."""
     brief = replace(settings, max_new_tokens=min(settings.max_new_tokens, LOOK_TOKENS), repeats=1)
     drafts, where = [(head, shape) for shape in shapes], f" on {len(prompts)} prompts, to choose among {len(shapes)}"
     found = compare(target, drafts, prompts, temperature, brief, where, phases=False)
@@ -113,15 +99,12 @@ def look_at(
     turns = found.timed_turns(range(len(found.units)))
     plain = found.rate(found.plain, turns)
     return [
-        Look(
-            shape.text,
-            shape.depth,
-            shape.nodes,
-            shape.top_k,
-            tau(list(variant.outputs[0].values())),
-            rate_ratio(found.rate(variant, turns), plain),
-            len(prompts),
-        )
+        {
+            **{"tree": shape.text, "depth": shape.depth, "nodes": shape.nodes, "width": shape.top_k},
+            "tokens": tau(list(variant.outputs[0].values())),
+            "speedup": rate_ratio(found.rate(variant, turns), plain),
+            "prompts": len(prompts),
+        }
         for shape, variant in zip(shapes, found.drafting, strict=True)
     ]
 

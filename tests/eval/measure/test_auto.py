@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from eval.measure import auto
-from eval.measure.auto import FINALISTS, GRID, Look, Search, can_draft, search_drafts
+from eval.measure.auto import FINALISTS, GRID, Search, can_draft, search_drafts
 from eval.measure.prompts import Prompt
+from eval.measure.results import Results
 from eval.measure.settings import BenchSettings
 from eval.pages.format import search_line
 from heads.core.errors import UserError
@@ -21,9 +22,9 @@ def test_the_faster_half_stays_and_is_looked_at_on_twice_as_many_prompts(
     """A machine on which a draft is the faster the nearer its number of nodes is to 5."""
     seen: list[tuple[int, int]] = []
 
-    def look_at(target: Any, head: Any, shapes: Any, prompts: Any, *_: Any) -> list[Look]:
+    def look_at(target: Any, head: Any, shapes: Any, prompts: Any, *_: Any) -> list[Results]:
         seen.append((len(shapes), len(prompts)))
-        return [Look(s.text, s.depth, s.nodes, s.top_k, 2.0, 1 / (1 + abs(s.nodes - 5)), len(prompts)) for s in shapes]
+        return [{"tree": s.text, "speedup": 1 / (1 + abs(s.nodes - 5))} for s in shapes]
 
     monkeypatch.setattr(auto, "look_at", look_at)
     prompts = tiny_prompts * 8
@@ -38,8 +39,9 @@ def test_a_look_decodes_a_few_prompts_with_every_draft(
     shapes = [parse_shape(text) for text in ("chain:1", "chain:4", "tree:3x2x8")]
     settings = BenchSettings(max_new_tokens=24)
     looks = auto.look_at(tiny_target, pair_head, shapes, tiny_prompts[:3], 0.0, settings)
-    assert [look.tree for look in looks] == ["chain:1", "chain:4", "tree:3x2x8"]
-    assert all(look.speedup > 0 and look.tokens > 1.1 for look in looks) and looks[0].tokens < looks[1].tokens
+    assert [look["tree"] for look in looks] == ["chain:1", "chain:4", "tree:3x2x8"]
+    assert all(look["speedup"] > 0 and look["tokens"] > 1.1 for look in looks)
+    assert looks[0]["tokens"] < looks[1]["tokens"]
     with pytest.raises(UserError, match="every output ended with its first token"):
         auto.look_at(tiny_target, pair_head, shapes, tiny_prompts[:3], 0.0, replace(settings, max_new_tokens=1))
 
