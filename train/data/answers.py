@@ -1,6 +1,6 @@
 """The target's own answers as training data: generated once, by our runtime or by a server, and kept for all heads."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.targets.model import FrozenTarget
-from train.data.chats import Dialogue
+from train.data.chats import Dialogue, join_texts
 from train.data.corpus import (
     AnswerStore,
     Corpus,
@@ -33,9 +33,6 @@ from train.data.screen import screen
 from train.data.server import AnsweringServer, ServerClient, answer_by_server
 from train.data.settings import Answers, Data, Regenerate
 from train.data.sources import AnySource, describe_skipped, left_out, texts_of, tokens_key
-
-Exchange = tuple[Sequence[int], Sequence[int]]
-"""A prompt and its answer."""
 
 MARGIN = 1.0
 """Largest accepted difference between the highest logit and the logit of a server's greedy token."""
@@ -185,7 +182,8 @@ class Answering:
 
         def documents() -> Iterator[Document]:
             for dialogue in self.answered():
-                *before, last = answer_documents(dialogue.exchanges, train_on_prompts=trained)
+                texts = ((len(prompt), [*prompt, *answer]) for prompt, answer in dialogue.exchanges)
+                *before, last = join_texts(texts, train_on_prompts=trained)
                 yield from (replace(document, ends_record=False) for document in before)
                 yield replace(last, reason=dialogue.cut or "")
 
@@ -301,18 +299,3 @@ class Answering:
             f"{float(behind[worst]):.1f} below that of {int(logits[worst].argmax())}; serve the same weights as "
             "target.path, in the same precision"
         )
-
-
-def answer_documents(exchanges: Iterable[Exchange], *, train_on_prompts: bool) -> list[Document]:
-    """Return prompts and answers as documents. The labels are the answers' tokens. A prompt that begins with the whole
-    document before it continues that document; another prompt begins a new one."""
-    documents: list[Document] = []
-    ids: list[int] = []
-    labels: list[bool] = []
-    for prompt, answer in exchanges:
-        if list(prompt[: len(ids)]) != ids:
-            documents.append(Document.of(ids, labels))
-            ids, labels = [], []
-        labels += [train_on_prompts] * (len(prompt) - len(ids)) + [True] * len(answer)
-        ids = [*prompt, *answer]
-    return [*documents, Document.of(ids, labels)] if ids else documents

@@ -20,7 +20,7 @@ conversation is tokenised turn by turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -181,18 +181,23 @@ def encode_conversations(template: ChatTemplate, conversations: Sequence[Convers
 
 def encode_turn_by_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn]) -> list[Document]:
     """Return the documents of a conversation from tokens of each turn's own texts."""
+    pairs = ((token_ids(tokenizer, turn.prompt), token_ids(tokenizer, turn.whole)) for turn in turns)
+    return join_texts((common_prefix(prompt, whole), whole) for prompt, whole in pairs)
+
+
+def join_texts(texts: Iterable[tuple[int, list[int]]], *, train_on_prompts: bool = False) -> list[Document]:
+    """Return texts, each with the length of its prompt, as documents. The labels are the answers' tokens. A text that
+    begins with the whole document before it continues that document; another text begins a new one."""
     ids: list[int] = []
     labels: list[bool] = []
     documents: list[Document] = []
-    for turn in turns:
-        prompt, whole = token_ids(tokenizer, turn.prompt), token_ids(tokenizer, turn.whole)
-        if whole[: len(ids)] != ids:
+    for prompt, text in texts:
+        if text[: len(ids)] != ids:
             documents.append(Document.of(ids, labels))
             ids, labels = [], []
-        # The prompt between the last answer and this one is context, never a label.
-        start = max(len(labels), common_prefix(prompt, whole))
-        labels = labels + [False] * (start - len(labels)) + [True] * (len(whole) - start)
-        ids = whole
+        start = max(len(labels), prompt)
+        labels = labels + [train_on_prompts] * (start - len(labels)) + [True] * (len(text) - start)
+        ids = text
     return [*documents, Document.of(ids, labels)] if ids else documents
 
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from eval.measure.records import Message
 from heads.targets.load import load_tokenizer
 from tests.chats import bracketed
-from train.data.answers import answer_documents
-from train.data.chats import Dialogue, answer_by_answer
+from train.data.chats import Dialogue, answer_by_answer, join_texts
+from train.data.corpus import Document
 from train.data.templates import ChatTemplate
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
@@ -55,9 +55,13 @@ def converse(
     return prompts, dialogue
 
 
+def joined(dialogue: Dialogue) -> list[Document]:
+    return join_texts((len(prompt), [*prompt, *answer]) for prompt, answer in dialogue.exchanges)
+
+
 def documents(tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue) -> list[str]:
     """The text of each document, with its labels between brackets."""
-    return bracketed(tokenizer, answer_documents(dialogue.exchanges, train_on_prompts=False))
+    return bracketed(tokenizer, joined(dialogue))
 
 
 def test_each_turn_stands_on_the_targets_own_answers(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -84,7 +88,7 @@ def test_an_answer_that_is_tokenised_otherwise_keeps_its_own_tokens(tokenizer: P
     assert written[:2] != ids(tokenizer, "th")
     made.answer(written)
     made.answer(ids(tokenizer, "so</s>"))
-    first, second = answer_documents(made.exchanges, train_on_prompts=False)
+    first, second = joined(made)
     assert first.ids[first.labels].tolist() == written
     assert second.ids[second.labels].tolist() == ids(tokenizer, "so</s>")
 
@@ -124,5 +128,5 @@ def test_answers_of_weight_0_stay_as_they_are(tokenizer: PreTrainedTokenizerBase
 
 
 def test_prompts_are_labels_where_they_are_asked_for() -> None:
-    (document,) = answer_documents([([1, 2], [3]), ([1, 2, 3, 4], [5])], train_on_prompts=True)
+    (document,) = join_texts([(2, [1, 2, 3]), (4, [1, 2, 3, 4, 5])], train_on_prompts=True)
     assert document.ids.tolist() == [1, 2, 3, 4, 5] and document.labels.all()
