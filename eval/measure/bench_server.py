@@ -23,7 +23,7 @@ from eval.measure.chat_template import with_arguments
 from eval.measure.environment import dtype_options, head_facts, machine, target_facts
 from eval.measure.figures import top_two_margin
 from eval.measure.loading import fitting_head, open_target, open_target_of, read_prompts
-from eval.measure.measure import split_units
+from eval.measure.measure import split_units, units_by_suite
 from eval.measure.progress import Progress
 from eval.measure.prompts import HELD_OUT_SUITE, Prompt
 from eval.measure.results import SCHEMA_VERSION, Results
@@ -205,7 +205,9 @@ def measure_server(
             take = partial(figures, server.depth, prompts, temperature, differences)
             point = {"batch_size": concurrency} if settings.batch_sizes else {}
             measurements.append(take(groups) | point)
-            suites = suites or {name: take(own) for name, own in by_suite(prompts, groups).items()}
+            if not suites:
+                units = units_by_suite(prompts, [group.indices for group in groups])
+                suites = {name: take([groups[n] for n in own]) for name, own in units.items()}
     exacts = [m["exact"] for m in measurements]
     compared = [exact for exact in exacts if exact["identical"] is not None]
     exact = (compared or exacts)[0] | {
@@ -370,14 +372,3 @@ def compare(
     pairs = [pair for group in groups for pair in zip(group.answers[0], group.plain[0], strict=True)]
     same = sum((one.tokens or one.text) == (other.tokens or other.text) for one, other in pairs)
     return record | {"against": "plain server", "identical": same}
-
-
-def by_suite(prompts: Sequence[Prompt], groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Return the groups of each suite, and of each named category as `suite/category`."""
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        prompt = prompts[group.indices[0]]
-        found.setdefault(prompt.suite, []).append(group)
-        if prompt.category != prompt.suite:
-            found.setdefault(f"{prompt.suite}/{prompt.category}", []).append(group)
-    return found

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.measure import metrics
-from eval.measure.measure import Comparison, Variant, check_decoded
+from eval.measure.measure import Comparison, Variant, check_decoded, units_by_suite
 from eval.measure.metrics import round_seconds
 from eval.measure.prompts import spread
 from eval.measure.results import Results
@@ -52,10 +52,11 @@ def judge(
     `owners`: index of each variant's head. Raise UserError if no output is longer than the prefill's token."""
     suites = ", ".join(sorted({prompt.suite for prompt in result.prompts}))
     check_decoded(result.plain.outputs[0].values(), suites)
+    groups = units_by_suite(result.prompts, result.units)
     measured = []
     for owner, variant, divergences in zip(owners, result.drafting, audit(result, tokenizer), strict=True):
         whole = figures(result, variant, divergences, range(len(result.units)))
-        parts = by_suite(result, variant, divergences)
+        parts = {name: figures(result, variant, divergences, units) for name, units in groups.items()}
         measured.append(Measured(owner, whole, parts, samples(result, variant, tokenizer)))
     return measured, find_divergences(result, result.plain, tokenizer)
 
@@ -248,17 +249,6 @@ def exactness(
         greedy = {"prompts": compared, "identical": identical}
         record |= {"kind": "distribution", "identical": None, "greedy": greedy}
     return {**record, "near_ties": near} if near else record
-
-
-def by_suite(comparison: Comparison, variant: Variant, divergences: Sequence[Divergence]) -> dict[str, Results]:
-    """Return the figures of each suite, and of each named category as `suite/category`."""
-    groups: dict[str, list[int]] = {}
-    for unit, indices in enumerate(comparison.units):
-        prompt = comparison.prompts[indices[0]]
-        groups.setdefault(prompt.suite, []).append(unit)
-        if prompt.category != prompt.suite:
-            groups.setdefault(f"{prompt.suite}/{prompt.category}", []).append(unit)
-    return {name: figures(comparison, variant, divergences, units) for name, units in groups.items()}
 
 
 def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[Divergence]) -> Results:

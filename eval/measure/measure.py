@@ -203,6 +203,17 @@ def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
     return units
 
 
+def units_by_suite(prompts: Sequence[Prompt], units: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+    """Return the units of each suite, and of each named category as `suite/category`."""
+    groups: dict[str, list[int]] = {}
+    for unit, indices in enumerate(units):
+        prompt = prompts[indices[0]]
+        groups.setdefault(prompt.suite, []).append(unit)
+        if prompt.category != prompt.suite:
+            groups.setdefault(f"{prompt.suite}/{prompt.category}", []).append(unit)
+    return groups
+
+
 def profile(comparison: Comparison) -> list[dict[str, float]]:
     """Return seconds of one round by phase for each drafting variant, over the first tokens of the first prompts that
     have rounds. The rounds run without graphs, and the host waits after each phase.
