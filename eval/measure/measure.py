@@ -2,7 +2,7 @@
 
 Prompts that are decoded together form a unit. Every variant (plain decoding, and each head with each draft tree)
 decodes each unit in turn. The variant that goes first rotates, so that a machine that slows down affects all variants
-alike. Prefill is timed separately.
+alike. Prefill is not timed.
 
 A turn is one unit decoded by all variants in one repeat. The slowest tenth of turns is left out of all times, and its
 tokens with it, on both sides of a comparison alike.

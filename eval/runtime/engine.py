@@ -46,7 +46,6 @@ with these tokens."""
 class Timings:
     """Times of one call of `Engine.generate`."""
 
-    prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     round_seconds: list[float] = field(default_factory=list)
     """Seconds of each round of the whole batch. Rounds between two polls by the host share their time evenly."""
@@ -71,8 +70,6 @@ class EngineOptions:
     pinned: int = 1
     """Number of nodes of a plain step. All but the root are padding, so that its products have the shapes of a round
     with that many nodes. Drafts must repeat such steps bit for bit (`eval.runtime.identity`)."""
-    graphs: bool = True
-    """Capture rounds as CUDA graphs on a GPU."""
     poll_interval: int = 1
     """Number of rounds between two polls by the host. On a GPU the host polls after the next rounds are launched."""
 
@@ -125,8 +122,7 @@ class Engine:
             torch.cuda.set_device(target.device)
         with torch.inference_mode():
             self.decoder = self._build()
-        capture = CudaCapture(target.device) if options.graphs and not on_host else None
-        self.rounds = Rounds(self.decoder, capture)
+        self.rounds = Rounds(self.decoder, None if on_host else CudaCapture(target.device))
         self.ahead = 0 if on_host else 1
         """Number of launches that may be unread while the host launches more rounds."""
         self.reports = Reports(self.decoder.state.report, self.ahead + 2, on_host=on_host)
@@ -272,9 +268,7 @@ class Engine:
         return time.perf_counter() if self.ahead else self.clock()
 
     def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, RequestState]:
-        started = self.clock()
         read_prompts(self.decoder, {row: request for row, (_, request) in newcomers.items()})
-        self.timings.prefill_seconds += self.clock() - started
         request_states = {}
         for row, (index, request) in newcomers.items():
             watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None
