@@ -14,14 +14,9 @@ from train.recipe_help import keys_of
 USAGE = "usage: python -m train.preview RECIPE.yaml [key.sub=value ...]"
 
 
-def main() -> int:
-    if asks_usage(USAGE, sys.argv[1:], keys=lambda: keys_of(Recipe)):
+def main(arguments: Sequence[str]) -> int:
+    if asks_usage(USAGE, arguments, keys=lambda: keys_of(Recipe)):
         return 0
-    return preview(sys.argv[1:])
-
-
-def preview(arguments: Sequence[str]) -> int:
-    """Print the data of a recipe with its overrides, and return the exit status 0."""
     from accelerate import Accelerator
 
     from heads.targets.load import load_tokenizer
@@ -46,4 +41,4 @@ def preview(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))

@@ -382,10 +382,6 @@ def where_text(results: Results) -> str:
     return results["server"]["name"] if "server" in results else "here"
 
 
-def verdict_line(results: Results) -> str:
-    return "; ".join(verdicts(results))
-
-
 def verdicts(results: Results) -> list[str]:
     """Return the answer to whether a draft pays at each temperature, as in `chain:5 pays: 1.36x [1.24, 1.49] greedy`
     and `no draft pays at T = 1`."""

@@ -44,7 +44,7 @@ def print_report(results: Results, console: Console) -> None:
     command, _, notes = (serve_command(results) or "").partition("\n")
     for note in notes.splitlines():
         say(console, note.replace("#", "served:", 1), "dim")
-    say(console, f"\n{format.verdict_line(results)}", "bold")
+    say(console, f"\n{'; '.join(format.verdicts(results))}", "bold")
     if command:
         say(console, f"serve it: {command}")
 

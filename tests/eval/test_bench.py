@@ -18,13 +18,7 @@ from eval.measure.results import Results, read_log, read_results
 from eval.measure.settings import SAMPLED, served_sampling, to_settings
 from eval.pages.card import model_card
 from eval.pages.charts import head_charts, points
-from eval.pages.format import (
-    audit_line,
-    heading,
-    setting_line,
-    verdict_line,
-    why_unreliable,
-)
+from eval.pages.format import audit_line, heading, setting_line, verdicts, why_unreliable
 from eval.pages.html import render_page
 from eval.pages.report import print_report, write_report
 from eval.runtime.sampling_params import Sampling
@@ -238,9 +232,9 @@ VERDICTS: list[tuple[list[Results], str]] = [
 @pytest.mark.usefixtures("true_limits")
 def test_the_verdict_is_of_the_fastest_that_is_reliable() -> None:
     for measurements, verdict in VERDICTS:
-        assert verdict_line({"exact": {"divergences": []}, "measurements": measurements}) == verdict
+        assert "; ".join(verdicts({"exact": {"divergences": []}, "measurements": measurements})) == verdict
     failed = {"exact": {"divergences": [{}]}, "measurements": GREEDY}
-    assert verdict_line(failed) == "1 output differed from plain decoding: no speedup is stated"
+    assert verdicts(failed) == ["1 output differed from plain decoding: no speedup is stated"]
 
 
 def test_measurements_lie_with_the_run_or_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

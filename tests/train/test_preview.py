@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from tests.chats import reader_of
 from tests.runs import Settings, WriteRecipe, train_in
+from train import preview
 from train.data.sources import ChatSource, read_source
-from train.preview import preview
 
 TALK = [
     {"role": "user", "content": "hi"},
@@ -31,19 +31,19 @@ def chats(settings: Settings, tmp_path: Path) -> Settings:
 def test_conversations_are_shown_with_what_is_trained_on(
     chats: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert preview([str(write_recipe(chats))]) == 0
+    assert preview.main([str(write_recipe(chats))]) == 0
     said = capsys.readouterr().out
     assert said.count("<s><|user|>hi<|assistant|>⟦the sea</s>⟧<|user|>and<|assistant|>⟦sand</s>⟧\n") == 1
     assert "20 records: 19 conversations, " in said and "1 of 20 records are left out: 1 without an answer" in said
     chats["data"]["regenerate"] = {"prompt_tokens": 32, "new_tokens": 8}
-    assert preview([str(write_recipe(chats))]) == 0
+    assert preview.main([str(write_recipe(chats))]) == 0
     said = capsys.readouterr().out
     assert "the target answers these prompts itself" in said
     assert "data.regenerate: 20 conversations to answer\n" in said  # the one without an answer, too
 
 
 def test_a_run_takes_up_what_the_preview_tokenised(chats: Settings, write_recipe: WriteRecipe, own_cache: Path) -> None:
-    preview([str(write_recipe(chats))])
+    preview.main([str(write_recipe(chats))])
     before = {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")}
     train_in(chats, write_recipe)
     assert before == {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")}
