@@ -4,7 +4,6 @@ Torch operations specify both, and run if no kernel can. In Triton's interpreter
 is imported), kernels also take CPU tensors, slowly, for tests.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -46,10 +45,9 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-def jit(function: Any, plain: Sequence[str] = ()) -> Any:
-    """Return `triton.jit` of a function, or the function itself without triton, where it is never called. `plain` names
-    integer arguments without separate compilations for 1 and for multiples of 16."""
-    return triton.jit(function, do_not_specialize=plain) if triton is not None else function
+def jit(function: Any) -> Any:
+    """Return `triton.jit` of a function, or the function itself without triton, where it is never called."""
+    return triton.jit(function) if triton is not None else function
 
 
 @jit
