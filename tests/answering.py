@@ -44,7 +44,6 @@ class Stub:
     lock: Any = field(default_factory=threading.Lock)
 
     def reply(self, path: str, body: dict[str, Any]) -> Reply:
-        """Return the reply to a prompt."""
         ids, sampling = body.get("prompt"), body
         length, seed = "max_tokens", "seed"
         if path == "/generate" and self.speaks == "sglang":

@@ -111,7 +111,6 @@ def glm_shapes(i: int) -> Shapes:
 
 
 def qwen_dense_shapes(i: int) -> Shapes:
-    """Return the shapes of the smaller Qwen3.5 models."""
     assert i == 0
     p = "mtp.layers.0"
     return {

@@ -66,6 +66,5 @@ def lines(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def the_error(capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the single error line that was printed."""
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return line

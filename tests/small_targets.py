@@ -147,7 +147,6 @@ def make_drafter(name: str, target: FrozenTarget, **settings: Any) -> Any:
 
 
 def texts(outputs: list[Output]) -> list[list[int]]:
-    """Return the tokens of the outputs."""
     return [output.tokens for output in outputs]
 
 

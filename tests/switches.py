@@ -51,6 +51,5 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def need_c() -> None:
-    """Skip a test if there is no C compiler."""
     if product.load() is None:
         pytest.skip("no C compiler")

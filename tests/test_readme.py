@@ -86,8 +86,6 @@ TINY = {
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page."""
-
     page: str
     text: str
     needs: str | None
@@ -111,7 +109,6 @@ class Command:
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Return the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
@@ -186,7 +183,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(program: str, arguments: list[str]) -> int:
-    """Run a program in this process, and return its exit status."""
     if program.startswith("train/"):
         return attempt(Path(program).stem, arguments)
     module: Any = import_module(program.removesuffix(".py").replace("/", "."))

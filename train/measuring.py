@@ -42,8 +42,6 @@ ESTIMATE_ROWS = 8
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of one measurement."""
-
     tau: float
     alpha: list[float | None]
     estimate: float | None

@@ -103,7 +103,6 @@ def make_optimizers(model: nn.Module, settings: TargetTraining) -> list[torch.op
 
 
 def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_token_id: int) -> LlamaForCausalLM:
-    """Train all steps from the newest checkpoint on, and return the model."""
     settings, passes = recipe.train, accelerator.gradient_accumulation_steps
     world, rank = accelerator.num_processes, accelerator.process_index
     text = np.load(folder / "train.npy", mmap_mode="r")

@@ -54,8 +54,6 @@ class Flip:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a comparison."""
-
     is_near_tie: bool
     flips: list[Flip]
     """Flips in steps of one row, then, if the text is not that of steps as wide as the rounds, flips in those."""

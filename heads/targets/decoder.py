@@ -135,7 +135,6 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all keys and values."""
         return self.store.nbytes
 
     def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
@@ -202,7 +201,6 @@ class Attention:
 
     @property
     def slot_width(self) -> int:
-        """Width W of a slot."""
         return 2 * self.num_key_heads * self.d
 
     def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:

@@ -84,7 +84,6 @@ def make_steps(job: Job) -> None:
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint."""
     return load_file(folder / "head.safetensors") | load_file(folder / "optimizer.safetensors")
 
 

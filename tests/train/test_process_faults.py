@@ -26,7 +26,6 @@ def small(settings: Settings) -> Settings:
 
 
 def form_launcher(form: str) -> list[str]:
-    """Two processes of a form."""
     return launcher("--config_file", str(ROOT / f"recipes/accelerate/{form}.yaml"))
 
 

@@ -135,8 +135,6 @@ class Shard:
 
 
 class Manifest(BaseModel):
-    """The record of a sealed folder."""
-
     about: dict[str, Any]
     shards: dict[str, int]
 

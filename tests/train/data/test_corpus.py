@@ -138,7 +138,6 @@ def opened(folder: Path, writer: int | None = None, said: list[str] | None = Non
 
 
 def write(folder: Path) -> Path:
-    """Write ANSWERS to a file."""
     with opened(folder, 0) as store:
         for prompt, answer in ANSWERS.items():
             store.add(prompt, answer)

@@ -33,7 +33,6 @@ def made_up(request: Request) -> list[int]:
 def ask(
     stub: Stub, dialogues: Sequence[Dialogue], folder: Path, *, in_flight: int = 64, retries: int = 0, url: str = ""
 ) -> None:
-    """Have the stub answer dialogues into a folder."""
     server = AnsweringServer(ServerClient(url or stub.url, retries), "tiny", 128, (EOS,), lambda *_: None)
 
     def request(prompt: list[int]) -> Request:
@@ -49,7 +48,6 @@ def prompts(count: int) -> list[Dialogue]:
 
 
 def kept(folder: Path) -> int:
-    """The number of answers in a folder."""
     with AnswerStore(folder, print) as store:
         store.read()
         return len(store)
