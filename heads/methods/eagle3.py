@@ -88,7 +88,7 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = RMSNorm(D, eps)
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(D, eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(D, config.intermediate_size)
 
     def forward(self, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         normed = self.hidden_norm(state)

@@ -24,7 +24,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from heads.core.contract import RoundReads, StepCost
 from heads.core.errors import UserError, expect
@@ -32,7 +31,7 @@ from heads.core.tree import TreeShape, check_width
 from heads.methods.block import BlockState, BlockStates, Follow
 from heads.methods.block_loss import BlockLoss, BlockTask, block_loss, chunks_of
 from heads.methods.dflash import DFlash, DFlashConfig
-from heads.methods.layers import MOST
+from heads.methods.layers import MLP, MOST
 from heads.methods.losses import matmul
 from heads.methods.settings import XPressSettings
 from heads.methods.step_cost import flops
@@ -77,16 +76,6 @@ class Mixer(nn.Module):
         return x + torch.einsum("cji,...ic->...jc", mix, x)
 
 
-class RefinerMLP(nn.Module):
-    def __init__(self, rank: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(rank, inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(inner, rank, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-
-
 class Refiner(nn.Module):
     """Low-rank addition to the logits of a block's rows, from its states and the tokens before its rows."""
 
@@ -96,7 +85,7 @@ class Refiner(nn.Module):
         self.w1 = nn.Embedding(V, r)
         self.down_h, self.down_g = (nn.Linear(D, r, bias=False) for _ in range(2))
         self.in_proj = nn.Linear(3 * r, r, bias=False)
-        self.mix, self.mlp = Mixer(r, config.block_size), RefinerMLP(r, config.xpress_mlp_hidden)
+        self.mix, self.mlp = Mixer(r, config.block_size), MLP(r, config.xpress_mlp_hidden)
         self.w2 = nn.Linear(r, V, bias=False)
         nn.init.normal_(self.w1.weight, std=0.02)
 
