@@ -101,10 +101,6 @@ class ConvolvedLayer(DecoderLayer):
             BlockConvolution(config.hidden_size, config.conv_kernel_size, config.conv_group_size) for _ in range(2)
         )
 
-    @property
-    def convolutions(self) -> tuple[BlockConvolution, BlockConvolution]:  # type: ignore[override]
-        return self.attention_conv, self.mlp_conv
-
     def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: int | None = None) -> Tensor:
         """Apply the layer to blocks of `rows` rows, x (B, N * R, D). By default x is one block."""
         rows = rows or x.shape[1]

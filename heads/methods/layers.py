@@ -3,9 +3,8 @@
 Letters: B batch, T tokens, D hidden, H query heads, d head dimension, I intermediate width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,9 +125,6 @@ class MLP(nn.Module):
 
 class DecoderLayer(nn.Module):
     """Decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    convolutions: Sequence[Any] = ()
-    """Convolutions around attention and around the MLP; none in this class."""
 
     def __init__(self, config: BlockConfig, attention: Attention) -> None:
         super().__init__()
