@@ -10,8 +10,8 @@ the cache). Node j is in slot length + j at position length + depth_j. The token
 A prompt is read one row at a time, so that the result of a request cannot depend on the other rows. The head works on
 a whole batch, so it reads the chunks of all new rows together.
 
-Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, or the longest chunk of a step, C tokens of a
-prompt's chunk, E slots shown to attention, D hidden, V vocabulary.
+Letters: B rows, N nodes, M = depth + 1 tokens a round can emit, or the longest chunk of a step, C tokens of a prompt's
+chunk, D hidden, V vocabulary.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """The contract between a draft head, the loop that trains it and the runtime that runs it.
 
-Letters: B batch, T tokens, D hidden, V target vocabulary, Vd draft vocabulary, L auxiliary layers, K depth, N tree
-nodes (root included), M rows of one observation, S cache slots.
+Letters: B batch, T tokens, D hidden, V target vocabulary, L auxiliary layers, K depth, M rows of one observation.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ All are Qwen3 configs with further fields: at the top level for DSpark, else in 
 the layer that it leaves, which is one less than draftsmith's number. Embeddings and output head are the target's, and
 not in the file; SGLang supports no draft vocabulary here.
 
-Letters: D hidden, V vocabulary, L auxiliary layers, R rows of a block, r rank of what the tokens before add to the
-logits, h width of a lattice, k candidates.
+Letters: D hidden, L auxiliary layers, R rows of a block, r rank of what the tokens before add to the logits, h width of
+a lattice, k candidates.
 """
 
 from collections.abc import Callable, Mapping

@@ -5,7 +5,7 @@ reports a mismatch: SGLang skips tensors with unknown names, vLLM leaves absent 
 repository does both. Expected shapes are functions of config.json, so a folder is checked without loading it: only
 config.json and the names and shapes of the tensors are read.
 
-Letters: D hidden, V vocabulary, Vd draft vocabulary.
+Letters: D hidden.
 """
 
 import json

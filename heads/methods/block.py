@@ -12,8 +12,8 @@ head are the target's, and frozen.
 Training draws the anchors of blocks in each row of a batch. The loss of a block's row has the weight exp(-k / gamma) or
 D-PACE's (arXiv 2605.18810). The sum over all rows, micro-batches and processes is divided by the sum of the weights.
 
-Letters: B batch, T tokens, D hidden, V vocabulary, L auxiliary layers, K depth, N blocks of a row, R rows of a block, S
-cache slots, E of them read, H heads, d head dimension.
+Letters: B batch, T tokens, D hidden, V vocabulary, L auxiliary layers, K depth, N blocks of a row, R rows of a block, E
+cache slots that are read.
 """
 
 import math

@@ -13,8 +13,7 @@ Loss of a row: DFlash's at U, plus selector_weight * sum over C of -p log q, whe
 label's or the target's distribution, as `loss` says. On average over labels it equals the references' cross-entropy,
 which leaves out rows whose label is not a candidate.
 
-Letters: V vocabulary, D hidden, K depth, r rank, B batch, N blocks, R rows of a block, t taps, G groups of channels, c
-channels of a group.
+Letters: D hidden, r rank, B batch, N blocks, R rows of a block, t taps, G groups of channels, c channels of a group.
 """
 
 from dataclasses import dataclass, replace

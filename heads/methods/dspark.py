@@ -11,7 +11,7 @@ x_{a+j} is the true token in training and the draft token in drafting. So q, the
 draft token before. Loss of a row = ce_weight * cross-entropy of the label + kl_weight * KL(p || q) + l1_weight * sum
 |p - q| + confidence_weight * cross-entropy of the confidence with sum min(p, q).
 
-Letters: V vocabulary, D hidden, M blocks, K depth, r rank.
+Letters: D hidden, M blocks, K depth, r rank.
 """
 
 from dataclasses import dataclass, replace

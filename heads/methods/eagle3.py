@@ -12,8 +12,8 @@ vocabulary.
 A head may be narrower or wider than its target. Then its embeddings are its own: the target's, along their principal
 axes. Published heads may have further decoder layers, which read no embeddings.
 
-Letters: B batch, T tokens, D width of the head, Dt width of the target, V vocabulary, Vd draft vocabulary, L auxiliary
-layers, K depth, d head dimension.
+Letters: B batch, T tokens, D width of the head, Dt width of the target, Vd draft vocabulary, L auxiliary layers, K
+depth.
 """
 
 from dataclasses import dataclass, field, replace

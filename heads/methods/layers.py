@@ -1,6 +1,6 @@
 """Decoder block shared by the heads, with the tensor names of the published checkpoints.
 
-Letters: B batch, T tokens, D hidden, H query heads, d head dimension, I intermediate width.
+Letters: B batch, T tokens, D hidden, H query heads, d head dimension.
 """
 
 from collections.abc import Mapping

@@ -9,7 +9,7 @@ from the target's distribution of that token. On text sampled from the target it
 Level k of a tree holds the likeliest tokens of head k, the same below every node. If the root is x_{t+1}, the runtime's
 newest hidden state is h_t, so head k drafts the k-th token after the root, as in training.
 
-Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K depth, W nodes of one level, R labels.
+Letters: B batch, T tokens, D hidden, Vd draft vocabulary, K depth, R labels.
 """
 
 import heapq

@@ -24,7 +24,7 @@ A native block is a decoder layer of the target's own class (`heads.methods.fami
 tensor or in one each, as in the checkpoint. The model classes of transformers drop these tensors when they load, so
 they are read from the target's files.
 
-Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth, J modules.
+Letters: D hidden, Vd draft vocabulary.
 """
 
 import re

@@ -13,8 +13,7 @@ slot p of its own cache, at rotary position p. So a module sees its own keys of 
 same keys: at step j < J module j attends causally to its keys of the slots up to t. When the last module is applied
 again, it attends to its first keys of the slots up to t and to its later keys of slot t (EAGLE-3's training-time test).
 
-Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K depth, J modules, W nodes of one level, S
-cache slots, E of them read, P tokens expanded in a round, d head dimension.
+Letters: B batch, T tokens, D hidden, Vd draft vocabulary, K depth, J modules, W nodes of one level.
 """
 
 import os

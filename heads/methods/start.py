@@ -1,7 +1,7 @@
 """First weights of a new head: PyTorch's, or computed from the target's features over some text.
 
-Letters: B rows, T tokens, N probed slots, D hidden, L auxiliary layers, V vocabulary, H attention heads, d head
-dimension, m or n dimensions in which tokens are matched, r rank.
+Letters: B rows, T tokens, N probed slots, D hidden, L auxiliary layers, V vocabulary, d head dimension, m or n
+dimensions in which tokens are matched, r rank.
 """
 
 from collections.abc import Callable

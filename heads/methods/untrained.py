@@ -1,6 +1,6 @@
 """Drafters that are not trained: prompt lookup and early exit.
 
-Letters: B batch, S slots, N drafted nodes and the root.
+Letters: B batch, S slots.
 """
 
 import copy

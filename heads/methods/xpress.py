@@ -16,7 +16,7 @@ Loss: DFlash's at q, with the true tokens before each row, plus consistency_weig
 `consistency_passes` rounds, in which a row reads what the round before found likeliest (the first one: what lm_head
 finds), plus base_weight times DFlash's own, without the refiner.
 
-Letters: M blocks, R rows of a block, K depth, D hidden, r rank, V vocabulary, W paths, P rounds.
+Letters: M blocks, R rows of a block, K depth, D hidden, r rank, V vocabulary, W paths.
 """
 
 from dataclasses import dataclass, replace

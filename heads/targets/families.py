@@ -1,6 +1,6 @@
 """Differences between Hugging Face families of causal LMs that matter to a draft head: layers, output head, lengths.
 
-Letters: D hidden, V vocabulary.
+Letters: D hidden.
 """
 
 import sys

@@ -8,7 +8,7 @@ oneDNN. On other devices, in other dtypes and for many rows, `torch.nn.functiona
 CC names the compiler and CFLAGS adds flags: CFLAGS=-march=x86-64-v3 compiles for processors without AVX-512, and
 CC=none disables C.
 
-Letters: R rows, K inputs, O outputs.
+Letters: K inputs, O outputs.
 """
 
 import copy
