@@ -90,11 +90,11 @@ def write_report(results: Results, folder: Path) -> None:
     from eval.pages.charts import head_charts, remarks  # matplotlib takes a second to import
     from eval.pages.drawing import write_charts
     from eval.pages.html import render_page, render_several
-    from eval.pages.several import comparison_charts
+    from eval.pages.several import matrix_charts, rows_of
 
     caption = f"{format.heading(results)}; {format.setting_line(results)}"
     if "heads" in results:
-        write_charts(comparison_charts(results), caption, folder / "plots")
+        write_charts(matrix_charts(rows_of(results)), caption, folder / "plots")
         write_text(folder / "compare.html", render_several([results]))
         write_text(folder / "compare.md", markdown(results))
         return

@@ -164,10 +164,6 @@ def cell(figures: Results | None) -> str:
     return f"{format.tau_text(figures)}\n{format.MISSING if unserved else format.short_speedup(figures)}"
 
 
-def comparison_charts(results: Results) -> list[Chart]:
-    return matrix_charts(rows_of(results))
-
-
 def matrix_charts(rows: Sequence[Row]) -> list[Chart]:
     suites = suite_names(rows)
     shown: list[dict[str, list[Dot]]] = [{}, {}]
