@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -76,10 +76,18 @@ class Stub:
 
 
 class QuietServer(ThreadingHTTPServer):
-    """A server that prints nothing on the terminal."""
+    """A server that prints nothing on the terminal, and answers in its own thread during a `with` block."""
 
     daemon_threads = True
     request_queue_size = 256
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        self.server_close()
 
     def handle_error(self, *_: object) -> None:
         """Ignore clients that disconnect."""
@@ -127,13 +135,7 @@ def serving(stub: Stub, port: int = 0) -> Iterator[Stub]:
     """Serve at `stub.url` for a `with` block."""
     with _Server(("127.0.0.1", port), _Handler) as server:
         server.stub, stub.url = stub, f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield stub
-        finally:
-            server.shutdown()
-            thread.join()
+        yield stub
 
 
 def by_engine(target: FrozenTarget, max_length: int = 128) -> Answer:

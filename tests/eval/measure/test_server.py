@@ -4,7 +4,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +105,6 @@ class Handler(QuietHandler):
         self.send(200, text.encode())
 
 
-@contextmanager
-def running(server: Speculating) -> Iterator[Speculating]:
-    with server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def in_rounds(engine: Engine) -> Callable[[Request], list[list[int]]]:
     """Return a function that generates as an engine with drafts does: the last round is not cut at the limit."""
 
@@ -146,7 +133,7 @@ def head(tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase, tex
 @pytest.fixture
 def served(tiny_target: FrozenTarget, tiny_target_dir: Path, head: PairHead) -> Iterator[Speculating]:
     engine = Engine(tiny_target, head, EngineOptions(shape=parse_shape(f"chain:{DEPTH}"), max_length=128))
-    with running(Speculating(in_rounds(engine), str(tiny_target_dir))) as server:
+    with Speculating(in_rounds(engine), str(tiny_target_dir)) as server:
         yield server
 
 
@@ -219,9 +206,7 @@ def test_rounds_said_with_answers_are_exact_with_several_in_flight(
 def test_a_plain_server_gives_speedup_and_texts(
     served: Speculating, tiny_target: FrozenTarget, texts: Path, tmp_path: Path
 ) -> None:
-    with running(
-        Speculating(in_rounds(Engine(tiny_target, None, EngineOptions(max_length=128))), served.folder)
-    ) as twin:
+    with Speculating(in_rounds(Engine(tiny_target, None, EngineOptions(max_length=128))), served.folder) as twin:
         twin.speculates = False
         status, results = measure(served, texts, tmp_path / "a", "--plain-server", twin.url)
         assert status == 0 and results["speedup"]["measured"] > 0 and results["baseline"]["tokens_per_second"] > 0

@@ -33,7 +33,7 @@ IDS = (2, 4, 5)
 
 
 class StubServer(QuietServer):
-    """A server of the streams `ids` of a target, in its own thread. It is a context manager."""
+    """A server of the streams `ids` of a target."""
 
     def __init__(self, target: FrozenTarget, folder: Path, ids: Sequence[int]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -50,14 +50,6 @@ class StubServer(QuietServer):
         """Number of next requests whose file is never written."""
         self.completions = "/v1/completions"
         self.busy = self.most_busy = self.served = 0
-
-    def __enter__(self) -> "StubServer":
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.shutdown()
-        self.server_close()
 
     def states(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the streams (T, S, D) of a document, and its hidden states (T, D) after the final norm."""
