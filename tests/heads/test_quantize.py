@@ -11,19 +11,13 @@ from safetensors.torch import load_file
 from heads.formats.engine_folder import ENGINES
 from heads.formats.quantized import PROJECTIONS, quantized
 from heads.quantize import quantize_head
-from heads.registry import build_head
-from heads.saved import check_loaders, load_head, save_head, target_record
+from heads.saved import check_loaders, load_head
 from heads.targets.model import FrozenTarget
+from tests.heads.formats.test_contract import save
 from tests.refusals import refused
 
 STEP = {"fp8": 2.0**-4, "int8": 1 / 127 / 2}
 """Largest error: of a value in fp8, which has three bits after the first; of a row's largest value in int8."""
-
-
-def save(folder: Path, target: FrozenTarget, kind: str, **settings: Any) -> str:
-    head = build_head(kind, settings, target, torch.arange(target.vocab_size))
-    save_head(head, folder, target=target_record(target))
-    return str(folder)
 
 
 @pytest.mark.parametrize("dtype", STEP)
@@ -31,7 +25,7 @@ def save(folder: Path, target: FrozenTarget, kind: str, **settings: Any) -> str:
 def test_projections_are_saved_in_8_bits_with_the_scales_of_their_rows(
     kind: str, settings: dict[str, Any], dtype: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    path, out = save(tmp_path / "head", target, kind, **settings), tmp_path / "out"
+    path, out = str(save(tmp_path / "head", target, kind, **settings)), tmp_path / "out"
     (tmp_path / "head/acceptance.json").write_text("{}")  # was not measured of the copy
     before, after = quantize_head(path, out, dtype)
     assert after < before
@@ -53,11 +47,11 @@ def test_projections_are_saved_in_8_bits_with_the_scales_of_their_rows(
 
 
 def test_what_is_not_quantised(target: FrozenTarget, tmp_path: Path) -> None:
-    path, out = save(tmp_path / "head", target, "eagle3"), tmp_path / "out"
+    path, out = str(save(tmp_path / "head", target, "eagle3")), tmp_path / "out"
     assert "there is something already" in refused(quantize_head, path, tmp_path, "int8")
     quantize_head(path, out, "int8")
     assert "is quantised already" in refused(quantize_head, str(out), tmp_path / "more", "int8")
-    medusa = save(tmp_path / "medusa", target, "medusa")
+    medusa = str(save(tmp_path / "medusa", target, "medusa"))
     assert "kind medusa" in refused(quantize_head, medusa, tmp_path / "more", "int8")
     assert "h.0.attn.c_attn.weight: layers with" in refused(quantized, {"h.0.attn.c_attn.weight": torch.eye(2)}, "fp8")
     config = json.loads((out / "config.json").read_text())
