@@ -17,6 +17,8 @@ from train.recipe import load_recipe
 
 Settings = dict[str, Any]
 WriteRecipe = Callable[[Settings], Path]
+BLOCK: dict[str, Any] = {"block_size": 4, "num_layers": 2, "num_anchors": 8, "mask_token_id": 5}
+"""Settings of a small head that drafts a block."""
 
 
 def forget_accelerator() -> None:

@@ -17,11 +17,10 @@ from heads.targets.load import load_tokenizer
 from heads.targets.quantization import weight_bytes
 from tests.conftest import make_tiny_tokenizer
 from tests.native_mtp import write_native
-from tests.runs import Settings, WriteRecipe, lines, measured_run, same, the_error, weights
+from tests.runs import BLOCK, Settings, WriteRecipe, lines, measured_run, same, the_error, weights
 from tests.small_targets import make_hybrid
 from train.entry import attempt
 
-BLOCK: dict[str, Any] = {"block_size": 4, "num_layers": 2, "num_anchors": 8, "mask_token_id": 5}
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"kind": "eagle3", "depth": 2, "intermediate_size": 32},
     "mtp": {"kind": "mtp", "depth": 2, "intermediate_size": 32, "draft_vocab_size": 100},

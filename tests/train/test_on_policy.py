@@ -15,7 +15,7 @@ from heads.targets.load import load_target, load_tokenizer
 from tests.chats import reader_of
 from tests.faults import signal_at
 from tests.refusals import refused
-from tests.runs import Settings, WriteRecipe, same, weights
+from tests.runs import BLOCK, Settings, WriteRecipe, same, weights
 from tests.runs import train_in as run
 from train.core.interrupts import Interrupted
 from train.data.on_policy import Samples
@@ -24,7 +24,6 @@ from train.data.settings import OnPolicy
 from train.recipe import load_recipe
 
 ON_POLICY = {"every": 2, "prompts": 6, "samples": 4, "prompt_tokens": 8, "new_tokens": 20, "temperature": 0.0}
-BLOCK: dict[str, Any] = {"block_size": 4, "num_layers": 2, "num_anchors": 8, "mask_token_id": 5}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.core.contract import Rows
 from heads.targets.load import load_shape, load_target
-from tests.runs import Settings, WriteRecipe, the_error
+from tests.runs import BLOCK, Settings, WriteRecipe, the_error
 from train.adapter import add_adapters
 from train.counting import Shapes, count_run, count_target
 from train.entry import attempt
@@ -123,17 +123,11 @@ HEADS_OF: dict[str, dict[str, Any]] = {
     "eagle3": {"depth": 3},
     "mtp": {"depth": 2},
     "medusa": {"depth": 2, "tree_nodes": 0},
-    "dflash": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5},
-    "dflash2": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5, "selector_rank": 8},
-    "dspark": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5, "markov_rank": 8},
-    "lilicorr": {
-        **{"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5, "lilicorr_hidden_size": 64},
-        "lilicorr_factor_dim": 32,
-    },
-    "xpress": {
-        **{"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5, "xpress_rank": 16},
-        "xpress_mlp_hidden": 64,
-    },
+    "dflash": BLOCK,
+    "dflash2": BLOCK | {"selector_rank": 8},
+    "dspark": BLOCK | {"markov_rank": 8},
+    "lilicorr": BLOCK | {"lilicorr_hidden_size": 64, "lilicorr_factor_dim": 32},
+    "xpress": BLOCK | {"xpress_rank": 16, "xpress_mlp_hidden": 64},
     "draft": {"layers": [0, 1]},
 }
 
