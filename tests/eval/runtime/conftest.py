@@ -1,7 +1,7 @@
 """Tiny targets, made once, and draft heads that are often right."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -144,8 +144,3 @@ def prompts() -> list[list[int]]:
     """Eleven prompts of different lengths, one of them longer than a prefill chunk of 16."""
     chooser = random.Random(5)
     return [[chooser.randrange(3, VOCAB) for _ in range(n)] for n in (1, 2, 5, 9, 16, 17, 21, 3, 7, 12, 30)]
-
-
-@pytest.fixture(scope="session", name="target_of")
-def target_of_fixture() -> Callable[[str], FrozenTarget]:
-    return target_of

@@ -1,6 +1,5 @@
 """The engine around its rounds: where texts end, what is timed, what is refused."""
 
-from collections.abc import Callable
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,14 @@ from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.core.tree import ROOT_ONLY, parse_shape
 from heads.targets.load import load_target, load_tokenizer
-from heads.targets.model import FrozenTarget
-from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences
+from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of
 from tests.small_targets import make_drafter, make_target, open_engine, texts
 
-TargetOf = Callable[[str], FrozenTarget]
 WARM = Sampling(temperature=0.9, seed=4)
 CHAIN, TREE = parse_shape("chain:4"), parse_shape("tree:3x4x12")
 
 
-def test_the_limit_cuts_inside_an_accepted_path(target_of: TargetOf, prompts: list[list[int]]) -> None:
+def test_the_limit_cuts_inside_an_accepted_path(prompts: list[list[int]]) -> None:
     target = target_of("llama")
     longest = Request(prompts[3], 16, WARM, ignore_eos=True)
     known = sequences([longest], decode_plainly(target, [longest]))
@@ -39,7 +36,7 @@ def test_the_limit_cuts_inside_an_accepted_path(target_of: TargetOf, prompts: li
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_eos_cuts_inside_an_accepted_path(family: str, target_of: TargetOf, prompts: list[list[int]]) -> None:
+def test_eos_cuts_inside_an_accepted_path(family: str, prompts: list[list[int]]) -> None:
     target = copy(target_of(family))
     request, other = Request(prompts[5], 16, WARM), Request(prompts[2], 12, ignore_eos=True)
     free, expected = decode_plainly(target, [Request(prompts[5], 16, WARM, ignore_eos=True), other])
@@ -54,7 +51,7 @@ def test_eos_cuts_inside_an_accepted_path(family: str, target_of: TargetOf, prom
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "t5"])
-def test_padded_prompts_change_nothing(family: str, target_of: TargetOf, prompts: list[list[int]]) -> None:
+def test_padded_prompts_change_nothing(family: str, prompts: list[list[int]]) -> None:
     target = target_of(family)
     ends = [] if target.start_token is None else [1, target.start_token]
     requests = [Request([*p, *ends], 10, WARM, (), True) for p in ([*range(3, 50)] * 3, prompts[0], prompts[5])]
@@ -67,9 +64,7 @@ def test_padded_prompts_change_nothing(family: str, target_of: TargetOf, prompts
 
 
 @pytest.mark.parametrize("poll_interval", [1, 3])
-def test_outputs_count_their_rounds_and_every_round_is_timed(
-    poll_interval: int, target_of: TargetOf, prompts: list[list[int]]
-) -> None:
+def test_outputs_count_their_rounds_and_every_round_is_timed(poll_interval: int, prompts: list[list[int]]) -> None:
     target = target_of("llama")
     requests = [Request(prompt, 14 - n, WARM) for n, prompt in enumerate(prompts[4:])]
     expected = decode_plainly(target, requests)
@@ -91,7 +86,7 @@ def test_outputs_count_their_rounds_and_every_round_is_timed(
 
 @pytest.mark.parametrize(("ahead", "interval", "rows"), [(0, 1, 1), (1, 1, 2), (0, 3, 1), (2, 3, 2)])
 def test_no_time_counts_for_a_round_after_the_end_of_every_text(
-    ahead: int, interval: int, rows: int, target_of: TargetOf, prompts: list[list[int]]
+    ahead: int, interval: int, rows: int, prompts: list[list[int]]
 ) -> None:
     """As on a GPU, where the host launches a round before it knows that the last one ended the text."""
     target = target_of("llama")
@@ -108,7 +103,7 @@ def test_no_time_counts_for_a_round_after_the_end_of_every_text(
         assert engine.timings.decode_seconds == pytest.approx(sum(engine.timings.round_seconds))
 
 
-def test_profiling_splits_the_decode_time(target_of: TargetOf, prompts: list[list[int]]) -> None:
+def test_profiling_splits_the_decode_time(prompts: list[list[int]]) -> None:
     target = target_of("llama")
     engine = open_engine(target, ScriptedHead(target, []), TREE, max_length=64)
     engine.profile = True
@@ -119,7 +114,7 @@ def test_profiling_splits_the_decode_time(target_of: TargetOf, prompts: list[lis
     assert sum(map(sum, breakdown.values())) <= engine.timings.decode_seconds
 
 
-def test_a_full_cache_holds_the_longest_request(target_of: TargetOf) -> None:
+def test_a_full_cache_holds_the_longest_request() -> None:
     target = target_of("llama")
     requests = [Request([5] * 20, 128 - 20 - TREE.nodes, ignore_eos=True)]
     expected = decode_plainly(target, requests, max_length=128)
@@ -129,7 +124,7 @@ def test_a_full_cache_holds_the_longest_request(target_of: TargetOf) -> None:
 
 
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x3x10"])
-def test_a_row_that_is_done_stays_as_it_is(shape: str, target_of: TargetOf) -> None:
+def test_a_row_that_is_done_stays_as_it_is(shape: str) -> None:
     target = target_of("llama")
     engine = open_engine(
         target, make_drafter("none" if shape == "none" else "medusa", target), shape, batch_size=2, max_length=128
@@ -214,7 +209,7 @@ def test_what_cannot_be_decoded_is_refused(given: Request | dict[str, Any], word
         open_engine(target, head, **{"max_length": 64} | options).generate([request])
 
 
-def test_memory_grows_with_sequences_trees_and_drafts_and_is_checked(target_of: TargetOf) -> None:
+def test_memory_grows_with_sequences_trees_and_drafts_and_is_checked() -> None:
     sizes: dict[str, Any] = {"capacity": 4096, "nodes": 8, "drafts": False}
     modest = row_bytes(target_of("llama"), **sizes)
     assert row_bytes(target_of("llama"), **sizes | {"capacity": 8192}) > 1.9 * modest
@@ -228,7 +223,7 @@ def test_memory_grows_with_sequences_trees_and_drafts_and_is_checked(target_of: 
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
-def test_routing_does_not_depend_on_neighbours(family: str, target_of: TargetOf) -> None:
+def test_routing_does_not_depend_on_neighbours(family: str) -> None:
     """Not even where seven neighbours crowd the same experts: no expert is ever full."""
     target = target_of(f"{family}-float32")
     row, *others = [[3 + (5 * n + i * n + i) % 58 for i in range(13)] for n in range(8)]

@@ -16,12 +16,9 @@ from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling_params import Sampling
 from heads.core.tree import parse_shape
-from heads.targets.model import FrozenTarget
+from tests.eval.runtime.conftest import target_of
 from tests.small_targets import make_drafter, make_target, open_engine
 from tests.switches import as_on_a_gpu, kernels_on_cpu
-
-TargetOf = Callable[[str], FrozenTarget]
-
 
 WAITS = {
     *("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::equal"),
@@ -113,9 +110,7 @@ def texts(outputs: list[Output]) -> list[tuple[list[int], list[int]]]:
         ("gpt2", "early_exit:1", "static:2.2", "match"),
     ],
 )
-def test_replayed_rounds_decode_the_same_text(
-    family: str, name: str, shape: str, rule: str, target_of: TargetOf
-) -> None:
+def test_replayed_rounds_decode_the_same_text(family: str, name: str, shape: str, rule: str) -> None:
     target = target_of(family)
     options: dict[str, Any] = {"shape": parse_shape(shape), "batch_size": 2, "max_length": 64, "rule": rule}
     engines = [open_engine(target, make_drafter(name, target), **options) for _ in range(2)]
@@ -125,7 +120,7 @@ def test_replayed_rounds_decode_the_same_text(
     assert rounds.graphs and rounds.capture is Tape
 
 
-def test_replays_of_a_tape_fail_where_a_round_depends_on_the_host(target_of: TargetOf) -> None:
+def test_replays_of_a_tape_fail_where_a_round_depends_on_the_host() -> None:
     """The proof above can fail: a round that counts in Python gives another text on replay."""
     target = target_of("llama")
     head = make_drafter("lookup:3", target)
@@ -143,7 +138,7 @@ def test_replays_of_a_tape_fail_where_a_round_depends_on_the_host(target_of: Tar
     assert texts(taped(open_engine(target, head, **options)).generate(REQUESTS[:1])) != texts(plain)
 
 
-def test_a_round_that_cannot_be_captured_runs_plainly(target_of: TargetOf, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_round_that_cannot_be_captured_runs_plainly(caplog: pytest.LogCaptureFixture) -> None:
     target = target_of("llama")
     expected = open_engine(target, None, max_length=64).generate(REQUESTS)
     for error, reason in (
@@ -164,7 +159,7 @@ def test_a_round_that_cannot_be_captured_runs_plainly(target_of: TargetOf, caplo
         assert not engine.rounds.graphs
 
 
-def test_whatever_ends_a_capture_the_rows_stay_as_they_were(target_of: TargetOf) -> None:
+def test_whatever_ends_a_capture_the_rows_stay_as_they_were() -> None:
     engine = open_engine(target_of("llama"), None, max_length=64)
     state = engine.decoder.state
     with torch.inference_mode():
@@ -186,7 +181,7 @@ def count_tensors() -> int:
     return sum(type(x) is Tensor for x in gc.get_objects())
 
 
-def test_a_replayed_round_keeps_its_state_where_it_was_and_leaves_nothing_behind(target_of: TargetOf) -> None:
+def test_a_replayed_round_keeps_its_state_where_it_was_and_leaves_nothing_behind() -> None:
     target = target_of("llama")
     engine = taped(open_engine(target, make_drafter("eagle3", target), "tree:3x3x8", max_length=64))
     state = engine.decoder.state

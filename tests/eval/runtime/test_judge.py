@@ -1,6 +1,5 @@
 """The audit of a text that differs: given token by token, and what counts as a near-tie."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,18 +11,16 @@ from eval.runtime.round import TargetStep
 from eval.runtime.sampling_params import Sampling
 from heads.registry import build_untrained
 from heads.targets.model import FrozenTarget
+from tests.eval.runtime.conftest import target_of
 from tests.small_targets import make_target, open_engine
 
-TargetOf = Callable[[str], FrozenTarget]
 WIDE: Any = dict(vocab_size=512, hidden_size=128, intermediate_size=256, initializer_range=0.1)
 
 
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(0.9, seed=4), Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=5)]
 )
-def test_plain_decodings_own_text_has_no_flips_and_a_changed_token_is_one(
-    sampling: Sampling, target_of: TargetOf
-) -> None:
+def test_plain_decodings_own_text_has_no_flips_and_a_changed_token_is_one(sampling: Sampling) -> None:
     target = target_of("llama")
     request = Request([5, 6, 7], 12, sampling, ignore_eos=True)
     pinned = open_engine(target, None, batch_size=2, max_length=64, pinned=4)
@@ -37,7 +34,7 @@ def test_plain_decodings_own_text_has_no_flips_and_a_changed_token_is_one(
     assert first.position == 0 and not first.is_within(FAR)
 
 
-def test_the_gap_is_that_of_the_logits(target_of: TargetOf) -> None:
+def test_the_gap_is_that_of_the_logits() -> None:
     target = target_of("llama")
     prompt = [5, 6, 7]
     pinned = open_engine(target, None, max_length=64, pinned=3)

@@ -2,7 +2,6 @@
 tokens."""
 
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +18,8 @@ from heads.core.errors import UserError
 from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
 from heads.methods.growth import grow
 from heads.targets.gumbel import gumbel, stream, uniform
-from heads.targets.model import FrozenTarget
 from heads.targets.slots import ancestors
+from tests.eval.runtime.conftest import target_of
 from tests.eval.runtime.enumeration import Toy, prefixes_of
 from tests.small_targets import make_drafter, open_engine
 
@@ -157,7 +156,7 @@ def test_no_two_draws_of_a_request_have_one_counter() -> None:
     assert len(seen) == 40 * 5 * 7
 
 
-def test_greedy_rows_use_every_sibling(target_of: Callable[[str], FrozenTarget]) -> None:
+def test_greedy_rows_use_every_sibling() -> None:
     target = target_of("llama")
     requests = [Request([5 + n, 6, 7], 12, Sampling(float(n % 2)), ignore_eos=True) for n in range(6)]
     rounds = []
@@ -169,9 +168,7 @@ def test_greedy_rows_use_every_sibling(target_of: Callable[[str], FrozenTarget])
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])
-def test_what_many_requests_give_has_the_targets_distribution(
-    rule: str, target_of: Callable[[str], FrozenTarget]
-) -> None:
+def test_what_many_requests_give_has_the_targets_distribution(rule: str) -> None:
     """Through the whole engine: with two tokens to choose from, three tokens come out in eight ways."""
     target, prompt = target_of("llama"), [5, 6, 7]
     requests = [Request(prompt, 3, Sampling(1.0, top_k=2, seed=i), ignore_eos=True) for i in range(250)]
@@ -226,9 +223,7 @@ class Copying(Drafter):
 
 
 @pytest.mark.parametrize("rule", RULES[1:])
-def test_a_draft_without_a_distribution_is_refused_by_rules_that_need_one(
-    rule: str, target_of: Callable[[str], FrozenTarget]
-) -> None:
+def test_a_draft_without_a_distribution_is_refused_by_rules_that_need_one(rule: str) -> None:
     engine = open_engine(target_of("llama"), Copying(), "chain:2", max_length=32, rule=rule)
     with pytest.raises(UserError, match=f"rule {rule} needs the distribution that the draft was drawn from"):
         engine.generate([Request([5, 6], 8, Sampling(1.0))])

@@ -16,8 +16,8 @@ from eval.runtime.self_check import check_family
 from heads.core.errors import UserError, warn_once
 from heads.targets import cached_decoder, decoder
 from heads.targets.choose_token import choose_in_tiles
-from heads.targets.model import FrozenTarget
 from heads.targets.tree_attention import tree_attention
+from tests.eval.runtime.conftest import target_of
 from tests.small_targets import make_drafter, make_target, open_engine, texts
 from tests.switches import kernels_on_cpu
 
@@ -25,7 +25,6 @@ interpreted = pytest.mark.skipif(
     torch.cuda.is_available() or not find_spec("triton"), reason="Triton's interpreter is for CPUs"
 )
 pytestmark = pytest.mark.filterwarnings("ignore:(All-NaN|invalid value)")  # by the interpreter's numpy
-TargetOf = Callable[[str], FrozenTarget]
 SIZES: Any = dict(hidden_size=64, intermediate_size=64, vocab_size=128)
 REQUESTS = [Request([5, 6, 7], 8, ignore_eos=True)]
 
@@ -87,7 +86,7 @@ def test_kernels_that_are_right_decode(caplog: pytest.LogCaptureFixture) -> None
     assert not caplog.records
 
 
-def test_flex_attention_is_refused(target_of: TargetOf) -> None:
+def test_flex_attention_is_refused() -> None:
     target = copy.deepcopy(target_of("llama"))
     target.config._attn_implementation_internal = "flex_attention"
     with pytest.raises(UserError, match="takes no 4-D mask"):
@@ -95,7 +94,7 @@ def test_flex_attention_is_refused(target_of: TargetOf) -> None:
 
 
 @pytest.mark.parametrize("ignored", ["position_ids", "attention_mask"])
-def test_a_decoder_that_ignores_what_it_is_given_is_found_out(ignored: str, target_of: TargetOf) -> None:
+def test_a_decoder_that_ignores_what_it_is_given_is_found_out(ignored: str) -> None:
     target = copy.deepcopy(target_of("llama"))
     forward = target.base.forward
 
@@ -119,9 +118,7 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(ignored: str, targ
         ("bfloat16", "mlp.down_proj", 3e38, "from layer 1 on; bfloat16 may not suffice: ask for float32"),
     ],
 )
-def test_states_that_are_not_finite_are_said_to_be_so(
-    dtype: str, weight: str, value: float, fault: str, target_of: TargetOf
-) -> None:
+def test_states_that_are_not_finite_are_said_to_be_so(dtype: str, weight: str, value: float, fault: str) -> None:
     target = copy.deepcopy(target_of("llama"))
     target.model.to(getattr(torch, dtype))
     target.layers[1].get_parameter(f"{weight}.weight").data.fill_(value)

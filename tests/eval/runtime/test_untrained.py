@@ -1,7 +1,6 @@
 """Drafts that need no training."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +9,11 @@ import torch
 from eval.runtime.engine import Request
 from heads.core.errors import UserError
 from heads.registry import build_untrained
-from heads.targets.model import FrozenTarget
+from tests.eval.runtime.conftest import target_of
 from tests.small_targets import make_hybrid, make_target, open_engine
 
-TargetOf = Callable[[str], FrozenTarget]
 
-
-def test_text_seen_before_is_drafted_from_there(target_of: TargetOf) -> None:
+def test_text_seen_before_is_drafted_from_there() -> None:
     target = target_of("llama")
     prompt = [5, 6, 7]
     (seen,) = open_engine(target, None, max_length=128).generate([Request(prompt, 20, ignore_eos=True)])
@@ -27,7 +24,7 @@ def test_text_seen_before_is_drafted_from_there(target_of: TargetOf) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-def test_an_early_exit_drafts_what_its_layers_alone_would_say(family: str, target_of: TargetOf) -> None:
+def test_an_early_exit_drafts_what_its_layers_alone_would_say(family: str) -> None:
     """Greedy chains are compared with a target whose later layers are cut off, run from the start each time."""
     target, prompt = target_of(family), [5, 6, 7]
     cut = copy.deepcopy(target)
@@ -51,7 +48,7 @@ def test_an_early_exit_drafts_what_its_layers_alone_would_say(family: str, targe
         place += accepted + 1
 
 
-def test_an_early_exit_holds_no_weights_of_its_own(target_of: TargetOf) -> None:
+def test_an_early_exit_holds_no_weights_of_its_own() -> None:
     target = target_of("llama")
     own = {id(parameter) for parameter in target.model.parameters()}
     parameters = list(build_untrained("early_exit:1", target).draft.parameters())
