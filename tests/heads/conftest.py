@@ -19,24 +19,19 @@ def target(tiny_target_dir: Path) -> FrozenTarget:
     return load_target(str(tiny_target_dir), dtype=torch.float32)
 
 
-@pytest.fixture
-def largest_tensor() -> Callable[[Callable[[], object]], int]:
-    """action -> the most elements of any tensor that an operation makes while it runs."""
+def largest_tensor(action: Callable[[], object]) -> int:
+    """Return the most elements of any tensor that an operation makes while an action runs."""
+    most = 0
 
-    def measure(action: Callable[[], object]) -> int:
-        most = 0
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal most
+            out = func(*args, **(kwargs or {}))
+            made = out if isinstance(out, (tuple, list)) else (out,)
+            most = max([most, *(tensor.numel() for tensor in made if isinstance(tensor, Tensor))])
+            return out
 
-        class Watch(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                nonlocal most
-                out = func(*args, **(kwargs or {}))
-                made = out if isinstance(out, (tuple, list)) else (out,)
-                most = max([most, *(tensor.numel() for tensor in made if isinstance(tensor, Tensor))])
-                return out
-
-        watch: Any = Watch
-        with watch():
-            action()
-        return most
-
-    return measure
+    watch: Any = Watch
+    with watch():
+        action()
+    return most

@@ -25,6 +25,7 @@ from heads.methods.lilicorr import LiLiCorr, LiLiCorrConfig
 from heads.methods.xpress import XPress, XPressConfig
 from heads.targets.masks import TILE
 from tests.closeness import assert_close
+from tests.heads.conftest import largest_tensor
 from tests.heads.small_heads import BLOCK_SIZES, greedy, in_rounds, observe, random_batch, rope, seen, token_paths
 
 V, D = 40, 16
@@ -367,9 +368,7 @@ def test_loss_and_gradients_equal_the_plain_formula(kind: str, changes: dict[str
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_no_tensor_holds_the_logits_of_all_rows(
-    kind: str, largest_tensor: Callable[[Callable[[], object]], int]
-) -> None:
+def test_no_tensor_holds_the_logits_of_all_rows(kind: str) -> None:
     wide, count = 4096, 40
     settings = {"vocab_size": wide, "num_anchors": count, "block_size": 8, "num_layers": 1}
     head = make_head(kind, **settings).float()

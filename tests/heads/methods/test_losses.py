@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from heads.methods.losses import LOSSES, SPAN, Distribution, Divergence, draft_loss, jsd, likeliest
+from tests.heads.conftest import largest_tensor
 
 K, R, D, DT, V, VD = 3, 50, 6, 5, 40, 24
 
@@ -166,7 +167,7 @@ def test_narrow_states_are_reduced_in_float32() -> None:
     torch.testing.assert_close(sums.double(), wanted.detach(), rtol=0.02, atol=0.02)
 
 
-def test_no_tensor_of_all_rows_by_the_vocabulary_is_made(largest_tensor: Callable[[Callable[[], object]], int]) -> None:
+def test_no_tensor_of_all_rows_by_the_vocabulary_is_made() -> None:
     c = case(rows=640)
     most = largest_tensor(lambda: draft_loss(**c, chunk=64)[0].backward())
     assert most == max(K * 640 * D, 64 * V) < 640 * VD

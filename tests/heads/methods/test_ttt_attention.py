@@ -1,7 +1,6 @@
 """Training-time-test attention against one dense softmax in float64: values, gradients, memory."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from heads.methods.ttt_attention import BLOCK, by_flex, causal_attention
 from heads.targets.masks import TILE
+from tests.heads.conftest import largest_tensor
 
 SHAPES = [(1, 1, 1, 1), (2, 4, 2, 150), (1, 3, 3, 128), (1, 6, 1, 257)]  # B, H, key heads, T
 
@@ -104,7 +104,7 @@ def test_narrow_inputs_are_weighed_in_float32(dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b, atol=2 * tolerance, rtol=2 * tolerance)
 
 
-def test_no_tensor_of_the_square_of_the_length_is_made(largest_tensor: Callable[[Callable[[], object]], int]) -> None:
+def test_no_tensor_of_the_square_of_the_length_is_made() -> None:
     T, H = 1024, 2
     (q,), (k, v, k1, v1) = tensors(1, H, T, 4), tensors(1, 1, T, 4, count=4, seed=1)
     documents = torch.zeros(1, T, dtype=torch.int64)

@@ -1,7 +1,5 @@
 """Packed rows without a (T, T) mask: equal to the masked pass for every family, gradients included."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +7,7 @@ from torch import Tensor
 from heads.targets.forward import FLEX, decode, decode_packed
 from heads.targets.masks import TILE, packed_mask, packed_visible
 from heads.targets.model import FrozenTarget
+from tests.heads.conftest import largest_tensor
 from tests.heads.targets.test_model import make_model
 
 ON_INTERFACE = ["llama", "gemma2", "gemma3_text", "mistral", "gpt_oss", "cohere2", "deepseek_v3", "qwen2 mixed"]
@@ -52,7 +51,7 @@ def test_states_and_gradients_equal_those_under_a_mask(family: str) -> None:
         torch.testing.assert_close(a, b, atol=1e-4 * float(a.detach().abs().max()), rtol=1e-4)
 
 
-def test_no_tensor_of_the_square_of_the_length_is_made(largest_tensor: Callable[[Callable[[], object]], int]) -> None:
+def test_no_tensor_of_the_square_of_the_length_is_made() -> None:
     T = 1024
     target = FrozenTarget(make_model("mistral", max_position_embeddings=T).eval(), "mistral")
     slot = torch.arange(T)[None]
