@@ -1,6 +1,6 @@
 """A recipe in a folder of its own, small enough that a whole run takes a second."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,9 @@ from tests.runs import forget_accelerator
 
 
 @pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
+def fresh_accelerator() -> None:
     """Accelerate keeps its state for the life of the process; every test begins without."""
     forget_accelerator()
-    yield
-
-
-@pytest.fixture
-def fresh() -> Callable[[], None]:
-    """Lets a test make several runs of settings of their own."""
-    return forget_accelerator
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from heads.targets.load import load_target
 from tests.answering import Stub, by_engine, serving
 from tests.conftest import CHAT_TEMPLATE
 from tests.processes import ROOT, finish, launcher, start
-from tests.runs import Settings, WriteRecipe, same, train, weights
+from tests.runs import Settings, WriteRecipe, forget_accelerator, same, train, weights
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ def days_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], date]]:
 
 
 def test_a_day_on_no_answer_is_made_anew(
-    recipe: Path, stub: Stub, tmp_path: Path, fresh: Callable[[], None], days_on: Callable[[int], date]
+    recipe: Path, stub: Stub, tmp_path: Path, days_on: Callable[[int], date]
 ) -> None:
     """By the run itself, by another folder that is given its day, and by a recipe that states it."""
     (tmp_path / "dated.jinja").write_text(DATED)
@@ -101,7 +101,7 @@ def test_a_day_on_no_answer_is_made_anew(
     settings = [f"data.regenerate.server={{url: {stub.url}}}", f"data.sources=[{source}]", "data.regenerate.prompts=20"]
 
     def asked(*overrides: str) -> int:
-        fresh()
+        forget_accelerator()
         stub.asked.clear()
         train(recipe, *settings, *overrides)
         return len(stub.asked)

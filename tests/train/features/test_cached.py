@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from heads.core.errors import UserError
 from scripts.cache_features import main as fill
-from tests.runs import Settings, WriteRecipe, same, train, train_in, weights
+from tests.runs import Settings, WriteRecipe, forget_accelerator, same, train, train_in, weights
 from train.features.cached import check_same, decode, encode
 
 
@@ -27,10 +26,10 @@ def caching(settings: Settings, tmp_path: Path, dtype: str = "float32") -> Setti
 
 
 @pytest.fixture
-def filled(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, fresh: Callable[[], None]) -> Settings:
+def filled(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> Settings:
     cached = caching(settings, tmp_path)
     assert fill([str(write_recipe(cached))]) == 0
-    fresh()
+    forget_accelerator()
     return cached
 
 
@@ -39,28 +38,26 @@ def shard_of(settings: Settings) -> Path:
     return shard
 
 
-def test_training_from_a_folder_is_training(
-    filled: Settings, settings: Settings, write_recipe: WriteRecipe, fresh: Callable[[], None]
-) -> None:
+def test_training_from_a_folder_is_training(filled: Settings, settings: Settings, write_recipe: WriteRecipe) -> None:
     cached = train_in(filled, write_recipe)
-    fresh()
+    forget_accelerator()
     own = train_in(settings | {"head": filled["head"]}, write_recipe)
     assert same(weights(cached, 6), weights(own, 6))
     shutil.rmtree(cached / "checkpoints/step-6")
-    fresh()
+    forget_accelerator()
     assert same(weights(train_in(filled, write_recipe), 6), weights(own, 6))
 
 
 def test_a_folder_serves_heads_that_read_fewer_layers(
-    filled: Settings, settings: Settings, write_recipe: WriteRecipe, fresh: Callable[[], None], capfd: Any
+    filled: Settings, settings: Settings, write_recipe: WriteRecipe, capfd: Any
 ) -> None:
     fewer = {"head": filled["head"] | {"aux_layer_ids": [4]}}
     assert fill([str(write_recipe(filled | fewer))]) == 0 and "filled already" in capfd.readouterr().err
-    fresh()
+    forget_accelerator()
     found = weights(train_in(filled | fewer, write_recipe), 6)
-    fresh()
+    forget_accelerator()
     assert same(found, weights(train_in(settings | fewer, write_recipe), 6))
-    fresh()
+    forget_accelerator()
     with pytest.raises(UserError, match=r"aux_layer_ids: holds \[2, 4, 5\], expected \[1, 2\]; fill another"):
         train(write_recipe(filled | {"head": {"kind": "eagle3", "aux_layer_ids": [1, 2]}, "output_dir": "other"}))
 
@@ -76,12 +73,12 @@ def test_fp8_is_within_its_bound() -> None:
     assert (apart <= streams.abs() * 2.0**-4 + scales[..., None] * 2.0**-10).all()
 
 
-def test_narrow_features_train(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, fresh: Any) -> None:
+def test_narrow_features_train(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     cached = caching(settings, tmp_path, "fp8")
     fill([str(write_recipe(cached))])
-    fresh()
+    forget_accelerator()
     found = weights(train_in(cached, write_recipe), 6)
-    fresh()
+    forget_accelerator()
     own = weights(train_in(settings | {"head": cached["head"]}, write_recipe), 6)
     apart = [float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in own.items() if tensor.dim() == 2]
     assert 0 < max(apart) < 0.3

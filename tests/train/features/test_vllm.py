@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.answering import QuietHandler, QuietServer
 from tests.closeness import assert_close
 from tests.faults import little_memory
 from tests.packed_rows import packed_rows
-from tests.runs import Settings, WriteRecipe, lines, train, weights
+from tests.runs import Settings, WriteRecipe, forget_accelerator, lines, train, weights
 from train.accelerator import make_accelerator
 from train.features.settings import VllmFeatures
 from train.features.vllm import HiddenStatesServer, ServedFeatures
@@ -155,18 +155,16 @@ def test_a_servers_features_are_the_targets(server: StubServer, target: FrozenTa
     source.close()
 
 
-def test_training_and_resuming_from_a_server(
-    served: Settings, write_recipe: WriteRecipe, server: StubServer, fresh: Callable[[], None]
-) -> None:
+def test_training_and_resuming_from_a_server(served: Settings, write_recipe: WriteRecipe, server: StubServer) -> None:
     recipe = write_recipe(served)
     run = Path(train(recipe).recipe.output_dir)
     last = weights(run, 6)
     shutil.rmtree(run / "checkpoints/step-6")
-    fresh()
+    forget_accelerator()
     train(recipe)  # the order of the rows is a function of the step
     for name, tensor in weights(run, 6).items():
         torch.testing.assert_close(tensor, last[name], rtol=1e-4, atol=1e-6)
-    fresh()
+    forget_accelerator()
     own = served | {"features": {"kind": "process"}, "output_dir": served["output_dir"] + "-own"}
     for name, tensor in weights(Path(train(write_recipe(own)).recipe.output_dir), 6).items():
         torch.testing.assert_close(tensor, last[name], rtol=1e-3, atol=1e-5)
