@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from eval.pages.html import render_page
 from eval.pages.report import print_report, write_report
 from eval.runtime.sampling_params import Sampling
 from heads.targets.model import FrozenTarget
+from tests.eval.conftest import Bench
 
-Bench = Callable[..., tuple[Results, str]]
 KEYS = {
     *("schema_version", "target", "head", "device", "dtype", "versions", "settings", "exact", "tau", "alpha"),
     *("accepted_histogram", "baseline", "speculative", "speedup", "suites", "samples"),

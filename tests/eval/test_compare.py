@@ -1,7 +1,6 @@
 """Several heads in one comparison: the table, the record, and what is refused."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from eval import bench as module
 from eval.measure.bench_heads import fitting_shapes, head_names
 from eval.measure.command import exit_status
-from eval.measure.results import Results
 from eval.measure.settings import to_settings
 from eval.pages.format import MISSING, count
 from heads.core.errors import UserError
@@ -21,8 +19,7 @@ from heads.registry import build_head, build_untrained
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target
 from heads.targets.model import FrozenTarget
-
-Bench = Callable[..., tuple[Results, str]]
+from tests.eval.conftest import Bench
 
 
 def some_heads(target: FrozenTarget, pair_head: Any) -> dict[str, Any]:
