@@ -19,6 +19,7 @@ from eval.measure.command import exit_status
 from eval.measure.results import read_results
 from heads.core.files import file_hash
 from heads.saved import read_config
+from tests.native_mtp import change_config
 from tests.runs import forget_accelerator
 from train.entry import attempt
 
@@ -136,11 +137,6 @@ IMAGE = b'{"messages": [{"role": "user", "content": [{"type": "image_url", "imag
 def test_data_and_prompts(data: bytes, change: str, named: str, here: Path, refused: Any) -> None:
     (here / "bad.jsonl").write_bytes(data)
     assert named in refused(lambda: train(*change.split()))
-
-
-def rewrite(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def make_other(folder: Path, **changes: Any) -> None:
@@ -290,7 +286,7 @@ def damage(file: Path, rng: random.Random) -> None:
 def vouch(file: Path) -> None:
     """Make the record beside a file agree with it."""
     if file.name == WEIGHTS:
-        rewrite(file.parent, draftsmith=read_config(file.parent) | {"sha256": file_hash(file)})
+        change_config(file.parent, draftsmith=read_config(file.parent) | {"sha256": file_hash(file)})
     elif (manifest := file.with_name("manifest.json")).is_file():
         entry = {file.name: {"bytes": file.stat().st_size, "sha256": file_hash(file)}}
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | entry))

@@ -4,8 +4,8 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from heads.saved import save_head, target_record
 from heads.targets.hub import repo_and_revision
 from heads.targets.load import load_end_ids, load_target, load_tokenizer, unused_weights
 from tests.heads.targets.test_model import make_model
+from tests.native_mtp import change_config
 from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # caused by peft
@@ -163,14 +164,6 @@ def write_config(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "config.json").write_text(text)
 
 
-def change_config(**changes: Any) -> Callable[[Path], object]:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | changes))
-
-    return change
-
-
 def change_weights(change: Callable[[Path], object]) -> Callable[[Path], object]:
     return lambda folder: change(folder / "model.safetensors")
 
@@ -193,8 +186,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "encoder": (write_bert, "BertModel"),
     "no mask": (lambda folder: make_model("bloom", n_layer=2, n_head=2).save_pretrained(folder), "4-D mask"),
     "a tensor is missing": (change_weights(drop_tensor), "model.layers.1.mlp.up_proj.weight"),
-    "another width": (change_config(intermediate_size=28), "config.json describes"),
-    "a package is missing": (change_config(quantization_config=AWQ), "requires gptqmodel"),
+    "another width": (partial(change_config, intermediate_size=28), "config.json describes"),
+    "a package is missing": (partial(change_config, quantization_config=AWQ), "requires gptqmodel"),
     "pickled": (change_weights(pickle_weights), "pickled weights (.bin) are not read"),
 }
 
@@ -268,16 +261,14 @@ def test_weights_without_which_the_model_is_another() -> None:
 
 def test_code_in_a_model_folder_does_not_run_unasked(tiny_target_dir: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
-    path = copy(tiny_target_dir, tmp_path / "model") / "config.json"
-    config = json.loads(path.read_text())
-    config["model_type"] = "homemade"
-    config["auto_map"] = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": [None, "evil.T"]}
-    path.write_text(json.dumps(config))
-    (path.parent / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
-    text = refused(load_target, str(path.parent))
+    folder = copy(tiny_target_dir, tmp_path / "model")
+    code = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": [None, "evil.T"]}
+    change_config(folder, model_type="homemade", auto_map=code)
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    text = refused(load_target, str(folder))
     assert "target.trust_remote_code=true" in text and "--trust-remote-code" in text
-    (path.parent / "tokenizer.json").unlink()
-    refused(load_tokenizer, str(path.parent))
+    (folder / "tokenizer.json").unlink()
+    refused(load_tokenizer, str(folder))
     assert not ran.exists()
 
 

@@ -1,6 +1,5 @@
 """The frozen target: what heads see of it is what the model computes, for every family, and nothing else loads."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from heads.targets.decoder import why_not_native
 from heads.targets.load import load_end_ids, load_shape, load_target, load_tokenizer
 from heads.targets.model import FrozenTarget
 from tests.closeness import assert_close
+from tests.native_mtp import change_config
 from tests.refusals import refused
 
 BASE: dict[str, Any] = {
@@ -216,8 +216,8 @@ def test_eos_ids_come_from_the_generation_config_first() -> None:
 def test_answers_end_at_all_ids_that_a_model_names_anywhere(tiny_target_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_target_dir, folder)
-    tokenizer, config = load_tokenizer(str(folder)), json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 8]}))
+    tokenizer = load_tokenizer(str(folder))
+    change_config(folder, eos_token_id=[7, 8])
     (folder / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
     assert set(load_end_ids(str(folder), tokenizer)) == {7, 8, 9, tokenizer.eos_token_id}
     (folder / "generation_config.json").unlink()
