@@ -8,21 +8,15 @@ from transformers import AutoTokenizer
 
 from tests.chats import reader_of
 from tests.runs import Settings, WriteRecipe, train_in
+from tests.train.data.test_chats import TALK
 from train import preview
 from train.data.sources import ChatSource, read_source
-
-TALK = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "the sea"},
-    {"role": "user", "content": "and"},
-    {"role": "assistant", "content": "sand"},
-]
 
 
 @pytest.fixture
 def chats(settings: Settings, tmp_path: Path) -> Settings:
     """A recipe on twenty conversations, one of them unusable."""
-    records = [{"messages": TALK}] * 19 + [{"messages": TALK[:1]}]
+    records = [{"messages": TALK[1:]}] * 19 + [{"messages": TALK[1:2]}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     settings["data"]["sources"] = [{"kind": "chat", "path": str(tmp_path / "chats.jsonl")}]
     return settings
