@@ -72,7 +72,7 @@ MEASURE = "--num-prompts 2 --max-prompt-tokens 32 --max-new-tokens 4 --repeats 1
 TINY = {
     "train/": TRAIN,
     "scripts/regenerate.py": ANSWERS,
-    "scripts/cache_features.py": f"{TRAIN} data.regenerate=null",
+    "scripts/cache_features.py": f"{TRAIN} data.regenerate=null data.sources.0.limit=2",
     "eval/bench.py": MEASURE,
     "eval/compare.py": MEASURE,
     "eval/sweep.py": "--count 1",
