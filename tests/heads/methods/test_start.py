@@ -104,7 +104,7 @@ def counts_in(tokens: Tensor, vocab_size: int) -> Tensor:
     return torch.bincount(tokens.flatten(), minlength=vocab_size).float()
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", pytest.param("dflash2", marks=pytest.mark.slow)])
 def test_a_block_begins_with_what_followed_its_root_before(target: FrozenTarget, source: Tensor, kind: str) -> None:
     alone = (source[:, :, None] == source[:, None]).sum(-1) == 1
     place = alone[:, 8:80].float().argmax(1) + 8  # a token that stands in its text once
@@ -118,7 +118,7 @@ def test_a_block_begins_with_what_followed_its_root_before(target: FrozenTarget,
     assert shares[1:].max() < 0.1, shares  # the rows behind do not know the root
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", pytest.param("dflash2", marks=pytest.mark.slow)])
 def test_the_rows_behind_are_read_out_as_the_frequencies_of_tokens(
     target: FrozenTarget, source: Tensor, kind: str
 ) -> None:
