@@ -106,8 +106,8 @@ class Found:
         exact = [record["exact"] for record in here if record["exact"]["identical"] is not None]
         counts = [sum(part[key] for part in exact) for key in ("identical", "prompts")]
         near = sum(len(part.get("near_ties", ())) for part in exact)
-        counts_of = [sorted({own[key] for own in settings}) for key in ("num_prompts", "max_new_tokens")]
-        sizes = [f"{found[0]:,} to {found[-1]:,}" if len(found) > 1 else f"{found[0]:,}" for found in counts_of]
+        ranges = [sorted({own[key] for own in settings}) for key in ("num_prompts", "max_new_tokens")]
+        sizes = [f"{found[0]:,} to {found[-1]:,}" if len(found) > 1 else f"{found[0]:,}" for found in ranges]
         return (
             f"{sizes[0]} prompts of {', '.join(self.suites)}, {sizes[1]} new tokens; "
             f"{'; '.join(sorted(set(map(format.device_text, here))))}; commit {', '.join(commits)}; 95% intervals. "
