@@ -110,6 +110,8 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
         )
     free = method.training
     if was != kind:
+        if own.get("causal") and not hasattr(method.head.Config, "causal"):
+            raise UserError(f"head.init_from: {path} is causal, which a {kind} is not; start from one that is not")
         free |= {"initial_weights"}
         own = {field.name: own[field.name] for field in fields(method.head.Config) if field.name in own}
         own["block_size"] = found.depth + method.head.first_row

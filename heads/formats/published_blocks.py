@@ -139,6 +139,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             "shift_label": bool(own.get("shift_label", spark)) is not spark,
             "projector_type": own.get("projector_type") not in (None, kind),
             "markov_rank": spark and not own.get("markov_rank"),
+            "lilicorr_enabled": kind == "lilicorr" and own.get("lilicorr_enabled") is False,
             **{name: selects and own.get(name) not in (None, neutral) for name, neutral in NEUTRAL.items()},
             EMBEDDING_SCALE: selects and own.get(EMBEDDING_SCALE) is not None and not scaled,
             **{f"dflash_config.{name}": value for name, value in nested.items() if name not in known},

@@ -249,6 +249,12 @@ def test_training_starts_from_a_head_of_another_kind(
     said = refused(start_from, path, kind, {"block_size": 9}, target, torch.ones(V))
     assert f"drafts {head.depth} tokens, for which a {kind} has " in said
     assert "head.kind: " in refused(start_from, path, "medusa", {}, target, torch.ones(V))
+    if was == "dflash":
+        path = write(tmp_path / "causal", config | {"is_causal": True}, head.to_checkpoint())
+        if kind == "dspark":
+            assert "is causal, which a dspark is not" in refused(start_from, path, kind, {}, target, torch.ones(V))
+        else:
+            assert start_from(path, kind, {}, target, torch.ones(V)).causal
 
 
 @pytest.mark.parametrize(
@@ -258,6 +264,11 @@ def test_training_starts_from_a_head_of_another_kind(
         (XPRESS, lilicorr, "lilicorr.anchor_norm.weight"),
         (ZLAB, xpress, "xpress_head.down_g.weight"),
         (LILICORR | {"dflash_config": ZLAB["dflash_config"]}, lilicorr, "lilicorr_candidate_topk: exp"),
+        (
+            LILICORR | {"dflash_config": LILICORR["dflash_config"] | {"lilicorr_enabled": False}},
+            lilicorr,
+            "lilicorr_enabled: heads with such a setting",
+        ),
     ],
 )
 def test_a_folder_that_holds_another_head_than_it_claims(
