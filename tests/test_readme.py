@@ -42,7 +42,6 @@ from train.derive import parse_arguments as derivation
 from train.entry import attempt
 from train.plan import parse_arguments as plan_arguments
 from train.recipe import KINDS, checked, load_recipe
-from train.target_recipe import load_target_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("heads", "eval", "train", "recipes", "scripts", "tests")
@@ -58,7 +57,6 @@ MARKED = re.compile(r"<!-- table.*?<!-- end -->", re.DOTALL)
 ELSEWHERE = {
     **dict.fromkeys(("pip", "pytest", "ruff", "mypy"), ".ci/run"),
     "scripts/gpu_check.py": "tests/scripts/test_gpu_check.py",
-    "scripts/make_target.py": "tests/scripts/test_make_target.py",
 }
 """Program -> the file that runs it."""
 TRAIN = (
@@ -145,8 +143,6 @@ def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPat
         assert load_recipe(options.recipe, options.overrides)
     elif command.program == "scripts/cache_features.py":
         assert load_recipe(command.arguments[0], command.arguments[1:])
-    elif command.program == "scripts/make_target.py":
-        assert load_target_recipe(command.arguments[0], command.arguments[1:])
     else:
         program = command.program.replace("eval/compare.py", "eval/bench.py")  # two names of one command
         module: Any = import_module(program.removesuffix(".py").replace("/", "."))
@@ -163,7 +159,7 @@ def test_every_command_of_others_is_run_elsewhere_or_needs_what_is_not_here() ->
 
 
 def test_every_run_that_is_named_is_made_by_some_command() -> None:
-    recipes = [*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "recipes/targets").glob("*.yaml")]
+    recipes = (ROOT / "recipes").glob("*.yaml")
     made = {yaml.safe_load(path.read_text())["output_dir"] for path in recipes}
     for command in OURS:
         made |= {word.removeprefix("output_dir=") for word in command.words if word.startswith("output_dir=runs/")}

@@ -1,9 +1,9 @@
 """Python source on this machine as text for training and for prompts.
 
 Heads are trained and measured on the standard library, which is the same for the same version of Python, whatever
-packages are installed. A target trained from scratch needs more text and also uses the installed packages. Modules are
-split by a hash of their path relative to the folder on `sys.path`, so the split is the same on every machine and for
-every version: a module that is held out here was also held out when the quickstart target was trained.
+packages are installed. Modules are split by a hash of their path relative to the folder on `sys.path`, so the split is
+the same on every machine and for every version: a module that is held out here was also held out when the quickstart
+target was trained.
 """
 
 import hashlib
@@ -19,17 +19,13 @@ HELD_OUT_PERCENT = 3
 MIN_BYTES, MAX_BYTES = 1_000, 120_000
 SKIPPED_FOLDERS = frozenset(
     {"tests", "test", "testing", "idlelib", "lib2to3", "__pycache__", "_vendor", "vendor", "node_modules"}
-    | {"site-packages", "dist-packages"}  # inside the standard library's folder; installed packages are another root
+    | {"site-packages", "dist-packages"}  # inside the standard library's folder
     | {"encodings"}  # tables of characters
 )
 
 
 def standard_library() -> tuple[Path, ...]:
     return (Path(sysconfig.get_paths()["stdlib"]),)
-
-
-def installed_source() -> tuple[Path, ...]:
-    return (*standard_library(), Path(sysconfig.get_paths()["purelib"]))
 
 
 def is_held_out(relative_path: str) -> bool:
