@@ -85,7 +85,7 @@ def test_output_that_nobody_reads_ends_a_command_quietly(words: list[str]) -> No
 
 def test_a_launched_run_that_was_killed_goes_on_to_the_same_weights(tiny_run: Path, tmp_path: Path) -> None:
     """By `accelerate launch` and the configuration that comes with it, which says nothing itself."""
-    settings = ["train.max_steps=40", "eval.max_new_tokens=4"]
+    settings = ["train.max_steps=24", "train.checkpoint_every=2", "eval.max_new_tokens=4"]
     shutil.copytree(tiny_run, tmp_path, dirs_exist_ok=True)
     launch = launcher("-q", "--config_file", str(ROOT / "recipes/accelerate/local.yaml"))
     killed = start(Path("recipe.yaml"), "output_dir=broken", *settings, launcher=launch, folder=tmp_path)
@@ -93,14 +93,14 @@ def test_a_launched_run_that_was_killed_goes_on_to_the_same_weights(tiny_run: Pa
     os.killpg(killed.pid, signal.SIGKILL)
     said, _ = killed.communicate()
     assert "usage" not in said and "Warning" not in said
-    assert max(line["step"] for line in lines(tmp_path / "broken")) < 40
+    assert max(line["step"] for line in lines(tmp_path / "broken")) < 24
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         for folder in ("broken", "whole"):
             forget_accelerator()
             assert attempt("eagle", ["recipe.yaml", f"output_dir={folder}", *settings]) == 0
         forget_accelerator()
-    assert same(weights(tmp_path / "broken", 40), weights(tmp_path / "whole", 40))
+    assert same(weights(tmp_path / "broken", 24), weights(tmp_path / "whole", 24))
 
 
 @pytest.mark.slow

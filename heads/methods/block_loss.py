@@ -143,9 +143,9 @@ class _Chosen:
         return torch.einsum("ck,ckr->cr", slope, bias[self.tokens])
 
 
-def chunks_of(blocks: int, depth: int, vocab: int, device: torch.device, count: int | None = None) -> Iterator[slice]:
-    """Yield slices of `count` blocks; by default as many as have float32 logits of `CHUNK_BYTES`."""
-    step = count or max(1, max(LEAST_ROWS, CHUNK_BYTES[device.type] // (4 * vocab)) // depth)
+def chunks_of(blocks: int, depth: int, vocab: int, device: torch.device) -> Iterator[slice]:
+    """Yield slices of as many blocks as have float32 logits of `CHUNK_BYTES`."""
+    step = max(1, max(LEAST_ROWS, CHUNK_BYTES[device.type] // (4 * vocab)) // depth)
     return (slice(start, start + step) for start in range(0, blocks, step))
 
 
@@ -166,17 +166,15 @@ def block_loss(
     candidates: Candidates | None = None,
     confidence: Tensor | None = None,
     rounds: Tensor | None = None,
-    chunk: int | None = None,
 ) -> BlockLoss:
     """Return the loss of states (M, K, D), whose logits come from the frozen output head (V, D).
 
     bias_states (M, K, r) times bias_weight (V, r) is added to the logits. With `candidates`, it is added only to
     theirs, and the draft is the choice among them. confidence (M, K): logits of the overlap of p and q. rounds
-    (P, M, K, r): like bias_states, for distributions that the loss has beside the draft's. `chunk` sets the number of
-    blocks handled at once.
+    (P, M, K, r): like bias_states, for distributions that the loss has beside the draft's.
     """
     given = states, bias_states, bias_weight, confidence, rounds
-    found = _BlockLoss.apply(*given, lm_head_weight, task, candidates, chunk)  # type: ignore[no-untyped-call]
+    found = _BlockLoss.apply(*given, lm_head_weight, task, candidates)  # type: ignore[no-untyped-call]
     return replace(BlockLoss(*found[:5]), likeliest=Likeliest(*found[5:]) if task.likeliest else None)
 
 
@@ -192,7 +190,6 @@ class _BlockLoss(torch.autograd.Function):
         lm_head_weight: Tensor,
         task: BlockTask,
         candidates: Candidates | None,
-        chunk: int | None,
     ) -> tuple[Tensor, ...]:
         M, K, _ = states.shape
         V = len(lm_head_weight)
@@ -213,7 +210,7 @@ class _BlockLoss(torch.autograd.Function):
         overlap = torch.zeros(M, K, dtype=wide, device=states.device)
         likeliest, expected = [], []
         with torch.autocast(states.device.type, enabled=False):
-            for part in chunks_of(M, K, V, states.device, chunk):
+            for part in chunks_of(M, K, V, states.device):
                 rows, labels, valid = states[part].flatten(0, 1), task.labels[part].flatten(), task.valid[part]
                 base = z = matmul(rows, matrix.T)
                 if bias_states is not None and bias is not None:
@@ -287,7 +284,7 @@ class _BlockLoss(torch.autograd.Function):
             into_states -= by_log.sum(-1, keepdim=True) * expected
             for k in range(tokens.shape[2]):
                 into_states += by_log[..., k, None] * matrix[tokens[..., k]]
-        return into_states, *into, *(None,) * 4
+        return into_states, *into, *(None,) * 3
 
 
 def _divergences(

@@ -171,7 +171,6 @@ def draft_loss(
     *,
     loss: str | Divergence = "kl",
     soft_cap: float | None = None,
-    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the draft's divergence from the target at R supervised labels and K depths.
 
@@ -183,12 +182,12 @@ def draft_loss(
     p is renormalised over the draft vocabulary. As in EAGLE-3, the loss leaves out rows whose likeliest token is
     outside it, because the draft cannot be right there. Returns the scaled loss () and, detached, sums (K,), `correct`
     (K, R) bool (the likeliest tokens agree), `overlap` (K,) (sum of min(p, q) over the whole target vocabulary).
-    `soft_cap`: the draft's logits z are soft_cap * tanh(z / soft_cap). `chunk` sets the number of rows handled at once.
+    `soft_cap`: the draft's logits z are soft_cap * tanh(z / soft_cap).
     """
     divergence = LOSSES[loss] if isinstance(loss, str) else loss
     weights = (weight,) if isinstance(weight, Tensor) else weight
     total, sums, correct, overlap = _DraftLoss.apply(  # type: ignore[no-untyped-call]
-        states, valid, hidden, target_logits, kept, scale, divergence, soft_cap, chunk, *weights
+        states, valid, hidden, target_logits, kept, scale, divergence, soft_cap, *weights
     )
     return total, sums, correct, overlap
 
@@ -217,7 +216,6 @@ class _DraftLoss(torch.autograd.Function):
         scale: Tensor,
         divergence: Divergence,
         soft_cap: float | None,
-        chunk: int | None,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         K, R, _ = states.shape
@@ -235,7 +233,7 @@ class _DraftLoss(torch.autograd.Function):
             width = target_logits(hidden[:1]).shape[-1]
             draft_ids = kept.new_full((width,), -1)  # (V,), the draft id of each target id, -1 if it has none
             draft_ids[kept] = torch.arange(len(kept), device=kept.device)
-            C = chunk or max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * width))
+            C = max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * width))
             for start in range(0, R, C):
                 part = slice(start, start + C)
                 best, p, acceptable = _target(target_logits(hidden[part]).to(wide), kept, draft_ids)
@@ -273,7 +271,7 @@ class _DraftLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_states, *grad_weights = ctx.saved_tensors
         by_weight = (None if grad is None else grad * grads[0] for grad in grad_weights)
-        return grad_states * grads[0], *[None] * 8, *by_weight
+        return grad_states * grads[0], *[None] * 7, *by_weight
 
 
 def _target(logits: Tensor, kept: Tensor, draft_ids: Tensor) -> tuple[Tensor, Distribution, Tensor]:

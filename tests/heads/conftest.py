@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from heads.methods import block_loss, losses
 from heads.targets.load import load_target
 from heads.targets.model import FrozenTarget
 
@@ -17,6 +18,18 @@ from heads.targets.model import FrozenTarget
 def target(tiny_target_dir: Path) -> FrozenTarget:
     """A Llama of 8 layers and 128 tokens."""
     return load_target(str(tiny_target_dir), dtype=torch.float32)
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that sets the number of rows in a chunk of a loss."""
+
+    def set_to(count: int) -> None:
+        monkeypatch.setitem(losses.CHUNK_BYTES, "cpu", 0)
+        for module in (losses, block_loss):
+            monkeypatch.setattr(module, "LEAST_ROWS", count)
+
+    return set_to
 
 
 def largest_tensor(action: Callable[[], object]) -> int:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from heads.methods.dflash import DFlash, DFlashConfig
-from heads.methods.dflash2 import DFlash2, DFlash2Config
-from heads.methods.dspark import DSpark, DSparkConfig
 from heads.methods.eagle3 import Eagle3, Eagle3Config
-from heads.methods.lilicorr import LiLiCorr, LiLiCorrConfig
 from heads.methods.medusa import Medusa, MedusaConfig
 from heads.methods.vocab import build_vocab
-from heads.methods.xpress import XPress, XPressConfig
+from heads.published import is_published, read_published
+from heads.registry import HEADS
+from heads.saved import load_head, save_head, target_record
+from heads.targets.model import FrozenTarget
+from tests.heads.small_heads import BLOCK_HEADS, greedy, seen, target_batch
 
 D, V, LAYERS = 32, 128, 8
 """Of the tiny target."""
@@ -65,38 +66,14 @@ def kept_ids(changes: Mapping[str, Any]) -> Tensor | None:
     return None if size is None else torch.randperm(V, generator=torch.Generator().manual_seed(0))[:size].sort().values
 
 
-def dflash(**changes: Any) -> DFlash:
-    """A random DFlash head of the tiny target."""
-    made: DFlash = filled(DFlash(DFlashConfig(**BLOCKS | changes), kept_ids(changes)))
-    return made
+def block_head(kind: str, **changes: Any) -> Any:
+    """A random head of the tiny target that drafts a block."""
+    method: Any = HEADS[kind].head
+    kept = (kept_ids(changes),) if kind in ("dflash", "dspark") else ()
+    return filled(method(method.Config(**BLOCKS | BLOCK_HEADS[kind] | changes), *kept))
 
 
-def dflash2(**changes: Any) -> DFlash2:
-    """A random DFlash2 head of the tiny target."""
-    sizes = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 12}
-    made: DFlash2 = filled(DFlash2(DFlash2Config(**BLOCKS | sizes | changes)))
-    return made
-
-
-def dspark(**changes: Any) -> DSpark:
-    """A random DSpark head of the tiny target."""
-    made: DSpark = filled(DSpark(DSparkConfig(**BLOCKS | {"markov_rank": 6, **changes}), kept_ids(changes)))
-    return made
-
-
-def lilicorr(**changes: Any) -> LiLiCorr:
-    """A random LiLiCorr head of the tiny target."""
-    sizes = {"lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 16, "lilicorr_num_heads": 2}
-    more = {"lilicorr_factor_dim": 6, "lilicorr_mlp_ratio": 1.5}
-    made: LiLiCorr = filled(LiLiCorr(LiLiCorrConfig(**BLOCKS | sizes | more | changes)))
-    return made
-
-
-def xpress(**changes: Any) -> XPress:
-    """A random XPress head of the tiny target."""
-    sizes = {"xpress_rank": 16, "xpress_mlp_hidden": 64, "xpress_topc": 12}
-    made: XPress = filled(XPress(XPressConfig(**BLOCKS | sizes | changes)))
-    return made
+dflash, dflash2, dspark, lilicorr, xpress = (partial(block_head, kind) for kind in BLOCK_HEADS)
 
 
 def write(
@@ -112,6 +89,27 @@ def write(
     else:
         torch.save(tensors, folder / file)
     return str(folder)
+
+
+def drafts_equal(found: Any, expected: Any, target: FrozenTarget) -> None:
+    """Compare tensors, settings, and drafts with their scores."""
+    assert found.config == expected.config
+    ours, theirs = expected.to_checkpoint(), found.to_checkpoint()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    batch = target_batch(target, [[20], [20]], expected.aux_layer_ids)
+    one, other = (head.propose(seen(head, batch, "chain:3", [9, 14]), greedy) for head in (found, expected))
+    assert torch.equal(one.tokens, other.tokens) and torch.equal(one.scores, other.scores)
+
+
+def comes_back(found: Any, folder: Path, target: FrozenTarget) -> None:
+    """Save a head in our form, read it, and read it again as if another project had saved it."""
+    save_head(found, folder / "ours", target=target_record(target))
+    assert not is_published(str(folder / "ours"))
+    drafts_equal(load_head(folder / "ours"), found, target)
+    record = json.loads((folder / "ours/config.json").read_text())
+    del record["draftsmith"]
+    (folder / "ours/config.json").write_text(json.dumps(record))
+    drafts_equal(read_published(str(folder / "ours"), target), found, target)
 
 
 RAW: dict[str, Any] = BLOCK | dict(

@@ -18,29 +18,25 @@ from heads.targets.model import FrozenTarget
 from train.features.source import make_batch
 
 Head = TypeVar("Head", bound=Recycling)
-SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 40,
-    "num_target_layers": 8,
-    "draft_vocab_size": 24,
-    "rope_theta": 100.0,
-    "max_position_embeddings": 64,
-    "depth": 4,
-}
-
-BLOCK_SIZES = {name: value for name, value in SIZES.items() if name not in ("draft_vocab_size", "depth")} | {
-    "aux_layer_ids": (2, 4),
-    "mask_token_id": 39,
-    "block_size": 4,
-    "num_layers": 2,
-    "num_anchors": 6,
-}
+SIZES: dict[str, Any] = dict(
+    hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=4, rms_norm_eps=1e-5,
+    vocab_size=40, num_target_layers=8, draft_vocab_size=24, rope_theta=100.0, max_position_embeddings=64, depth=4,
+)  # fmt: skip
+BLOCK_SIZES = {name: value for name, value in SIZES.items() if name not in ("draft_vocab_size", "depth")} | dict(
+    aux_layer_ids=(2, 4), mask_token_id=39, block_size=4, num_layers=2, num_anchors=6
+)
 """Of heads that draft a block."""
+BLOCK_HEADS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash2": dict(conv_group_size=8, selector_rank=6, selector_top_k=12),
+    "dspark": dict(markov_rank=6),
+    "lilicorr": dict(
+        lilicorr_candidate_topk=4, lilicorr_hidden_size=16, lilicorr_num_heads=2, lilicorr_factor_dim=6,
+        lilicorr_mlp_ratio=1.5,
+    ),
+    "xpress": dict(xpress_rank=16, xpress_mlp_hidden=64, xpress_topc=12),
+}  # fmt: skip
+"""Settings of their own."""
 
 
 def eagle3_head(**changes: Any) -> Eagle3:

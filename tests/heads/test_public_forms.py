@@ -1,8 +1,9 @@
 """The forms in which other projects publish heads, each by what sets its config.json apart, made small. A form is read
-as the head that it is, and comes back from our own files; or it is refused by its own name."""
+as the head that it is, with what engines would read otherwise, and comes back from our own files; or it is refused."""
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,58 +11,81 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.published import read_published
+from heads.methods.block import DraftBlockHead
+from heads.published import is_published, read_published
 from heads.targets.model import FrozenTarget
 from tests.heads.published_heads import (
     DEEPSPEC,
+    LILICORR,
     LLAMA3,
+    OF_SPECULATORS,
     RAW,
     SPECFORGE_DSPARK,
     SPECULATORS,
     SPECULATORS_DFLASH,
     SPECULATORS_DFLASH2,
     SPECULATORS_DSPARK,
+    SPECULATORS_XPRESS,
+    XPRESS,
     ZLAB,
     ZLAB2,
+    D,
     V,
+    comes_back,
     dflash,
     dflash2,
+    drafts_equal,
     dspark,
     eagle3,
+    lilicorr,
     write,
+    xpress,
 )
-from tests.heads.test_published import comes_back, drafts_equal
 from tests.refusals import refused
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 Config = dict[str, Any]
-Row = tuple[Callable[..., Any], Config, Config]
-"""Maker of the head, its settings, and config.json."""
+Row = tuple[Callable[..., Any], Config, Config, bool]
+"""Maker of the head, its settings, config.json, and whether an engine would read it otherwise."""
 
 YARN = dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=32)
 DEEPSEEK = YARN | dict(beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707)
 MROPE = dict(type="mrope", mrope_section=[1, 1, 2])
 QUARTER = dict(rope_type="default", partial_rotary_factor=0.25)
-SLIDES = dict(layer_types=("sliding_attention", "full_attention"), sliding_window=9)
-WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=9, use_sliding_window=True)
-ALL_SLIDE = dict(layer_types=("sliding_attention",) * 2, sliding_window=9, sliding_causal=False)
+TYPES = ["sliding_attention", "full_attention"]
+SLIDES = dict(layer_types=tuple(TYPES), sliding_window=9)
+WINDOWS = dict(layer_types=TYPES, sliding_window=9, use_sliding_window=True)
+BOTH_WAYS = SLIDES | dict(sliding_causal=False)
+ALL_SLIDE = BOTH_WAYS | dict(layer_types=("sliding_attention",) * 2)
 QWEN = dict(rope_theta=1e6, rope_scaling=None, max_window_layers=8, use_sliding_window=False)
-OWN = dict(own_embeddings=True, target_hidden_size=32)
+OWN = dict(own_embeddings=True, target_hidden_size=D)
 
 
-def raw(settings: Config | None = None, **config: Any) -> Row:
-    return eagle3, settings or {}, RAW | {"head_dim": None} | config
+def raw(settings: Config | None = None, *, differs: bool = False, **config: Any) -> Row:
+    return eagle3, settings or {}, RAW | {"head_dim": None} | config, differs
 
 
 def llama(settings: Config | None = None, *, layer: Config | None = None, **config: Any) -> Row:
     """An EAGLE-3 head by speculators, whose layer has positions that a new target has."""
     layer = SPECULATORS["transformer_layer_config"] | (layer or {})
     settings = {"aux_layer_ids": (1, 3, 6), "norm_before_residual": True, "rope_scaling": LLAMA3} | (settings or {})
-    return eagle3, settings, SPECULATORS | {"transformer_layer_config": layer} | config
+    return eagle3, settings, SPECULATORS | {"transformer_layer_config": layer} | config, True
+
+
+def zlab(settings: Config | None = None, *, differs: bool = False, **config: Any) -> Row:
+    return dflash, settings or {}, ZLAB | config, differs
 
 
 def nested(form: Config, **own: Any) -> Config:
     return form | {"dflash_config": form["dflash_config"] | own}
+
+
+def within(**own: Any) -> Config:
+    return {"dflash_config": ZLAB["dflash_config"] | own}
+
+
+def turned(scaling: Config) -> Config:
+    return dict(rope_theta=None, rope_parameters=scaling | {"rope_theta": 7e4})
 
 
 NAMED = {IDS: [1, 3, 4], "use_aux_hidden_state": True}
@@ -75,159 +99,254 @@ NVIDIA_DSPARK = nested(
     NVIDIA_DFLASH, projector_type="dspark", shift_label=True, markov_rank=6, markov_head_type="vanilla",
     use_confidence_head=True,
 )  # fmt: skip
-TRAINED = dict(target_model_name_or_path="org/target", ttt_length=7, step_loss_decay=0.8, num_target_layers=8)
-DFLASH: Row = dflash, {}, ZLAB
-SPARK: Row = dspark, {}, SPECFORGE_DSPARK
-
-READ: dict[str, dict[str, Row]] = {
-    "SpecForge": {
-        "deepseek-v2-lite-eagle3": raw({"rope_scaling": DEEPSEEK}, rope_scaling=DEEPSEEK),
-        "deepseek-v3-671b-eagle3": raw(eagle_config=NAMED),
-        "gemma3-1b-eagle3": raw({"rope_theta": 1e6}, **QWEN | dict(sliding_window=9, target_model_type="gemma3_text")),
-        "glm-5.2-dspark, inkling-dspark, qwen3-4b-dspark, qwen3-8b-dspark, qwen3.6-27b-dspark": SPARK,
-        "gpt-oss-120B-eagle3, gpt-oss-20B-eagle3": raw(eagle_config={IDS: [1, 3, 4]}),
-        "kimi-k3-dspark": (
-            dspark, {"rope_scaling": YARN},
-            SPECFORGE_DSPARK | dict(rope_theta=None, rope_parameters=YARN | {"rope_theta": 7e4}),
+BY_DEFAULT = dict(norm_before_fc=True, norm_output=True)
+FORMS: dict[str, dict[str, Row]] = {
+    "raw EAGLE-3": {
+        "SpecForge": raw(),
+        "SpecForge, DeepSeek-V2-Lite": raw({"rope_scaling": DEEPSEEK}, rope_scaling=DEEPSEEK),
+        "SpecForge, DeepSeek-V3": raw(eagle_config=NAMED),
+        "SpecForge, Gemma-3": raw({"rope_theta": 1e6}, **QWEN, sliding_window=9, target_model_type="gemma3_text"),
+        "SpecForge, Llama 3": raw(dict(rope_theta=7e4, rope_scaling=LLAMA3), rope_theta=7e4, rope_scaling=LLAMA3),
+        "SpecForge, a whole vocabulary": raw({"draft_vocab_size": V}, draft_vocab_size=V),
+        "SpecForge, Phi-4": raw({"rope_theta": 2.5e5}, model_type="phi3", rope_theta=2.5e5),
+        "SpecForge, QwQ": raw({"rope_theta": 1e6}, model_type="qwen2", **QWEN),
+        "SpecForge, Qwen2.5-VL, whose width is no multiple of its heads": raw(
+            {"rope_theta": 1e6, "num_attention_heads": 6}, differs=True,
+            **QWEN | dict(rope_scaling=MROPE, num_attention_heads=6, head_dim=8),
         ),
-        "lfm2.5-1.2b-instruct-dflash": (dflash, {}, ZLAB | dict(tie_word_embeddings=True, use_sliding_window=None)),
-        "ling-flash-2.0-eagle3, llama3-8B-eagle3, llama4-scout-17B-16E-eagle3": raw(),
-        "llama3-70B-ealge3": raw({"rope_theta": 5e5, "rope_scaling": LLAMA3}, rope_theta=5e5, rope_scaling=LLAMA3),
-        "longcat-flash-dflash, qwen2.5-0.5b-dflash, qwen3-4b-dflash, qwen3-8b-dflash, qwen3.5-35b-a3b-dflash": DFLASH,
-        "longcat-flash-eagle3": raw({"rope_theta": 1e6, "draft_vocab_size": V}, **QWEN | dict(draft_vocab_size=V)),
-        "phi4-eagle3": raw({"rope_theta": 2.5e5}, model_type="phi3", rope_theta=2.5e5),
-        "qwen2-5-vl-7b-eagle3": raw({"rope_theta": 1e6}, **QWEN | dict(rope_scaling=MROPE, sliding_window=9)),
-        "qwen2.5-vl-32b-eagle3": raw(  # whose width is no multiple of its heads
-            {"rope_theta": 1e6, "num_attention_heads": 6},
-            **QWEN | dict(rope_scaling=MROPE, sliding_window=9, num_attention_heads=6, head_dim=8),
+        "EAGLE-3.1": raw({"fc_norm": True, "norm_output": True}, fc_norm=True, norm_output=True),
+        "a norm of all layers": raw({"norm_before_fc": True}, norm_before_fc=True),
+        "a normed residual": raw({"norm_before_residual": True}, differs=True, norm_before_residual=True),
+        "other layers": raw({"aux_layer_ids": (1, 3, 6)}, differs=True, eagle_config=NAMED | {IDS: [0, 2, 5]}),
+        "embeddings and the last layer": raw({"aux_layer_ids": (0, 8)}, differs=True, eagle_config={IDS: [-1, 7]}),
+        "two lists of layers": raw(
+            {"aux_layer_ids": (1, 3, 6)}, differs=True, eagle_config={IDS: [1, 3, 6]}, **{IDS: [1, 3, 6]}
         ),
-        "qwen2.5-0.5b-eagle3, qwen2.5-7b-eagle3": raw({"rope_theta": 1e6}, **QWEN | dict(sliding_window=9)),
-        "qwen3-235B-A22B-eagle3": raw({"rope_theta": 1e6}, eagle_config=NAMED, rope_theta=1e6),
-        "qwen3-30B-A3B-eagle3.1": raw(
-            {"rope_theta": 1e6, "fc_norm": True, "norm_output": True}, fc_norm=True, norm_output=True, **QWEN
+        "the target's number of layers": raw(differs=True, num_hidden_layers=36),
+        "parameters of positions": raw(
+            {"rope_theta": 7e4}, rope_parameters={"rope_type": "default", "rope_theta": 7e4}
         ),
-        "qwen3-4b-eagle3, -8b, -32b, -30B-A3B, -coder-30B-A3B-instruct, -coder-480B-A35B-instruct, -coder-next": raw(
-            {"rope_theta": 1e6}, **QWEN
+        "positions of a part": raw(
+            {"rope_scaling": QUARTER}, differs=True, rope_scaling=QUARTER | {"mrope_section": [1, 0, 0]}
         ),
-        "qwen3-next-80b-a3b-eagle3, qwen3.5-35b-a3b-eagle3": raw({"rope_theta": 1e6}, decoder_sparse_step=1, **QWEN),
-        "qwen3.5-4b-dflash": (dflash, {}, ZLAB | dict(tie_word_embeddings=True)),
-        "qwen3.6-27b-dflash": (dflash, SLIDES, ZLAB | WINDOWS),
-        "qwq-32B-eagle3": raw({"rope_theta": 1e6}, model_type="qwen2", **QWEN | dict(sliding_window=9)),
+        "a factor of attention": raw(
+            {"rope_scaling": YARN | {"attention_factor": 1.5}}, differs=True,
+            rope_scaling=YARN | {"attention_factor": 1.5},
+        ),
+        "a window": raw({"sliding_window": 9}, differs=True, sliding_window=9, layer_types=["sliding_attention"]),
+        "a window of no layer": raw(sliding_window=9, layer_types=["full_attention"]),
+        "EAGLE": raw(differs=True, architectures=["LlamaForCausalLM"]),
+        "EAGLE, narrower": raw(OWN | {"hidden_size": 24}, hidden_size=24, head_dim=8, target_hidden_size=D),
+        "wider": raw(
+            OWN | dict(hidden_size=48, norm_before_fc=True), hidden_size=48, head_dim=8, target_hidden_size=D,
+            norm_before_fc=True,
+        ),
+        "embeddings of its own": raw({"own_embeddings": True}, differs=True),
+        "Model Optimizer": raw({"rope_theta": 7e4}, eagle_config=NVIDIA, **NVIDIA_ROPE),
+        "Model Optimizer, YaRN": raw(
+            {"rope_scaling": YARN | {"truncate": False}}, eagle_config=NVIDIA, rope_scaling=YARN | {"truncate": False}
+        ),
+        "Model Optimizer, two layers": raw(
+            {"rope_theta": 7e4, "num_layers": 2}, differs=True, eagle_config=NVIDIA, num_hidden_layers=2, **NVIDIA_ROPE
+        ),
+        "DeepSpec": raw(
+            {"qk_norm": True, "aux_layer_ids": (1, 4, 6), "draft_vocab_size": V, "rope_theta": 1e6}, differs=True,
+            architectures=["Qwen3Eagle3Model"], model_type="qwen3", head_dim=8, draft_vocab_size=None,
+            target_layer_ids=[0, 3, 5], num_target_layers=8, **QWEN,
+        ),
     },
-    "speculators": {
-        "eagle3, Llama's layer": llama(),
-        "eagle3, its default class": llama(architectures=["Eagle3Speculator"]),
-        "eagle3, Qwen3's layer": llama({"qk_norm": True}, layer={"model_type": "qwen3"}),
-        "eagle3, two layers": llama({"num_layers": 2}, layer={"num_hidden_layers": 2}),
-        "eagle3, Qwen3.6": llama(
+    "speculators' EAGLE-3": {
+        "Llama's layer": llama(),
+        "its default class": llama(architectures=["Eagle3Speculator"]),
+        "Qwen3's layer": llama({"qk_norm": True}, layer={"model_type": "qwen3"}),
+        "two layers": llama({"num_layers": 2}, layer={"num_hidden_layers": 2}),
+        "Qwen3.6": llama(
             {"rope_scaling": QUARTER, "rope_theta": 1e7},
             layer={"rope_parameters": QUARTER | dict(rope_theta=1e7, mrope_section=[1, 0, 0], mrope_interleaved=True)},
         ),
-        "eagle3, narrower": llama(OWN | {"hidden_size": 24}, layer={"hidden_size": 24}, target_hidden_size=32),
-        "dflash": (dflash, {}, SPECULATORS_DFLASH | {"architectures": ["DFlashSpeculator"]}),
-        "dflash2": (dflash2, {}, SPECULATORS_DFLASH2),
-        "dspark": (dspark, {}, SPECULATORS_DSPARK | {"architectures": ["DSparkSpeculator"]}),
-    },
-    "Model Optimizer": {
-        "eagle3": raw({"rope_theta": 7e4}, eagle_config=NVIDIA, **NVIDIA_ROPE),
-        "eagle3, YaRN": raw(
-            {"rope_scaling": YARN | {"truncate": False}}, eagle_config=NVIDIA, rope_scaling=YARN | {"truncate": False}
-        ),
-        "eagle3, two layers": raw(
-            {"rope_theta": 7e4, "num_layers": 2}, eagle_config=NVIDIA, num_hidden_layers=2, **NVIDIA_ROPE
-        ),
-        "dflash": (dflash, {}, NVIDIA_DFLASH),
-        "dflash, windows": (
-            dflash, ALL_SLIDE,
-            nested(NVIDIA_DFLASH | {"sliding_window": 9}, use_swa=True, swa_window_size=9, causal=False),
-        ),
-        "dspark": (dspark, {}, NVIDIA_DSPARK),
-    },
-    "z-lab": {
-        "DFlash": DFLASH,
-        "DFlash, Qwen3.6": (dflash, SLIDES, ZLAB | WINDOWS),
-        "DFlash2": (dflash2, {}, ZLAB2),
-    },
-    "DeepSpec": {
-        "DSpark": (dspark, {}, DEEPSPEC),
-        "EAGLE-3": raw(
-            {"qk_norm": True, "aux_layer_ids": (1, 4, 6), "draft_vocab_size": V, "rope_theta": 1e6},
-            architectures=["Qwen3Eagle3Model"], model_type="qwen3", head_dim=8, draft_vocab_size=None,
-            target_layer_ids=[0, 3, 5], **QWEN | TRAINED,
+        "narrower": llama(OWN | {"hidden_size": 24}, layer={"hidden_size": 24}, target_hidden_size=D),
+        "what is trained by default": llama(
+            BY_DEFAULT | {"sliding_window": 9}, **BY_DEFAULT,
+            layer={"sliding_window": 9, "layer_types": ["sliding_attention"]},
         ),
     },
-    "EAGLE": {
-        "EAGLE-3": raw(architectures=["LlamaForCausalLM"]),
-        "EAGLE-3, Llama-3.3-70B": raw(
-            OWN | {"hidden_size": 24}, architectures=["LlamaForCausalLM"], hidden_size=24, head_dim=8,
-            target_hidden_size=32,
-        ),
+    "DFlash": {
+        "z-lab": zlab(),
+        "tied": zlab(tie_word_embeddings=True, use_sliding_window=None),
+        "Model Optimizer": (dflash, {}, NVIDIA_DFLASH, False),
+        "block size inside": zlab(block_size=None, **within(block_size=4)),
+        "default layers": zlab({"aux_layer_ids": (2, 6)}, dflash_config={"mask_token_id": 5}),
+        "the last layer": zlab({"aux_layer_ids": (2, 4, 8)}, differs=True, **within(target_layer_ids=[1, 3, 7])),
+        "causal": zlab({"causal": True}, differs=True, **within(causal=True)),
+        "causal for both engines": zlab({"causal": True}, is_causal=True),
+        "Qwen3.6's windows": zlab(SLIDES, **WINDOWS),
+        "windows of all": zlab(ALL_SLIDE, differs=True, **within(use_swa=True, swa_window_size=9)),
+        "windows, not causal": zlab(BOTH_WAYS, is_causal=False, **WINDOWS),
+        "windows, not causal for vLLM alone": zlab(BOTH_WAYS, differs=True, **WINDOWS, **within(causal=False)),
+        "parameters of positions": zlab(**turned({"rope_type": "default"})),
+        "positions of a part": zlab({"rope_scaling": QUARTER}, differs=True, **turned(QUARTER)),
+        "scaled positions": zlab({"rope_scaling": LLAMA3}, **turned(LLAMA3)),
     },
-}  # fmt: skip
-
-DOMINO = nested(
-    ZLAB | {"architectures": ["DominoDraftModel"], "auto_map": {"AutoModel": "domino.DominoDraftModel"}},
-    projector_type="domino", pure_draft_prefix_len=1, emb_dim=8, gru_hidden_dim=16, shift_label=True,
-)  # fmt: skip
-NO_VOCABULARY = {name: value for name, value in RAW.items() if name != "draft_vocab_size"}
-REFUSED: dict[str, dict[str, tuple[Config, str]]] = {
-    "SpecForge": {
-        "qwen3-8b-domino, qwen3.5-4b-domino, qwen3.6-27b-domino-full-attention": (DOMINO | {"emb_dim": 8}, "Domino"),
-        "qwen3-8b-peagle": (RAW | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4}, "P-EAGLE"),
+    "speculators' DFlash": {"": (dflash, {}, SPECULATORS_DFLASH | {"architectures": ["DFlashSpeculator"]}, True)},
+    "DFlash2": {"": (dflash2, {}, ZLAB2, False)},
+    "speculators' DFlash2": {"": (dflash2, {}, SPECULATORS_DFLASH2, True)},
+    "DSpark": {
+        "DeepSpec": (dspark, {}, DEEPSPEC, False),
+        "SpecForge": (dspark, {}, SPECFORGE_DSPARK, True),
+        "SpecForge, Kimi-K3": (dspark, {"rope_scaling": YARN}, SPECFORGE_DSPARK | turned(YARN), True),
+        "Model Optimizer": (dspark, {}, NVIDIA_DSPARK, True),
     },
-    "speculators": {
-        "peagle": (SPECULATORS | dict(architectures=["PEagleSpeculator"], speculators_model_type="peagle"), "P-EAGLE"),
-        "mtp": (
-            SPECULATORS | dict(architectures=["MTPDraftModel"], speculators_model_type="mtp"), "stitch_mtp",
-        ),
-        "dspark, gated": (SPECULATORS_DSPARK | {"markov_head_type": "gated"}, "markov_head_type: expected vanilla"),
-    },
-    "Model Optimizer": {
-        "eagle3, last state": (RAW | {"eagle_config": NVIDIA | {"use_aux_hidden_state": False}}, "use_aux_hidden"),
-        "eagle3, Kimi-K2": (RAW | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "latent attention"),
-        "domino": (nested(NVIDIA_DFLASH, projector_type="domino", emb_dim=8, gru_hidden_dim=16), "Domino"),
-        "dspark, recurrent": (nested(NVIDIA_DSPARK, markov_head_type="rnn"), "markov_head_type: expected vanilla"),
-    },
-    "DeepSpec": {
-        "DSpark, Gemma-4": (DEEPSPEC | {"architectures": ["Gemma4DSparkModel"]}, "Gemma-4's layers"),
-        "EAGLE-3, Gemma-4": (NO_VOCABULARY | {"architectures": ["Gemma4Eagle3Model"]}, "Gemma-4's layers"),
-        "DFlash": (DEEPSPEC | {"markov_rank": 0, "enable_confidence_head": False}, "markov_rank"),
-    },
-    "EAGLE": {"EAGLE": (NO_VOCABULARY | {"architectures": ["LlamaForCausalLM"], "bias": False}, "first two kinds")},
+    "speculators' DSpark": {"": (dspark, {}, SPECULATORS_DSPARK | {"architectures": ["DSparkSpeculator"]}, True)},
+    "LiLiCorr": {"": (lilicorr, {}, LILICORR, False)},
+    "XPress": {"": (xpress, {}, XPRESS, True)},
+    "speculators' XPress": {"": (xpress, {}, SPECULATORS_XPRESS, True)},
 }  # fmt: skip
 
 
-def their_names(weights: Mapping[str, Tensor], project: str) -> dict[str, Tensor]:
+def their_names(weights: Mapping[str, Tensor], form: str, name: str) -> dict[str, Tensor]:
     """The tensors as the project names them."""
-    if project in ("speculators", "Model Optimizer"):
+    if form.startswith("speculators'") or name.startswith("Model Optimizer"):
         weights = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
         weights = {name: value for name, value in weights.items() if not re.match(r"layers\.[1-9]\.hidden_norm", name)}
-    if project == "Model Optimizer":
+    if name.startswith("Model Optimizer"):
         weights = {
             name.replace("markov_head.", "").replace("confidence_head.proj", "confidence_proj"): value
             for name, value in weights.items()
         }
+    if form == "speculators' XPress":
+        weights = {OF_SPECULATORS.get(name, name): value for name, value in weights.items()}
     return dict(weights)
 
 
-FORMS = [(project, form) for project, forms in READ.items() for form in forms]
+def tables(target: FrozenTarget) -> dict[str, Tensor]:
+    """The target's own, as other projects save them beside a head."""
+    embed: Any = target.shared.embed_tokens
+    return {"embed_tokens.weight": embed.weight.bfloat16(), "lm_head.weight": target.lm_head_weight}
 
 
-@pytest.mark.parametrize(("project", "form"), FORMS)
-def test_a_public_form_is_read(project: str, form: str, target: FrozenTarget, tmp_path: Path) -> None:
-    make, settings, config = READ[project][form]
+@pytest.mark.parametrize(("form", "name"), [(form, name) for form, rows in FORMS.items() for name in rows])
+def test_a_head_is_read_as_its_project_meant_it(form: str, name: str, target: FrozenTarget, tmp_path: Path) -> None:
+    make, settings, config, differs = FORMS[form][name]
     head = make(**settings)
-    path = write(tmp_path / "head", config, their_names(head.to_checkpoint(), project))
+    weights = their_names(head.to_checkpoint(), form, name)
+    if isinstance(head, DraftBlockHead):
+        weights |= tables(target)
+    path = write(tmp_path / "head", config, weights)
+    assert is_published(path)
     found = read_published(path, target)
     drafts_equal(found, head, target)
+    assert found.origin.form == form and list(found.origin.files) == ["model.safetensors"]
+    assert bool(found.origin.differs) is differs, found.origin.differs
     comes_back(found, tmp_path, target)
 
 
-OTHERS = [(project, form) for project, forms in REFUSED.items() for form in forms]
+def test_windows_in_speculators_form(target: FrozenTarget, tmp_path: Path) -> None:
+    """vLLM reads what is said of the sliding layers as said of all."""
+    for bidirectional, types in product((True, False), (TYPES, ["sliding_attention"] * 2)):
+        head = dflash(sliding_window=9, layer_types=tuple(types), sliding_causal=not bidirectional)
+        layer = SPECULATORS_DFLASH["transformer_layer_config"] | WINDOWS | {"layer_types": types}
+        said = {"transformer_layer_config": layer, "sliding_window_non_causal": bidirectional}
+        found = read_published(write(tmp_path / "head", SPECULATORS_DFLASH | said, head.to_checkpoint()), target)
+        drafts_equal(found, head, target)
+        misread = any("makes all layers causal" in line for line in found.origin.differs)
+        assert misread is (not bidirectional and types == TYPES)
 
 
-@pytest.mark.parametrize(("project", "form"), OTHERS)
-def test_a_public_form_is_refused_by_its_name(project: str, form: str, target: FrozenTarget, tmp_path: Path) -> None:
-    config, words = REFUSED[project][form]
+Change = Callable[[dict[str, Tensor]], object]
+NO_VOCABULARY = {name: value for name, value in RAW.items() if name != "draft_vocab_size"}
+NARROW = RAW | dict(hidden_size=24, target_hidden_size=D)
+DOMINO = nested(ZLAB | {"architectures": ["DominoDraftModel"]}, projector_type="domino", emb_dim=8, gru_hidden_dim=16)
+
+
+def narrow(**changes: Any) -> Any:
+    return eagle3(hidden_size=24, **OWN | changes)
+
+
+def without(name: str) -> Change:
+    return lambda weights: weights.pop(name)
+
+
+def keep(weights: dict[str, Tensor]) -> None:
+    """Change nothing."""
+
+
+def with_table(weights: dict[str, Tensor]) -> None:
+    weights["embed_tokens.weight"] = torch.ones(V, D)
+
+
+def spec(kind: str, architecture: str, **more: Any) -> Config:
+    return SPECULATORS | dict(architectures=[architecture], speculators_model_type=kind) | more
+
+
+NOT_READ: list[tuple[Config, str]] = [
+    (DOMINO, "Domino"),
+    (nested(NVIDIA_DFLASH, projector_type="domino", emb_dim=8, gru_hidden_dim=16), "Domino"),
+    (RAW | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4}, "P-EAGLE"),
+    (spec("peagle", "PEagleSpeculator"), "P-EAGLE"),
+    (spec("mtp", "MTPDraftModel"), "stitch_mtp"),
+    (RAW | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "latent attention"),
+    (DEEPSPEC | {"architectures": ["Gemma4DSparkModel"]}, "Gemma-4's layers"),
+    (NO_VOCABULARY | {"architectures": ["Gemma4Eagle3Model"]}, "Gemma-4's layers"),
+    (NO_VOCABULARY | {"architectures": ["LlamaForCausalLM"], "bias": False}, "first two kinds"),
+    ({"architectures": ["BertModel"]}, "eagle3"),
+    (ZLAB | {"architectures": ["DFlash3DraftModel"]}, "DFlash3DraftModel"),
+    (RAW | {"eagle_config": NVIDIA | {"use_aux_hidden_state": False}}, "use_aux_hidden"),
+    (RAW | {"hidden_act": "gelu"}, "hidden_act"),
+    (RAW | {"hidden_size": 64, "head_dim": 16}, "width"),
+    (RAW | {"transformer_layer_config": [1]}, "config.json"),
+    (ZLAB | {"num_target_layers": 36}, "number of layers 36"),
+    (nested(ZLAB, mask_token_id=V), "mask_token_id: expected an id below 128"),
+    (ZLAB | {"layer_types": TYPES}, "sliding_window"),
+    (ZLAB | WINDOWS | {"use_sliding_window": False}, "use_sliding_window"),
+    (nested(ZLAB, use_swa=True, swa_window_size=9, attention_sink_bias=True), "attention_sink_bias"),
+    (nested(ZLAB, selector_rank=256, selector_top_k=16), "selector_rank"),
+    (nested(ZLAB2, output_multiplier=0.5), "output_multiplier"),
+    (ZLAB2 | {"input_embedding_scale": 8.0}, "input_embedding_scale"),
+    (DEEPSPEC | {"markov_rank": 0, "enable_confidence_head": False}, "markov_rank"),
+    (SPECULATORS_DSPARK | {"sample_from_anchor": False}, "sample_from_anchor"),
+    (nested(LILICORR, lilicorr_enabled=False), "lilicorr_enabled: heads with such a setting"),
+]
+"""config.json and a word of the refusal, whatever the tensors."""
+
+
+@pytest.mark.parametrize(("config", "words"), NOT_READ, ids=[words for _, words in NOT_READ])
+def test_a_form_that_is_not_read_is_named(config: Config, words: str, target: FrozenTarget, tmp_path: Path) -> None:
     path = write(tmp_path / "head", config, {"fc.weight": torch.zeros(32, 64)})
-    assert words in refused(read_published, path, target)
+    text = refused(read_published, path, target)
+    assert path in text and words in text
+
+
+UNFIT: list[tuple[Callable[..., Any], Config, Change, str]] = [
+    (eagle3, RAW, without("norm.weight"), "norm.weight"),
+    (eagle3, RAW, lambda weights: weights.update(strange=torch.ones(2)), "strange"),
+    (eagle3, RAW, lambda weights: weights["d2t"].add_(V), "d2t"),
+    (eagle3, RAW | {"eagle_config": {IDS: [1, 7, 30]}}, keep, "layers"),
+    (narrow, NARROW, without("embed_tokens.weight"), "embed_tokens.weight: expected one of width 24, the target's has"),
+    (
+        lambda: narrow(draft_vocab_size=V), NARROW | {"draft_vocab_size": V}, without("lm_head.weight"),
+        "lm_head.weight: expected one of width 24, the target's has 32",
+    ),
+    (narrow, NARROW | {"target_hidden_size": 40}, keep, "made for a target with width 40, but"),
+    (narrow, NARROW | {"target_hidden_size": None}, keep, "made for a target with width 24, but"),
+    (dflash, ZLAB, with_table, "embed_tokens.weight"),
+    (dflash2, nested(ZLAB2, selector_rank=None), keep, "selector_rank: expected a number, found none"),
+    (dspark, DEEPSPEC | {"markov_head_type": "gated"}, keep, "markov_head_type: expected vanilla"),
+    (dspark, nested(NVIDIA_DSPARK, markov_head_type="rnn"), keep, "markov_head_type: expected vanilla"),
+    (dspark, SPECULATORS_DSPARK | {"draft_vocab_size": 64}, keep, "d2t"),
+    (lilicorr, LILICORR | {"dflash_config": ZLAB["dflash_config"]}, keep, "lilicorr_candidate_topk: exp"),
+    (dflash, LILICORR, keep, "lilicorr.anchor_norm.weight"),
+    (lilicorr, XPRESS, keep, "lilicorr.anchor_norm.weight"),
+    (xpress, ZLAB, keep, "xpress_head.down_g.weight"),
+]  # fmt: skip
+"""Maker of the head, config.json, a change of the tensors, and words of the refusal."""
+
+
+@pytest.mark.parametrize(("make", "config", "change", "words"), UNFIT, ids=[row[-1] for row in UNFIT])
+def test_a_head_that_does_not_fit_is_named(
+    make: Callable[..., Any], config: Config, change: Change, words: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    weights = {name: value.clone() for name, value in make().to_checkpoint().items()}
+    change(weights)
+    path = write(tmp_path / "head", config, weights)
+    text = refused(read_published, path, target)
+    assert path in text and words in text

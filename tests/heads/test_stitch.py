@@ -156,10 +156,7 @@ def test_bad_folders_and_heads_are_named(tmp_path: Path) -> None:
     [
         ({"mlp__up_proj__weight": torch.zeros(32, 48)}, "up_proj.weight: expected (32, 48), found (48, 32)"),
         ({"input_proj__weight": None}, "holds a part of a module of mimo"),
-        (
-            {"mlp__up_proj__weight": torch.zeros(48, 32).to(torch.float8_e4m3fn)},
-            "is torch.float8_e4m3fn",
-        ),
+        ({"mlp__up_proj__weight": torch.zeros(48, 32).to(torch.float8_e4m3fn)}, "is torch.float8_e4m3fn"),
     ],
 )
 def test_modules_that_do_not_fit_are_named(change: dict[str, Tensor | None], words: str, tmp_path: Path) -> None:

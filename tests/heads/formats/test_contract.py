@@ -1,13 +1,12 @@
 """Saved heads are what engines load, and a folder that is broken in any way is refused by name."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.formats.eagle3 import EAGLE, EAGLE3
@@ -19,10 +18,9 @@ from heads.registry import HEADS, build_head
 from heads.saved import check_loaders, read_config, save_head, target_record
 from heads.targets.load import load_target
 from heads.targets.model import FrozenTarget
-from tests.native_mtp import V, make_multimodal, write_native
+from tests.native_mtp import V, change_config, change_weights, make_multimodal, write_native
 from tests.small_targets import make_target
 
-Weights = dict[str, Tensor]
 QUARTER = {"rope_type": "default", "partial_rotary_factor": 0.25}
 
 
@@ -48,40 +46,41 @@ def serving(found: dict[str, Verdict]) -> set[str]:
     return {reader for reader, verdict in found.items() if verdict.serves}
 
 
-def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    change(config)
-    file.write_text(json.dumps(config))
+LILICORR = dict(lilicorr_hidden_size=16, lilicorr_factor_dim=6, conv_kernel_size=2, conv_group_size=8)
+BLOCKS: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
+    "dflash": ({}, []),
+    "dflash2": (
+        dict(conv_group_size=8, selector_rank=6),
+        [
+            ({"selector_top_k": None}, "selector_top_k: expected a positive"),
+            ({"conv_kernel_size": 3}, "attention_conv.base_kernel: expected (2, 3,"),
+        ],
+    ),
+    "dspark": (dict(markov_rank=6), []),
+    "lilicorr": (
+        LILICORR,
+        [
+            ({"lilicorr_factor_dim": None}, "lilicorr_factor_dim: expected a positive"),
+            ({"lilicorr_num_layers": 3}, "lilicorr.layers.2.attn.in_proj_bias: exp"),
+        ],
+    ),
+    "xpress": (
+        dict(xpress_rank=16, xpress_mlp_hidden=64, xpress_topc=0),
+        [({"xpress_rank": 32}, "xpress_head.down_g.weight: expected (32, 32)")],
+    ),
+}
+"""kind -> settings of a small head, changes of its own fields in config.json, each with the fault that it makes."""
 
 
-def change_weights(folder: Path, change: Callable[[Weights], object]) -> None:
-    (file,) = folder.glob("*.safetensors")
-    weights = load_file(file)
-    change(weights)
-    save_file(weights, file)
-
-
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "lilicorr", "xpress"])
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
     """A folder that either would misread is refused by name."""
-    more: dict[str, dict[str, Any]] = {
-        "dflash": {},
-        "dflash2": {"conv_group_size": 8, "selector_rank": 6},
-        "dspark": {"markov_rank": 6},
-        "lilicorr": {"lilicorr_hidden_size": 16, "lilicorr_factor_dim": 6, "conv_kernel_size": 2, "conv_group_size": 8},
-        "xpress": {"xpress_rank": 16, "xpress_mlp_hidden": 64, "xpress_topc": 0},
-    }
     engines = {VLLM} if kind == "xpress" else {VLLM, SGLANG}
-    settings: dict[str, Any] = {"block_size": 5, "num_layers": 2, **more[kind]}
-
-    def own_of(config: dict[str, Any]) -> dict[str, Any]:
-        own: dict[str, Any] = config if kind == "dspark" else config["dflash_config"]
-        return own
-
-    folder = save(tmp_path / "head", target, kind, **settings)
-    config = json.loads((folder / "config.json").read_text())
-    own = own_of(config)
+    settings, more = BLOCKS[kind]
+    folder = save(tmp_path / "head", target, kind, block_size=5, num_layers=2, **settings)
+    before = (folder / "config.json").read_text()
+    config = json.loads(before)
+    own = config if kind == "dspark" else config["dflash_config"]
     assert own["target_layer_ids"] == [1, 5] and own["mask_token_id"] == 2  # of the layers left, not entered
     assert (config["block_size"], config["num_target_layers"], config["layer_types"]) == (5, 8, ["full_attention"] * 2)
     names = load_file(folder / "model.safetensors").keys()
@@ -90,31 +89,22 @@ def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: 
     assert serving(found) == engines and why_unfit([*found.values()]) is None
     method = kind if kind == "dspark" else "dflash"
     assert f'"method": "{method}"' in found[VLLM].command
-    assert SGLANG not in engines or f"--speculative-algorithm {method.upper()} " in found[SGLANG].command
-    drafts = "dspark-block-size 4" if kind == "dspark" else "num-draft-tokens 5"
-    assert SGLANG not in engines or found[SGLANG].command.endswith(f" --speculative-{drafts}")
+    if SGLANG in engines:
+        assert f"--speculative-algorithm {method.upper()} " in found[SGLANG].command
+        drafts = "dspark-block-size 4" if kind == "dspark" else "num-draft-tokens 5"
+        assert found[SGLANG].command.endswith(f" --speculative-{drafts}")
     assert serving(verdicts(folder, architecture="Qwen2ForCausalLM")) == {VLLM}
     assert serving(verdicts(folder, architecture="MixtralForCausalLM")) == set()
-    changes: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-        (lambda c: c.update(vocab_size=127), "vocab_size: expected 128, found 127"),
-        (lambda c: own_of(c).update(target_layer_ids=[1, 7]), "[1, 7]: only the"),
-        (lambda c: own_of(c).update(target_layer_ids=[1]), "fc.weight: expected"),
-    ]
-    if kind == "dflash2":
-        changes.append((lambda c: own_of(c).pop("selector_top_k"), "dflash_config.selector_top_k: expected a positive"))
-        changes.append((lambda c: own_of(c).update(conv_kernel_size=3), "attention_conv.base_kernel: expected (2, 3,"))
-    if kind == "lilicorr":
-        changes.append((lambda c: own_of(c).pop("lilicorr_factor_dim"), "lilicorr_factor_dim: expected a positive"))
-        changes.append((lambda c: own_of(c).update(lilicorr_num_layers=3), "lilicorr.layers.2.attn.in_proj_bias: exp"))
-    if kind == "xpress":
-        changes.append((lambda c: c.update(xpress_rank=32), "xpress_head.down_g.weight: expected (32, 32)"))
-    before = (folder / "config.json").read_text()
-    for change, fault in changes:
-        change_config(folder, change)
+    faults = [({"target_layer_ids": [1, 7]}, "[1, 7]: only the"), ({"target_layer_ids": [1]}, "fc.weight: expected")]
+    for change, fault in [({"vocab_size": 127}, "vocab_size: expected 128, found 127"), *faults, *more]:
+        changed = json.loads(before)
+        inner = changed if kind == "dspark" or change.keys() & changed.keys() else changed["dflash_config"]
+        inner |= change
+        (folder / "config.json").write_text(json.dumps(changed))
         found = verdicts(folder)
         assert all(fault in " ".join(found[engine].faults) for engine in engines), fault
-        (folder / "config.json").write_text(before)
-    change_weights(folder, lambda w: w.pop("hidden_norm.weight"))
+    (folder / "config.json").write_text(before)
+    change_weights(folder, hidden_norm__weight=None)
     assert all(verdicts(folder)[engine].faults[0].startswith("hidden_norm.weight") for engine in engines)
 
 
@@ -235,7 +225,9 @@ def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path
     embed: Any = target.shared.embed_tokens
     assert torch.allclose(embed(torch.tensor([7])), own["input_embedding_scale"] * embed.weight[[7]])
     assert serving(verdicts(folder, architecture="Gemma4ForConditionalGeneration")) == {VLLM, SGLANG}
-    change_config(folder, lambda c: c.pop("draftsmith"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["draftsmith"]
+    (folder / "config.json").write_text(json.dumps(config))
     read = read_published(str(folder), target)
     assert read.config.selector_top_k == own["selector_top_k"] and not read.origin.differs
 
@@ -252,15 +244,15 @@ def test_sglang_takes_a_window_as_an_option(target: FrozenTarget, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (lambda w: w.pop("norm.weight"), "norm.weight: expected (32,), found none"),
-        (lambda w: w.update({"layers.0.norm.weight": w.pop("norm.weight")}), "layers.0.norm.weight: expected no such"),
+        ({"norm__weight": None}, "norm.weight: expected (32,), found none"),
+        ({"layers__0__norm__weight": torch.ones(32)}, "layers.0.norm.weight: expected no such"),
     ],
 )
 def test_eagle3_tensors_that_engines_would_misread(
-    change: Callable[[Weights], object], fault: str, target: FrozenTarget, tmp_path: Path
+    change: dict[str, Tensor | None], fault: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
     folder = save(tmp_path / "head", target, "eagle3")
-    change_weights(folder, change)
+    change_weights(folder, **change)
     found = verdicts(folder)
     assert not serving(found) and why_unfit([*found.values()])
     assert all(any(fault in text for text in verdict.faults) for verdict in found.values())
@@ -310,41 +302,10 @@ def test_positions_that_a_reader_would_compute_otherwise(
 def test_modules_have_the_positions_of_the_config_beside_them(tmp_path: Path) -> None:
     write_native(tmp_path / "target", "mimo")
     folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", layout="mimo")
-    change_config(folder, lambda c: c["draftsmith"]["config"].update(rope_theta=123.0))
+    record = read_config(folder)
+    change_config(folder, draftsmith=record | {"config": record["config"] | {"rope_theta": 123.0}})
     for verdict in verdicts(folder).values():
         assert any(fault.startswith("config.json: rope_parameters: not those") for fault in verdict.faults)
-
-
-@pytest.mark.parametrize(
-    ("family", "modules", "readers"),
-    [
-        ("mimo", 1, {VLLM}),
-        ("mimo", 2, set()),
-        ("deepseek", 1, {VLLM, SGLANG}),
-        ("deepseek", 2, {VLLM}),
-        ("glm", 1, {VLLM, SGLANG}),
-        ("glm_flash", 1, {SGLANG}),
-        ("qwen", 1, {VLLM, SGLANG}),
-        ("qwen_fused", 1, {VLLM, SGLANG}),
-        ("qwen_dense", 1, {VLLM, SGLANG}),
-    ],
-)
-def test_native_modules_lie_beside_their_targets_own_config(
-    family: str, modules: int, readers: set[str], tmp_path: Path
-) -> None:
-    native = write_native(tmp_path / "target", family, modules=modules)
-    target = load_target(str(tmp_path / "target"))
-    folder = save(tmp_path / "head", target, "mtp", native=True)
-    config = json.loads((folder / "config.json").read_text())
-    whole = json.loads((tmp_path / "target/config.json").read_text())
-    assert config.pop("draftsmith")["kind"] == "mtp"
-    for key in ("architectures", "model_type", "num_hidden_layers", "vocab_size", "hidden_size"):
-        assert config[key] == whole[key], key
-    assert load_file(folder / "model.safetensors").keys() == native.keys()
-    found = verdicts(folder)
-    assert serving(found) == readers and not any(verdict.faults for verdict in found.values())
-    if readers == set(ENGINES):
-        assert '"method": "mtp"' in found[VLLM].command and "--speculative-algorithm NEXTN" in found[SGLANG].command
 
 
 @pytest.mark.parametrize(
@@ -360,7 +321,7 @@ def test_the_code_of_a_targets_config_is_named_as_transformers_splits_it(name: s
 def test_modules_that_engines_would_misread(tmp_path: Path) -> None:
     write_native(tmp_path / "target", "mimo")
     folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", native=True)
-    change_weights(folder, lambda w: w.pop("model.mtp_layers.0.self_attn.q_proj.bias"))
+    change_weights(folder, model__mtp_layers__0__self_attn__q_proj__bias=None)
     for verdict in verdicts(folder).values():
         assert "q_proj.bias: expected (32,), found none" in verdict.reason
 
@@ -406,5 +367,5 @@ def test_a_draft_model_is_an_ordinary_model(target: FrozenTarget, tmp_path: Path
     found = verdicts(folder)
     assert serving(found) == {VLLM, SGLANG}
     assert '"method": "draft_model"' in found[VLLM].command and "STANDALONE" in found[SGLANG].command
-    change_config(folder, lambda config: config.update(vocab_size=64))
+    change_config(folder, vocab_size=64)
     assert not serving(verdicts(folder))

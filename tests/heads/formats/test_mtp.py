@@ -1,6 +1,7 @@
 """Native modules of multi-token prediction: read from the target's files, run, and saved back bit for bit."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from heads.core.errors import UserError
+from heads.formats.engine_folder import SGLANG, VLLM
 from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record
 from heads.targets.cache import cache_name
 from heads.targets.load import load_target
 from heads.targets.model import FrozenTarget
 from tests.closeness import assert_close
+from tests.heads.formats.test_contract import serving, verdicts
 from tests.heads.small_heads import greedy, kept_log_probabilities, rope, seen, target_batch, with_tokens
 from tests.native_mtp import V, change_config, change_weights, write_native
+from tests.refusals import refused
 
 COUNTS = torch.arange(V)
 
@@ -43,14 +46,33 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
     return made
 
 
-NAMES = ["mimo1", "mimo2", "deepseek1", "deepseek2", "glm1", "glm_flash1", "qwen1", "qwen_fused1", "qwen_dense1"]
+NAMES: dict[str, set[str]] = {
+    "mimo1": {VLLM},
+    "mimo2": set(),
+    "deepseek1": {VLLM, SGLANG},
+    "deepseek2": {VLLM},
+    "glm1": {VLLM, SGLANG},
+    "glm_flash1": {SGLANG},
+    "qwen1": {VLLM, SGLANG},
+    "qwen_fused1": {VLLM, SGLANG},
+    "qwen_dense1": {VLLM, SGLANG},
+}
+"""family and number of modules -> engines that load them."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_checkpoints_modules_come_back_bit_for_bit(name: str, targets: Targets, tmp_path: Path) -> None:
+    """And lie beside their target's own config.json, as engines read them."""
     target, native = targets[name]
     head = build_head("mtp", {"native": True}, target, COUNTS)
     save_head(head, tmp_path / "head", target=target_record(target))
+    ours, theirs = (json.loads((Path(at) / "config.json").read_text()) for at in (tmp_path / "head", target.name))
+    for key in ("architectures", "model_type", "num_hidden_layers", "vocab_size", "hidden_size"):
+        assert ours[key] == theirs[key], key
+    found = verdicts(tmp_path / "head")
+    assert serving(found) == NAMES[name] and not any(verdict.faults for verdict in found.values())
+    if NAMES[name] == {VLLM, SGLANG}:
+        assert '"method": "mtp"' in found[VLLM].command and "--speculative-algorithm NEXTN" in found[SGLANG].command
     saved, whole = load_file(tmp_path / "head/model.safetensors"), load_file(Path(target.name) / "model.safetensors")
     assert saved.keys() == native.keys()
     for key, value in saved.items():
@@ -75,8 +97,7 @@ def test_a_head_with_other_tensors_is_refused(
     target, _ = targets["qwen_fused1"]
     save_head(build_head("mtp", {"native": True}, target, COUNTS), tmp_path, target=target_record(target))
     change_weights(tmp_path, **{f"mtp__layers__0__{name.replace('.', '__')}": change})
-    with pytest.raises(UserError, match=rf"tensor mtp\.layers\.0\.{name.rpartition('.')[0]}"):
-        load_head(tmp_path)
+    assert f"tensor mtp.layers.0.{name.rpartition('.')[0]}" in refused(load_head, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen1", "qwen_fused1", "qwen_dense1"])
@@ -131,25 +152,17 @@ def test_deepseeks_states_are_those_of_transformers(name: str, targets: Targets)
                 state[f"{names[first]}.{rest.removeprefix('norm.')}"] = value
             elif "experts." not in key or "shared" in key:
                 state[f"mtp_block.{key}"] = value
-        gate_up = [
-            torch.cat([own[f"mlp.experts.{e}.gate_proj.weight"], own[f"mlp.experts.{e}.up_proj.weight"]])
-            for e in range(4)
-        ]
-        state["mtp_block.mlp.experts.gate_up_proj"] = torch.stack(gate_up)
-        state["mtp_block.mlp.experts.down_proj"] = torch.stack(
-            [own[f"mlp.experts.{e}.down_proj.weight"] for e in range(4)]
-        )
+        experts = [[own[f"mlp.experts.{e}.{n}_proj.weight"] for n in ("gate", "up", "down")] for e in range(4)]
+        state["mtp_block.mlp.experts.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
+        state["mtp_block.mlp.experts.down_proj"] = torch.stack([down for *_, down in experts])
         theirs.layers[i].load_state_dict(state)
     theirs.double()
     hidden = batch.hidden
     with torch.no_grad():
         for k, ours in enumerate(head.unroll(batch, count), start=1):
             T = 18 - k
-            embedded, hidden, positions = (
-                theirs.embed_tokens(batch.tokens[:, k:]),
-                hidden[:, :T],
-                batch.positions[:, :T],
-            )
+            embedded, hidden = theirs.embed_tokens(batch.tokens[:, k:]), hidden[:, :T]
+            positions = batch.positions[:, :T]
             if k == 1:
                 embedded[:, 0] = 0  # as vLLM's class does, and transformers' does not
             mask = torch.full((T, T), -1e9, dtype=torch.float64).triu(1)[None, None]
@@ -211,12 +224,11 @@ def test_a_drafting_step_is_a_training_step(name: str, targets: Targets) -> None
     for b in range(2):
         logq = [kept_log_probabilities(head, batch, state[b, n - 1]) for state in trained]
         steps = [step[token] for step, token in zip(logq, proposal.tokens[b, 1:].tolist(), strict=True)]
-        assert_close(
-            proposal.scores[b, 1:].double(),
-            torch.tensor(steps).double().cumsum(0),
-            roundings=16,
-            precision=torch.float32,
-        )
+        wanted = torch.tensor(steps).double().cumsum(0)
+        assert_close(proposal.scores[b, 1:].double(), wanted, roundings=16, precision=torch.float32)
+
+
+SHARED = "model__layers__3__"
 
 
 @pytest.mark.parametrize(
@@ -224,16 +236,9 @@ def test_a_drafting_step_is_a_training_step(name: str, targets: Targets) -> None
     [
         ("mimo", {"model__mtp_layers__0__input_proj__weight": None}, {}, "holds no module of multi-token prediction"),
         ("mimo", {}, {"num_nextn_predict_layers": 2}, "promises 2 modules of multi-token prediction, its files hold 1"),
+        ("deepseek", {f"{SHARED}shared_head__head__weight": torch.zeros(128, 32)}, {}, "is not the target's own"),
         (
-            "deepseek",
-            {"model__layers__3__shared_head__head__weight": torch.zeros(128, 32)},
-            {},
-            "shared_head.head.weight is not the target's own",
-        ),
-        (
-            "deepseek",
-            {"model__layers__3__eh_proj__weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)},
-            {},
+            *("deepseek", {f"{SHARED}eh_proj__weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)}, {}),
             "eh_proj.weight is torch.float8_e4m3fn; expected a checkpoint whose modules are not quantised",
         ),
     ],
@@ -244,13 +249,10 @@ def test_modules_that_cannot_be_used_are_named(
     write_native(tmp_path, family)
     change_weights(tmp_path, **change)
     change_config(tmp_path, **config)
-    target = load_target(str(tmp_path))
-    with pytest.raises(UserError, match=words) as caught:
-        build_head("mtp", {"native": True}, target, COUNTS)
-    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+    said = refused(build_head, "mtp", {"native": True}, load_target(str(tmp_path)), COUNTS)
+    assert words in said and str(tmp_path) in said
 
 
-def test_a_target_without_modules_is_named(tiny_target_dir: Path) -> None:
-    target = load_target(str(tiny_target_dir))
-    with pytest.raises(UserError, match=r"holds no module of multi-token prediction \(looked for model\.mtp_layers\.0"):
-        build_head("mtp", {"native": True}, target, COUNTS)
+def test_a_target_without_modules_is_named(target: FrozenTarget) -> None:
+    said = refused(build_head, "mtp", {"native": True}, target, COUNTS)
+    assert "holds no module of multi-token prediction (looked for model.mtp_layers.0" in said

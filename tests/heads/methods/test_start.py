@@ -46,25 +46,27 @@ def batch_of(tokens: Tensor, target: FrozenTarget, aux_layer_ids: tuple[int, ...
 
 
 @torch.no_grad()
-def drafted_logits(head: Any, batch: Batch) -> Tensor:
-    """The head's logits (B, V) of what follows the last token; slot t reads the token of slot t + 1."""
-    state = head.unroll(batch, 1)[0][:, -2]
-    return head.logits(state, head.lm_head_weight(batch.shared))  # type: ignore[no-any-return]
+def median_rank(head: Any, batch: Batch, following: Tensor) -> float:
+    """The rank of the tokens `following` (B,) in the head's logits of what follows the last token; slot t reads the
+    token of slot t + 1."""
+    logits = head.logits(head.unroll(batch, 1)[0][:, -2], head.lm_head_weight(batch.shared))
+    return float((logits > logits.gather(1, following[:, None])).sum(-1).float().median())
 
 
-@pytest.mark.parametrize("distance", [3, 17, 40])
-@pytest.mark.parametrize(("kind", "share"), [("eagle3", 0.05), ("mtp", 0.7)])  # MTP mixes token and state in one width
-def test_a_head_drafts_what_followed_a_token_before(
-    target: FrozenTarget, kind: str, share: float, distance: int
-) -> None:
-    tokens, following = repeating_texts(target.vocab_size, distance)
-    ranks = {}
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [("eagle3", 0.05), ("mtp", 0.7)],  # MTP mixes token and state in one width
+)
+def test_a_head_drafts_what_followed_a_token_before(target: FrozenTarget, kind: str, share: float) -> None:
+    heads = {}
     for initial in ("copying", "target"):
         torch.manual_seed(0)
-        head = build_head(kind, {"initial_weights": initial}, target, torch.ones(target.vocab_size))
-        logits = drafted_logits(head, batch_of(tokens, target, head.aux_layer_ids))
-        ranks[initial] = (logits > logits.gather(1, following[:, None])).sum(-1).float().median()
-    assert ranks["copying"] < share * ranks["target"], ranks
+        heads[initial] = build_head(kind, {"initial_weights": initial}, target, torch.ones(target.vocab_size))
+    for distance in (3, 17, 40):
+        tokens, following = repeating_texts(target.vocab_size, distance)
+        batch = batch_of(tokens, target, heads["copying"].aux_layer_ids)
+        ranks = {initial: median_rank(head, batch, following) for initial, head in heads.items()}
+        assert ranks["copying"] < share * ranks["target"], (distance, ranks)
 
 
 @pytest.mark.parametrize("width", [96, 256])
@@ -72,9 +74,7 @@ def test_a_head_of_another_width_begins_in_the_same_way(target: FrozenTarget, wi
     tokens, following = repeating_texts(target.vocab_size, 17)
     torch.manual_seed(0)
     head = build_head("eagle3", {"hidden_size": width}, target, torch.ones(target.vocab_size))
-    logits = drafted_logits(head, batch_of(tokens, target, head.aux_layer_ids))
-    rank = (logits > logits.gather(1, following[:, None])).sum(-1).float().median()
-    assert rank < 0.05 * target.vocab_size / 2, rank
+    assert median_rank(head, batch_of(tokens, target, head.aux_layer_ids), following) < 0.05 * target.vocab_size / 2
 
 
 @torch.no_grad()
@@ -92,42 +92,28 @@ def block_head(kind: str, target: FrozenTarget, counts: Tensor, **settings: Any)
     return build_head(kind, {"mask_token_id": target.vocab_size - 1, **settings}, target, counts)
 
 
-@pytest.fixture(scope="module")
-def source(target: FrozenTarget) -> Tensor:
-    """(B, T) tokens of Python's own source."""
-    tokenizer = load_tokenizer(str(ROOT / "recipes/quickstart/target"))
-    ids = tokenizer(Path(argparse.__file__).read_text(), verbose=False).input_ids
-    return torch.tensor(ids[: 64 * 96]).view(64, 96)
-
-
-def counts_in(tokens: Tensor, vocab_size: int) -> Tensor:
-    return torch.bincount(tokens.flatten(), minlength=vocab_size).float()
-
-
-@pytest.mark.parametrize("kind", ["dflash", "dspark", pytest.param("dflash2", marks=pytest.mark.slow)])
-def test_a_block_begins_with_what_followed_its_root_before(target: FrozenTarget, source: Tensor, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_block_begins_with_what_followed_its_root_before_and_else_the_frequencies_of_tokens(
+    target: FrozenTarget, kind: str
+) -> None:
+    """On Python's own source."""
+    ids = load_tokenizer(str(ROOT / "recipes/quickstart/target"))(Path(argparse.__file__).read_text(), verbose=False)
+    source = torch.tensor(ids.input_ids[: 48 * 96]).view(48, 96)
+    counts = torch.bincount(source.flatten(), minlength=target.vocab_size).float()
+    head = block_head(kind, target, counts)
     alone = (source[:, :, None] == source[:, None]).sum(-1) == 1
     place = alone[:, 8:80].float().argmax(1) + 8  # a token that stands in its text once
     tokens, row = source.clone(), torch.arange(len(source))
     tokens[:, -1] = source[row, place]
     following = source[row, place + 1]
-    head = block_head(kind, target, counts_in(source, target.vocab_size))
-    best = block_logits(head, batch_of(tokens, target, head.aux_layer_ids)).argmax(-1) == following[:, None]
-    shares = best[alone[row, place]].float().mean(0)
+    found = block_logits(head, batch_of(tokens, target, head.aux_layer_ids))
+    shares = (found.argmax(-1) == following[:, None])[alone[row, place]].float().mean(0)
     assert shares[0] > 0.35, shares
     assert shares[1:].max() < 0.1, shares  # the rows behind do not know the root
-
-
-@pytest.mark.parametrize("kind", ["dflash", "dspark", pytest.param("dflash2", marks=pytest.mark.slow)])
-def test_the_rows_behind_are_read_out_as_the_frequencies_of_tokens(
-    target: FrozenTarget, source: Tensor, kind: str
-) -> None:
-    counts = counts_in(source, target.vocab_size)
-    head = block_head(kind, target, counts)
-    found = block_logits(head, batch_of(source, target, head.aux_layer_ids))[:, 1:].log_softmax(-1)
     share = counts / counts.sum()
     entropy = torch.special.entr(share).sum()
-    apart, alike = -(share * found).sum(-1).mean() - entropy, math.log(target.vocab_size) - entropy
+    apart = -(share * found[:, 1:].log_softmax(-1)).sum(-1).mean() - entropy
+    alike = math.log(target.vocab_size) - entropy
     assert apart < 0.5 * alike, (apart, alike)  # the divergence of the frequencies from what is read out, and from none
 
 
@@ -165,14 +151,9 @@ def expected_logits(probe: TargetProbe) -> tuple[Tensor, Tensor]:
     return (logits - share @ logits) * (share > 0)[:, None], share
 
 
-def test_at_full_rank_the_bias_is_a_share_of_the_logits_behind_each_token(probe: TargetProbe) -> None:
-    w1, w2 = bigrams(probe, 16)
-    expected, _ = expected_logits(probe)
-    torch.testing.assert_close((w1 @ w2.T).double(), PART * expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("rank", [1, 3, 8])
-def test_at_a_lower_rank_it_is_the_best_one_by_the_frequencies_of_both_tokens(probe: TargetProbe, rank: int) -> None:
+@pytest.mark.parametrize("rank", [1, 3, 8, 16])
+def test_the_bias_is_the_best_of_its_rank_by_the_frequencies_of_both_tokens(probe: TargetProbe, rank: int) -> None:
+    """Of a share of the mean logits behind each token; at full rank there is no error."""
     expected, share = expected_logits(probe)
     frequency = (probe.token_counts + 0.5).double()
     frequency = frequency / frequency.sum()

@@ -12,7 +12,11 @@ from heads.methods.ttt_attention import BLOCK, by_flex, causal_attention
 from heads.targets.masks import TILE
 from tests.heads.conftest import largest_tensor
 
-SHAPES = [(1, 1, 1, 1), (2, 4, 2, 150), (1, 3, 3, 128), (1, 6, 1, 257)]  # B, H, key heads, T
+CASES = [  # B, H, key heads, T, further steps, window
+    (1, 1, 1, 1, 1, None), (1, 3, 3, 128, 1, 5),
+    *((2, 4, 2, 150, *case) for case in ((0, None), (0, 5), (1, 140), (3, None), (3, 5))),
+    *((1, 6, 1, 257, *case) for case in ((0, 140), (1, None), (3, 140))),
+]  # fmt: skip
 
 
 def dense_flex(
@@ -57,9 +61,7 @@ def dense(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Tensor
     return scores.softmax(-1) @ v
 
 
-@pytest.mark.parametrize(("B", "H", "Hkv", "T"), SHAPES)
-@pytest.mark.parametrize("own", [0, 1, 3])
-@pytest.mark.parametrize("window", [None, 5, 140])
+@pytest.mark.parametrize(("B", "H", "Hkv", "T", "own", "window"), CASES)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_output_and_gradients_of_both_forms_equal_the_dense_one(
     B: int, H: int, Hkv: int, T: int, own: int, window: int | None

@@ -12,83 +12,69 @@ from heads.targets.decoder import Experts, NativeDecoder, native_stack, why_not_
 from heads.targets.model import Features, FrozenTarget
 from heads.targets.slots import Observed, Verified, ancestors
 from tests.closeness import assert_close
+from tests.small_targets import BASE, with_plain_experts
 from tests.switches import kernels_on_cpu
 
-BASE = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    initializer_range=0.2,
-    rms_norm_eps=1e-3,  # large enough to be missed where it is left out
-)
 LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=100.0,
-    factor=4.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
+    rope_type="llama3", rope_theta=100.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
-)
+)  # fmt: skip
 YARN = dict(
-    rope_type="yarn",
-    rope_theta=100.0,
-    factor=4.0,
-    original_max_position_embeddings=32,
-    mscale=0.7,
-    mscale_all_dim=0.9,
-    beta_fast=32,
-    beta_slow=1,
-)
+    rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.9,
+    beta_fast=32, beta_slow=1,
+)  # fmt: skip
 WINDOWS = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+MIXTRAL = dict(num_local_experts=4, num_experts_per_tok=2)
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama one key head": dict(num_key_value_heads=1),
-    "llama as many key heads": dict(num_key_value_heads=4),
-    "llama wide heads": dict(head_dim=24),
-    "llama llama3": dict(rope_parameters=LLAMA3),
-    "llama linear": dict(rope_parameters=dict(rope_type="linear", rope_theta=100.0, factor=3.0)),
-    "llama yarn": dict(rope_parameters=YARN),
-    "llama biases": dict(attention_bias=True, mlp_bias=True),
-    "llama tied": dict(tie_word_embeddings=True),
-    "llama gelu": dict(hidden_act="gelu"),
-    "mistral window": dict(sliding_window=8),
+    "llama, llama3, one key head, biases": dict(
+        rope_parameters=LLAMA3, num_key_value_heads=1, attention_bias=True, mlp_bias=True
+    ),
+    "llama, linear, as many key heads, tied": dict(
+        rope_parameters=dict(rope_type="linear", rope_theta=100.0, factor=3.0), num_key_value_heads=4,
+        tie_word_embeddings=True,
+    ),
+    "llama, yarn, wide heads, gelu": dict(rope_parameters=YARN, head_dim=24, hidden_act="gelu"),
     "mistral": dict(sliding_window=None, head_dim=12),
-    "qwen2": {},
-    "qwen2 some windows": WINDOWS,
+    "mistral, window": dict(sliding_window=8),
+    "qwen2, some windows": WINDOWS,
     "qwen3": dict(head_dim=16),
-    "qwen3 biases, some windows": dict(head_dim=16, attention_bias=True, **WINDOWS),
-    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "mixtral window": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "qwen3, biases, some windows": dict(head_dim=16, attention_bias=True, **WINDOWS),
+    "mixtral": dict(sliding_window=None, **MIXTRAL),
+    "mixtral, window": dict(sliding_window=8, **MIXTRAL),
     "qwen3_moe": dict(head_dim=16, num_experts=6, norm_topk_prob=True, **EXPERTS),
-    "qwen3_moe some dense, no renormalising": dict(
+    "qwen3_moe, some dense, no renormalising": dict(
         head_dim=16, num_experts=6, norm_topk_prob=False, mlp_only_layers=[1], **EXPERTS
     ),
-}
+}  # fmt: skip
 
 
 def make_target(variant: str, dtype: torch.dtype = torch.float64, **settings: Any) -> FrozenTarget:
     """A random target, in float64 by default, whose biases, norms and corrections are random too."""
-    family = variant.split()[0].rstrip(",")
-    config = AutoConfig.for_model(family, **{**BASE, **VARIANTS.get(variant, {}), **settings})
+    family = variant.partition(",")[0]
+    # The epsilon is large enough to be missed where it is left out.
+    config = AutoConfig.for_model(family, **BASE | {"rms_norm_eps": 1e-3} | VARIANTS.get(variant, {}) | settings)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.dim() == 1 and ("bias" in name or "norm" in name):
                 tensor.data += 0.3 * torch.randn_like(tensor)
-    if "experts" in str(model):
-        model.set_experts_implementation("eager")  # the grouped kernels know no float64
-    return FrozenTarget(model, variant)
+    return FrozenTarget(with_plain_experts(model), variant)
+
+
+def prompts_and_tree() -> tuple[list[Tensor], Tensor, Tensor]:
+    """Prompts of two lengths, and the tokens (B, N) and parents of a tree behind each."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(61, (n,), generator=generator) for n in (23, 9)]
+    parents = torch.tensor([[0, 0, 0, 1, 3, 2], [0, 0, 1, 2, 3, 1]])
+    return prompts, torch.randint(61, (2, 6), generator=generator), parents
 
 
 def run(target: FrozenTarget, prompts: list[Tensor], tokens: Tensor, parents: Tensor) -> Features:
     """Each prompt in two chunks into its own row, then a tree (B, N) behind each."""
-    spec = CacheSpec(batch_size=len(tokens), capacity=64, aux_layer_ids=(0, 1, 3))
+    spec = CacheSpec(batch_size=len(tokens), capacity=64, aux_layer_ids=(0, 1, target.num_layers))
     decoder = NativeDecoder(target, spec)
     for row, prompt in enumerate(prompts):
         for span in (slice(0, 3), slice(3, len(prompt))):
@@ -105,10 +91,7 @@ def run(target: FrozenTarget, prompts: list[Tensor], tokens: Tensor, parents: Te
 def test_every_node_of_a_tree_has_the_logits_and_streams_of_the_model(variant: str) -> None:
     target = make_target(variant)
     assert why_not_native(target) is None
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(61, (n,), generator=generator) for n in (23, 9)]
-    tokens = torch.randint(61, (2, 6), generator=generator)
-    parents = torch.tensor([[0, 0, 0, 1, 3, 2], [0, 0, 1, 2, 3, 1]])
+    prompts, tokens, parents = prompts_and_tree()
     above = ancestors(parents, 4)
     whole = [[torch.cat([prompt, tokens[b, above[b, j]]])[None] for j in range(6)] for b, prompt in enumerate(prompts)]
     expected = [[target.model(path, output_hidden_states=True) for path in paths] for paths in whole]
@@ -125,20 +108,16 @@ def test_every_node_of_a_tree_has_the_logits_and_streams_of_the_model(variant: s
 
 
 @pytest.mark.filterwarnings("ignore:(All-NaN|invalid value)")  # by the interpreter's numpy
-@pytest.mark.parametrize("variant", ["llama", "llama wide heads", "qwen3", "qwen2 some windows", "mixtral window"])
+@pytest.mark.parametrize("variant", ["llama, yarn, wide heads, gelu", "qwen2, some windows", "mixtral, window"])
 @torch.no_grad()
 def test_the_kernel_sees_what_masks_show(variant: str) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("on a GPU the kernel itself is run")
-    target = make_target(variant, torch.float32)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(61, (n,), generator=generator) for n in (23, 9)]
-    tokens = torch.randint(61, (2, 6), generator=generator)
-    parents = torch.tensor([[0, 0, 0, 1, 3, 2], [0, 0, 1, 2, 3, 1]])
-    masked = run(target, prompts, tokens, parents)
+    target = make_target(variant, torch.float32, num_hidden_layers=2)
+    masked = run(target, *prompts_and_tree())
     with kernels_on_cpu():
-        found = run(target, prompts, tokens, parents)
+        found = run(target, *prompts_and_tree())
     torch.testing.assert_close(found.hidden, masked.hidden, atol=2e-5, rtol=2e-5)
 
 
@@ -168,7 +147,7 @@ def test_both_ways_to_the_experts_are_one() -> None:
 
 @torch.no_grad()
 def test_what_cannot_be_read_is_left_to_the_model() -> None:
-    assert why_not_native(make_target("gpt2", eos_token_id=1)) == "gpt2 has no native decoder"
+    assert why_not_native(make_target("gpt2")) == "gpt2 has no native decoder"
     rotation = dict(rope_type="dynamic", rope_theta=100.0, factor=2.0)
     reason = why_not_native(make_target("llama", rope_parameters=rotation))
     assert reason == "rotary scaling 'dynamic' changes with the length of the text"

@@ -1,10 +1,9 @@
 """The Hugging Face form with the kernel gives what its own attention gives, and a pass never waits for the host."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.runtime.engine import Engine, EngineOptions, Request
@@ -33,7 +32,7 @@ PARENTS = torch.tensor([[0, 0, 0, 1, 3, 2], [0, 0, 1, 2, 3, 1]])
 def run(target: FrozenTarget) -> list[Features]:
     """Pass prompts of two lengths, a level of a draft and a tree."""
     draw = torch.Generator().manual_seed(1)
-    decoder = HFDecoder(target, CacheSpec(batch_size=2, capacity=64, aux_layer_ids=(1, 3), nodes=6))
+    decoder = HFDecoder(target, CacheSpec(batch_size=2, capacity=64, aux_layer_ids=(1, 2), nodes=6))
     lengths, made = (23, 9), []
     for row, count in enumerate(lengths):
         tokens = torch.randint(3, 40, (1, count), generator=draw)
@@ -47,17 +46,6 @@ def run(target: FrozenTarget) -> list[Features]:
     return [*made, decoder.forward(tokens, tree, extent=64)]
 
 
-@pytest.mark.parametrize("family", ON_KERNEL)
-def test_the_kernel_gives_the_states_of_the_familys_own_attention(family: str) -> None:
-    target = FrozenTarget(make_model(family).eval(), family)
-    masked = run(target)
-    with kernels_on_cpu():
-        found = run(target)
-    for ours, theirs in zip(found, masked, strict=True):
-        assert_close(ours.hidden, theirs.hidden, roundings=512)
-        assert_close(ours.aux_hidden_states, theirs.aux_hidden_states, roundings=512)
-
-
 class NeverWaits(TorchDispatchMode):
     """Raise for operations whose result the host reads, as a capture of a CUDA graph does."""
 
@@ -67,17 +55,22 @@ class NeverWaits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ON_KERNEL)
-def test_a_pass_never_waits_for_the_host(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stand_in(q: Tensor, *_: Any, **__: Any) -> Tensor:
-        return torch.zeros_like(q)
-
-    target = FrozenTarget(make_model(family).eval(), family)
-    monkeypatch.setattr(forward, "tree_attention", stand_in)
-    never_waits: Any = NeverWaits
-    with never_waits():
-        run(target)  # under a mask, as families do that the kernel does not serve
-        with kernels_on_cpu():
+def test_the_kernel_gives_the_states_of_the_familys_own_attention_and_no_pass_waits_for_the_host(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = {"n_layer": 2} if family == "gpt2" else {"num_hidden_layers": 2}
+    windows = {"max_window_layers": 1} if family == "qwen2 mixed" else {}
+    target, never_waits = FrozenTarget(make_model(family, **two, **windows).eval(), family), cast(Any, NeverWaits)
+    with never_waits():  # under a mask, as families do that the kernel does not serve
+        masked = run(target)
+    with kernels_on_cpu():
+        found = run(target)
+        monkeypatch.setattr(forward, "tree_attention", lambda q, *_, **__: torch.zeros_like(q))
+        with never_waits():
             run(target)
+    for ours, theirs in zip(found, masked, strict=True):
+        assert_close(ours.hidden, theirs.hidden, roundings=512)
+        assert_close(ours.aux_hidden_states, theirs.aux_hidden_states, roundings=512)
 
 
 @pytest.mark.parametrize(

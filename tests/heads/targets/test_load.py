@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from heads.registry import build_head
@@ -19,7 +19,7 @@ from heads.saved import save_head, target_record
 from heads.targets.hub import repo_and_revision
 from heads.targets.load import load_end_ids, load_target, load_tokenizer, unused_weights
 from tests.heads.targets.test_model import make_model
-from tests.native_mtp import change_config
+from tests.native_mtp import change_config, change_weights
 from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # caused by peft
@@ -68,19 +68,10 @@ def test_an_adapter_of_another_model_is_named(
 
 
 GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "model.layers": "blk",
+    **{"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk"},
+    **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output"},
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
 
 
@@ -90,24 +81,27 @@ def write_gguf(folder: Path, path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     config, tokenizer = model.config, load_tokenizer(str(folder))
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
+    for key, value in {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": config.rope_parameters["rope_theta"],
+        "vocab_size": config.vocab_size,
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "default",
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+    }.items():
+        getattr(writer, f"add_{key}")(value)
     vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
     merges = json.loads(tokenizer.backend_tokenizer.model.__getstate__())["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
     writer.add_token_list(vocabulary)
     writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token in vocabulary])
     writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_bos_token_id(config.bos_token_id)
-    writer.add_eos_token_id(config.eos_token_id)
     for name, tensor in model.state_dict().items():
         for ours, theirs in GGUF_NAMES.items():
             name = name.replace(ours, theirs)
@@ -160,35 +154,24 @@ def write_bert(folder: Path) -> None:
     BertModel(config).save_pretrained(folder)
 
 
-def write_config(text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "config.json").write_text(text)
-
-
-def change_weights(change: Callable[[Path], object]) -> Callable[[Path], object]:
-    return lambda folder: change(folder / "model.safetensors")
-
-
-def drop_tensor(file: Path) -> None:
-    tensors = load_file(file)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-def pickle_weights(file: Path) -> None:
-    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
-    file.unlink()
+def pickle_weights(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-    "unknown family": (write_config('{"model_type": "no-such"}'), "no-such"),
+    "unknown family": (lambda folder: (folder / "config.json").write_text('{"model_type": "no-such"}'), "no-such"),
     "encoder": (write_bert, "BertModel"),
     "no mask": (lambda folder: make_model("bloom", n_layer=2, n_head=2).save_pretrained(folder), "4-D mask"),
-    "a tensor is missing": (change_weights(drop_tensor), "model.layers.1.mlp.up_proj.weight"),
+    "a tensor is missing": (
+        partial(change_weights, model__layers__1__mlp__up_proj__weight=None),
+        "model.layers.1.mlp.up_proj.weight",
+    ),
     "another width": (partial(change_config, intermediate_size=28), "config.json describes"),
     "a package is missing": (partial(change_config, quantization_config=AWQ), "requires gptqmodel"),
-    "pickled": (change_weights(pickle_weights), "pickled weights (.bin) are not read"),
+    "pickled": (pickle_weights, "pickled weights (.bin) are not read"),
 }
 
 
@@ -211,21 +194,12 @@ def test_names_that_lead_nowhere(tiny_target_dir: Path, tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("def f(x):", add_special_tokens=False)["input_ids"]) == "def f(x):"
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("owner/name", ("owner/name", None)),
-        ("owner/name@refs/pr/3", ("owner/name", "refs/pr/3")),
-        ("name@v1", ("name@v1", None)),
-        ("runs/a@b", ("runs/a@b", None)),  # a folder that is here
-    ],
-)
-def test_only_a_hub_id_is_cut_at_its_revision(
-    name: str, expected: tuple[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_hub_id_is_cut_at_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs/a@b").mkdir(parents=True)
-    assert repo_and_revision(name) == expected
+    assert repo_and_revision("owner/name@refs/pr/3") == ("owner/name", "refs/pr/3")
+    for whole in ("owner/name", "name@v1", "runs/a@b"):  # the last is a folder that is here
+        assert repo_and_revision(whole) == (whole, None)
 
 
 def copy(folder: Path, to: Path) -> Path:

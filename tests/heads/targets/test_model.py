@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from eval.runtime.engine import Engine, EngineOptions
 from heads.core.errors import UserError
@@ -26,74 +21,46 @@ from tests.closeness import assert_close
 from tests.native_mtp import change_config
 from tests.refusals import refused
 
-BASE: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+BASE: dict[str, Any] = dict(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0,
+    bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+MOE: dict[str, Any] = dict(num_experts_per_tok=2, moe_intermediate_size=8)
+DEEPSEEK: dict[str, Any] = MOE | dict(
+    num_key_value_heads=2, head_dim=4, n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=8, kv_lora_rank=8,
+    qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+)  # fmt: skip
+GEMMA4 = dict(sliding_window=4, vocab_size_per_layer_input=40, hidden_size_per_layer_input=4)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama tied": {"tie_word_embeddings": True},
-    "qwen2 mixed": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
-    "qwen2 all windows": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-    "qwen3_moe": {"num_experts": 4, **MOE},
-    "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0},
-    "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
-    "mistral": {"sliding_window": 4},
-    "ministral": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
-    "phi3": {"sliding_window": 4},
-    "gpt2": {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64},
-    "gpt_neo": {"num_layers": 4, "num_heads": 2, "attention_types": [[["global", "local"], 2]], "window_size": 4},
-    "gpt_bigcode": {"multi_query": True},
-    "falcon": {"head_dim": None, "multi_query": True, "new_decoder_architecture": False, "alibi": False},
-    "gpt_oss": {"num_local_experts": 4, "sliding_window": 4, **MOE},
-    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8},
-    "olmo3": {"sliding_window": 4},
-    "cohere": {"logit_scale": 0.5},
-    "cohere2": {"logit_scale": 0.5, "sliding_window": 4, "sliding_window_pattern": 2},
-    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
-    "deepseek_v3": {
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        **MOE,
-        **LATENT,
-    },
-    "deepseek_v2": {
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
-        **MOE,
-        **LATENT,
-    },
-    "smollm3": {"use_sliding_window": True, "sliding_window": 4},
-    "afmoe": {"num_experts": 4, "num_dense_layers": 1, "sliding_window": 4, **MOE},
-    "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
-    "gemma4_text": {"sliding_window": 4, "vocab_size_per_layer_input": 40, "hidden_size_per_layer_input": 4},
-    "gemma4_text sharing keys": {
-        "sliding_window": 4,
-        "vocab_size_per_layer_input": 40,
-        "hidden_size_per_layer_input": 4,
-        "num_kv_shared_layers": 1,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-    },
+    "llama tied": dict(tie_word_embeddings=True),
+    "qwen2 mixed": dict(use_sliding_window=True, sliding_window=4, max_window_layers=2),
+    "qwen3_moe": dict(num_experts=4, **MOE),
+    "gemma2": dict(sliding_window=4, query_pre_attn_scalar=8, final_logit_softcapping=2.0),
+    "gemma3_text": dict(sliding_window=4, query_pre_attn_scalar=8, sliding_window_pattern=2),
+    "mistral": dict(sliding_window=4),
+    "ministral": dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"] * 2),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
+    "phi3": dict(sliding_window=4),
+    "gpt2": dict(n_embd=16, n_layer=4, n_head=2, n_positions=64),
+    "gpt_neo": dict(num_layers=4, num_heads=2, attention_types=[[["global", "local"], 2]], window_size=4),
+    "gpt_bigcode": dict(multi_query=True),
+    "falcon": dict(head_dim=None, multi_query=True, new_decoder_architecture=False, alibi=False),
+    "gpt_oss": dict(num_local_experts=4, sliding_window=4, **MOE),
+    "opt": dict(ffn_dim=24, word_embed_proj_dim=8),
+    "olmo3": dict(sliding_window=4),
+    "cohere": dict(logit_scale=0.5),
+    "cohere2": dict(logit_scale=0.5, sliding_window=4, sliding_window_pattern=2),
+    "granite": dict(logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v2": DEEPSEEK | dict(topk_method="greedy"),
+    "smollm3": dict(use_sliding_window=True, sliding_window=4),
+    "afmoe": dict(num_experts=4, num_dense_layers=1, sliding_window=4, **MOE),
+    "jetmoe": dict(num_local_experts=4, num_experts_per_tok=2, kv_channels=8),
+    "gemma4_text": GEMMA4,
+    "gemma4_text sharing keys": GEMMA4
+    | dict(num_kv_shared_layers=1, layer_types=["sliding_attention", "full_attention"] * 2),
 }
 LENGTHS = (7, 10)  # of the packed documents, both longer than the window
 
@@ -174,18 +141,16 @@ def test_a_padded_vocabulary_is_the_width_of_the_logits() -> None:
     assert target.vocab_size == target.shared.lm_head(torch.zeros(1, 16)).shape[-1] == len(target.lm_head_weight) == 48
 
 
-@pytest.mark.parametrize("n", [*range(1, 9), 36])
-def test_auxiliary_layers(n: int) -> None:
+def test_auxiliary_layers() -> None:
     """Deep targets have EAGLE-3's own, shallow ones get a proposal that engines capture, and bad ones are named."""
-    expected = {7: (2, 3, 4), 8: (2, 4, 5), 36: (2, 18, 33)}
-    if n in expected:
-        assert default_aux_layer_ids(n) == expected[n]
+    for n, expected in {7: (2, 3, 4), 8: (2, 4, 5), 36: (2, 18, 33)}.items():
+        assert default_aux_layer_ids(n) == expected
         assert check_aux_layer_ids([3, 0, 2], n) == (0, 2, 3)
         for bad in ([], [1, 1], [-1], [n + 1]):
             assert refused(check_aux_layer_ids, bad, n).startswith("head.aux_layer_ids: ")
-        return
-    assert ("head.aux_layer_ids" in refused(default_aux_layer_ids, n)) == (n > 1)
-    if n > 1:
+    assert "head.aux_layer_ids" not in refused(default_aux_layer_ids, 1)
+    for n in range(2, 7):
+        assert "head.aux_layer_ids" in refused(default_aux_layer_ids, n)
         proposed = shallow_aux_layer_ids(n)
         assert check_aux_layer_ids(proposed, n) == tuple(proposed) and len(proposed) >= 2 and max(proposed) < n
 
@@ -226,11 +191,7 @@ def test_answers_end_at_all_ids_that_a_model_names_anywhere(tiny_target_dir: Pat
 
 @pytest.mark.parametrize(
     ("family", "words"),
-    [
-        ("llama4_text", "chunked_attention"),
-        ("mamba", "linear_attention"),
-        ("rwkv", "recurrent state"),
-    ],
+    [("llama4_text", "chunked_attention"), ("mamba", "linear_attention"), ("rwkv", "recurrent state")],
 )
 def test_families_with_another_kind_of_past_are_refused(family: str, words: str) -> None:
     small = dict(vocab_size=40, hidden_size=16, num_hidden_layers=4, num_local_experts=2)
@@ -239,33 +200,28 @@ def test_families_with_another_kind_of_past_are_refused(family: str, words: str)
     assert words in refused(FrozenTarget, model, "its-path")
 
 
-VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "depth": 1,
-    "num_heads": 2,
-    "out_hidden_size": 16,
-    "deepstack_visual_indexes": [],
-    "video_temporal_patch_size": 2,
-}
-ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-MAMBA: dict[str, Any] = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8}
+VISION: dict[str, Any] = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, depth=1, num_heads=2,
+    out_hidden_size=16, deepstack_visual_indexes=[], video_temporal_patch_size=2,
+)  # fmt: skip
+ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
+NEMOTRON: dict[str, Any] = dict(
+    mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=8,
+    layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+)  # fmt: skip
 MULTIMODAL: dict[str, dict[str, Any]] = {
-    "mistral3": {"text_config": {"model_type": "mistral", "sliding_window": 4}},
-    "qwen3_vl": {"text_config": {"rope_parameters": ROPE}},
-    "muse_glimmer": {"text_config": {"output_multiplier": 0.5, "final_logit_softcapping": 2.0, "sliding_window": 4}},
-    "nemotron_h_omni": {
-        "text_config": {**MAMBA, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
-    },
+    "mistral3": dict(model_type="mistral", sliding_window=4),
+    "qwen3_vl": dict(rope_parameters=ROPE),
+    "muse_glimmer": dict(output_multiplier=0.5, final_logit_softcapping=2.0, sliding_window=4),
+    "nemotron_h_omni": NEMOTRON,
 }
+"""family -> settings of its language model."""
 NATIVE = {"mistral3"}
 
 
 def make_multimodal(family: str, placeholder: int) -> Any:
     """A tiny random model, the same every time, with images in the place of token `placeholder`."""
-    text = {**BASE, **MULTIMODAL[family]["text_config"]}
+    text = BASE | MULTIMODAL[family]
     given: dict[str, Any] = {"out_hidden_size": 64, "projector_hidden_size": 8, "vision_hidden_size": 16}
     known = AutoConfig.for_model(family).to_dict()
     given = {name: value for name, value in given.items() if name in known}
@@ -301,10 +257,8 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_a_target(family: str, 
 
 def test_heads_take_the_commonest_shape_of_layers_that_differ() -> None:
     """transformers refuses to name one width for all heads of a Gemma-4, and a Gemma-3n has one of its MLP a layer."""
-    family = {**FAMILIES["gemma4_text"], "head_dim": 8, "global_head_dim": 16}
-    target = FrozenTarget(
-        make_model("gemma4_text", **family, layer_types=["sliding_attention"] * 3 + ["full_attention"]), ""
-    )
+    layers = ["sliding_attention"] * 3 + ["full_attention"]
+    target = FrozenTarget(make_model("gemma4_text", head_dim=8, global_head_dim=16, layer_types=layers), "")
     head = build_head("eagle3", {"aux_layer_ids": [1, 2]}, target, torch.ones(40, dtype=torch.int64))
     assert (head.config.head_dim, head.config.intermediate_size) == (8, 24)
 
@@ -324,9 +278,8 @@ def test_texts_end_where_rotary_positions_would_come_to_depend_on_the_batch() ->
 
 
 def test_several_residual_streams_are_refused_by_heads_that_read_them() -> None:
-    family: dict[str, Any] = {"sliding_window": 4, "vocab_size_per_layer_input": 40, "hidden_size_per_layer_input": 4}
-    family |= {"num_kv_shared_layers": 0, "laurel_rank": 2, "activation_sparsity_pattern": None}
-    target = FrozenTarget(make_model("gemma3n_text", **family), "its-path")
+    more: dict[str, Any] = dict(num_kv_shared_layers=0, laurel_rank=2, activation_sparsity_pattern=None)
+    target = FrozenTarget(make_model("gemma3n_text", **GEMMA4, **more), "its-path")
     tokens, positions, documents = packed()
     assert target.packed_features(tokens, positions, documents, ()).hidden.shape == (1, 17, 16)
     text = refused(target.packed_features, tokens, positions, documents, [1])
