@@ -168,7 +168,7 @@ def test_new_heads_have_the_targets_positions(family: str, scaling: dict[str, An
     cos, sin = model.model.rotary_emb(torch.zeros(1), positions)
     for kind in ("eagle3", "mtp", "dflash", "dspark"):
         settings = {"mask_token_id": 3} if kind.startswith("d") else {}
-        head = build_head(kind, settings, target, torch.ones(target.vocab_size))
+        head = build_head(kind, settings, target, torch.zeros(target.vocab_size))
         assert head.config.rope_scaling == scaling and head.config.max_position_embeddings == 512
         ours = head.cos_sin(positions, torch.float32)
         assert torch.equal(ours[0][:, 0], cos) and torch.equal(ours[1][:, 0].abs(), sin.abs())

@@ -25,7 +25,7 @@ QUARTER = {"rope_type": "default", "partial_rotary_factor": 0.25}
 
 
 def save(folder: Path, target: FrozenTarget, kind: str, **settings: Any) -> Path:
-    head = build_head(kind, settings, target, torch.arange(target.vocab_size))
+    head = build_head(kind, settings, target, torch.zeros(target.vocab_size))  # whose weights nothing reads
     save_head(head, folder, target=target_record(target))
     return folder
 

@@ -78,7 +78,7 @@ def test_observing_in_pieces_equals_observing_at_once(make: Make) -> None:
 @pytest.mark.parametrize(
     ("shape", "make"),
     [
-        *(("tree:4x3x15", make) for make in MAKERS.values()),
+        *(("tree:4x3x31", make) for make in MAKERS.values()),
         *((shape, mtp_head) for shape in ("chain:4", "static:3.2.1.1")),
     ],
     ids=[*MAKERS, "chain", "static"],
