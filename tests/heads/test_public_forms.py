@@ -54,10 +54,10 @@ MROPE = dict(type="mrope", mrope_section=[1, 1, 2])
 QUARTER = dict(rope_type="default", partial_rotary_factor=0.25)
 TYPES = ["sliding_attention", "full_attention"]
 SLIDES = dict(layer_types=tuple(TYPES), sliding_window=9)
-WINDOWS = dict(layer_types=TYPES, sliding_window=9, use_sliding_window=True)
+WINDOWS: Config = dict(layer_types=TYPES, sliding_window=9, use_sliding_window=True)
 BOTH_WAYS = SLIDES | dict(sliding_causal=False)
 ALL_SLIDE = BOTH_WAYS | dict(layer_types=("sliding_attention",) * 2)
-QWEN = dict(rope_theta=1e6, rope_scaling=None, max_window_layers=8, use_sliding_window=False)
+QWEN: Config = dict(rope_theta=1e6, rope_scaling=None, max_window_layers=8, use_sliding_window=False)
 OWN = dict(own_embeddings=True, target_hidden_size=D)
 
 
@@ -88,18 +88,19 @@ def turned(scaling: Config) -> Config:
     return dict(rope_theta=None, rope_parameters=scaling | {"rope_theta": 7e4})
 
 
+TWO_LISTS: Config = {IDS: [1, 3, 6], "eagle_config": {IDS: [1, 3, 6]}}
 NAMED = {IDS: [1, 3, 4], "use_aux_hidden_state": True}
 NVIDIA = NAMED | dict(
     use_input_layernorm_in_first_layer=True, use_last_layernorm=True, use_mtp_layernorm=False, next_layer_regular=True,
     parallel_draft_step=1, parallel_draft_heads_num_layers=1,
 )  # fmt: skip
-NVIDIA_ROPE = dict(rope_theta=7e4, rope_scaling=dict(rope_type="default", rope_theta=7e4), mlp_bias=False)
+NVIDIA_ROPE: Config = dict(rope_theta=7e4, rope_scaling=dict(rope_type="default", rope_theta=7e4), mlp_bias=False)
 NVIDIA_DFLASH = {name: value for name, value in ZLAB.items() if name != "auto_map"} | dict(rope_scaling=None)
 NVIDIA_DSPARK = nested(
     NVIDIA_DFLASH, projector_type="dspark", shift_label=True, markov_rank=6, markov_head_type="vanilla",
     use_confidence_head=True,
 )  # fmt: skip
-BY_DEFAULT = dict(norm_before_fc=True, norm_output=True)
+BY_DEFAULT: Config = dict(norm_before_fc=True, norm_output=True)
 FORMS: dict[str, dict[str, Row]] = {
     "raw EAGLE-3": {
         "SpecForge": raw(),
@@ -119,9 +120,7 @@ FORMS: dict[str, dict[str, Row]] = {
         "a normed residual": raw({"norm_before_residual": True}, differs=True, norm_before_residual=True),
         "other layers": raw({"aux_layer_ids": (1, 3, 6)}, differs=True, eagle_config=NAMED | {IDS: [0, 2, 5]}),
         "embeddings and the last layer": raw({"aux_layer_ids": (0, 8)}, differs=True, eagle_config={IDS: [-1, 7]}),
-        "two lists of layers": raw(
-            {"aux_layer_ids": (1, 3, 6)}, differs=True, eagle_config={IDS: [1, 3, 6]}, **{IDS: [1, 3, 6]}
-        ),
+        "two lists of layers": raw({"aux_layer_ids": (1, 3, 6)}, differs=True, **TWO_LISTS),
         "the target's number of layers": raw(differs=True, num_hidden_layers=36),
         "parameters of positions": raw(
             {"rope_theta": 7e4}, rope_parameters={"rope_type": "default", "rope_theta": 7e4}
@@ -274,16 +273,12 @@ def with_table(weights: dict[str, Tensor]) -> None:
     weights["embed_tokens.weight"] = torch.ones(V, D)
 
 
-def spec(kind: str, architecture: str, **more: Any) -> Config:
-    return SPECULATORS | dict(architectures=[architecture], speculators_model_type=kind) | more
-
-
 NOT_READ: list[tuple[Config, str]] = [
     (DOMINO, "Domino"),
     (nested(NVIDIA_DFLASH, projector_type="domino", emb_dim=8, gru_hidden_dim=16), "Domino"),
     (RAW | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4}, "P-EAGLE"),
-    (spec("peagle", "PEagleSpeculator"), "P-EAGLE"),
-    (spec("mtp", "MTPDraftModel"), "stitch_mtp"),
+    (SPECULATORS | dict(architectures=["PEagleSpeculator"], speculators_model_type="peagle"), "P-EAGLE"),
+    (SPECULATORS | dict(architectures=["MTPDraftModel"], speculators_model_type="mtp"), "stitch_mtp"),
     (RAW | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "latent attention"),
     (DEEPSPEC | {"architectures": ["Gemma4DSparkModel"]}, "Gemma-4's layers"),
     (NO_VOCABULARY | {"architectures": ["Gemma4Eagle3Model"]}, "Gemma-4's layers"),

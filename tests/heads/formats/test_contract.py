@@ -95,8 +95,12 @@ def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: 
         assert found[SGLANG].command.endswith(f" --speculative-{drafts}")
     assert serving(verdicts(folder, architecture="Qwen2ForCausalLM")) == {VLLM}
     assert serving(verdicts(folder, architecture="MixtralForCausalLM")) == set()
-    faults = [({"target_layer_ids": [1, 7]}, "[1, 7]: only the"), ({"target_layer_ids": [1]}, "fc.weight: expected")]
-    for change, fault in [({"vocab_size": 127}, "vocab_size: expected 128, found 127"), *faults, *more]:
+    faults: list[tuple[dict[str, Any], str]] = [
+        ({"vocab_size": 127}, "vocab_size: expected 128, found 127"),
+        ({"target_layer_ids": [1, 7]}, "[1, 7]: only the"),
+        ({"target_layer_ids": [1]}, "fc.weight: expected"),
+    ]
+    for change, fault in faults + more:
         changed = json.loads(before)
         inner = changed if kind == "dspark" or change.keys() & changed.keys() else changed["dflash_config"]
         inner |= change

@@ -1,7 +1,6 @@
 """Prompt lookup against its definition in plain Python."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,23 +53,14 @@ def test_a_text_of_one_token_and_a_row_without_a_text_are_drafted_all_the_same()
 
 def test_known_rows_stay_as_they_are_while_others_draft() -> None:
     """A row that is done observes nothing, and a row used anew forgets."""
-    head, shared = Lookup(2), None
-    state = head.new_state(shared, batch_size=2, capacity=16, shape=parse_shape("chain:2"))  # type: ignore[arg-type]
-    observe = observer(head, state)
-    observe([[1, 2, 3, 1, 2], [4, 5, 4, 5, 4]], [0, 0], [4, 4])
-    assert head.propose(state, None).tokens.tolist() == [[2, 3, 1], [4, 5, 4]]  # type: ignore[arg-type]
-    observe([[2, 3, 9, 9, 9], [9, 9, 9, 9, 9]], [4, 5], [1, 0])
-    assert head.propose(state, None).tokens.tolist() == [[3, 1, 2], [4, 5, 4]]  # type: ignore[arg-type]
-    head.reset_rows(state, torch.tensor([True, False]))
-    observe([[7, 8, 0, 0, 0], [9, 9, 9, 9, 9]], [0, 5], [1, 0])
-    assert head.propose(state, None).tokens.tolist() == [[8, 8, 8], [4, 5, 4]]  # type: ignore[arg-type]
-
-
-def observer(head: Lookup, state: Any) -> Callable[[list[list[int]], list[int], list[int]], None]:
-    def observe(tokens: list[list[int]], start: list[int], count: list[int]) -> None:
-        none = torch.zeros(len(tokens), len(tokens[0]) - 1, 0)
-        head.extend(
-            state, Observation(torch.tensor(tokens), none, none, torch.tensor(start), torch.tensor(count), None)
-        )
-
-    return observe
+    head: Any = Lookup(2)
+    state, none = head.new_state(None, batch_size=2, capacity=16, shape=parse_shape("chain:2")), torch.zeros(2, 4, 0)
+    for tokens, start, count, anew, drafted in (
+        ([[1, 2, 3, 1, 2], [4, 5, 4, 5, 4]], [0, 0], [4, 4], False, [[2, 3, 1], [4, 5, 4]]),
+        ([[2, 3, 9, 9, 9], [9, 9, 9, 9, 9]], [4, 5], [1, 0], False, [[3, 1, 2], [4, 5, 4]]),
+        ([[7, 8, 0, 0, 0], [9, 9, 9, 9, 9]], [0, 5], [1, 0], True, [[8, 8, 8], [4, 5, 4]]),
+    ):
+        head.reset_rows(state, torch.tensor([anew, False]))
+        places = torch.tensor(start), torch.tensor(count)
+        head.extend(state, Observation(torch.tensor(tokens), none, none, *places, None))
+        assert head.propose(state, None).tokens.tolist() == drafted

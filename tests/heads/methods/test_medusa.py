@@ -144,7 +144,7 @@ def test_greedy_growth_is_the_best_tree_there_is(nodes: int) -> None:
         accuracies = (draws / draws.sum(1, keepdim=True)).tolist()
 
         def accepted(tree: Any, accuracies: list[list[float]] = accuracies) -> float:
-            return sum(prod(accuracies[k][rank] for k, rank in enumerate(path)) for path in tree)
+            return float(sum(prod(accuracies[k][rank] for k, rank in enumerate(path)) for path in tree))
 
         grown = grow_tree(accuracies, nodes)
         assert len(grown) == nodes - 1 and static_shape(grown, "").nodes == nodes

@@ -1,5 +1,7 @@
 """Packed rows without a (T, T) mask: equal to the masked pass for every family, gradients included."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -31,8 +33,9 @@ def masked(target: FrozenTarget, tokens: Tensor, positions: Tensor, documents: T
     )
 
 
-def by_blocks(target: FrozenTarget, tokens: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-    return decode_packed(target.base, target.config, target.dtype, tokens, positions=positions, documents=documents)
+def by_blocks(target: FrozenTarget, tokens: Tensor, positions: Tensor, documents: Tensor, **how: Any) -> Tensor:
+    given = target.base, target.config, target.dtype, tokens
+    return decode_packed(*given, positions=positions, documents=documents, **how)
 
 
 @pytest.mark.parametrize("family", ON_INTERFACE)
@@ -55,12 +58,7 @@ def test_no_tensor_of_the_square_of_the_length_is_made() -> None:
     T = 1024
     target = FrozenTarget(make_model("mistral", max_position_embeddings=T).eval(), "mistral")
     slot = torch.arange(T)[None]
-    tokens = slot % 40
-
-    def run() -> None:
-        by_blocks(target, tokens, slot, torch.zeros_like(slot))
-
-    assert largest_tensor(run) < T * T / 4
+    assert largest_tensor(lambda: by_blocks(target, slot % 40, slot, torch.zeros_like(slot))) < T * T / 4
 
 
 @pytest.mark.parametrize("window", [None, 5, 140])
@@ -81,17 +79,8 @@ def test_the_block_mask_shows_what_the_rule_shows(window: int | None) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # the latter with windows in some layers
 def test_flex_attention_by_the_same_block_mask_gives_the_same_states(family: str) -> None:
     target = FrozenTarget(make_model(family, max_position_embeddings=512, head_dim=16).eval(), family)
-    tokens, positions, documents = rows(300)
+    given = rows(300)
     with torch.no_grad():
-        wanted = masked(target, tokens, positions, documents)
-        found = decode_packed(
-            target.base,
-            target.config,
-            target.dtype,
-            tokens,
-            positions=positions,
-            documents=documents,
-            attention=FLEX,
-        )
-    keep = documents >= 0
+        wanted, found = masked(target, *given), by_blocks(target, *given, attention=FLEX)
+    keep = given[2] >= 0
     torch.testing.assert_close(found[keep], wanted[keep], atol=1e-3, rtol=1e-3)
