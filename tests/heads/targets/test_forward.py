@@ -12,7 +12,7 @@ from heads.targets.model import FrozenTarget
 from tests.heads.conftest import largest_tensor
 from tests.heads.targets.test_model import make_model
 
-ON_INTERFACE = ["llama", "gemma2", "gemma3_text", "mistral", "gpt_oss", "cohere2", "deepseek_v3", "qwen2 mixed"]
+ON_INTERFACE = ["llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen2 mixed"]
 
 
 def rows(T: int) -> tuple[Tensor, Tensor, Tensor]:
