@@ -86,9 +86,3 @@ def learn(head: Any, target: FrozenTarget, texts: list[list[int]]) -> None:
         optimizer.zero_grad()
         head.loss(batch, scale).loss.backward()
         optimizer.step()
-
-
-def test_a_walk_goes_from_root_to_root() -> None:
-    accepted = [9, 2, 9, 9, 0, 1, 9, 3, 9]
-    assert walk(accepted, root=1, end=9) == [3, 1, 2, 1]  # roots at 1, 4, 5, 7; the last round is cut by the end
-    assert walk(accepted, root=8, end=9) == []
