@@ -42,8 +42,8 @@ def test_a_head_is_measured_with_the_arguments_that_it_was_trained_with(
     def measured(*options: str) -> tuple[str, object]:
         out = tmp_path / f"out{len(options)}"
         words = [str(run), "--prompts", settings["eval"]["prompts"], "--max-new-tokens", "8", "--tree", "chain:2"]
-        assert exit_status(lambda: bench.main([*words, "--repeats", "1", "--out", str(out), *options])) == 0
-        results = json.loads((out / "results.json").read_text())
+        assert exit_status(lambda: bench.main([*words, "--no-timing", "--out", str(out), *options])) == 0
+        results = json.loads((out / "audit.json").read_text())
         return results["settings"]["prompts_hash"], results["target"]["template"]
 
     as_trained = own["settings"]["prompts_hash"], {"calm": True}
