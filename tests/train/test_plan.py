@@ -242,8 +242,6 @@ def test_epochs_are_planned_as_far_as_they_are_known(
     # 2 epochs of 10 x 48 tokens in steps of 4 x 48
     assert [line[-1] for line in said if line[:3] == ["steps,", "at", "most"]] == ([steps] if steps else [])
     assert any(line[:2] == ["10^9", "tokens:"] for line in said) == (steps is None)
-    assert attempt("eagle", [str(write_recipe(eagle)), "--plan", "--memory=24", "--nonsense"]) == 2
-    assert "unrecognized arguments: --nonsense" in the_error(capsys)
 
 
 def test_advice_leaves_what_it_says(eagle: Settings) -> None:

@@ -137,7 +137,7 @@ def test_a_long_document_is_clipped_in_the_middle(tmp_path: Path, tokenizer: Pre
     assert re.fullmatch(
         r"<\|user\|>a+ \[\.\.\. \d+ characters \.\.\.\] a+b</s><\|assistant\|>⟦c+ \[\..*\] c+</s>⟧", shown
     )
-    _, said = read([{"data": ["line\n"] * 500}], tmp_path, tokenizer)
+    _, said = read([{"data": ["line\n"] * 100}], tmp_path, tokenizer)
     assert len(said[0]) < 2000
 
 
