@@ -1,6 +1,9 @@
 """Conversion of one conversation to documents, as in a `chat` source."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -11,6 +14,17 @@ from train.data.chats import encode_conversations, read_conversation
 from train.data.corpus import Document, Reader
 from train.data.screen import CLOSE, OPEN, marked
 from train.data.templates import ChatTemplate
+
+
+def talk(*texts: str) -> list[Message]:
+    """Return turns of a user and an assistant in turn."""
+    return [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), texts, strict=False)]
+
+
+def write_chats(path: Path, records: Iterable[Any]) -> dict[str, Any]:
+    """Write records, one a line, and return the source that reads them."""
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return {"kind": "chat", "path": str(path)}
 
 
 def encode_chat(

@@ -97,6 +97,22 @@ def fresh_data_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def little_to_copy() -> Iterator[None]:
+    """To know the bandwidth, a measurement copies more than any cache holds, which takes a second: here a little."""
+    from eval.measure import roofline
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(roofline.COPY_BYTES, "cpu", 1 << 20)
+        yield
+
+
+@pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without charts, which take as long as a small measurement."""
+    monkeypatch.setattr("eval.pages.charts.head_charts", lambda *_: [])
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
     """A function (name, make) that returns a folder made by whichever of the tests' processes needs it first."""

@@ -1,12 +1,12 @@
 """Training runs of small recipes, and their files."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from train.open_run import open_run
 from train.recipe import load_recipe
 
 Settings = dict[str, Any]
-WriteRecipe = Callable[[Settings], Path]
 BLOCK: dict[str, Any] = {"block_size": 4, "num_layers": 2, "num_anchors": 8, "mask_token_id": 5}
 """Settings of a small head that drafts a block."""
 
@@ -29,14 +28,22 @@ def forget_accelerator() -> None:
         state._reset_state()
 
 
+def write_recipe(settings: Settings) -> Path:
+    """Write a recipe beside its output folder."""
+    path = Path(f"{settings['output_dir']}.yaml")
+    path.write_text(yaml.safe_dump(settings, sort_keys=False))
+    return path
+
+
 def train(recipe: Path, *overrides: str) -> Outcome:
     """Make a whole run without its final measurement."""
+    forget_accelerator()
     read = load_recipe(recipe, overrides)
     with open_run(read) as run:
         return fit(read, run)
 
 
-def train_in(settings: Settings, write_recipe: WriteRecipe) -> Path:
+def train_in(settings: Settings) -> Path:
     """Make a whole run without its final measurement, and return its folder."""
     return Path(train(write_recipe(settings)).recipe.output_dir)
 
@@ -52,9 +59,13 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def measured_run(name: str, settings: Settings, write_recipe: WriteRecipe) -> tuple[Path, dict[str, Any]]:
-    """Make a whole run of train/NAME.py, and return its folder and results. All outputs must be the target's own."""
-    assert attempt(name, [str(write_recipe(settings))]) == 0
+def measured_run(name: str, settings: Settings) -> tuple[Path, dict[str, Any]]:
+    """Make a whole run of train/NAME.py, and return its folder and results. All outputs must be the target's own. Its
+    charts are left out, since they take as long as the run."""
+    forget_accelerator()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eval.pages.charts.head_charts", lambda *_: [])
+        assert attempt(name, [str(write_recipe(settings))]) == 0
     folder = Path(settings["output_dir"])
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     assert results["exact"]["identical"] == results["exact"]["prompts"] > 0

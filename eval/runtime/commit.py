@@ -26,9 +26,8 @@ class RoundState:
     report: Tensor  # (B, 3 + T) int64: done, output_length, length and the last T tokens, after the last round
 
     @classmethod
-    def new(cls, *, batch_size: int, capacity: int, depth: int, device: torch.device, rounds: int = 1) -> "RoundState":
-        """Return a state whose rows have no requests. `capacity` is the maximum number of tokens that a request emits.
-        A report shows the tokens of `rounds` rounds."""
+    def new(cls, *, batch_size: int, capacity: int, depth: int, device: torch.device) -> "RoundState":
+        """Return a state whose rows have no requests. `capacity`: maximum number of tokens that a request emits."""
         B, M = batch_size, depth + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -45,7 +44,7 @@ class RoundState:
             rounds=zeros(B),
             accepted=zeros(B, capacity + 1),
             reached=zeros(B, capacity + 1),
-            report=zeros(B, 3 + min(M * rounds, capacity)),
+            report=zeros(B, 3 + min(M, capacity)),
         )
 
 

@@ -70,8 +70,6 @@ class EngineOptions:
     pinned: int = 1
     """Number of nodes of a plain step. All but the root are padding, so that its products have the shapes of a round
     with that many nodes. Drafts must repeat such steps bit for bit (`eval.runtime.identity`)."""
-    poll_interval: int = 1
-    """Number of rounds between two polls by the host. On a GPU the host polls after the next rounds are launched."""
 
     def check(self, target: FrozenTarget, head: Drafter | None) -> None:
         """Raise UserError if this target and head cannot decode with these options."""
@@ -127,7 +125,7 @@ class Engine:
         """Number of launches that may be unread while the host launches more rounds."""
         self.reports = Reports(self.decoder.state.report, self.ahead + 2, on_host=on_host)
         self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
-        """Launches not yet read by the host: the number of rounds, and the request in each row."""
+        """Launches not yet read by the host: 1 for a round and 0 for a prefill, and the request in each row."""
         self.looked = 0.0
 
     def _build(self) -> Decoder:
@@ -162,7 +160,6 @@ class Engine:
             capacity=options.max_length,
             depth=options.shape.depth,
             device=device,
-            rounds=options.poll_interval,
         )
         eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device)
         return Decoder(
@@ -222,25 +219,23 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def _decode(self, request_states: list[RequestState | None]) -> None:
-        """Launch the rounds until the next poll, but at most as many as the row with most tokens left can need: each
-        round emits at least one token."""
+        """Launch a round, unless the launched ones are as many as the row with most tokens left can need: each emits at
+        least one token."""
         running = [state for state in request_states if state is not None]
-        rounds = min(self.options.poll_interval, max((state.left for state in running), default=0))
-        if rounds <= 0:
+        if max((state.left for state in running), default=0) <= 0:
             return
         decoder = self.decoder
         M, N = decoder.shape.depth + 1, max(decoder.shape.nodes, decoder.pinned)
         if not self.launched:
             self.looked = self._moment()
-        for _ in range(rounds):
-            extent = min(round_up(max(state.most_tokens for state in running) + N), decoder.step.capacity)
-            for state in running:
-                state.launch(M)
-            if self.profile:
-                self._profiled_round(decoder, extent)
-            else:
-                self.rounds(extent)
-        self._launch(rounds, request_states)
+        extent = min(round_up(max(state.most_tokens for state in running) + N), decoder.step.capacity)
+        for state in running:
+            state.launch(M)
+        if self.profile:
+            self._profiled_round(decoder, extent)
+        else:
+            self.rounds(extent)
+        self._launch(1, request_states)
 
     def _launch(self, rounds: int, request_states: list[RequestState | None]) -> None:
         self.reports.send()
@@ -284,9 +279,9 @@ class Engine:
         rounds, sitters = self.launched.popleft()
         reports = self.reports.receive()
         is_current = [own is not None and own is other for own, other in zip(sitters, request_states, strict=True)]
-        if rounds and any(is_current):  # else the rounds were launched after every text had ended
+        if rounds and any(is_current):  # else the round was launched after every text had ended
             now = self._moment()
-            self.timings.round_seconds += [(now - self.looked) / rounds] * rounds
+            self.timings.round_seconds.append(now - self.looked)
             self.timings.decode_seconds += now - self.looked
             self.looked = now
         under_way = sum(count for count, _ in self.launched)
@@ -304,11 +299,6 @@ class Engine:
                 ended[row] = request_state.index, self._output(row, request_state)
                 # An empty row still takes part in rounds. With length 0 it never needs more slots than the other rows.
                 state.length[row] = 0
-        if ended and sum(is_current) == len(ended):
-            # Rounds after the end of every text, which the host learns only when it polls, do not count.
-            count = max(output.first_round + output.rounds for _, output in ended.values())
-            self.timings.decode_seconds -= sum(self.timings.round_seconds[count:])
-            del self.timings.round_seconds[count:]
         return ended
 
     def _output(self, row: int, request_state: RequestState) -> Output:

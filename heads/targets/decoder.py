@@ -331,8 +331,6 @@ _made: "WeakKeyDictionary[Any, tuple[object, Stack]]" = WeakKeyDictionary()
 def why_not_native(model: LanguageModel) -> str | None:
     """Return the reason why a model has no native decoder, or None."""
     base: Any = model.base
-    if not model.native:
-        return "its own code is asked for"
     if type(base).__name__ not in CLASSES or not _is_of_transformers(base):
         return f"{model.config.model_type} has no native decoder"
     rotation = getattr(base.rotary_emb, "rope_type", "default")

@@ -62,8 +62,6 @@ class LanguageModel:
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.num_layers
         self.attention_layers = sum(kind in ATTENTION_LAYERS for kind in kinds)
         """Number of layers with keys and values."""
-        self.native = True
-        """False to decode by the model's own code even if there is a native decoder."""
 
     @property
     def device(self) -> torch.device:

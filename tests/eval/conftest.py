@@ -173,24 +173,6 @@ def altered(head: Any, **attributes: Any) -> Any:
     return found
 
 
-@pytest.fixture
-def small_head(pair_head: Any) -> Any:
-    """The head of word pairs, drafting small trees only: a search among them is short."""
-    return altered(pair_head, deepest=2)
-
-
-@pytest.fixture
-def faulty_head(pair_head: Any) -> Any:
-    """The head of word pairs, whose drafts make the target's text another one."""
-    return altered(pair_head, is_faulty=True)
-
-
-@pytest.fixture
-def hungry_head(pair_head: Any) -> Any:
-    """The head of word pairs, without memory for three rows of more than a hundred tokens."""
-    return altered(pair_head, memory=300)
-
-
 @pytest.fixture(scope="session")
 def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "code.jsonl"

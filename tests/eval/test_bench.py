@@ -16,25 +16,17 @@ from eval.bench import default_out, parse_arguments
 from eval.measure.results import Results, read_log, read_results
 from eval.measure.settings import SAMPLED, served_sampling, to_settings
 from eval.pages.card import model_card
-from eval.pages.charts import head_charts, points
+from eval.pages.charts import points
 from eval.pages.format import audit_line, heading, setting_line, verdicts, why_unreliable
-from eval.pages.html import render_page
 from eval.pages.report import print_report, write_report
 from eval.runtime.sampling_params import Sampling
 from heads.targets.model import FrozenTarget
-from tests.eval.conftest import Bench
+from tests.eval.conftest import Bench, altered
 
 KEYS = {
     *("schema_version", "target", "head", "device", "dtype", "versions", "settings", "exact", "tau", "alpha"),
     *("accepted_histogram", "baseline", "speculative", "speedup", "suites", "samples"),
 }
-
-
-def reported(results: Results) -> tuple[str, str, str]:
-    """Results in the terminal, on the page and in the card."""
-    console = Console(record=True, width=400)
-    print_report(results, console)
-    return console.export_text(), render_page(results, []), model_card(results)
 
 
 def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, Path]) -> None:
@@ -62,33 +54,26 @@ def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, 
 
 
 def test_a_rule_that_is_exact_in_distribution_is_reported_as_such(tmp_path: Path, bench: Bench) -> None:
-    chosen: dict[str, Any] = dict(trees=("chain:2", "static:2.1"), temperatures=(1.0, 0.0), rule="ratio", repeats=2)
-    results, text = bench(tmp_path, **chosen)
+    results, text = bench(tmp_path, trees=("static:2.1",), temperatures=(1.0, 0.0), rule="ratio")
     read = read_results(tmp_path / "results.json")
-    sampled, greedy = read["measurements"][:2], read["measurements"][2:]
-    assert read["rule"] == "ratio" and {m["rule"] for m in read["measurements"]} == {"ratio"}
-    for m in sampled:
-        assert m["exact"] == {
-            "kind": "distribution",
-            "prompts": 4,
-            "identical": None,
-            "greedy": {"prompts": 4, "identical": 4},
-            "divergences": [],
-        }
-        made, seconds = m["speculative"]["tokens_per_second"], m["baseline"]["tokens_per_second"]
-        assert m["speedup"]["measured"] == pytest.approx(made / seconds)
-    assert all(m["exact"] == {"prompts": 4, "identical": 4, "divergences": []} for m in greedy)
+    sampled, greedy = read["measurements"]
+    assert read["rule"] == sampled["rule"] == greedy["rule"] == "ratio"
+    drawn = {"kind": "distribution", "prompts": 4, "identical": None, "divergences": []}
+    assert sampled["exact"] == drawn | {"greedy": {"prompts": 4, "identical": 4}}
+    rates = [sampled[side]["tokens_per_second"] for side in ("speculative", "baseline")]
+    assert sampled["speedup"]["measured"] == pytest.approx(rates[0] / rates[1])
+    assert greedy["exact"] == {"prompts": 4, "identical": 4, "divergences": []}
     assert read["exact"]["kind"] == "distribution" and read["exact"]["identical"] is None
-    assert read["exact"]["greedy"] == {"prompts": 16, "identical": 16}
+    assert read["exact"]["greedy"] == {"prompts": 8, "identical": 8}
     page, card = (tmp_path / "report.html").read_text(), (tmp_path / "README.md").read_text()
     for shown in (" ".join(text.split()), page.replace("&#39;", "'").lower(), card.lower()):
-        assert "exact in distribution under rule ratio" in shown and "own tokens: 16 of 16 prompts" in shown
+        assert "exact in distribution under rule ratio" in shown and "own tokens: 8 of 8 prompts" in shown
         assert "identical" not in shown
     assert "in distribution" in text and results["speedup"] is not None
 
 
-def test_auto_records_what_it_measured_and_its_choice(tmp_path: Path, bench: Bench, small_head: Any) -> None:
-    results, text = bench(tmp_path, small_head, trees=("auto", "static:2.1"))
+def test_auto_records_what_it_measured_and_its_choice(tmp_path: Path, bench: Bench, pair_head: Any) -> None:
+    results, text = bench(tmp_path, altered(pair_head, deepest=2), trees=("auto", "static:2.1"))
     (search,) = read_results(tmp_path / "results.json")["auto"]
     assert search["proposed"] == ["chain:1", "chain:2", "tree:2x2x7"] and search["curve"] == []
     measured = {m["tree"]: m["speedup"]["measured"] for m in results["measurements"]}
@@ -116,8 +101,9 @@ def test_the_model_samples_as_its_server_does(
     assert served_sampling(tiny_target) == Sampling(1.0)
 
 
-def test_every_batch_size_and_context_is_a_setting(tmp_path: Path, bench: Bench, hungry_head: Any) -> None:
-    """One that does not fit into memory is left out."""
+def test_every_batch_size_and_context_is_a_setting(tmp_path: Path, bench: Bench, pair_head: Any) -> None:
+    """One that does not fit into memory is left out: three rows of more than a hundred tokens."""
+    hungry_head = altered(pair_head, memory=300)
     chosen: dict[str, Any] = dict(prompts="python-heldout", trees=("chain:2",), batch_sizes=(1, 3), contexts=(16, 80))
     results, text = bench(tmp_path, hungry_head, num_prompts=3, max_new_tokens=8, **chosen)
     read = read_results(tmp_path / "results.json")
@@ -130,21 +116,22 @@ def test_every_batch_size_and_context_is_a_setting(tmp_path: Path, bench: Bench,
 
 
 def test_an_audit_alone_times_nothing_and_compares_plain_decoding_too(
-    tmp_path: Path, bench: Bench, faulty_head: Any
+    tmp_path: Path, bench: Bench, pair_head: Any
 ) -> None:
     chosen: dict[str, Any] = dict(trees=("chain:2",), batch_sizes=(1, 2), temperatures=(0.0, 1.0), timing=False)
     results, text = bench(tmp_path, **chosen)
     assert [path.name for path in tmp_path.iterdir()] == ["audit.json"]
     assert results["exact"] == {"prompts": 16, "identical": 16, "divergences": []} and "16 of 16 prompts" in text
     assert not {"speedup", "baseline"} & results["measurements"][0].keys()
-    results, _ = bench(None, faulty_head, **chosen)
+    results, _ = bench(None, altered(pair_head, is_faulty=True), trees=("chain:2",), timing=False)
     assert results["exact"]["divergences"]
 
 
 @pytest.mark.parametrize("rule", ["match", "ratio"])
-def test_a_failed_audit_withholds_every_speed(rule: str, tmp_path: Path, bench: Bench, faulty_head: Any) -> None:
+def test_a_failed_audit_withholds_every_speed(rule: str, tmp_path: Path, bench: Bench, pair_head: Any) -> None:
     """Of a rule that is exact in distribution, too, which is then wrong at temperature 0."""
-    results, text = bench(tmp_path, faulty_head, rule=rule, temperatures=(0.0 if rule == "match" else 1.0,))
+    faulty_head, temperature = altered(pair_head, is_faulty=True), 0.0 if rule == "match" else 1.0
+    results, text = bench(tmp_path, faulty_head, rule=rule, temperatures=(temperature,))
     exact = results["exact"]
     assert exact["divergences"] and all(d["temperature"] == 0 for d in exact["divergences"])
     assert exact.get("greedy", exact)["identical"] == 4 - len(exact["divergences"])
@@ -172,26 +159,21 @@ def test_names_of_folders_are_shown_as_they_are(measured: tuple[Results, str, Pa
     shown = ["".join(child.content for child in token.children or ()) for token in tokens if token.type == "inline"]
     assert shown[0] == heading(results) and setting_line(results) in shown
     assert f" for {name}: tau " in shown[1]
-    page = render_page(results, head_charts(results))
-    assert "<img" not in page and "</title>&lt;" not in page and f"<b>{escape(heading(results))}</b>" in page
-    said = reported(results)[0]
+    console = Console(record=True, width=400)
+    print_report(results, console)
+    said = console.export_text()
     assert heading(results) in said and audit_line(results) in said and "\x1b" not in said
     write_report(results, tmp_path)
-    drawn = (tmp_path / "plots/acceptance.svg").read_text()
-    assert "<img" not in drawn and "$d$" in drawn
+    page, drawn = ((tmp_path / name).read_text() for name in ("report.html", "plots/acceptance.svg"))
+    assert "<img" not in page + drawn and f"<b>{escape(heading(results))}</b>" in page and "$d$" in drawn
 
 
 def speed(tree: str, temperature: float, speedup: float, low: float | None, *, tau: float = 3.0) -> Results:
     ends = None if low is None else [low, speedup + 0.1]
     plain = {"ms_per_token": 1.0, "token_ms": {"p50": 1.0}}
     figures = {"measured": speedup, "ci95": ends, "predicted": speedup}
-    return {
-        "tree": tree,
-        "temperature": temperature,
-        "tau": {"mean": tau, "ci95": None},
-        "speedup": figures,
-        "baseline": plain,
-    }
+    accepted = {"mean": tau, "ci95": None}
+    return {"tree": tree, "temperature": temperature, "tau": accepted, "speedup": figures, "baseline": plain}
 
 
 GREEDY = [speed("chain:3", 0, 1.2, 1.1), speed("chain:5", 0, 1.36, 1.24)]

@@ -2,9 +2,8 @@
 
 import io
 import os
+import re
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,8 @@ def test_an_answer_is_plain_decodings_text(
     assert output.tokens == plain.tokens and said.out.rstrip("\n") == text.rstrip("\n") and text
     assert said.err.startswith(f"{len(plain.tokens)} tokens, tau ") and "tokens/s" in said.err
     drafted_last = 0
-    for length in range(1, 24):
-        talk = conversation(opened, length, temperature=temperature)
+    for talk.max_new_tokens in range(1, 24):
+        talk.messages.clear()
         assert talk.answer(PROMPT).drafted() == talk.marks
         drafted_last += talk.marks[-1]
     assert drafted_last and not all(talk.marks)
@@ -133,16 +132,15 @@ def call(words: Sequence[object]) -> int:
     return exit_status(lambda: module.main([str(word) for word in words]))
 
 
-def test_lines_are_answered_one_by_one_until_the_input_ends(tiny_target_dir: Path) -> None:
+def test_lines_are_answered_one_by_one_until_the_input_ends(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One that is too long among them, an empty one, and one in Latin-1."""
-    words = ["eval/chat.py", "lookup:2", "--target", str(tiny_target_dir), "--max-new-tokens", "5"]
-    given: dict[str, Any] = {
-        "input": b"one\n\n" + b"x " * 900 + b"\ncaf\xe9\n/help\n/reset\ntwo\n/quit\nthree\n",
-        "env": {**os.environ, "PYTHONPATH": str(ROOT)},
-    }
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, **given)
-    _, *said = done.stderr.decode().splitlines()  # the first says what decodes
-    assert done.returncode == 0 and [line.split()[0] for line in said] == ["5", "error:", "error:", "/quit", "5"], said
+    given = b"one\n\n" + b"x " * 900 + b"\ncaf\xe9\n/help\n/reset\ntwo\n/quit\nthree\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
+    assert call(["lookup:2", "--target", tiny_target_dir, "--max-new-tokens", 5]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if not re.search("decodes in| so far$", line)]
+    assert [line.split()[0] for line in said] == ["5", "error:", "error:", "/quit", "5"], said
     assert "tokens/s (plain decoding " in said[0]
     assert "expected UTF-8 text" in said[2]
 

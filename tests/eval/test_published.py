@@ -1,11 +1,11 @@
-"""Heads in other projects' forms, measured as they are by the commands."""
+"""Heads in other projects' forms, measured as they are by the command."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from eval import bench, chat
+from eval import bench
 from eval.measure.command import exit_status
 from tests.heads.published_heads import DEEPSPEC, RAW, dspark, eagle3, medusa, write
 
@@ -14,6 +14,7 @@ def run(*arguments: str) -> int:
     return exit_status(lambda: bench.main(list(arguments)))
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_published_heads_are_measured_on_the_target_that_is_named(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,6 +46,3 @@ def test_published_heads_are_measured_on_the_target_that_is_named(
     heads = {head["kind"]: head["origin"] for head in json.loads(file.read_text())["heads"]}
     assert heads["lookup"] is None and list(heads["medusa"]["files"]) == ["medusa_lm_head.pt"]
     assert heads["dspark"]["form"] == "DSpark" and heads["draft"]["form"] == "language model"
-    capsys.readouterr()
-    words = [raw, f"--target={tiny_target_dir}", "--prompt=the sea", "--max-new-tokens=8", "--tree=chain:2"]
-    assert exit_status(lambda: chat.main(words)) == 0

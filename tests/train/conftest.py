@@ -1,11 +1,9 @@
 """A recipe in a folder of its own, small enough that a whole run takes a second."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.conftest import small_recipe
 from tests.runs import forget_accelerator
@@ -28,13 +26,3 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of tokenised data, and of answers, of the test's own."""
     monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def write_recipe(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
-    def write(tree: dict[str, Any]) -> Path:
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(tree, sort_keys=False))
-        return path
-
-    return write

@@ -11,18 +11,16 @@ from train.recipe import Train
 SETTINGS = Train(max_steps=1)
 
 
-@pytest.mark.parametrize(
-    ("environment", "fault"),
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "--mixed_precision fp16: the recipe says .* auto"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, "--gradient_accumulation_steps 3"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "--fsdp_version 1: expected 2"),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
-            "--fsdp_offload_params true",
-        ),
-    ],
-)
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+WRONG: list[tuple[dict[str, str], str]] = [
+    ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "--mixed_precision fp16: the recipe says .* auto"),
+    ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, "--gradient_accumulation_steps 3"),
+    (FSDP | {"FSDP_VERSION": "1"}, "--fsdp_version 1: expected 2"),
+    (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "--fsdp_offload_params true"),
+]
+
+
+@pytest.mark.parametrize(("environment", "fault"), WRONG)
 def test_wrong_launches(environment: dict[str, str], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ACCELERATE_USE_CPU": "true", **environment}.items():
         monkeypatch.setenv(name, value)

@@ -12,6 +12,7 @@ from eval import bench, report
 from eval.measure.command import exit_status
 from eval.measure.results import read_results
 from heads.saved import read_config
+from tests.chats import talk, write_chats
 from tests.conftest import TEXT
 from tests.heads.published_heads import ZLAB, dflash, write
 from tests.runs import forget_accelerator, the_error
@@ -28,16 +29,14 @@ SMALL = [
 
 
 def chat(number: int, **more: Any) -> dict[str, Any]:
-    asked = TEXT[number : number + 40]
-    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "so it is"}], **more}
+    return {"messages": talk(TEXT[number : number + 40], "so it is"), **more}
 
 
 @pytest.fixture
 def here(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a target and conversations, of which the last repeats the question of the first."""
     (tmp_path / "target").symlink_to(tiny_target_dir)
-    records = [*map(chat, range(NUMBER)), chat(0, note="again")]
-    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    write_chats(tmp_path / "chats.jsonl", [*map(chat, range(NUMBER)), chat(0, note="again")])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -145,7 +144,7 @@ REFUSED: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("words", "named"), REFUSED)
 def test_what_cannot_be_derived(words: list[str], named: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "few.jsonl").write_text("".join(f"{json.dumps(chat(n))}\n" for n in range(3)))
+    write_chats(here / "few.jsonl", map(chat, range(3)))
     (here / "odd.jsonl").write_text('{"title": "no chat"}\n' * 30)
     assert attempt("eagle", words) == 2
     assert named in the_error(capsys) and not (here / "runs").exists()

@@ -17,7 +17,7 @@ from heads.targets.model import FrozenTarget
 from tests.chats import reader_of
 from tests.closeness import assert_close
 from tests.faults import signal_at
-from tests.runs import Settings, WriteRecipe, measured_run, same, the_error, weights
+from tests.runs import Settings, measured_run, same, the_error, weights, write_recipe
 from tests.runs import train_in as run
 from train.adapter import add_adapters, merged_weights
 from train.core.interrupts import Interrupted
@@ -103,7 +103,7 @@ def test_a_fused_layer_is_merged_the_right_way_round() -> None:
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    change: list[str], fault: str, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+    change: list[str], fault: str, small: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "eagle3" in change[0]:
         small["head"] = {"kind": "eagle3"}
@@ -113,12 +113,12 @@ def test_bad_input_is_one_line_and_status_2(
     assert not Path(small["output_dir"]).exists()
 
 
-def test_a_whole_run_by_adapters_on_its_own_text(small: Settings, write_recipe: WriteRecipe) -> None:
+def test_a_whole_run_by_adapters_on_its_own_text(small: Settings) -> None:
     """Every option at once; the published form is a plain model, its outputs the target's own."""
     small["head"]["lora"] = {"rank": 4}
     small["data"] |= {"on_policy": ON_POLICY, "regenerate": {"prompts": 4, "prompt_tokens": 8, "new_tokens": 8}}
     small["eval"]["report"] |= {"trees": ["chain:2", "tree:2x2x5"], "temperatures": [0, 1]}
-    folder, results = measured_run("distill", small, write_recipe)
+    folder, results = measured_run("distill", small)
     assert results["exact"]["prompts"] == 8
     head = load_head(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "head")
@@ -130,30 +130,26 @@ def test_a_whole_run_by_adapters_on_its_own_text(small: Settings, write_recipe: 
 
 
 @pytest.mark.parametrize("steps", [(3,), pytest.param((2, 4, 5), marks=pytest.mark.slow)])
-def test_a_run_on_its_own_text_goes_on_bit_for_bit(
-    steps: tuple[int, ...], small: Settings, write_recipe: WriteRecipe, tmp_path: Path
-) -> None:
+def test_a_run_on_its_own_text_goes_on_bit_for_bit(steps: tuple[int, ...], small: Settings, tmp_path: Path) -> None:
     """Broken off before it writes, in the midst of what it wrote, and just before it writes anew."""
     small["data"]["on_policy"] = ON_POLICY
     small["eval"]["report"] |= {"repeats": 1}
-    unbroken = run(small, write_recipe)
+    unbroken = run(small)
     for step in steps:
         small["output_dir"] = str(tmp_path / f"broken at {step}")
         with signal_at(step), pytest.raises(Interrupted):
-            run(small, write_recipe)
-        broken = run(small, write_recipe)
+            run(small)
+        broken = run(small)
         assert same(weights(unbroken, 6), weights(broken, 6)), step
         for name in ("step-2.jsonl", "step-4.jsonl"):
             assert (unbroken / "on_policy" / name).read_bytes() == (broken / "on_policy" / name).read_bytes(), step
 
 
-def test_samples_are_the_drafts_own_and_are_learnt_from(
-    small: Settings, write_recipe: WriteRecipe, target: FrozenTarget
-) -> None:
+def test_samples_are_the_drafts_own_and_are_learnt_from(small: Settings, target: FrozenTarget) -> None:
     """Greedy samples are what the draft of that step says; at share 1 they are all that the next steps learn from."""
     small["data"]["on_policy"] = {**ON_POLICY, "temperature": 0.0, "share": 1.0}
     recipe = write_recipe(small)
-    folder = run(small, write_recipe)
+    folder = run(small)
     data, tokenizer = load_recipe(recipe).data, load_tokenizer(target.name)
     head: Any = build_head("draft", {"layers": [0, 7]}, target, torch.ones(128))
     head.load_state_dict(weights(folder, 4))

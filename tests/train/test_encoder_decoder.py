@@ -12,8 +12,8 @@ from eval.measure.loading import load_pair
 from heads.core.errors import UserError
 from heads.targets.encoder_decoder import give_template
 from heads.targets.load import load_tokenizer
-from tests.chats import encode_chat
-from tests.runs import Settings, WriteRecipe, lines, train, train_in
+from tests.chats import encode_chat, talk, write_chats
+from tests.runs import Settings, lines, train, train_in, write_recipe
 
 WORDS = ["the sea", "ten birds in the den", "a stone", "trees on the sand", "there it is", "read on", "so", "no end"]
 
@@ -42,15 +42,14 @@ def t5_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> Se
     path = save_t5(tmp_path / "t5", tiny_target_dir)
     save_t5(tmp_path / "small", tiny_target_dir, seed=1, d_model=16, num_layers=1, num_heads=2)
     chats = [{"instruction": f"say {a} and {b}", "response": b} for a in WORDS for b in WORDS]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    (tmp_path / "questions.jsonl").write_text("".join(json.dumps({"prompt": f"write {a}"}) + "\n" for a in WORDS))
+    questions = write_chats(tmp_path / "questions.jsonl", ({"prompt": f"write {a}"} for a in WORDS))["path"]
     data = {
-        "sources": [{"kind": "chat", "path": str(tmp_path / "chats.jsonl")}],
+        "sources": [write_chats(tmp_path / "chats.jsonl", chats)],
         "context_length": 96,
         "regenerate": {"prompts": 24, "prompt_tokens": 48, "new_tokens": 24},
     }
     train = {"max_steps": 12, "batch_size": 8, "lr": 0.01, "log_every": 1}
-    measured = {"prompts": str(tmp_path / "questions.jsonl"), "max_new_tokens": 12, "tree": "chain:3"}
+    measured = {"prompts": questions, "max_new_tokens": 12, "tree": "chain:3"}
     return settings | {"target": {"path": str(path)}, "data": data, "train": train, "eval": measured}
 
 
@@ -65,10 +64,10 @@ def t5_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> Se
     ids=["layers", "fresh", "path", "eagle3"],
 )
 def test_a_head_learns_and_training_foresees_what_the_runtime_accepts(
-    head: dict[str, Any], t5_settings: Settings, write_recipe: WriteRecipe, tmp_path: Path
+    head: dict[str, Any], t5_settings: Settings, tmp_path: Path
 ) -> None:
     settings = t5_settings | {"head": head | ({"path": str(tmp_path / "small")} if "path" in head else {})}
-    folder = train_in(settings, write_recipe)
+    folder = train_in(settings)
     losses = [line["loss"] for line in lines(folder, "train")]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
     measured = lines(folder)[-1]
@@ -80,7 +79,7 @@ def test_a_question_and_its_answer_are_one_sequence(tmp_path: Path, tiny_target_
         str(save_t5(tmp_path, tiny_target_dir)), dtype="auto", device=torch.device("cpu"), trust_remote_code=False
     )
     question, answer = (list(tokenizer(text)["input_ids"]) for text in ("so it is", "ten"))
-    messages = [{"role": "user", "content": "so it is"}, {"role": "assistant", "content": "ten"}]
+    messages = talk("so it is", "ten")
     (document,) = encode_chat(tokenizer, messages)
     assert target.start_token == 0
     assert document.ids.tolist() == [*question, 1, 0, *answer, 1]
@@ -103,9 +102,7 @@ def test_a_tokenizers_own_template_stays(tiny_target_dir: Path) -> None:
         ({"data.regenerate.train_on_prompts": True}, r"data\.regenerate\.train_on_prompts: "),
     ],
 )
-def test_data_that_no_decoder_writes_is_refused(
-    changes: dict[str, Any], words: str, t5_settings: Settings, write_recipe: WriteRecipe
-) -> None:
+def test_data_that_no_decoder_writes_is_refused(changes: dict[str, Any], words: str, t5_settings: Settings) -> None:
     path = write_recipe(t5_settings | {"head": {"kind": "draft", "layers": [0, 2]}})
     overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     with pytest.raises(UserError, match=words):
@@ -113,7 +110,7 @@ def test_data_that_no_decoder_writes_is_refused(
 
 
 def test_a_draft_that_reads_other_sequences_is_refused(
-    t5_settings: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path, tmp_path: Path
+    t5_settings: Settings, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     settings = t5_settings | {"head": {"kind": "draft", "path": str(tmp_path / "small")}}
     settings["target"] = {"path": str(tiny_target_dir)}

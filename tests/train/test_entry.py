@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from eval.measure.results import read_results
 from heads.registry import HEADS
 from tests.faults import signal_at
-from tests.runs import Settings, WriteRecipe, measured_run
+from tests.runs import Settings, lines, measured_run, write_recipe
 from tests.wandb_file import identity, outcome
 from train.entry import attempt
 from train.recipe import KINDS, load_recipe
@@ -30,20 +30,18 @@ def small(settings: Settings) -> Settings:
     return settings
 
 
-def test_a_whole_run_leaves_everything(
-    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+def test_a_whole_run_leaves_everything_and_is_not_made_again(
+    small: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small["data"]["regenerate"] = {"prompts": 8, "prompt_tokens": 8, "new_tokens": 16, "share": 0.5}
-    folder, _ = measured_run("eagle", small, write_recipe)
+    folder, results = measured_run("eagle", small)
     for name in ("recipe.yaml", "provenance.json", "metrics.jsonl", "results.json", "report.html", "head/config.json"):
         assert (folder / name).is_file(), name
     assert "d2t" not in load_file(folder / "head/model.safetensors")  # the target's whole vocabulary needs no table
-    assert json.loads((folder / "provenance.json").read_text())["target"]["path"] == small["target"]["path"]
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert provenance["target"]["path"] == small["target"]["path"]
     assert load_recipe(folder / "recipe.yaml").head.aux_layer_ids == (2, 4, 5)
-    head = json.loads((folder / "results.json").read_text())["head"]
-    seen = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert head["budget_tokens"] == max(point["tokens"] for point in seen if point["kind"] == "train")
-    assert head["data_sha256"] == json.loads((folder / "provenance.json").read_text())["data"]["sha256"]
+    assert results["head"]["budget_tokens"] == max(point["tokens"] for point in lines(folder, "train"))
+    assert results["head"]["data_sha256"] == provenance["data"]["sha256"]
     capsys.readouterr()
     assert attempt("eagle", [str(write_recipe(small))]) == 0
     said = capsys.readouterr().err
@@ -52,11 +50,7 @@ def test_a_whole_run_leaves_everything(
 
 @pytest.mark.slow
 def test_wandb_holds_the_outcome_and_no_key(
-    small: Settings,
-    write_recipe: WriteRecipe,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    small: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     key = "5ec2e7" * 7
     for name in ("DATA", "CONFIG", "CACHE"):
@@ -92,21 +86,12 @@ def test_wandb_holds_the_outcome_and_no_key(
     assert not leaks
 
 
-def test_the_wrong_entry_is_refused(
-    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert attempt("medusa", [str(write_recipe(small))]) == 2
-    assert "train/medusa.py trains medusa, the recipe says eagle3; use train/eagle.py" in capsys.readouterr().err
-
-
 def test_every_kind_of_head_has_an_entry() -> None:
     assert set(KINDS.values()) == HEADS.keys()
     assert all((ROOT / f"train/{name}.py").is_file() for name in KINDS)
 
 
-def test_an_interrupt_is_status_130_with_a_checkpoint(
-    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_is_status_130_with_a_checkpoint(small: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     with signal_at(1):
         assert attempt("eagle", [str(write_recipe(small))]) == 130
     assert (Path(small["output_dir"]) / "checkpoints/step-1/manifest.json").is_file()
@@ -114,7 +99,7 @@ def test_an_interrupt_is_status_130_with_a_checkpoint(
 
 
 def test_an_interrupt_outside_the_steps_is_given_too(
-    small: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As while the data is read: the template is a pipe that nobody writes to."""
     pipe = tmp_path / "template"

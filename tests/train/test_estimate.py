@@ -16,14 +16,15 @@ from train.data.packing import text_rows
 from train.features.source import make_batch
 from train.measuring import answer_batches, answers_in, foreseen, known_text_tau, walk
 
+BLOCK: dict[str, object] = {"num_layers": 2, "block_size": 5}
 SETTINGS: dict[str, dict[str, object]] = {
     "eagle3": {"aux_layer_ids": [1, 4, 7], "norm_output": True},
     "draft": {"layers": [0, 1, 2, 3, 4, 5, 6]},
-    "dflash": {"num_layers": 2},
-    "dflash2": {"num_layers": 2},
-    "dspark": {"num_layers": 2},
-    "lilicorr": {"num_layers": 2, "lilicorr_factor_dim": 16},
-    "xpress": {"num_layers": 2, "xpress_rank": 16},
+    "dflash": BLOCK,
+    "dflash2": BLOCK,
+    "dspark": BLOCK,
+    "lilicorr": BLOCK | {"lilicorr_factor_dim": 16},
+    "xpress": BLOCK | {"xpress_rank": 16},
 }
 
 
@@ -47,7 +48,7 @@ def test_the_estimate_is_what_the_runtime_accepts(kind: str, changes: dict[str, 
     prompts = [torch.randint(6, 128, (n,)).tolist() for n in (3, 11, 6)]
     depth = 4
     requests = [Request(prompt, max_new_tokens=20 + n) for n, prompt in enumerate(prompts)]
-    if kind in ("dflash", "dflash2", "dspark", "lilicorr", "xpress"):  # which begin with no guess at all
+    if "block_size" in SETTINGS.get(kind, {}):  # which begin with no guess at all
         plain = Engine(target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)
         learn(head, target, [[*prompt, *output.tokens] for prompt, output in zip(prompts, plain, strict=True)])
     engine = Engine(target, head, EngineOptions(shape=parse_shape(f"chain:{depth}"), batch_size=2, max_length=64))
@@ -86,9 +87,3 @@ def learn(head: Any, target: FrozenTarget, texts: list[list[int]]) -> None:
         optimizer.zero_grad()
         head.loss(batch, scale).loss.backward()
         optimizer.step()
-
-
-def test_a_walk_goes_from_root_to_root() -> None:
-    accepted = [9, 2, 9, 9, 0, 1, 9, 3, 9]
-    assert walk(accepted, root=1, end=9) == [3, 1, 2, 1]  # roots at 1, 4, 5, 7; the last round is cut by the end
-    assert walk(accepted, root=8, end=9) == []

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from heads.saved import load_head
 from tests.closeness import assert_close
 from tests.heads.published_heads import RAW, ZLAB, dflash, eagle3, write
-from tests.runs import Settings, WriteRecipe
-from train.entry import attempt
+from tests.runs import Settings, train, train_in, write_recipe
 from train.recipe import load_recipe
 
 
@@ -20,13 +19,11 @@ def small(settings: Settings, tmp_path: Path) -> Settings:
     path = write(tmp_path / "published", RAW, eagle3().to_checkpoint())
     settings["head"] = {"kind": "eagle3", "depth": 2, "init_from": path}
     settings["train"] |= {"max_steps": 2, "log_every": 1, "lr": 1e-6}
-    settings["eval"]["report"] = {"repeats": 1}
     return settings
 
 
-def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, write_recipe: WriteRecipe) -> None:
-    assert attempt("eagle", [str(write_recipe(small))]) == 0
-    folder = Path(small["output_dir"])
+def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings) -> None:
+    folder = train_in(small)
     recipe = load_recipe(folder / "recipe.yaml")
     assert recipe.head.init_from == small["head"]["init_from"]
     assert (recipe.head.draft_vocab_size, recipe.head.intermediate_size, recipe.head.depth) == (48, 40, 2)
@@ -35,20 +32,19 @@ def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, writ
     for name, value in start.state_dict().items():
         assert_close(saved[name], value, roundings=256)
     assert not torch.equal(saved["fc.weight"], start.fc.weight) and torch.equal(head.kept, start.kept)
-    assert attempt("eagle", [str(folder / "recipe.yaml"), "output_dir=" + str(folder.parent / "again")]) == 0
-    words = [str(write_recipe(small)), "output_dir=" + str(folder.parent / "from-run"), f"head.init_from={folder}"]
-    assert attempt("eagle", words) == 0
+    train(folder / "recipe.yaml", f"output_dir={folder.parent / 'again'}")
+    train(write_recipe(small), f"output_dir={folder.parent / 'from-run'}", f"head.init_from={folder}")
 
 
 def test_a_run_from_a_head_of_another_kind_says_what_it_took(
-    small: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "dflash", ZLAB, dflash().to_checkpoint())
     small["head"] = {"kind": "xpress", "init_from": path, "num_anchors": 8}
     small["eval"] |= {"tree": "chain:3"}
-    assert attempt("xpress", [str(write_recipe(small))]) == 0
+    folder = train_in(small)
     said = capsys.readouterr().err
     assert f"head.init_from: {path} holds a dflash; taken: fc, hidden_norm, layers.*.input_layernorm, " in said
     assert "norm; new: xpress_head; left out: none" in said
-    saved = load_file(Path(small["output_dir"]) / "checkpoints/step-2/head.safetensors")
+    saved = load_file(folder / "checkpoints/step-2/head.safetensors")
     assert_close(saved["fc.weight"], dflash().fc.weight, roundings=256)

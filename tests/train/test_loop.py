@@ -12,18 +12,33 @@ import pytest
 import torch
 
 from heads.core.errors import UserError
+from tests.chats import write_chats
+from tests.conftest import small_recipe
 from tests.faults import full_disk, nan_at, signal_at
-from tests.runs import Settings, WriteRecipe, lines, same, train, weights
+from tests.runs import Settings, lines, same, train, weights
 from tests.runs import train_in as run
 from train.checkpoints import list_checkpoints, read_state
 from train.core.interrupts import Interrupted
 from train.recipe import load_recipe
 
 
-def test_it_learns_one_row_by_heart(settings: Settings, write_recipe: WriteRecipe) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Settings:
+    """The settings of a run that was made unbroken, by which others are judged."""
+    settings = small_recipe(tmp_path_factory.mktemp("whole"), tiny_target_dir)
+    run(settings)
+    return settings
+
+
+def judged(settings: Settings, whole: Settings) -> bool:
+    """True if a run has the weights of the unbroken one."""
+    return same(*(weights(Path(made["output_dir"]), 6) for made in (settings, whole)))
+
+
+def test_it_learns_one_row_by_heart(settings: Settings) -> None:
     settings["data"]["sources"][0]["limit"] = 1
-    settings["train"] |= {"max_steps": 60, "lr": 0.05, "checkpoint_every": 100, "log_every": 10}
-    folder = run(settings, write_recipe)
+    settings["train"] |= {"max_steps": 24, "lr": 0.05, "checkpoint_every": 100, "log_every": 8}
+    folder = run(settings)
     losses = [line["loss"] for line in lines(folder, "train")]
     assert losses[-1] < 0.2 * losses[0], losses
     assert (folder / "head").is_dir() and (folder / "provenance.json").is_file() and (folder / "recipe.yaml").is_file()
@@ -32,40 +47,38 @@ def test_it_learns_one_row_by_heart(settings: Settings, write_recipe: WriteRecip
 def chat_source(tmp_path: Path) -> dict[str, Any]:
     """Answers of very different lengths, so that the rows of a step hold different numbers of labels."""
     records = [{"instruction": "say " + "so " * (n % 3), "response": "the sea " * (1 + 3 * (n % 4))} for n in range(16)]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return {"kind": "chat", "path": str(path)}
+    return write_chats(tmp_path / "chats.jsonl", records)
 
 
-def test_accumulation_is_the_same_step_cut_up(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+def test_accumulation_is_the_same_step_cut_up(settings: Settings, tmp_path: Path) -> None:
     settings["data"] = {"sources": [chat_source(tmp_path)], "context_length": 128}
     settings["train"] |= {"max_steps": 3, "batch_size": 4, "weight_decay": 0.1, "max_grad_norm": 0.5, "log_every": 1}
-    whole = run(settings, write_recipe)
+    whole = run(settings)
     settings["train"] |= {"batch_size": 1, "grad_accum": 4}
-    cut = run(settings | {"output_dir": str(tmp_path / "cut")}, write_recipe)
+    cut = run(settings | {"output_dir": str(tmp_path / "cut")})
     for name, tensor in weights(whole, 3).items():
         torch.testing.assert_close(weights(cut, 3)[name], tensor, rtol=1e-3, atol=1e-4)
     norms = [[line["grad_norm"] for line in lines(folder, "train")] for folder in (whole, cut)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-def test_bf16_keeps_float32_weights(settings: Settings, write_recipe: WriteRecipe) -> None:
+def test_bf16_keeps_float32_weights(settings: Settings) -> None:
     settings["train"] |= {"precision": "bf16", "max_steps": 2}
-    folder = run(settings, write_recipe)
+    folder = run(settings)
     assert {tensor.dtype for tensor in weights(folder, 2).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(("number", "optimizer"), [(signal.SIGTERM, "adamw"), (signal.SIGINT, "muon")])
 def test_an_interrupted_run_goes_on_bit_for_bit(
-    number: signal.Signals, optimizer: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path
+    number: signal.Signals, optimizer: str, settings: Settings, tmp_path: Path
 ) -> None:
     settings["train"] |= {"eval_every": 2, "warmup_steps": 2, "schedule": "wsd", "optimizer": optimizer}
-    unbroken = run(settings, write_recipe)
+    unbroken = run(settings)
     settings["output_dir"] = str(tmp_path / "broken")
     with signal_at(3, number), pytest.raises(Interrupted):
-        run(settings, write_recipe)
+        run(settings)
     assert (tmp_path / "broken/checkpoints/step-3").is_dir()
-    broken = run(settings, write_recipe)
+    broken = run(settings)
     for name in ("head", "optimizer"):
         assert same(*(weights(folder, 6, name) for folder in (unbroken, broken)))
     states = [json.loads((folder / "checkpoints/step-6/state.json").read_text()) for folder in (unbroken, broken)]
@@ -77,11 +90,11 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
 
 @pytest.mark.parametrize(("step", "text"), [(3, None), (6, '{"measured_step": 9}')])
 def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
-    step: int, text: str | None, settings: Settings, write_recipe: WriteRecipe
+    step: int, text: str | None, settings: Settings
 ) -> None:
     """A run is killed after its measurement at `step`; measured.json is absent or says nothing."""
     settings["train"] |= {"eval_every": 3, "keep_checkpoints": 9}
-    folder = run(settings, write_recipe)
+    folder = run(settings)
     records = [line | {"seconds": 0, "tokens_per_second": 0} for line in lines(folder)]
     final, recorded = weights(folder, 6), [read_state(path) for path in list_checkpoints(folder / "checkpoints")]
     for path in list_checkpoints(folder / "checkpoints"):
@@ -89,7 +102,7 @@ def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
             shutil.rmtree(path)
     measurement = folder / f"checkpoints/step-{step}/measured.json"
     measurement.unlink() if text is None else measurement.write_text(text)
-    run(settings, write_recipe)
+    run(settings)
     assert [line | {"seconds": 0, "tokens_per_second": 0} for line in lines(folder)] == records
     assert same(weights(folder, 6), final)
     for was, path in zip(recorded, list_checkpoints(folder / "checkpoints"), strict=True):
@@ -98,111 +111,90 @@ def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
     assert read_state(measurement.parent).measured_step == step
 
 
-def test_checkpoints_are_pruned_by_count(settings: Settings, write_recipe: WriteRecipe) -> None:
-    settings["train"] |= {"checkpoint_every": 1, "keep_checkpoints": 2}
-    folder = run(settings, write_recipe)
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-5", "step-6"]
-
-
-@pytest.fixture
-def epochs(settings: Settings) -> Settings:
-    """Three epochs in steps of 2 rows, with a warm-up for a long run."""
-    settings["train"] |= {"epochs": 3, "warmup_steps": 600}
-    del settings["train"]["max_steps"]
-    settings["data"]["context_length"] = 256
-    return settings
-
-
-def test_epochs_are_as_many_steps(
-    epochs: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also for a run that is broken off, begun again, and finished already."""
-    unbroken = run(epochs, write_recipe)
+def test_epochs_are_as_many_steps(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three epochs in steps of 2 rows, with a warm-up for a long run; also for a run that is begun again."""
+    epochs = settings | {"data": settings["data"] | {"context_length": 256}}
+    del epochs["train"]["max_steps"]
+    epochs["train"] |= {"epochs": 3, "warmup_steps": 600}
+    folder = run(epochs)
     said = capsys.readouterr().err
-    steps = load_recipe(unbroken / "recipe.yaml").train.steps
+    steps = load_recipe(folder / "recipe.yaml").train.steps
     rows = int(re.findall(r"(\d+) rows", said)[0])
     assert steps == math.ceil(3 * rows / 2) > 5
     assert re.search(rf"\n{rows} rows: {steps} steps of 512 tokens are 3(\.\d+)? epochs\n", said), said
     assert f"train.warmup_steps: 600 are more than a fifth of the run; the warm-up takes {steps // 5} step" in said
-    epochs["output_dir"] = str(tmp_path / "broken")
-    with signal_at(3), pytest.raises(Interrupted):
-        run(epochs, write_recipe)
-    assert same(*(weights(folder, steps) for folder in (unbroken, run(epochs, write_recipe))))
-    capsys.readouterr()
-    run(epochs, write_recipe)
+    run(epochs)
     assert f"finished already, {steps} steps" in capsys.readouterr().err
     for change, fault in (({"epochs": 5}, rf"train\.max_steps was {steps}, is "), ({"lr": 0.02}, "was 0.01, is 0.02")):
         with pytest.raises(UserError, match=fault):
-            run(epochs | {"train": epochs["train"] | change}, write_recipe)
+            run(epochs | {"train": epochs["train"] | change})
 
 
-def test_more_than_a_thousand_epochs_are_a_mistake(settings: Settings, write_recipe: WriteRecipe) -> None:
+def test_more_than_a_thousand_epochs_are_a_mistake(settings: Settings) -> None:
     settings["data"] |= {"sources": [settings["data"]["sources"][0] | {"limit": 1}], "context_length": 256}
     settings["train"]["max_steps"] = 501
     with pytest.raises(
         UserError,
         match=r"501 steps of 512 tokens read 1 text 1,002 times, .* give train\.epochs=10, or train\.max_steps=500 at",
     ):
-        run(settings, write_recipe)
+        run(settings)
 
 
-def test_the_recipe_as_resolved_has_the_heads_defaults(settings: Settings, write_recipe: WriteRecipe) -> None:
-    folder = run(settings, write_recipe)
+def test_the_recipe_as_resolved_has_the_heads_defaults(whole: Settings) -> None:
+    folder = Path(whole["output_dir"])
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-4", "step-6"]
     resolved = load_recipe(folder / "recipe.yaml")
     assert (resolved.head.depth, resolved.head.draft_vocab_size, resolved.head.loss) == (2, 128, "labels")
     assert train(folder / "recipe.yaml").recipe == resolved, "the same run"
-    settings["head"]["depth_decay"] = 0.5
     with pytest.raises(UserError, match=r"head\.depth_decay was 0\.8, is 0\.5"):
-        run(settings, write_recipe)
+        run(whole | {"head": whole["head"] | {"depth_decay": 0.5}})
 
 
-def test_other_data_is_refused(settings: Settings, write_recipe: WriteRecipe) -> None:
+def test_other_data_is_refused(settings: Settings) -> None:
     with signal_at(1), pytest.raises(Interrupted):
-        run(settings, write_recipe)
+        run(settings)
     data = Path(settings["data"]["sources"][0]["path"])
     data.write_text(data.read_text().replace("sea", "tea", 1))
     with pytest.raises(UserError, match="other data"):
-        run(settings, write_recipe)
+        run(settings)
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
-    log_every: int, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path
+    log_every: int, settings: Settings, whole: Settings
 ) -> None:
     settings["train"] |= {"log_every": log_every, "eval_every": 3}
-    unbroken = run(settings, write_recipe)
-    settings["output_dir"] = str(tmp_path / "broken")
     with nan_at(5), pytest.raises(UserError, match=r"not finite at step 5: .* the same command goes on"):
-        run(settings, write_recipe)
-    assert sorted(path.name for path in (tmp_path / "broken/checkpoints").iterdir()) == ["step-3", "step-4"]
-    assert same(weights(run(settings, write_recipe), 6), weights(unbroken, 6))
+        run(settings)
+    assert sorted(path.name for path in Path(settings["output_dir"], "checkpoints").iterdir()) == ["step-3", "step-4"]
+    run(settings)
+    assert judged(settings, whole)
 
 
-def test_a_full_disk_loses_nothing(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    unbroken = run(settings, write_recipe)
-    settings["output_dir"] = str(tmp_path / "full")
+def test_a_full_disk_loses_nothing(settings: Settings, whole: Settings) -> None:
     with full_disk(4), pytest.raises(UserError, match=r"no space left .* step 4; step-2 is intact"):
-        run(settings, write_recipe)
-    assert [path.name for path in (tmp_path / "full/checkpoints").iterdir()] == ["step-2"]
-    assert same(weights(run(settings, write_recipe), 6), weights(unbroken, 6))
+        run(settings)
+    assert [path.name for path in Path(settings["output_dir"], "checkpoints").iterdir()] == ["step-2"]
+    run(settings)
+    assert judged(settings, whole)
 
 
 @pytest.mark.parametrize("name", ["head.safetensors", "manifest.json"])
 def test_a_broken_checkpoint_is_passed_over(
-    name: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, whole: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unbroken = run(settings, write_recipe)
-    expected = weights(unbroken, 6)
-    shutil.rmtree(unbroken / "head")
-    file = unbroken / "checkpoints/step-6" / name
+    folder = Path(shutil.copytree(whole["output_dir"], tmp_path / "broken"))
+    shutil.rmtree(folder / "head")
+    file = folder / "checkpoints/step-6" / name
     file.write_bytes(file.read_bytes()[:-10])
-    run(settings, write_recipe)
+    broken = whole | {"output_dir": str(folder)}
+    run(broken)
     said = capsys.readouterr().err
     assert "warning:" in said and "step-6" in said and "resumed from" in said
-    assert same(weights(unbroken, 6), expected)
+    assert judged(broken, whole)
 
 
-def test_tensorboard_has_the_figures(settings: Settings, write_recipe: WriteRecipe) -> None:
+def test_tensorboard_has_the_figures(settings: Settings) -> None:
     pytest.importorskip("tensorboard")
     settings["tracking"] = {"tensorboard": True}
-    assert list((run(settings, write_recipe) / "tensorboard").rglob("events.out.tfevents.*"))
+    assert list((run(settings) / "tensorboard").rglob("events.out.tfevents.*"))

@@ -14,7 +14,7 @@ from eval.measure.command import exit_status
 from scripts import stitch
 from tests.conftest import make_tiny_tokenizer
 from tests.native_mtp import make_multimodal, shard, write_native
-from tests.runs import Settings, WriteRecipe
+from tests.runs import Settings, write_recipe
 from train.entry import attempt
 
 SHORT = ["--num-prompts", "2", "--max-new-tokens", "8"]
@@ -29,9 +29,7 @@ def measure(head: Path, out: Path, target: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["glm", "hybrid", "multimodal"])
-def test_the_whole_way(
-    form: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_whole_way(form: str, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, out = tmp_path / "target", tmp_path / "stitched"
     write_native(target, "hybrid_fused" if form == "multimodal" else form, dtype=torch.bfloat16)
     if form == "multimodal":

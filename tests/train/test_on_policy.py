@@ -15,7 +15,7 @@ from heads.targets.load import load_target, load_tokenizer
 from tests.chats import reader_of
 from tests.faults import signal_at
 from tests.refusals import refused
-from tests.runs import BLOCK, Settings, WriteRecipe, same, weights
+from tests.runs import BLOCK, Settings, same, weights, write_recipe
 from tests.runs import train_in as run
 from train.core.interrupts import Interrupted
 from train.data.on_policy import Samples
@@ -40,10 +40,10 @@ ON_POLICY = {"every": 2, "prompts": 6, "samples": 4, "prompt_tokens": 8, "new_to
     ],
 )
 def test_a_run_learns_from_the_runtimes_rounds_and_goes_on_bit_for_bit(
-    kind: str, head: Settings, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, tiny_target_dir: Path
+    kind: str, head: Settings, settings: Settings, tmp_path: Path, tiny_target_dir: Path
 ) -> None:
     settings["head"], settings["data"]["on_policy"] = {"kind": kind, **head}, ON_POLICY
-    recipe, folder = write_recipe(settings), run(settings, write_recipe)
+    recipe, folder = write_recipe(settings), run(settings)
 
     # What the runtime decodes with the weights of step 4.
     target = load_target(str(tiny_target_dir))
@@ -89,8 +89,8 @@ def test_a_run_learns_from_the_runtimes_rounds_and_goes_on_bit_for_bit(
     for step in (2, 4):
         (left / f"step-{step}.jsonl").write_text("[[7], [7, 7]]\n" * 4)
     with signal_at(3), pytest.raises(Interrupted):
-        run(settings, write_recipe)
-    broken = run(settings, write_recipe)
+        run(settings)
+    broken = run(settings)
     assert same(weights(folder, 6), weights(broken, 6))
 
 

@@ -1,13 +1,12 @@
 """The data of a recipe as it is printed, and what a run makes of it."""
 
-import json
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from tests.chats import reader_of
-from tests.runs import Settings, WriteRecipe, train_in
+from tests.chats import reader_of, write_chats
+from tests.runs import Settings, train_in, write_recipe
 from tests.train.data.test_chats import TALK
 from train import preview
 from train.data.sources import ChatSource, read_source
@@ -17,14 +16,11 @@ from train.data.sources import ChatSource, read_source
 def chats(settings: Settings, tmp_path: Path) -> Settings:
     """A recipe on twenty conversations, one of them unusable."""
     records = [{"messages": TALK[1:]}] * 19 + [{"messages": TALK[1:2]}]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    settings["data"]["sources"] = [{"kind": "chat", "path": str(tmp_path / "chats.jsonl")}]
+    settings["data"]["sources"] = [write_chats(tmp_path / "chats.jsonl", records)]
     return settings
 
 
-def test_conversations_are_shown_with_what_is_trained_on(
-    chats: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conversations_are_shown_with_what_is_trained_on(chats: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     assert preview.main([str(write_recipe(chats))]) == 0
     said = capsys.readouterr().out
     assert said.count("<s><|user|>hi<|assistant|>⟦the sea</s>⟧<|user|>and<|assistant|>⟦sand</s>⟧\n") == 1
@@ -36,10 +32,10 @@ def test_conversations_are_shown_with_what_is_trained_on(
     assert "data.regenerate: 20 conversations to answer\n" in said  # the one without an answer, too
 
 
-def test_a_run_takes_up_what_the_preview_tokenised(chats: Settings, write_recipe: WriteRecipe, own_cache: Path) -> None:
+def test_a_run_takes_up_what_the_preview_tokenised(chats: Settings, own_cache: Path) -> None:
     preview.main([str(write_recipe(chats))])
     before = {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")}
-    train_in(chats, write_recipe)
+    train_in(chats)
     assert before == {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")}
 
 

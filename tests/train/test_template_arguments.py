@@ -9,8 +9,9 @@ import pytest
 from eval import bench, chat
 from eval.measure.command import exit_status, template_arguments
 from heads.targets.load import load_tokenizer
+from tests.chats import talk, write_chats
 from tests.conftest import CHAT_TEMPLATE
-from tests.runs import Settings, WriteRecipe, measured_run, the_error
+from tests.runs import Settings, measured_run, the_error, write_recipe
 from train.entry import attempt
 from train.open_run import read_recipe
 
@@ -29,26 +30,24 @@ def target(tiny_target_dir: Path, tmp_path: Path) -> Path:
 
 
 def test_a_head_is_measured_with_the_arguments_that_it_was_trained_with(
-    target: Path, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Path, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = [{"role": "user", "content": "the sea"}, {"role": "assistant", "content": "ten so the sea is near"}]
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text((json.dumps({"messages": talk}) + "\n") * 8)
+    chats = write_chats(tmp_path / "chats.jsonl", [{"messages": talk("the sea", "ten so the sea is near")}] * 8)
     settings["target"]["path"] = str(target)
-    settings["data"] |= {"sources": [{"kind": "chat", "path": str(chats)}], "template": {"calm": True}}
+    settings["data"] |= {"sources": [chats], "template": {"calm": True}}
     settings["train"]["max_steps"] = 2
-    run, own = measured_run("medusa", settings, write_recipe)
+    run, own = measured_run("medusa", settings)
     assert own["target"]["template"] == {"calm": True}
 
     def measured(*options: str) -> tuple[str, object]:
         out = tmp_path / f"out{len(options)}"
         words = [str(run), "--prompts", settings["eval"]["prompts"], "--max-new-tokens", "8", "--tree", "chain:2"]
-        assert exit_status(lambda: bench.main([*words, "--repeats", "1", "--out", str(out), *options])) == 0
-        results = json.loads((out / "results.json").read_text())
+        assert exit_status(lambda: bench.main([*words, "--no-timing", "--out", str(out), *options])) == 0
+        results = json.loads((out / "audit.json").read_text())
         return results["settings"]["prompts_hash"], results["target"]["template"]
 
-    assert measured() == (own["settings"]["prompts_hash"], {"calm": True})
-    assert measured("--template", "calm=true") == measured()
+    as_trained = own["settings"]["prompts_hash"], {"calm": True}
+    assert measured() == measured("--template", "calm=true") == as_trained
     assert "trained with" not in capsys.readouterr().err
     without, arguments = measured("--template", "", "--seed", "1")
     assert f"{run}: was trained with template arguments {{'calm': True}}, and is given {{}}" in capsys.readouterr().err
@@ -67,7 +66,7 @@ def test_arguments_as_they_are_typed() -> None:
 
 
 def test_an_argument_that_the_template_does_not_read(
-    target: Path, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Path, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A recipe's is left out, the command line's is an error, and both are said before weights are loaded."""
     (target / "model.safetensors").unlink()

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from eval.measure.acceptance import acceptance_profile, load_test
 
 
@@ -35,10 +33,3 @@ def test_trees_and_block_verification_have_no_profile(results: dict[str, Any]) -
     assert trees and acceptance_profile(results | {"measurements": trees}) is None
     block = [m | {"rule": "block"} for m in results["measurements"]]
     assert acceptance_profile(results | {"measurements": block}) is None
-
-
-def test_tau_is_of_all_rounds_and_its_per_request_mean_of_each_prompts(results: dict[str, Any]) -> None:
-    chain = results["measurements"][0]
-    rounds = sum(chain["accepted_histogram"])
-    tokens = sum((n + 1) * count for n, count in enumerate(chain["accepted_histogram"]))
-    assert chain["tau"]["mean"] == pytest.approx(tokens / rounds) and chain["tau"]["per_request"] >= 1

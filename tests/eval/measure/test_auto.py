@@ -14,6 +14,7 @@ from eval.pages.format import search_line
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.targets.model import FrozenTarget
+from tests.eval.conftest import altered
 
 
 def test_the_faster_half_stays_and_is_looked_at_on_twice_as_many_prompts(
@@ -47,8 +48,9 @@ def test_a_look_decodes_a_few_prompts_with_every_draft(
 
 
 def test_only_what_a_head_drafts_is_looked_at(
-    tiny_target: FrozenTarget, pair_head: Any, small_head: Any, tiny_prompts: list[Prompt]
+    tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]
 ) -> None:
+    small_head = altered(pair_head, deepest=2)
     search = search_drafts(tiny_target, small_head, tiny_prompts, 0.0, BenchSettings())
     assert [str(shape) for shape in search.finalists] == ["chain:1", "chain:2", "tree:2x2x7"] and not search.looks
     assert len(search.finalists) < FINALISTS, "so few need no look"

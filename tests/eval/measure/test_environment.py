@@ -15,7 +15,6 @@ CPU = torch.device("cpu")
     [
         ([0.0, 0.0], 2, None),
         ([100.0, 20.0], 2, "other processes use 1.2 of the 2 cores on which 2 threads are to run here"),
-        ([100.0, 100.0], 2, "other processes use 2.0 of the 2 cores"),
         ([100.0, 100.0], 1, None),  # one thread waits for no other
     ],
 )

@@ -1,6 +1,6 @@
 """Records as the projects that train on them have them, and the conversations that they are.
 
-`CASES` is a table: the record, its turns, the name of its form, and the columns that are not read.
+`CASES` is a table by the name of the form: the record, its turns, and the columns that are not read.
 """
 
 from typing import Any
@@ -13,165 +13,93 @@ from eval.measure.records import RecordError
 U, A = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 HUMAN, GPT = {"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}
 TALK = "user hi, assistant ho"
+BE = {"from": "system", "value": "be"}
 LOOK = '{"name": "look", "arguments": {"at": "sea"}}'
+HERMES = f"<tool_call>{LOOK}</tool_call>"  # which stays text
+FUNCTION = {"name": "look", "arguments": "{}"}
 TOOL = {"name": "look", "parameters": {}}
 
-CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
+CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     # OpenAI, TRL, SmolTalk, UltraChat's 200k
-    "messages": ({"messages": [U, A], "source": "x"}, TALK, "messages", "source"),
-    "messages with the prompt again": (
-        {"prompt": "hi", "prompt_id": "7", "messages": [U, A]},
-        TALK,
-        "messages",
-        "prompt prompt_id",
-    ),
-    "OpenAI's developer": (
-        {"messages": [{"role": "developer", "content": "be"}, U, A]},
-        f"system be, {TALK}",
-        "messages",
-        "",
-    ),
-    "OpenAI's function_call": (
-        {"messages": [U, {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}}]},
-        "user hi, assistant look({})",
-        "messages",
-        "",
-    ),
-    "OpenAI's preferences": (
-        {"input": {"messages": [U]}, "preferred_output": [A], "non_preferred_output": [U]},
-        TALK,
-        "preferences (input, preferred_output)",
-        "non_preferred_output",
-    ),
-    "content of strings and text parts": (
-        {"messages": [{"role": "user", "content": ["Hello,", {"type": "text", "text": " I am"}]}, A]},
-        "user Hello, I am, assistant ho",
-        "messages",
-        "",
-    ),
-    # ShareGPT, FastChat, SlimOrca, LLaMA-Factory, Hermes
-    "ShareGPT": ({"id": "1", "conversations": [HUMAN, GPT]}, TALK, "ShareGPT (conversations)", "id"),
-    "a system column": (
-        {"conversations": [HUMAN, GPT], "system": "be"},
-        f"system be, {TALK}",
-        "ShareGPT (conversations)",
-        "",
-    ),
-    "the same system prompt twice": (
-        {"conversations": [{"from": "system", "value": "be"}, HUMAN, GPT], "system_prompt": "be"},
-        f"system be, {TALK}",
-        "ShareGPT (conversations)",
-        "",
-    ),
-    "leading answers": (
-        {"conversations": [{"from": "system", "value": "be"}, GPT, GPT, HUMAN, GPT]},
-        f"system be, {TALK}",
-        "ShareGPT (conversations)",
-        "",
-    ),
-    "calls and observations": (
-        {
-            "conversations": [
-                HUMAN,
-                {"from": "function_call", "value": LOOK},
-                {"from": "observation", "value": "blue"},
-                GPT,
-            ]
-        },
-        "user hi, assistant look({'at': 'sea'}), tool blue, assistant ho",
-        "ShareGPT (conversations)",
-        "",
-    ),
-    "Hermes' calls are text": (
-        {"conversations": [HUMAN, {"from": "gpt", "value": f"<tool_call>{LOOK}</tool_call>"}], "category": "x"},
-        f"user hi, assistant <tool_call>{LOOK}</tool_call>",
-        "ShareGPT (conversations)",
-        "category",
-    ),
-    "LLaMA-Factory's preferences": (
-        {"conversations": [HUMAN], "chosen": GPT, "rejected": HUMAN},
-        TALK,
-        "preferences (conversations, chosen)",
-        "rejected",
-    ),
-    "LMSYS": ({"conversation": [U, A], "model": "x"}, TALK, "LMSYS (conversation)", "model"),
-    "UltraChat": (
-        {"id": "0", "data": ["hi", "ho", "and", "no"]},
-        f"{TALK}, user and, assistant no",
-        "UltraChat (data)",
-        "id",
-    ),
-    # a question and its answer
-    "Alpaca": (
-        {
-            "instruction": "And 3?",
-            "input": "",
-            "output": "7",
-            "system": "Be brief.",
-            "history": [["Add 2 and 2.", "4"]],
-        },
-        "system Be brief., user Add 2 and 2., assistant 4, user And 3?, assistant 7",
-        "Alpaca (instruction, output)",
-        "",
-    ),
-    "Alpaca's input": (
-        {"instruction": "Add", "input": "2", "output": "4"},
-        "user Add\n\n2, assistant 4",
-        "Alpaca (instruction, output)",
-        "",
-    ),
-    "Orca": (
-        {"system_prompt": "Be a pirate.", "question": "hi", "response": "ho"},
-        f"system Be a pirate., {TALK}",
-        "Orca (question, response)",
-        "",
-    ),
-    "Dolly": (
-        {"instruction": "hi", "context": "x", "response": "ho"},
-        TALK,
-        "question and answer (instruction, response)",
-        "context",
-    ),
-    "a text under a name of turns": (
-        {"instruction": "hi", "response": "ho", "data": "x", "conversation": "y"},
-        TALK,
-        "question and answer (instruction, response)",
-        "data conversation",
-    ),
-    "an input behind turns": (
-        {"prompt": [U], "input": "2", "completion": [A]},
-        TALK,
-        "TRL (prompt, completion)",
-        "input",
-    ),
-    "text and turns of the same": (
-        {"instruction": "hi", "response": "ho", "conversations": [HUMAN, GPT, HUMAN, GPT]},
-        f"{TALK}, {TALK}",
-        "ShareGPT (conversations)",
-        "",
-    ),
-    "columns that are empty": (
-        {"messages": None, "conversations": [], "prompt": "", "question": "hi", "answer": "ho", "tools": "[]"},
-        TALK,
-        "question and answer (question, answer)",
-        "",
-    ),
-    # TRL
-    "prompt and completion": (
-        {"prompt": "hi", "completion": "ho", "label": True},
-        TALK,
-        "TRL (prompt, completion)",
-        "",
-    ),
-    "prompt and completion as turns": ({"prompt": [U], "completion": [A]}, TALK, "TRL (prompt, completion)", ""),
-    "preferences": ({"prompt": [U], "chosen": [A], "rejected": [U]}, TALK, "preferences (prompt, chosen)", "rejected"),
-    "preferences with the prompt again": (
-        {"prompt": "hi", "chosen": [U, A], "rejected": [U, U], "messages": [U, A]},
-        TALK,
-        "messages",
-        "rejected",
-    ),
-    "preferences without a prompt": ({"chosen": [U, A], "rejected": [U, U]}, TALK, "preferences (chosen)", "rejected"),
+    "messages": [
+        ({"messages": [U, A], "source": "x"}, TALK, "source"),
+        ({"prompt": "hi", "prompt_id": "7", "messages": [U, A]}, TALK, "prompt prompt_id"),
+        ({"messages": [{"role": "developer", "content": "be"}, U, A]}, f"system be, {TALK}", ""),
+        ({"messages": [U, {**A, "content": None, "function_call": FUNCTION}]}, "user hi, assistant look({})", ""),
+        (
+            {"messages": [{**U, "content": ["hi,", {"type": "text", "text": " you"}]}, A]},
+            "user hi, you, assistant ho",
+            "",
+        ),
+        ({"prompt": "hi", "chosen": [U, A], "rejected": [U, U], "messages": [U, A]}, TALK, "rejected"),
+    ],
+    "preferences (input, preferred_output)": [
+        (
+            {"input": {"messages": [U]}, "preferred_output": [A], "non_preferred_output": [U]},
+            TALK,
+            "non_preferred_output",
+        ),
+    ],
+    # FastChat, SlimOrca, LLaMA-Factory, Hermes
+    "ShareGPT (conversations)": [
+        ({"id": "1", "conversations": [HUMAN, GPT]}, TALK, "id"),
+        ({"conversations": [HUMAN, GPT], "system": "be"}, f"system be, {TALK}", ""),
+        ({"conversations": [BE, HUMAN, GPT], "system_prompt": "be"}, f"system be, {TALK}", ""),
+        ({"conversations": [BE, GPT, GPT, HUMAN, GPT]}, f"system be, {TALK}", ""),
+        (
+            {
+                "conversations": [
+                    HUMAN,
+                    {"from": "function_call", "value": LOOK},
+                    {"from": "observation", "value": "3"},
+                    GPT,
+                ]
+            },
+            "user hi, assistant look({'at': 'sea'}), tool 3, assistant ho",
+            "",
+        ),
+        (
+            {"conversations": [HUMAN, {**GPT, "value": HERMES}], "category": "x"},
+            f"user hi, assistant {HERMES}",
+            "category",
+        ),
+        ({"instruction": "hi", "response": "ho", "conversations": [HUMAN, GPT] * 2}, f"{TALK}, {TALK}", ""),
+    ],
+    "preferences (conversations, chosen)": [
+        ({"conversations": [HUMAN], "chosen": GPT, "rejected": HUMAN}, TALK, "rejected"),
+    ],
+    "LMSYS (conversation)": [({"conversation": [U, A], "model": "x"}, TALK, "model")],
+    "UltraChat (data)": [({"id": "0", "data": ["hi", "ho", "and", "no"]}, f"{TALK}, user and, assistant no", "id")],
+    "Alpaca (instruction, output)": [
+        (
+            {"instruction": "And?", "input": "", "output": "no", "system": "be", "history": [["hi", "ho"]]},
+            f"system be, {TALK}, user And?, assistant no",
+            "",
+        ),
+        ({"instruction": "Add", "input": "2", "output": "4"}, "user Add\n\n2, assistant 4", ""),
+    ],
+    "Orca (question, response)": [
+        ({"system_prompt": "be", "question": "hi", "response": "ho"}, f"system be, {TALK}", "")
+    ],
+    # Dolly
+    "question and answer (instruction, response)": [
+        ({"instruction": "hi", "context": "x", "response": "ho"}, TALK, "context"),
+        ({"instruction": "hi", "response": "ho", "data": "x", "conversation": "y"}, TALK, "data conversation"),
+    ],
+    "question and answer (question, answer)": [
+        (
+            {"messages": None, "conversations": [], "prompt": "", "tools": "[]", "question": "hi", "answer": "ho"},
+            TALK,
+            "",
+        ),
+    ],
+    "TRL (prompt, completion)": [
+        ({"prompt": "hi", "completion": "ho", "label": True}, TALK, ""),
+        ({"prompt": [U], "completion": [A]}, TALK, ""),
+        ({"prompt": [U], "input": "2", "completion": [A]}, TALK, "input"),
+    ],
+    "preferences (prompt, chosen)": [({"prompt": [U], "chosen": [A], "rejected": [U]}, TALK, "rejected")],
+    "preferences (chosen)": [({"chosen": [U, A], "rejected": [U, U]}, TALK, "rejected")],
 }
 
 
@@ -183,14 +111,16 @@ def turns_of(chat: Chat) -> str:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_forms_of_a_record(case: str) -> None:
-    record, turns, form, unread = CASES[case]
-    chat = read_chat(("f:1", record))
-    assert (turns_of(chat), chat.form, " ".join(chat.unread)) == (turns, form, unread)
-    assert chat.notes == (("records begin with an answer, which is dropped",) if case == "leading answers" else ())
+@pytest.mark.parametrize("form", CASES)
+def test_the_forms_of_a_record(form: str) -> None:
+    for record, turns, unread in CASES[form]:
+        chat = read_chat(("f:1", record))
+        assert (turns_of(chat), chat.form, " ".join(chat.unread)) == (turns, form, unread)
+        leads = record.get("conversations", [])[:2] == [BE, GPT]
+        assert chat.notes == (("records begin with an answer, which is dropped",) if leads else ())
 
 
+TWO = "two that differ, in "
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"text": "x"},
@@ -198,34 +128,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": "hi"}, "messages: expected a list of turns, got 'hi'"),
     ({"messages": []}, "messages: expected a list of turns"),
-    (
-        {"messages": [U, A], "question": "hi", "answer": "no"},
-        "two that differ, in messages and in question with answer",
-    ),
-    (
-        {"question": "hi", "answer": "ho", "response": "no"},
-        "two that differ, in question with response and in question",
-    ),
-    ({"messages": [U, A], "chosen": [U, {**A, "content": "no"}]}, "two that differ, in messages with chosen"),
-    ({"prompt": "no", "chosen": [U, A]}, "two that differ, in prompt with chosen"),
-    (
-        {"messages": [{**U, "role": "system"}, U, A], "system": "be"},
-        "one system prompt, got two that differ, in system and",
-    ),
-    ({"messages": [U, A], "system": "be", "system_prompt": "me"}, "two that differ, in system and in system_prompt"),
+    ({"messages": [U, A], "question": "hi", "answer": "no"}, f"{TWO}messages and in question with answer"),
+    ({"question": "hi", "answer": "ho", "response": "no"}, f"{TWO}question with response and in question"),
+    ({"messages": [U, A], "chosen": [U, {**A, "content": "no"}]}, f"{TWO}messages with chosen"),
+    ({"prompt": "no", "chosen": [U, A]}, f"{TWO}prompt with chosen"),
+    ({"messages": [{**U, "role": "system"}, U, A], "system": "be"}, f"one system prompt, got {TWO}system and"),
+    ({"messages": [U, A], "system": "be", "system_prompt": "me"}, f"{TWO}system and in system_prompt"),
     ({"instruction": "hi", "output": "ho", "history": "hi"}, "history: expected a list of pairs of a question and its"),
     ({"instruction": "hi", "output": "ho", "history": [["hi"]]}, "history: expected a list of pairs"),
     ({"instruction": "hi", "output": "ho", "history": [U, A]}, "history: expected a list of pairs"),
     ({"prompt": "hi", "completion": "ho", "label": False}, "its label says that its answer is bad"),
-    (
-        {"messages": [U, {"role": "boss", "content": "ho"}]},
-        r"messages\[1\]: expected a role of user, assistant, system",
-    ),
-    ({"messages": [U, {"role": "assistant", "content": 3}]}, r"messages\[1\]: expected text, got 3"),
-    (
-        {"messages": [{"role": "user", "content": ["a", {"type": "image"}]}, A]},
-        "images and other media are not supported",
-    ),
+    ({"messages": [U, {**A, "role": "boss"}]}, r"messages\[1\]: expected a role of user, assistant, system"),
+    ({"messages": [U, {**A, "content": 3}]}, r"messages\[1\]: expected text, got 3"),
+    ({"messages": [{**U, "content": ["a", {"type": "image"}]}, A]}, "images and other media are not supported"),
     ({"conversations": [HUMAN, {"from": "function_call", "value": "look"}]}, "expected a call as JSON with name and"),
     ({"messages": [U, A], "tools": "look"}, "tools: expected JSON, got 'look'"),
     ({"messages": [U, A], "tools": TOOL}, "tools: expected a list"),
@@ -241,12 +156,8 @@ def test_a_record_that_is_none_of_them_is_one_line(record: dict[str, Any], fault
 
 def test_tools_have_the_form_of_the_protocol() -> None:
     whole = {"type": "function", "function": TOOL}
-    for given in (
-        {"tools": [TOOL]},
-        {"tools": [whole]},
-        {"functions": [TOOL]},
-        {"tools": '[{"name": "look", "parameters": {}}]'},
-    ):
+    written = '[{"name": "look", "parameters": {}}]'
+    for given in ({"tools": [TOOL]}, {"tools": [whole]}, {"functions": [TOOL]}, {"tools": written}):
         assert read_chat(("f:1", {"messages": [U, A], **given})).tools == [whole]
     nothing: Any
     for nothing in ([], None, "", "null", "[]"):

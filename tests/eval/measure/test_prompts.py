@@ -9,15 +9,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eval.measure.prompts import (
-    Prompt,
-    follow_up,
-    held_out_prompts,
-    load_prompts,
-    prompts_hash,
-    split_prompts,
-    windows,
-)
+from eval.measure.prompts import Prompt, follow_up, held_out_prompts, load_prompts, prompts_hash, split_prompts, windows
 from eval.measure.python_source import read_split
 from heads.core.errors import UserError
 

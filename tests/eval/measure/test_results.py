@@ -14,11 +14,7 @@ from eval.measure.command import exit_status
 from eval.measure.figures import pieces, pooled_exactness
 from eval.measure.results import read_results, write_record
 from eval.measure.speedup_checks import headline
-from eval.pages.format import (
-    audit_line,
-    exact_cell,
-    is_exact,
-)
+from eval.pages.format import audit_line, exact_cell, is_exact
 from eval.runtime.engine import Output
 from heads.core.errors import UserError
 from tests.faults import small_files
@@ -35,14 +31,8 @@ def test_pieces_know_their_round_and_who_made_them(tiny_tokenizer: PreTrainedTok
     assert [piece["round"] for piece in found] == [0, 1, 1, 1, 2, 2]
     assert [piece["drafted"] for piece in found] == [False, True, True, False, True, False]
     assert "".join(piece["text"] for piece in found) == "abcdefg"
-
-
-def test_a_cut_round_ends_on_a_drafted_piece(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    tokens = list(tiny_tokenizer("abcfg")["input_ids"])
-    assert [piece["drafted"] for piece in pieces(output(tokens, [1, 2]), tiny_tokenizer)] == [
-        *(False, True, False),
-        *(True, True),
-    ]
+    cut = pieces(output(list(tiny_tokenizer("abcfg")["input_ids"]), [1, 2]), tiny_tokenizer)
+    assert [piece["drafted"] for piece in cut] == [False, True, False, True, True], "a cut round ends on a drafted one"
 
 
 def measurement(tree: str, temperature: float, speed: float | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from heads.targets.model import FrozenTarget
 from tests.answering import QuietHandler, QuietServer
 from tests.eval.conftest import Bench, PairConfig, PairHead
 
+pytestmark = pytest.mark.usefixtures("without_charts")
 DEPTH, NEW = 3, 12
 
 
@@ -36,7 +37,7 @@ class Speculating(QuietServer):
         """`tells`: vLLM says each answer's rounds with it."""
         self.algorithm, self.draft_tokens = "EAGLE3", DEPTH + 1
         """What SGLang says of its draft."""
-        self.fault: Callable[[int], int | None] = lambda number: None
+        self.fault: Callable[[Speculating, int], int | None] = lambda server, number: None
         """Returns a status that replaces answer `number`, 0 to hang up, or None."""
         self.said = b"so"
         """Body of such a status."""
@@ -76,7 +77,7 @@ class Handler(QuietHandler):
         server, body = self.server, self.body()
         with server.lock:
             server.asked += 1
-            if (status := server.fault(server.asked - 1)) is not None:
+            if (status := server.fault(server, server.asked - 1)) is not None:
                 if status:
                     self.send(status, server.said)
                 return
@@ -153,13 +154,11 @@ def measure(served: Speculating, prompts: Path, out: Path, *more: str) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("engine", "algorithm", "temperature"),
-    [("vllm", "", 0.0), ("vllm", "", 1.0), ("sglang", "EAGLE3", 0.0), ("sglang", "DFLASH", 0.0)],
+    ("temperature", "servers"), [(0.0, ["vllm", "sglang EAGLE3", "sglang DFLASH"]), (1.0, ["vllm"])]
 )
 def test_a_served_head_measures_as_it_does_here(
-    engine: str,
-    algorithm: str,
     temperature: float,
+    servers: list[str],
     served: Speculating,
     head: PairHead,
     texts: Path,
@@ -167,27 +166,27 @@ def test_a_served_head_measures_as_it_does_here(
     bench: Bench,
     tiny_target: FrozenTarget,
 ) -> None:
-    served.engine, served.algorithm = engine, algorithm
     settings = {"trees": (f"chain:{DEPTH}",), "max_new_tokens": NEW, "temperatures": (temperature,)}
     bench(tmp_path, head, prompts=str(texts), **settings)
     here = json.loads((tmp_path / "results.json").read_text())
     assert here["tau"]["mean"] > 1.3 or temperature
     named = ("--target", tiny_target.name, "--temperature", str(temperature))
-    status, there = measure(served, texts, tmp_path / "bench/served", *named)
-    assert status == 0 and there["rule"] == ("server" if temperature else "match")
-    assert there["dtype"] == "its own dtype" and "float32" in there["command"]
-    exact = {"prompts": 6, "divergences": [], "near_ties": []}
-    assert there["exact"] == exact | (
-        {"identical": None, "against": "nothing"} if temperature else {"identical": 6, "against": "runtime"}
-    )
-    for figures, own in ((there, here), *((there["suites"][name], here["suites"][name]) for name in here["suites"])):
-        for name in ("alpha", "accepted_histogram", "loop_share", "undecoded"):
-            assert figures[name] == own[name]
-        for name in ("mean", "ci95", "per_request"):
-            assert figures["tau"][name] == pytest.approx(own["tau"][name])
-    assert there["settings"]["prompts_hash"] == here["settings"]["prompts_hash"] and there["speedup"] is None
+    audited = {"identical": None, "against": "nothing"} if temperature else {"identical": 6, "against": "runtime"}
+    for server in servers:
+        served.engine, _, served.algorithm = server.partition(" ")
+        status, there = measure(served, texts, tmp_path / "bench" / server, *named)
+        assert status == 0 and there["rule"] == ("server" if temperature else "match")
+        assert there["dtype"] == "its own dtype" and "float32" in there["command"]
+        assert there["exact"] == {"prompts": 6, "divergences": [], "near_ties": []} | audited
+        suites = [(there["suites"][name], own) for name, own in here["suites"].items()]
+        for figures, own in ((there, here), *suites):
+            for name in ("alpha", "accepted_histogram", "loop_share", "undecoded"):
+                assert figures[name] == own[name]
+            for name in ("mean", "ci95", "per_request"):
+                assert figures["tau"][name] == pytest.approx(own["tau"][name])
+        assert there["settings"]["prompts_hash"] == here["settings"]["prompts_hash"] and there["speedup"] is None
     assert report.main([str(tmp_path)]) == 0
-    for page in (tmp_path, tmp_path / "bench/served"):
+    for page in (tmp_path, tmp_path / "bench" / servers[-1]):
         assert "Here and in the server" in (page / "report.html").read_text()
 
 
@@ -219,27 +218,16 @@ def test_a_plain_server_gives_speedup_and_texts(
         assert measure(served, texts, tmp_path / "c", "--plain-server", twin.url) == (2, {})
 
 
-def refuse(served: Speculating, **attributes: Any) -> None:
-    for name, value in attributes.items():
-        setattr(served, name, value)
-
-
-REFUSED: dict[str, tuple[Callable[[Speculating], None], str]] = {
-    "away": (lambda s: refuse(s, url="http://127.0.0.1:1"), "/v1/models: no answer"),
-    "another program": (lambda s: refuse(s, engine="llamacpp"), "expected vLLM or SGLang"),
-    "no speculation": (lambda s: refuse(s, speculates=False), "does not speculate"),
-    "no counters": (lambda s: refuse(s, counts=None), "has no counters"),
-    "status 500": (lambda s: refuse(s, fault=lambda n: 500 if n == 3 else None), "status 500"),
-    "hangs up": (lambda s: refuse(s, fault=lambda n: 0 if n == 3 else None), "no answer"),
-    "other requests": (
-        lambda s: refuse(s, fault=lambda n: s.counts.update(tokens=n == 3)),
-        "measure it while it has no",
-    ),
-    "rounds beyond K": (
-        lambda s: refuse(s, engine="sglang", draft_tokens=2),
-        "says that it drafts 1 tokens, and accepted",
-    ),
-    "another target": (lambda s: refuse(s, generate=lambda r: [[5]] * r.max_new_tokens), "is not that of"),
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "away": ({"url": "http://127.0.0.1:1"}, "/v1/models: no answer"),
+    "another program": ({"engine": "llamacpp"}, "expected vLLM or SGLang"),
+    "no speculation": ({"speculates": False}, "does not speculate"),
+    "no counters": ({"counts": None}, "has no counters"),
+    "status 500": ({"fault": lambda s, n: 500 if n == 3 else None}, "status 500"),
+    "hangs up": ({"fault": lambda s, n: 0 if n == 3 else None}, "no answer"),
+    "other requests": ({"fault": lambda s, n: s.counts.update(tokens=n == 3)}, "measure it while it has no"),
+    "rounds beyond K": ({"engine": "sglang", "draft_tokens": 2}, "says that it drafts 1 tokens, and accepted"),
+    "another target": ({"generate": lambda request: [[5]] * request.max_new_tokens}, "is not that of"),
 }
 
 
@@ -252,8 +240,8 @@ def test_a_server_that_cannot_be_measured_is_one_line_and_leaves_nothing(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    alter, words = REFUSED[case]
-    alter(served)
+    changes, words = REFUSED[case]
+    vars(served).update(changes)
     out = tmp_path / "out"
     named = ("--target", tiny_target.name) if case == "another target" else ()
     assert measure(served, texts, out, *named) == (2, {})
@@ -269,7 +257,7 @@ def test_the_key_is_nowhere_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "5ec2e7")
-    served.fault, served.said = lambda number: 400, b"x" * 197 + b"5ec2e7"
+    served.fault, served.said = lambda server, number: 400, b"x" * 197 + b"5ec2e7"
     assert measure(served, texts, tmp_path / "out") == (2, {})
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "(" + "x" * 197 + "...)" in line

@@ -36,7 +36,7 @@ def disturbed(rng: np.random.Generator, figures: dict[str, Any]) -> None:
 def test_no_printed_speedup_exceeds_tau(results: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
     stated, impossible, withheld = 0, 0, 0
-    for _ in range(500):
+    for _ in range(200):
         figures = copy.deepcopy(results["measurements"][0])
         disturbed(rng, figures)
         tau, true = figures["tau"]["mean"], figures["speedup"]["measured"]
@@ -50,7 +50,7 @@ def test_no_printed_speedup_exceeds_tau(results: dict[str, Any]) -> None:
         else:
             withheld += 1
             assert speedup_text(figures) in ("not measured: the machine was busy", "not measured: fewer than 64 tokens")
-    assert min(stated, impossible, withheld) > 50, (stated, impossible, withheld)
+    assert min(stated, impossible, withheld) > 20, (stated, impossible, withheld)
 
 
 @pytest.mark.parametrize("change", ["speedup", "predicted", "plain steps", "rounds", "tokens"])

@@ -146,3 +146,18 @@ def sum_over_tests(
         for n, part in enumerate(parts):
             part.index_add_(0, at % V**n, torch.where(accepted == n, weight, 0.0)[:, None] * distribution)
     return parts
+
+
+def chi_square(codes: Tensor, distribution: Tensor) -> tuple[float, float]:
+    """Return the statistic of `codes` against `distribution`, and the value that chance exceeds once in a million times
+    (Wilson and Hilferty's approximation). Cells that expect fewer than ten are taken together."""
+    expected = distribution * len(codes)
+    counts = torch.bincount(codes, minlength=len(distribution)).double()
+    rare = expected < 10
+    seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    due = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    kept = due > 1e-9
+    assert not seen[~kept].any(), "something came out that the distribution excludes"
+    free = int(kept.sum()) - 1
+    limit = free * (1 - 2 / (9 * free) + 4.75 * (2 / (9 * free)) ** 0.5) ** 3
+    return float(((seen - due) ** 2 / due)[kept].sum()), limit

@@ -1,19 +1,17 @@
 """The processed distribution equals a plain reference, draws follow it, and the noise is a pure function."""
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.distribution import RowSampling, log_distribution
+from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.targets.gumbel import gumbel
 from tests.closeness import assert_close
+from tests.eval.runtime.enumeration import chi_square
 
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
-CHI_SQUARE_999 = {5: 20.5, 7: 24.3, 11: 31.3, 15: 37.7}  # 99.9% quantiles by degrees of freedom
 
 
 def rows_of(*samplings: Sampling) -> RowSampling:
@@ -74,15 +72,6 @@ def test_a_mixed_batch_follows_each_rows_own_distribution() -> None:
     assert torch.equal(distribution[-1], torch.nn.functional.one_hot(logits[-1].argmax(-1), 17).float())
 
 
-def test_filters_that_are_off_change_no_bit() -> None:
-    logits = torch.randn(2, 4, 33)
-    off = torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.zeros(2)
-    warm = torch.tensor([0.7, 1.3])
-    assert torch.equal(
-        log_distribution(logits, warm, *off, filtered=True), log_distribution(logits, warm, *off, filtered=False)
-    )
-
-
 def test_ties_are_cut_at_the_lowest_ids() -> None:
     rows = rows_of(Sampling(temperature=1.0, top_k=2))
     distribution = rows.log_distribution(torch.tensor([[[1.0, 3.0, 3.0, 3.0]]])).exp()
@@ -104,14 +93,8 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     logits = torch.linspace(-1.5, 2.0, V)[torch.randperm(V, generator=torch.Generator().manual_seed(3))]
     rows = rows_of(*(Sampling(**{**vars(sampling), "seed": 1000 + i}) for i in range(seeds)))
     chosen = rows.choose(logits.expand(seeds, positions, V), torch.arange(positions).expand(seeds, positions))
-    distribution = reference_distribution(logits, sampling)
-    counts = Counter(chosen.flatten().tolist())
-    assert all(distribution[token] > 0 for token in counts)
-    expected = distribution * seeds * positions
-    live = [i for i in range(V) if expected[i] > 0]
-    chi = sum((counts[i] - expected[i].item()) ** 2 / expected[i].item() for i in live)
-    bound = min(value for degrees, value in CHI_SQUARE_999.items() if degrees >= len(live) - 1)
-    assert chi < bound
+    statistic, limit = chi_square(chosen.flatten(), reference_distribution(logits, sampling))
+    assert statistic < limit
 
 
 def test_successive_draws_are_independent() -> None:
@@ -121,9 +104,8 @@ def test_successive_draws_are_independent() -> None:
     rows = rows_of(*(Sampling(temperature=1.0, seed=i) for i in range(300)))
     chosen = rows.choose(logits, torch.arange(200).expand(300, 200))
     for first, second in ((chosen[:, :-1], chosen[:, 1:]), (chosen[:-1], chosen[1:])):
-        pairs = torch.bincount((first * V + second).flatten(), minlength=V * V).double()
-        expected = pairs.sum() / V**2
-        assert ((pairs - expected) ** 2 / expected).sum() < CHI_SQUARE_999[15]
+        statistic, limit = chi_square((first * V + second).flatten(), torch.full((V * V,), V**-2.0))
+        assert statistic < limit
 
 
 def test_noise_equals_integer_arithmetic_done_by_hand() -> None:
@@ -135,24 +117,6 @@ def test_noise_equals_integer_arithmetic_done_by_hand() -> None:
             for v, token in enumerate(ids):
                 u = torch.tensor(((splitmix((key + token * GOLDEN) & MASK) >> 12) + 0.5) / 2**52, dtype=torch.float64)
                 assert noise[b, w, v].item() == (-torch.log(-torch.log1p(-u))).float().item()
-
-
-def test_noise_does_not_depend_on_the_batch_around_it() -> None:
-    seeds, positions, ids = torch.tensor([3, 4, 5]), torch.arange(60).view(3, 20), torch.arange(700)
-    whole = gumbel(seeds, positions, ids)
-    for b in range(3):
-        for w in (0, 13, 19):
-            alone = gumbel(seeds[b : b + 1], positions[b : b + 1, w : w + 1], ids[123:456])
-            torch.testing.assert_close(alone[0, 0], whole[b, w, 123:456], atol=0, rtol=1e-6)
-
-
-def test_noise_has_gumbels_distribution_far_into_the_tail() -> None:
-    noise = gumbel(torch.arange(40), torch.arange(50).expand(40, 50), torch.arange(1000)).double().flatten()
-    assert torch.isfinite(noise).all()
-    for x in (-2.0, 0.0, 1.0, 5.0, 9.0):
-        beyond = (noise > x).double().mean().item()
-        true = 1 - torch.exp(-torch.exp(torch.tensor(-x, dtype=torch.float64))).item()
-        assert abs(beyond - true) < 5 * (true * (1 - true) / len(noise)) ** 0.5
 
 
 def test_drafts_get_the_noise_the_target_will_use() -> None:

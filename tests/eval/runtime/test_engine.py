@@ -26,7 +26,7 @@ def test_the_limit_cuts_inside_an_accepted_path(prompts: list[list[int]]) -> Non
     target = target_of("llama")
     longest = Request(prompts[3], 16, WARM, ignore_eos=True)
     known = sequences([longest], decode_plainly(target, [longest]))
-    for limit in range(1, 16):
+    for limit in (1, 2, 4, 5, 6, 11, 15):
         head = ScriptedHead(target, known, right=1.0)
         request = Request(prompts[3], limit, WARM, ignore_eos=True)
         (output,) = open_engine(target, head, CHAIN, max_length=64).generate([request])
@@ -42,7 +42,7 @@ def test_eos_cuts_inside_an_accepted_path(family: str, prompts: list[list[int]])
     free, expected = decode_plainly(target, [Request(prompts[5], 16, WARM, ignore_eos=True), other])
     known = sequences([request], [free])
     absent = next(token for token in range(61) if token not in free.tokens)
-    for token in dict.fromkeys(free.tokens[::3]):
+    for token in dict.fromkeys(free.tokens[1:9:3]):
         target.eos_token_ids = (absent, token)
         head = ScriptedHead(target, known, right=1.0)
         output, follower = open_engine(target, head, CHAIN, max_length=64).generate([request, other])
@@ -63,13 +63,12 @@ def test_padded_prompts_change_nothing(family: str, prompts: list[list[int]]) ->
     assert texts(engine.generate(requests)) == texts(expected)
 
 
-@pytest.mark.parametrize("poll_interval", [1, 3])
-def test_outputs_count_their_rounds_and_every_round_is_timed(poll_interval: int, prompts: list[list[int]]) -> None:
+def test_outputs_count_their_rounds_and_every_round_is_timed(prompts: list[list[int]]) -> None:
     target = target_of("llama")
     requests = [Request(prompt, 14 - n, WARM) for n, prompt in enumerate(prompts[4:])]
     expected = decode_plainly(target, requests)
     head = ScriptedHead(target, sequences(requests, expected))
-    engine = open_engine(target, head, TREE, batch_size=2, max_length=192, poll_interval=poll_interval)
+    engine = open_engine(target, head, TREE, batch_size=2, max_length=192)
     outputs, timings = engine.generate(requests), engine.timings
     assert texts(outputs) == texts(expected)
     assert len(timings.round_seconds) == timings.rounds and min(timings.round_seconds) > 0
@@ -84,16 +83,16 @@ def test_outputs_count_their_rounds_and_every_round_is_timed(poll_interval: int,
     assert outputs[0].first_round == 0 < outputs[-1].first_round, "later requests wait for a free row"
 
 
-@pytest.mark.parametrize(("ahead", "interval", "rows"), [(0, 1, 1), (1, 1, 2), (0, 3, 1), (2, 3, 2)])
+@pytest.mark.parametrize(("ahead", "rows"), [(1, 1), (2, 2)])
 def test_no_time_counts_for_a_round_after_the_end_of_every_text(
-    ahead: int, interval: int, rows: int, prompts: list[list[int]]
+    ahead: int, rows: int, prompts: list[list[int]]
 ) -> None:
     """As on a GPU, where the host launches a round before it knows that the last one ended the text."""
     target = target_of("llama")
     requests = [Request(prompt, 9 + n, ignore_eos=True) for n, prompt in enumerate(prompts[:4])]
     expected = decode_plainly(target, requests)
     head = ScriptedHead(target, sequences(requests, expected))
-    engine = open_engine(target, head, TREE, batch_size=rows, max_length=64, poll_interval=interval)
+    engine = open_engine(target, head, TREE, batch_size=rows, max_length=64)
     engine.ahead = ahead
     engine.reports = Reports(engine.decoder.state.report, ahead + 2, on_host=True)
     for start in range(0, len(requests), rows):
@@ -101,17 +100,6 @@ def test_no_time_counts_for_a_round_after_the_end_of_every_text(
         assert texts(outputs) == texts(expected[start : start + rows])
         assert engine.timings.rounds == max(output.rounds for output in outputs)
         assert engine.timings.decode_seconds == pytest.approx(sum(engine.timings.round_seconds))
-
-
-def test_profiling_splits_the_decode_time(prompts: list[list[int]]) -> None:
-    target = target_of("llama")
-    engine = open_engine(target, ScriptedHead(target, []), TREE, max_length=64)
-    engine.profile = True
-    (output,) = engine.generate([Request(prompts[0], 5, ignore_eos=True)])
-    breakdown = engine.timings.breakdown
-    assert set(breakdown) == {"draft", "verify", "accept", "commit"}
-    assert all(min(seconds) > 0 and len(seconds) == output.rounds for seconds in breakdown.values())
-    assert sum(map(sum, breakdown.values())) <= engine.timings.decode_seconds
 
 
 def test_a_full_cache_holds_the_longest_request() -> None:
@@ -155,8 +143,8 @@ def test_the_earliest_token_that_completes_a_stop_string_wins(tiny_target_dir: P
     assert StopWatch(["END"], tokenizer).find(tokens) == len(tokens), "long texts are read by their tail"
 
 
-@pytest.mark.parametrize(("tree", "poll_interval"), [("none", 1), ("chain:4", 1), ("chain:4", 7)])
-def test_outputs_end_with_the_stop_string(tree: str, poll_interval: int, tiny_target_dir: Path) -> None:
+@pytest.mark.parametrize("tree", ["none", "chain:4"])
+def test_outputs_end_with_the_stop_string(tree: str, tiny_target_dir: Path) -> None:
     target = load_target(str(tiny_target_dir), dtype=torch.float64)
     tokenizer = load_tokenizer(str(tiny_target_dir))
     prompt, sampling = [10, 20, 30], Sampling(temperature=1.0, seed=2)
@@ -165,13 +153,10 @@ def test_outputs_end_with_the_stop_string(tree: str, poll_interval: int, tiny_ta
         stop = str(tokenizer.decode(free[:end]))[-3:]
         first = next(i for i in range(1, 41) if stop in tokenizer.decode(free[:i]))
         head = None if tree == "none" else ScriptedHead(target, [[*prompt, *free]], right=0.9)
-        options: dict[str, Any] = dict(max_length=128, poll_interval=poll_interval, tokenizer=tokenizer, batch_size=2)
         requests = [Request(prompt, 40, sampling, stop=(stop, "\0never"), ignore_eos=True)] * 3
         streamed: list[list[int]] = [[], [], []]
-        outputs = open_engine(target, head, tree, **options).generate(
-            requests,
-            on_tokens=lambda index, tokens, streamed=streamed: streamed[index].extend(tokens),  # type: ignore[misc]
-        )
+        engine = open_engine(target, head, tree, max_length=128, tokenizer=tokenizer, batch_size=2)
+        outputs = engine.generate(requests, on_tokens=lambda n, tokens, to=streamed: to[n].extend(tokens))  # type: ignore[misc]
         assert texts(outputs) == streamed == [free[:first]] * 3
         assert all(output.finish_reason == "stop" for output in outputs)
 
@@ -227,8 +212,8 @@ def test_routing_does_not_depend_on_neighbours(family: str) -> None:
     """Not even where seven neighbours crowd the same experts: no expert is ever full."""
     target = target_of(f"{family}-float32")
     row, *others = [[3 + (5 * n + i * n + i) % 58 for i in range(13)] for n in range(8)]
-    request = Request(row, 16, WARM, ignore_eos=True)
+    request = Request(row, 10, WARM, ignore_eos=True)
     alone = texts(decode_plainly(target, [request]))
-    for neighbours in (others, [row] * 7, [[9] * 13] * 7):
-        crowd = [Request(prompt, 16, ignore_eos=True) for prompt in neighbours]
+    for neighbours in (others, [row] * 7):
+        crowd = [Request(prompt, 10, ignore_eos=True) for prompt in neighbours]
         assert texts(decode_plainly(target, [request, *crowd], batch_size=8))[:1] == alone

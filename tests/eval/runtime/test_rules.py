@@ -20,7 +20,7 @@ from heads.methods.growth import grow
 from heads.targets.gumbel import gumbel, stream, uniform
 from heads.targets.slots import ancestors
 from tests.eval.runtime.conftest import target_of
-from tests.eval.runtime.enumeration import Toy, prefixes_of
+from tests.eval.runtime.enumeration import Toy, chi_square, prefixes_of
 from tests.small_targets import make_drafter, open_engine
 
 
@@ -32,25 +32,6 @@ def sampled_rows(rows: int, sampling: Sampling) -> RowSampling:
         getattr(batch, name).fill_(getattr(sampling, name))
     batch.seed.copy_(torch.arange(rows) + sampling.seed)
     return batch
-
-
-def chi_square_limit(cells: int) -> float:
-    """Return the chi-square value that chance exceeds once in a million times (Wilson and Hilferty's approximation)."""
-    free = cells - 1
-    return float(free * (1 - 2 / (9 * free) + 4.75 * (2 / (9 * free)) ** 0.5) ** 3)
-
-
-def chi_square(codes: Tensor, distribution: Tensor) -> tuple[float, float]:
-    """The statistic of `codes` against `distribution`, and its limit; cells that expect fewer than ten are taken
-    together."""
-    expected = distribution * len(codes)
-    counts = torch.bincount(codes, minlength=len(distribution)).double()
-    rare = expected < 10
-    seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    due = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    kept = due > 1e-9
-    assert not seen[~kept].any(), "something came out that the distribution excludes"
-    return float(((seen - due) ** 2 / due)[kept].sum()), chi_square_limit(int(kept.sum()))
 
 
 DECODED = 4
@@ -230,15 +211,6 @@ def test_a_draft_without_a_distribution_is_refused_by_rules_that_need_one(rule: 
 
 
 # Faults of published implementations that the sums of test_rejection.py do not show.
-
-
-def test_noise_is_fine_enough_for_rare_tokens() -> None:
-    """Fault: uniform numbers of 11 bits, so that what is drawn is not q, and rare tokens never are."""
-    place = torch.zeros(1, 1, dtype=torch.int64)
-    assert len(uniform(torch.tensor([3]), place, torch.arange(200_000)).unique()) == 200_000
-    q, rows = torch.tensor([1 - 2e-5, 2e-5]), 500_000
-    drawn = Draws(sampled_rows(rows, Sampling(1.0)))(q.log().expand(rows, 1, 2), torch.ones(rows, 1).long(), 1)[0]
-    assert 1 <= int(drawn.sum()) <= 30  # ten are expected
 
 
 def test_every_test_has_a_number_of_its_own_and_streams_know_nothing_of_each_other() -> None:

@@ -13,16 +13,6 @@ from tests.eval.runtime.conftest import target_of
 from tests.small_targets import make_hybrid, make_target, open_engine
 
 
-def test_text_seen_before_is_drafted_from_there() -> None:
-    target = target_of("llama")
-    prompt = [5, 6, 7]
-    (seen,) = open_engine(target, None, max_length=128).generate([Request(prompt, 20, ignore_eos=True)])
-    again = Request([*prompt, *seen.tokens, *prompt], 20, ignore_eos=True)
-    engine = open_engine(target, build_untrained("lookup:3", target), "chain:4", max_length=128)
-    (output,) = engine.generate([again])
-    assert sum(output.accepted) > 0
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 def test_an_early_exit_drafts_what_its_layers_alone_would_say(family: str) -> None:
     """Greedy chains are compared with a target whose later layers are cut off, run from the start each time."""

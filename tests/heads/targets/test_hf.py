@@ -77,11 +77,13 @@ def test_the_kernel_gives_the_states_of_the_familys_own_attention_and_no_pass_wa
     ("family", "uses_kernel"),
     [pytest.param("qwen2 mixed", True, marks=pytest.mark.slow), ("gemma2", False), ("deepseek_v3", False)],
 )
-def test_an_engine_finds_out_which_families_the_kernel_serves(family: str, uses_kernel: bool) -> None:
+def test_an_engine_finds_out_which_families_the_kernel_serves(
+    family: str, uses_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gemma-2 caps its scores and DeepSeek's values are narrower than its keys: they keep their own attention."""
     narrow = {"v_head_dim": 6} if family == "deepseek_v3" else {}
     target = FrozenTarget(make_model(family, **narrow).eval(), family)
-    target.native = False
+    monkeypatch.setattr("heads.targets.decoder.CLASSES", set())  # so that none has a native decoder
     request = [Request([3, 4, 5, 6], 8, ignore_eos=True)]
     expected = Engine(target, None, EngineOptions(max_length=32)).generate(request)[0].tokens
     warn_once.cache_clear()

@@ -1,6 +1,5 @@
 """The target's own answers: what the runtime gives, asked for once for all heads and any number of processes."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from heads.core.errors import UserError
 from heads.targets.load import load_target, load_tokenizer
 from heads.targets.model import FrozenTarget
 from tests.answering import Stub, by_engine, serving
-from tests.chats import reader_of
+from tests.chats import reader_of, talk, write_chats
 from train.data.answers import Answering, describe_cut, read_answering
 from train.data.corpus import AnswerStore
 from train.data.settings import Data
@@ -55,18 +54,10 @@ def make(target: FrozenTarget, tmp_path: Path) -> Make:
     """settings of `data.regenerate` -> the answers of the tiny target to short conversations."""
 
     def make(*, turns: int = 2, **settings: Any) -> Answering:
-        path = tmp_path / f"chats-{turns}.jsonl"
-        chats = [
-            [
-                {"role": role, "content": f"{WORDS[n % 8]} {n // 8} {turn}"}
-                for turn in range(turns)
-                for role in ("user", "assistant")
-            ]
-            for n in range(20)
-        ]
-        path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+        said = ([f"{WORDS[n % 8]} {n // 8} {turn // 2}" for turn in range(2 * turns)] for n in range(20))
+        source = write_chats(tmp_path / f"chats-{turns}.jsonl", ({"messages": talk(*texts)} for texts in said))
         regenerate = {"prompts": 20, "prompt_tokens": 64, "new_tokens": 6, "batch_size": 2, **settings}
-        data = Data.model_validate({"sources": [{"kind": "chat", "path": str(path)}], "regenerate": regenerate})
+        data = Data.model_validate({"sources": [source], "regenerate": regenerate})
         return read_answering(data, 0, target, reader_of(load_tokenizer(target.name)))
 
     return make
@@ -82,7 +73,7 @@ def test_answers_are_the_targets_to_every_turn(temperature: float, make: Make, t
     corpus = answering.corpus()
     made = exchanges(answering)
     requests = [answering.request(prompt) for prompt, _ in made]
-    outputs = Engine(target, None, EngineOptions(max_length=80)).generate(requests)
+    outputs = Engine(target, None, EngineOptions(max_length=80, batch_size=8)).generate(requests)
     assert [output.tokens for output in outputs] == [answer for _, answer in made]
     assert len({request.sampling.seed for request in requests}) == len({tuple(r.prompt) for r in requests})
     answered = [len(dialogue.exchanges) for dialogue in answering.answered()]
@@ -158,9 +149,8 @@ def test_prompts_come_from_every_source_by_weight(
     settings: dict[str, Any], tmp_path: Path, target: FrozenTarget
 ) -> None:
     chats = tmp_path / "chats.jsonl"
-    chats.write_text("".join(json.dumps({"instruction": f"say {n}", "response": "so"}) + "\n" for n in range(20)))
-    text = settings["data"]["sources"][0] | {"weight": 1.0}
-    sources = [text, {"kind": "chat", "path": str(chats), "weight": 3.0}]
+    chat = write_chats(chats, ({"instruction": f"say {n}", "response": "so"} for n in range(20)))
+    sources = [settings["data"]["sources"][0] | {"weight": 1.0}, chat | {"weight": 3.0}]
     tokenizer = load_tokenizer(target.name)
 
     def read(count: int) -> list[list[int]]:

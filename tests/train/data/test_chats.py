@@ -3,6 +3,7 @@
 import copy
 from datetime import date
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from eval.measure.forms import read_chat
 from eval.measure.prompts import render
 from eval.measure.records import RecordError
 from heads.core.errors import UserError
-from tests.chats import bracketed, encode_chat
+from tests.chats import bracketed, encode_chat, talk
 from train.data.chats import (
     Dialogue,
     answer_by_answer,
@@ -39,13 +40,7 @@ FORGETFUL = (
 )
 REWRITING = "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 
-TALK = [
-    {"role": "system", "content": "be kind"},
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "the sea"},
-    {"role": "user", "content": "and"},
-    {"role": "assistant", "content": "sand"},
-]
+TALK = [{"role": "system", "content": "be kind"}, *talk("hi", "the sea", "and", "sand")]
 
 
 @cache
@@ -81,13 +76,7 @@ def test_answers_are_labels_and_what_a_template_adds_after_their_end_is_none(
 
 
 def test_a_template_that_drops_reasoning_gives_each_answer_its_own_document(tokenizer: PreTrainedTokenizerBase) -> None:
-    talk = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "so/think sea"},
-        {"role": "user", "content": "and"},
-        {"role": "assistant", "content": "no/think sand"},
-    ]
-    assert marked(tokenizer, talk, FORGETFUL) == [
+    assert marked(tokenizer, talk("hi", "so/think sea", "and", "no/think sand"), FORGETFUL) == [
         "<|user|>hi</s><|assistant|>[so/think sea</s>]",
         "<|user|>hi</s><|assistant|>sea</s><|user|>and</s><|assistant|>[no/think sand</s>]",
     ]
@@ -114,12 +103,7 @@ def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
     template: str | None, turns: list[tuple[str, str]], tiny_target_dir: Path
 ) -> None:
     chat = ChatTemplate(read_tokenizer(tiny_target_dir), template)
-    talk = [
-        {"role": role, "content": text}
-        for pair in turns
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
-    conversation = read_conversation(chat, talk, place="f:1")
+    conversation = read_conversation(chat, talk(*chain.from_iterable(turns)), place="f:1")
     (found,) = encode_conversations(chat, [conversation])
     expected = encode_turn_by_turn(chat.tokenizer, conversation.turns)
     assert [d.ids.tolist() for d in found] == [d.ids.tolist() for d in expected]
@@ -137,13 +121,13 @@ def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
 def test_a_template_that_drops_reasoning_which_the_record_holds_is_refused(
     answer: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    talk = [TALK[1], {"role": "assistant", **answer}]
+    turns = [TALK[1], {"role": "assistant", **answer}]
     dropping = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
     keeping = CHATML.replace("m.content", "(m.reasoning_content or '') ~ m.content")
     with pytest.raises(RecordError, match=r"f:1: the chat template drops the reasoning of turn 2") as caught:
-        encode_chat(tokenizer, talk, dropping, place="f:1")
+        encode_chat(tokenizer, turns, dropping, place="f:1")
     assert caught.value.reason == "with reasoning that the chat template drops"
-    (document,) = encode_chat(tokenizer, talk, keeping, place="f:1")
+    (document,) = encode_chat(tokenizer, turns, keeping, place="f:1")
     assert "so" in str(tokenizer.decode(document.ids[document.labels]))
 
 
@@ -181,10 +165,11 @@ def test_an_answer_follows_its_prompt_as_served_where_the_template_rewrites_it(
 
 
 def test_the_first_of_the_targets_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerBase) -> None:
-    talk = [TALK[1], {"role": "assistant", "content": "the<|system|>sea"}, *TALK[3:]]
     end_ids: Any = tokenizer.convert_tokens_to_ids(["<|system|>"])
     chat = ChatTemplate(tokenizer, end_ids=end_ids)
-    (documents,) = encode_conversations(chat, [read_conversation(chat, talk, place="f:1")])
+    (documents,) = encode_conversations(
+        chat, [read_conversation(chat, talk("hi", "the<|system|>sea", "and", "sand"), place="f:1")]
+    )
     assert bracketed(tokenizer, documents) == [
         "<s><|user|>hi<|assistant|>[the<|system|>]sea</s><|user|>and<|assistant|>[sand</s>]"
     ]
@@ -247,8 +232,7 @@ def calling(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
 @pytest.mark.parametrize(
-    ("form", "shown"),
-    [("either", '{"at": "sea"}'), ("mapping", "at=sea"), ("text", '{"at": "sea"}'), ("alone", "sea")],
+    ("form", "shown"), [("either", '{"at": "sea"}'), ("mapping", "at=sea"), ("text", '{"at": "sea"}'), ("alone", "sea")]
 )
 def test_calls_of_tools_render_as_the_template_wants_them(
     form: str, shown: str, content: dict[str, Any], tokenizer: PreTrainedTokenizerBase

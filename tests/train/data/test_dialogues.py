@@ -8,18 +8,13 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.measure.records import Message
 from heads.targets.load import load_tokenizer
-from tests.chats import bracketed
+from tests.chats import bracketed, talk
 from train.data.chats import Dialogue, answer_by_answer, join_texts
 from train.data.corpus import Document
 from train.data.templates import ChatTemplate
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-CHAT: list[Message] = [
-    {"role": "user", "content": "one"},
-    {"role": "assistant", "content": "as recorded"},
-    {"role": "user", "content": "two"},
-    {"role": "assistant", "content": "as recorded"},
-]
+CHAT = talk("one", "as recorded", "two", "as recorded")
 FORGETFUL = (  # past answers lose what is before the bar, as reasoning is lost
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content.split('|')[-1] }}"
     "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -93,9 +88,7 @@ def test_an_answer_that_is_tokenised_otherwise_keeps_its_own_tokens(tokenizer: P
     assert second.ids[second.labels].tolist() == ids(tokenizer, "so</s>")
 
 
-def test_a_conversation_ends_where_it_cannot_go_on(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_a_conversation_ends_where_it_cannot_go_on(tokenizer: PreTrainedTokenizerBase) -> None:
     prompts, dialogue = converse(tokenizer, ["so</s>"], most=10)
     assert len(prompts) == 1 and dialogue.cut == "a prompt of more than 10 tokens"
     assert converse(tokenizer, [], most=3)[1].exchanges == []

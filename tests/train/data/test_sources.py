@@ -11,37 +11,27 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from heads.core.errors import UserError
 from heads.targets.load import load_target
 from tests.chats import reader_of
+from tests.eval.measure.test_forms import GPT, HUMAN, A, U
 from train.data.answers import read_answering
 from train.data.corpus import Document
 from train.data.settings import Data
 from train.data.sources import ChatSource, read_source
 
-GOOD = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "the sea"}]}
+GOOD = {"conversations": [HUMAN, {**GPT, "value": "the sea"}]}
 ODD: dict[str, dict[str, Any]] = {
     "two forms at once": {**GOOD, "question": "hi", "answer": "no"},
     "two system prompts": {**GOOD, "system": "be", "system_prompt": "me"},
     "a history that is no list of pairs": {**GOOD, "history": ["hi"]},
     "unknown role 'boss'": {"conversations": [{"from": "boss", "value": "a"}, *GOOD["conversations"]]},
-    "a turn without text": {"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]},
+    "a turn without text": {"messages": [{**U, "content": None}, A]},
     "no turns": {"messages": []},
     "no conversation": {"text": "a"},
-    "without an answer": {"messages": [{"role": "user", "content": "hi"}]},
-    "whose answers all have weight 0": {
-        "messages": [{"role": "user", "content": "hi", "weight": 1}, {"role": "assistant", "content": "a", "weight": 0}]
-    },
-    "refused by the chat template": {
-        "messages": [{"role": "user", "content": "FAIL"}, {"role": "assistant", "content": "a"}]
-    },
+    "without an answer": {"messages": [U]},
+    "whose answers all have weight 0": {"messages": [{**U, "weight": 1}, {**A, "weight": 0}]},
+    "refused by the chat template": {"messages": [{**U, "content": "FAIL"}, A]},
     "unreadable tools": {**GOOD, "tools": "{"},
-    "unreadable tool calls": {
-        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": "look"}]
-    },
-    "tool calls not rendered": {
-        "messages": [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
-        ]
-    },
+    "unreadable tool calls": {"messages": [U, {**A, "content": None, "tool_calls": "look"}]},
+    "tool calls not rendered": {"messages": [U, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
 }
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'FAIL' %}{{ raise_exception('failed') }}{% endif %}<|{{ m.role }}|>"
@@ -83,7 +73,7 @@ def test_one_odd_record_is_left_out_and_given(reason: str, tmp_path: Path, token
 def test_a_weight_is_0_or_1(
     name: str, weight: Any, got: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    odd = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", name: weight}]}
+    odd = {"messages": [U, {**A, name: weight}]}
     _, said = read([odd, *[GOOD] * 19], tmp_path, tokenizer)
     assert "1 of 20 records are left out: 1 a weight other than 0 or 1; the first is" in said[0]
     assert f"messages[1]: {name}: expected 0 (not to be trained on) or 1, got {got}" in said[0]
@@ -95,9 +85,8 @@ def test_what_is_worth_saying_of_answers_is_said_once(tmp_path: Path, tokenizer:
         "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}</s>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", "masked": True}]
-    thought = [turns[0], {"role": "assistant", "content": "a", "reasoning_content": "so"}]
-    records = [{"messages": turns * 2}, {"messages": thought}, {"messages": turns}]
+    turns = [U, {**A, "masked": True}]
+    records = [{"messages": given} for given in (turns * 2, [U, {**A, "reasoning_content": "so"}], turns)]
     tokenizer.chat_template = thinking
     _, said = read(records, tmp_path, tokenizer)
     assert "  3 answers have no reasoning, under a chat template that thinks\n" in said[0]
@@ -135,13 +124,7 @@ assistant, got none
 def test_a_source_is_described_on_one_screen(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     orca = {"system_prompt": "be", "question": "hi", "context": "", "response": "the sea"}
     leading = {"conversations": [{"from": "gpt", "value": "a"}, *GOOD["conversations"]], "id": "1"}
-    records: list[dict[str, Any]] = [
-        orca,
-        {**orca, "context": "here"},
-        *[orca] * 16,
-        leading,
-        {"messages": [{"role": "user", "content": "hi"}]},
-    ]
+    records: list[dict[str, Any]] = [orca, {**orca, "context": "here"}, *[orca] * 16, leading, {"messages": [U]}]
     for _ in range(2):  # the second time from the cache
         _, said = read(records, tmp_path, tokenizer)
         assert said == [SCREEN.replace("FILE", str(tmp_path / "chats.json"))]
@@ -154,7 +137,7 @@ def test_a_long_document_is_clipped_in_the_middle(tmp_path: Path, tokenizer: Pre
     assert re.fullmatch(
         r"<\|user\|>a+ \[\.\.\. \d+ characters \.\.\.\] a+b</s><\|assistant\|>⟦c+ \[\..*\] c+</s>⟧", shown
     )
-    _, said = read([{"data": ["line\n"] * 500}], tmp_path, tokenizer)
+    _, said = read([{"data": ["line\n"] * 100}], tmp_path, tokenizer)
     assert len(said[0]) < 2000
 
 

@@ -1,4 +1,4 @@
-"""Labels under the chat templates of twelve model families, which are retyped here in short.
+"""Labels under the chat templates of nine model families, which are retyped here in short.
 
 A label is what the target writes after the prompt as its server builds it. So the expected value of each answer is
 built from two texts alone: the prompt as served, and what such a target writes, through to the token that ends it.
@@ -6,7 +6,7 @@ built from two texts alone: the prompt as served, and what such a target writes,
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -99,24 +99,7 @@ QWEN_3 = Family(
     reasoned=lambda m: f"<think>\n{m['reasoning_content']}\n</think>\n\n{m['content']}<|im_end|>",
     bare=("", "<think>\n\n</think>\n\n"),
 )
-QWEN_3_NOT_THINKING = Family(
-    QWEN_3.template,
-    QWEN_3.ends,
-    specials=QWEN_3.specials,
-    arguments={"enable_thinking": False},
-    answer=QWEN_3.answer,
-    call=QWEN_3.call,
-)
-
-GEMMA_3 = Family(
-    "{{ bos_token }}{% set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
-    "{% for m in (messages[1:] if system else messages) %}<start_of_turn>"
-    "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ system if loop.first }}{{ m.content | trim }}"
-    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-    ends="<eos> <end_of_turn>",
-    specials="<start_of_turn>",
-    answer=lambda m: m["content"] + "<end_of_turn>",
-)
+QWEN_3_NOT_THINKING = replace(QWEN_3, arguments={"enable_thinking": False}, reasoned=None, bare=("", ""))
 
 PHI_3 = Family(
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -125,14 +108,6 @@ PHI_3 = Family(
     specials="<|user|> <|system|>",
     strips=True,
     answer=lambda m: m["content"] + "<|end|>",
-)
-
-PHI_4 = Family(
-    "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}",
-    ends="<|endoftext|> <|im_end|>",
-    specials="<|im_start|> <|im_sep|>",
-    answer=lambda m: m["content"] + "<|im_end|>",
 )
 
 # The system prompt stands in the newest question, of prompts alone.
@@ -215,12 +190,13 @@ GLM_4_5 = Family(
     reasoned=lambda m: f"\n<think>{m['reasoning_content']}</think>\n{m['content']}<|user|>",
     bare=("", "\n<think></think>\n"),
 )
-GLM_4_5_NOT_THINKING = Family(
-    GLM_4_5.template,
-    GLM_4_5.ends,
-    specials=GLM_4_5.specials,
+GLM_4_5_NOT_THINKING = replace(
+    GLM_4_5,
     arguments={"enable_thinking": False},
     answer=lambda m: "\n" + GLM_4_5.answer(m),
+    call=None,
+    reasoned=None,
+    bare=("", ""),
 )
 
 # The prompt opens a reasoning, in whose place an answer without one has an empty one of another form.
@@ -242,30 +218,18 @@ NEMOTRON_3 = Family(
     bare=("\n", "</think>"),
 )
 
-SMOLLM_2 = Family(
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are SmolLM.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    ends="<|im_end|>",
-    specials="<|im_start|>",
-    answer=QWEN_2_5.answer,
-)
-
 FAMILIES = {
     "Llama 3": LLAMA_3,
     "Qwen2.5": QWEN_2_5,
     "Qwen3": QWEN_3,
     "Qwen3, not thinking": QWEN_3_NOT_THINKING,
-    "Gemma 3": GEMMA_3,
     "Phi-3": PHI_3,
-    "Phi-4": PHI_4,
     "Mistral": MISTRAL,
     "DeepSeek-R1": DEEPSEEK_R1,
     "gpt-oss": GPT_OSS,
     "GLM-4.5": GLM_4_5,
     "GLM-4.5, not thinking": GLM_4_5_NOT_THINKING,
     "Nemotron 3": NEMOTRON_3,
-    "SmolLM2": SMOLLM_2,
 }
 
 CALL = {"id": "call_00001", "type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from heads.core.errors import UserError
 from scripts.cache_features import main as fill
-from tests.runs import Settings, WriteRecipe, forget_accelerator, same, train, train_in, weights
+from tests.conftest import small_recipe
+from tests.runs import Settings, forget_accelerator, same, train_in, weights, write_recipe
 from train.features.cached import check_same, decode, encode
 
 
@@ -25,12 +26,21 @@ def caching(settings: Settings, tmp_path: Path, dtype: str = "float32") -> Setti
     }
 
 
-@pytest.fixture
-def filled(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> Settings:
-    cached = caching(settings, tmp_path)
-    assert fill([str(write_recipe(cached))]) == 0
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Settings:
+    """A recipe whose folder of features is filled."""
+    folder = tmp_path_factory.mktemp("cached")
+    cached = caching(small_recipe(folder, tiny_target_dir), folder)
     forget_accelerator()
+    assert fill([str(write_recipe(cached))]) == 0
     return cached
+
+
+@pytest.fixture
+def filled(made: Settings, tmp_path: Path) -> Settings:
+    """The same with a copy of the folder, to spoil."""
+    shutil.copytree(made["features"]["folder"], tmp_path / "features")
+    return caching(made, tmp_path)
 
 
 def shard_of(settings: Settings) -> Path:
@@ -38,28 +48,22 @@ def shard_of(settings: Settings) -> Path:
     return shard
 
 
-def test_training_from_a_folder_is_training(filled: Settings, settings: Settings, write_recipe: WriteRecipe) -> None:
-    cached = train_in(filled, write_recipe)
-    forget_accelerator()
-    own = train_in(settings | {"head": filled["head"]}, write_recipe)
+def test_training_from_a_folder_is_training(filled: Settings, settings: Settings) -> None:
+    cached = train_in(filled)
+    own = train_in(settings | {"head": filled["head"]})
     assert same(weights(cached, 6), weights(own, 6))
     shutil.rmtree(cached / "checkpoints/step-6")
-    forget_accelerator()
-    assert same(weights(train_in(filled, write_recipe), 6), weights(own, 6))
+    assert same(weights(train_in(filled), 6), weights(own, 6))
 
 
-def test_a_folder_serves_heads_that_read_fewer_layers(
-    filled: Settings, settings: Settings, write_recipe: WriteRecipe, capfd: Any
-) -> None:
+def test_a_folder_serves_heads_that_read_fewer_layers(filled: Settings, settings: Settings, capfd: Any) -> None:
     fewer = {"head": filled["head"] | {"aux_layer_ids": [4]}}
     assert fill([str(write_recipe(filled | fewer))]) == 0 and "filled already" in capfd.readouterr().err
-    forget_accelerator()
-    found = weights(train_in(filled | fewer, write_recipe), 6)
-    forget_accelerator()
-    assert same(found, weights(train_in(settings | fewer, write_recipe), 6))
-    forget_accelerator()
+    found = weights(train_in(filled | fewer), 6)
+    assert same(found, weights(train_in(settings | fewer), 6))
+    filled |= {"head": {"kind": "eagle3", "aux_layer_ids": [1, 2]}, "output_dir": filled["output_dir"] + "-other"}
     with pytest.raises(UserError, match=r"aux_layer_ids: holds \[2, 4, 5\], expected \[1, 2\]; fill another"):
-        train(write_recipe(filled | {"head": {"kind": "eagle3", "aux_layer_ids": [1, 2]}, "output_dir": "other"}))
+        train_in(filled)
 
 
 def test_fp8_is_within_its_bound() -> None:
@@ -73,18 +77,16 @@ def test_fp8_is_within_its_bound() -> None:
     assert (apart <= streams.abs() * 2.0**-4 + scales[..., None] * 2.0**-10).all()
 
 
-def test_narrow_features_train(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+def test_narrow_features_train(settings: Settings, tmp_path: Path) -> None:
     cached = caching(settings, tmp_path, "fp8")
     fill([str(write_recipe(cached))])
-    forget_accelerator()
-    found = weights(train_in(cached, write_recipe), 6)
-    forget_accelerator()
-    own = weights(train_in(settings | {"head": cached["head"]}, write_recipe), 6)
+    found = weights(train_in(cached), 6)
+    own = weights(train_in(settings | {"head": cached["head"]}), 6)
     apart = [float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in own.items() if tensor.dim() == 2]
     assert 0 < max(apart) < 0.3
 
 
-def test_an_interrupted_filling_goes_on(filled: Settings, write_recipe: WriteRecipe, capfd: Any) -> None:
+def test_an_interrupted_filling_goes_on(filled: Settings, capfd: Any) -> None:
     shard = shard_of(filled)
     before = load_file(shard)
     before = {name: tensor.clone() for name, tensor in before.items()}
@@ -98,7 +100,7 @@ def test_an_interrupted_filling_goes_on(filled: Settings, write_recipe: WriteRec
     assert len(first["values"]) + len(second["values"]) == len(before["values"])
 
 
-def test_every_difference_is_refused(filled: Settings, write_recipe: WriteRecipe) -> None:
+def test_every_difference_is_refused(filled: Settings) -> None:
     path = Path(filled["features"]["folder"]) / "manifest.json"
     manifest = json.loads(path.read_text())
     about = manifest["about"]
@@ -108,7 +110,7 @@ def test_every_difference_is_refused(filled: Settings, write_recipe: WriteRecipe
             check_same(path.parent, about | {key: "x"}, about)
     path.write_text(json.dumps(manifest | {"about": about | {"data": "x"}}))
     with pytest.raises(UserError, match="data: holds 'x'"):
-        train(write_recipe(filled))
+        train_in(filled)
 
 
 def change(shard: Path) -> None:
@@ -127,14 +129,14 @@ def change(shard: Path) -> None:
         (change, "is damaged .a row is not what was written.; delete it and run"),
     ],
 )
-def test_damage_is_named(fault: Any, words: str, filled: Settings, write_recipe: WriteRecipe) -> None:
+def test_damage_is_named(fault: Any, words: str, filled: Settings) -> None:
     fault(shard_of(filled))
     with pytest.raises(UserError, match=words):
-        train(write_recipe(filled))
+        train_in(filled)
 
 
 def test_a_disk_without_room_is_refused_first(
-    settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.features.cached.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(UserError, match=r"needs .* GB, its disk has .* GB; free some space"):

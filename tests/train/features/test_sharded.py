@@ -23,7 +23,7 @@ from heads.targets.placement import drop_layers
 from tests.conftest import make_tiny_tokenizer
 from tests.packed_rows import packed_rows
 from tests.processes import finish, launcher, start
-from tests.runs import Settings, WriteRecipe
+from tests.runs import Settings, write_recipe
 from train.accelerator import load_recipe_target
 from train.open_run import sharding
 from train.recipe import Target
@@ -114,7 +114,7 @@ def test_two_processes_share_a_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_training_is_training(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+def test_sharded_training_is_training(settings: Settings, tmp_path: Path) -> None:
     settings["head"] = {"kind": "eagle3", "depth": 2}
     recipe, two = write_recipe(settings), launcher("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
     runs: dict[str, Any] = {}
