@@ -36,7 +36,7 @@ def copy_bandwidth(engine: Engine) -> float:
     """Return the bytes per second, read and written together, of a copy on the engine's device, larger than any
     cache."""
     device = engine.target.device
-    source = torch.randint(0, 255, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * len(source) / best_seconds(engine, lambda: target.copy_(source))
 
