@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 from typing import Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def llama_dir(tmp_path: Path) -> Path:
-    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
+    sizes: dict[str, Any] = dict(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
