@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 from typing import Any
-from typing import Any
 
 import pytest
 import torch
