@@ -189,6 +189,7 @@ class Suite(Part):
 
     exact: Exact
     tau: SuiteTau
+    accepted_histogram: Annotated[list[Whole], Field(min_length=1)]
     baseline: SuiteBaseline | None
     speculative: SuiteSpeculative = SuiteSpeculative()
     speedup: SuiteSpeedup | None
