@@ -9,7 +9,6 @@ from train.derive import is_derived, run_derived
 from train.recipe import KINDS, Recipe, check_kind, load_recipe
 from train.recipe_help import keys_of
 
-LAUNCH = "accelerate launch -q --config_file recipes/accelerate/local.yaml"
 PLAN = "--plan"
 USAGE = (
     f"usage: python train/{{name}}.py RECIPE.yaml [key.sub=value ...] [{PLAN}], or without a recipe: python "

@@ -352,6 +352,8 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     if data.on_policy and kind not in fitting:
         use = " or ".join(fitting)
         yield ("features", "kind"), f"data.on_policy generates rows along the way, got {kind}; use {use}"
+    if getattr(recipe.head, "layers", None) is not None and recipe.head.init_from is None and kind != "process":
+        yield ("features", "kind"), f"head.layers copies layers of the target, got {kind}; use process"
     weights = [source.weight is not None for source in data.sources]
     for name, answers in (("regenerate", data.regenerate), ("on_policy", data.on_policy)):
         if any(weights) and answers is not None and answers.prompts is None:

@@ -165,7 +165,7 @@ def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase | 
 
 
 def held_out_prompts(
-    tokenizer: PreTrainedTokenizerBase, count: int, max_tokens: int, seed: int, roots: tuple[Path, ...] | None = None
+    tokenizer: PreTrainedTokenizerBase, count: int, max_tokens: int, seed: int, root: Path | None = None
 ) -> list[Prompt]:
     """Return `count` prompts of 64 to 128 tokens from held-out modules, each from the start of a random line.
 
@@ -174,7 +174,7 @@ def held_out_prompts(
     """
     if count > MOST_HELD_OUT:
         raise UserError(f"{HELD_OUT_SUITE}: expected at most {MOST_HELD_OUT} prompts, got {count}")
-    modules = list(read_split(held_out=True, roots=roots))
+    modules = list(read_split(held_out=True, root=root))
     prompts: list[Prompt] = []
     for visit in range(count):
         rngs = [np.random.default_rng([seed, visit, zlib.crc32(name.encode())]) for name, _ in modules]

@@ -24,8 +24,8 @@ SKIPPED_FOLDERS = frozenset(
 )
 
 
-def standard_library() -> tuple[Path, ...]:
-    return (Path(sysconfig.get_paths()["stdlib"]),)
+def standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
 
 
 def is_held_out(relative_path: str) -> bool:
@@ -34,21 +34,20 @@ def is_held_out(relative_path: str) -> bool:
 
 
 @cache
-def list_modules(roots: tuple[Path, ...]) -> dict[bool, list[tuple[str, Path]]]:
+def list_modules(root: Path) -> dict[bool, list[tuple[str, Path]]]:
     """Return (relative path, file) of every module by split, sorted by the hash of the path: a fixed, mixed order.
 
     Cached, because walking about ten thousand folders takes seconds.
     """
     modules: dict[str, Path] = {}
-    for root in roots:
-        if not root.is_dir():
-            raise UserError(f"{root}: expected a folder of Python source; name one that exists")
-        for place, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-            prefix = os.path.relpath(place, root).replace(os.sep, "/") + "/"
-            for name in files:
-                if name.endswith(".py"):
-                    modules.setdefault((prefix + name).removeprefix("./"), Path(place, name))
+    if not root.is_dir():
+        raise UserError(f"{root}: expected a folder of Python source; name one that exists")
+    for place, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        for name in files:
+            if name.endswith(".py"):
+                path = Path(place, name)
+                modules[path.relative_to(root).as_posix()] = path
     splits: dict[bool, list[tuple[str, Path]]] = {True: [], False: []}
     for name in sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest()):
         splits[is_held_out(name)].append((name, modules[name]))
@@ -73,19 +72,19 @@ def long_lines(text: str) -> set[str]:
 
 
 @cache
-def protected_lines(roots: tuple[Path, ...]) -> frozenset[str]:
-    return frozenset().union(*(long_lines(text) for _, text in read_split(held_out=True, roots=roots)))
+def protected_lines(root: Path) -> frozenset[str]:
+    return frozenset().union(*(long_lines(text) for _, text in read_split(held_out=True, root=root)))
 
 
-def read_split(*, held_out: bool, roots: tuple[Path, ...] | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (relative path, text) of each module of a split, read lazily. Default roots: the standard library.
+def read_split(*, held_out: bool, root: Path | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (relative path, text) of each module of a split, read lazily. Default root: the standard library.
 
     Exact copies are yielded once. A training module is left out if more than half of its long lines are also in
     held-out modules, so that the held-out split cannot be memorised from a near copy.
     """
-    roots = standard_library() if roots is None else roots
+    root = standard_library() if root is None else root
     seen = set()
-    for name, path in list_modules(roots)[held_out]:
+    for name, path in list_modules(root)[held_out]:
         text = read_module(path)
         if text is None:
             continue
@@ -95,6 +94,6 @@ def read_split(*, held_out: bool, roots: tuple[Path, ...] | None = None) -> Iter
         seen.add(digest)
         if not held_out:
             lines = long_lines(text)
-            if len(lines & protected_lines(roots)) * 2 > len(lines):
+            if len(lines & protected_lines(root)) * 2 > len(lines):
                 continue
         yield name, text

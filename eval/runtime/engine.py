@@ -124,8 +124,8 @@ class Engine:
         self.ahead = 0 if on_host else 1
         """Number of launches that may be unread while the host launches more rounds."""
         self.reports = Reports(self.decoder.state.report, self.ahead + 2, on_host=on_host)
-        self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
-        """Launches not yet read by the host: 1 for a round and 0 for a prefill, and the request in each row."""
+        self.launched: deque[tuple[bool, list[RequestState | None]]] = deque()
+        """Launches not yet read by the host: whether it is a round, not a prefill, and the request in each row."""
         self.looked = 0.0
 
     def _build(self) -> Decoder:
@@ -235,11 +235,11 @@ class Engine:
             self._profiled_round(decoder, extent)
         else:
             self.rounds(extent)
-        self._launch(1, request_states)
+        self._launch(True, request_states)
 
-    def _launch(self, rounds: int, request_states: list[RequestState | None]) -> None:
+    def _launch(self, is_round: bool, request_states: list[RequestState | None]) -> None:
         self.reports.send()
-        self.launched.append((rounds, list(request_states)))
+        self.launched.append((is_round, list(request_states)))
 
     def _profiled_round(self, decoder: Decoder, extent: int) -> None:
         last = self.clock()
@@ -269,22 +269,22 @@ class Engine:
             watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None
             request_states[row] = RequestState(index, request, self.timings.rounds, watch)
         self.decoder.update.publish()
-        self._launch(0, [request_states.get(row) for row in range(self.options.batch_size)])
+        self._launch(False, [request_states.get(row) for row in range(self.options.batch_size)])
         return request_states
 
     def _look(
         self, request_states: list[RequestState | None], on_tokens: OnTokens | None
     ) -> dict[int, tuple[int, Output]]:
         """Read the oldest unread report. Return the request's index and output for each row that ended."""
-        rounds, sitters = self.launched.popleft()
+        is_round, sitters = self.launched.popleft()
         reports = self.reports.receive()
         is_current = [own is not None and own is other for own, other in zip(sitters, request_states, strict=True)]
-        if rounds and any(is_current):  # else the round was launched after every text had ended
+        if is_round and any(is_current):  # else the round was launched after every text had ended
             now = self._moment()
             self.timings.round_seconds.append(now - self.looked)
             self.timings.decode_seconds += now - self.looked
             self.looked = now
-        under_way = sum(count for count, _ in self.launched)
+        under_way = sum(is_round for is_round, _ in self.launched)
         state, M = self.decoder.state, self.options.shape.depth + 1
         ended: dict[int, tuple[int, Output]] = {}
         for row, (request_state, report) in enumerate(zip(sitters, reports, strict=True)):

@@ -71,11 +71,6 @@ def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
     config = _own_config(target)
     cut_layers(config, layers, target)
     model = _build(config, target)
-    if target.placement != "whole":
-        raise UserError(
-            f"head.layers: the decoder layers of {target.name} are {target.placement}; use path or fresh, or "
-            "features.kind=process"
-        )
     prefix = next(name for name, module in target.model.named_modules() if module is target.layers) + "."
     weights: dict[str, Tensor] = {}
     for name, tensor in target.model.state_dict().items():

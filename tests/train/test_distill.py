@@ -87,6 +87,7 @@ def test_a_fused_layer_is_merged_the_right_way_round() -> None:
     [
         (["head.lora={modules: [q_proj, q_prj]}"], "head.lora.modules: 'q_prj' fits no linear layer of the draft"),
         (["head.fresh={hidden_size: 16}"], "head: a draft needs one of path"),
+        (["features={kind: cache, folder: features}"], "features.kind: head.layers copies layers of the target, got"),
         (["data.on_policy={every: 6, prompts: 2, samples: 2}"], "data.on_policy.every: expected less than train.max"),
         (
             ["data.on_policy={every: 2, prompts: 4, samples: 2, temperature: 0, seed: 3}"],

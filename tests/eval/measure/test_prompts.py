@@ -138,21 +138,21 @@ def test_windows_are_cut_one_after_another(tmp_path: Path, plain_tokenizer: PreT
 
 
 @pytest.fixture(scope="module")
-def held_out(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of modules, of which some are held out; one in three is too short for a prompt."""
     root = tmp_path_factory.mktemp("source")
     for n in range(200):
         lines = [f"value_{n}_{i} = call_of_{n}({i}, 'text')\n" for i in range(80)]
         (root / f"module{n}.py").write_text("".join(lines) if n % 3 else "x = 1\n" * 200)
-    return (root,)
+    return root
 
 
-def texts_of(roots: tuple[Path, ...]) -> dict[str, str]:
-    return dict(read_split(held_out=True, roots=roots))
+def texts_of(root: Path) -> dict[str, str]:
+    return dict(read_split(held_out=True, root=root))
 
 
 def test_held_out_prompts_are_64_to_128_tokens_from_the_start_of_a_line(
-    tokenizer: PreTrainedTokenizerBase, held_out: tuple[Path, ...]
+    tokenizer: PreTrainedTokenizerBase, held_out: Path
 ) -> None:
     prompts = held_out_prompts(tokenizer, 10, 400, 0, held_out)
     assert len(prompts) == 10 and len({prompt.text for prompt in prompts}) == 10
@@ -163,14 +163,14 @@ def test_held_out_prompts_are_64_to_128_tokens_from_the_start_of_a_line(
 
 
 def test_held_out_prompts_depend_on_the_seed_and_on_no_other_module(
-    tokenizer: PreTrainedTokenizerBase, held_out: tuple[Path, ...], tmp_path: Path
+    tokenizer: PreTrainedTokenizerBase, held_out: Path, tmp_path: Path
 ) -> None:
     first = held_out_prompts(tokenizer, 2, 400, 0, held_out)
     assert prompts_hash(first) == prompts_hash(held_out_prompts(tokenizer, 2, 400, 0, held_out))
     assert prompts_hash(first) != prompts_hash(held_out_prompts(tokenizer, 2, 400, 1, held_out))
     name = first[1].id.rsplit(":", 1)[0]
     (tmp_path / name).write_text(texts_of(held_out)[name])
-    assert held_out_prompts(tokenizer, 1, 400, 0, (tmp_path,)) == first[1:]
+    assert held_out_prompts(tokenizer, 1, 400, 0, tmp_path) == first[1:]
 
 
 def test_a_file_may_have_commas_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

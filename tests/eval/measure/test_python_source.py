@@ -27,23 +27,23 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_the_split_is_a_function_of_the_path(root: Path) -> None:
-    splits = {split: [name for name, _ in read_split(held_out=split, roots=(root,))] for split in (True, False)}
+    splits = {split: [name for name, _ in read_split(held_out=split, root=root)] for split in (True, False)}
     assert splits[True] and len(splits[True]) + len(splits[False]) == 120
     assert all(is_held_out(name) == held_out for held_out, names in splits.items() for name in names)
 
 
 def test_a_near_copy_of_a_held_out_module_is_left_out(root: Path) -> None:
-    _, text = next(read_split(held_out=True, roots=(root,)))
+    _, text = next(read_split(held_out=True, root=root))
     copy = next(name for name in (f"copy{n}.py" for n in range(9)) if not is_held_out(name))
     (root / copy).write_text("# a copy\n" + text)
     list_modules.cache_clear()
-    assert copy in [name for name, _ in list_modules((root,))[False]]
-    assert copy not in [name for name, _ in read_split(held_out=False, roots=(root,))]
+    assert copy in [name for name, _ in list_modules(root)[False]]
+    assert copy not in [name for name, _ in read_split(held_out=False, root=root)]
 
 
 def test_text_comes_from_the_standard_library_alone() -> None:
-    (library,) = standard_library()
-    names = [name for names in list_modules((library,)).values() for name, _ in names]
+    library = standard_library()
+    names = [name for names in list_modules(library).values() for name, _ in names]
     assert "functools.py" in names and "json/decoder.py" in names
     assert not any(part in name for name in names for part in ("site-packages", "dist-packages", "encodings/"))
     first = next(name for name, _ in read_split(held_out=False))
