@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from eval.measure.chat_template import apply_template
 from eval.measure.command import print_line
 from eval.measure.forms import FORMS, QUESTIONS, read_turns, with_context
 from eval.measure.python_source import read_split
-from eval.measure.records import Message, Record, apply_template, read_hub, read_records
+from eval.measure.records import Message, Record, read_hub, read_records
 from heads.core.errors import UserError, shown
 from heads.core.files import is_file
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from eval.measure.forms import NO_CONVERSATION, Chat, read_chat
 from eval.measure.prompts import to_prompt
 from eval.measure.python_source import read_split
-from eval.measure.records import Message, Record, RecordError, content_hash, read_records, read_text
+from eval.measure.records import Message, Record, RecordError, content_hash, describe_unread, read_records, read_text
 from heads.core.errors import UserError
 from heads.core.files import read_given
 from train.core.strict_yaml import Count, Name, Settings, Weight
@@ -126,6 +126,9 @@ class PythonSource(Settings, Texts):
         for place, text in islice(read_split(held_out=False), self.limit):
             yield place, {"text": text}
 
+    def unread(self) -> list[str]:
+        return []
+
     def content(self) -> dict[str, Any]:
         content = hashlib.sha256()
         for record in self.records():
@@ -145,9 +148,11 @@ class RecordSource(Settings):
     """A file, a folder of files, a pattern such as `part-*.jsonl`, a folder that `datasets` saved to disk, or the Hub
     id of a data set. Several files are read in the order of their names."""
     subset: Name | None = None
-    """Subset (configuration) of a Hub data set that has several. A file has none."""
+    """Subset (configuration) of a data set that has several. A file has none."""
     split: str = "train"
-    """Split of a data set. A file has none."""
+    """Split of a data set. Files of a folder or of a pattern belong to splits by their names and by those of their
+    folders, as `datasets.load_dataset` reads them: `test.jsonl` and `data/test-00000-of-00001.parquet` are not of
+    `train`. A file has none."""
     limit: Count | None = None
     """Maximum number of records to read. Null: all."""
     weight: Weight = None
@@ -162,6 +167,10 @@ class RecordSource(Settings):
 
     def content(self) -> dict[str, Any]:
         return {"content": content_hash(self.path, subset=self.subset, split=self.split), "limit": self.limit}
+
+    def unread(self) -> list[str]:
+        """Return the line on the files in the source's place that are not read, if there are some."""
+        return describe_unread(self.path, subset=self.subset, split=self.split)
 
 
 class TextSource(RecordSource, Texts):
@@ -332,7 +341,7 @@ def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
     there is nothing to train on."""
     corpus = reader.read(str(source), lambda: _tokenised(source, reader.rendering))
     tally = corpus.tally
-    lines = describe_skipped(source, tally, whole=True)
+    lines = [*source.unread(), *describe_skipped(source, tally, whole=True)]
     if corpus.num_labels == 0:
         raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; give longer ones")
     if tally.last_tokens < corpus.num_tokens:

@@ -18,16 +18,24 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eval.measure.chat_template import arguments_read
-from eval.measure.records import Message, RecordError, apply_template
+from eval.measure.chat_template import (
+    ANSWERED,
+    ASKED,
+    NEXT,
+    THOUGHT,
+    Traits,
+    apply_template,
+    arguments_read,
+    common_prefix,
+    traits_of,
+)
+from eval.measure.records import Message, RecordError
 from heads.core.errors import UserError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
-ASKED, ANSWERED, THOUGHT, NEXT = (f"{word}-{word}" for word in ("asked", "answered", "thought", "next"))
-"""Contents of the conversation by which a template is examined."""
 
 
 class Frame(NamedTuple):
@@ -56,9 +64,19 @@ class ChatTemplate:
     """The current date for the template."""
     end_ids: Collection[int] = ()
     """Tokens that end an answer, in addition to the tokenizer's."""
+    file: str | None = None
+    """The file of `text`."""
 
     def source(self, tools: Any = None) -> str:
         return dated(str(self.tokenizer.get_chat_template(self.text, tools)), self.day)
+
+    @property
+    def called(self) -> str:
+        return f"the chat template {self.file or f'of {self.tokenizer.name_or_path}'}"
+
+    @property
+    def traits(self) -> Traits:
+        return traits_of(self.tokenizer, self.source())
 
     @property
     def all_end_ids(self) -> set[int]:
@@ -244,10 +262,6 @@ def _arguments(given: Any, form: CallForm) -> Any:
 
 def _short(number: Any) -> str:
     return re.sub(r"[^A-Za-z0-9]", "", str(number))[-9:].rjust(9, "0")
-
-
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _blank(text: str) -> str:

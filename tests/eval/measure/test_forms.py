@@ -140,7 +140,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "hi", "completion": "ho", "label": False}, "its label says that its answer is bad"),
     ({"messages": [U, {**A, "role": "boss"}]}, r"messages\[1\]: expected a role of user, assistant, system"),
     ({"messages": [U, {**A, "content": 3}]}, r"messages\[1\]: expected text, got 3"),
-    ({"messages": [{**U, "content": ["a", {"type": "image"}]}, A]}, "images and other media are not supported"),
+    ({"messages": [{**U, "content": ["a", {"type": "image"}]}, A]}, "content parts of type text, got type 'image'"),
     ({"conversations": [HUMAN, {"from": "function_call", "value": "look"}]}, "expected a call as JSON with name and"),
     ({"messages": [U, A], "tools": "look"}, "tools: expected JSON, got 'look'"),
     ({"messages": [U, A], "tools": TOOL}, "tools: expected a list"),

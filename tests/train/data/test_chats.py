@@ -105,7 +105,7 @@ def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
     chat = ChatTemplate(read_tokenizer(tiny_target_dir), template)
     conversation = read_conversation(chat, talk(*chain.from_iterable(turns)), place="f:1")
     (found,) = encode_conversations(chat, [conversation])
-    expected = encode_turn_by_turn(chat.tokenizer, conversation.turns)
+    expected = encode_turn_by_turn(chat.tokenizer, conversation.texts)
     assert [d.ids.tolist() for d in found] == [d.ids.tolist() for d in expected]
     assert [d.labels.tolist() for d in found] == [d.labels.tolist() for d in expected]
 
@@ -166,13 +166,17 @@ def test_an_answer_follows_its_prompt_as_served_where_the_template_rewrites_it(
 
 def test_the_first_of_the_targets_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerBase) -> None:
     end_ids: Any = tokenizer.convert_tokens_to_ids(["<|system|>"])
-    chat = ChatTemplate(tokenizer, end_ids=end_ids)
-    (documents,) = encode_conversations(
-        chat, [read_conversation(chat, talk("hi", "the<|system|>sea", "and", "sand"), place="f:1")]
-    )
-    assert bracketed(tokenizer, documents) == [
-        "<s><|user|>hi<|assistant|>[the<|system|>]sea</s><|user|>and<|assistant|>[sand</s>]"
-    ]
+    chat = ChatTemplate(tokenizer, CHATML.replace("</s>", "<|system|></s>"), end_ids=end_ids)
+    (documents,) = encode_conversations(chat, [read_conversation(chat, talk("hi", "the sea"), place="f:1")])
+    assert bracketed(tokenizer, documents) == ["<|user|>\nhi<|system|></s>\n<|assistant|>\n[the sea<|system|>]"]
+
+
+@pytest.mark.parametrize("answer", ["`</s>` ends a turn", "a</s>b"])
+def test_an_end_token_inside_an_answer_is_no_label(answer: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(RecordError, match=r"f:1: turn 2 has '</s>' in its text") as caught:
+        encode_chat(tokenizer, talk("hi", answer), place="f:1")
+    assert caught.value.reason == "with an end token in the text of an answer"
+    assert marked(tokenizer, talk("`</s>`?", "so</s>")) == ["<s><|user|>`</s>`?<|assistant|>[so</s>]"]
 
 
 def weighted(first: dict[str, Any], last: dict[str, Any]) -> list[dict[str, Any]]:
