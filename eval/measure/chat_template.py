@@ -42,6 +42,8 @@ class Traits(NamedTuple):
     by which to know rendered text."""
     rest: str
     """What a prompt adds to it, such as DeepSeek-R1's `<think>`."""
+    next: str
+    """Text between an answer and the next question."""
     starts: tuple[str, ...]
     """Texts of which rendered text begins with one."""
     bos: str
@@ -89,7 +91,8 @@ def traits_of(tokenizer: PreTrainedTokenizerBase, template: str) -> Traits:
         opening = ""
     heads = [head, rendered(*probes["system"]).partition(NEXT)[0]]
     starts = [*added, *(text.removeprefix(bos) for text in heads)]
-    return Traits(frozenset(parts), opening, rest, tuple(start for start in starts if start.strip()), bos)
+    after = answers[1].partition(ANSWERED)[2].partition(NEXT)[0]
+    return Traits(frozenset(parts), opening, rest, after, tuple(start for start in starts if start.strip()), bos)
 
 
 def _with_parts(messages: Iterable[Message], roles: Collection[str]) -> list[Message]:
@@ -187,6 +190,20 @@ def arguments_read(template: str | Mapping[str, str], tokenizer: PreTrainedToken
         return None
     known = frozenset[str]().union(*(meta.find_undeclared_variables(tree) for tree in trees))
     return sorted(known - GIVEN - tokenizer.special_tokens_map.keys())
+
+
+def without_second_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a text that may begin with BOS, before which the tokenizer has put its own."""
+    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+
+
+def split_arguments(
+    arguments: Mapping[str, Any], template: str | Mapping[str, str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, Any], list[str]]:
+    """Return those arguments of a record that a template reads, and the names of the other ones."""
+    known = arguments_read(template, tokenizer) if arguments else []
+    read = {name: value for name, value in arguments.items() if known is None or name in known}
+    return read, sorted(arguments.keys() - read)
 
 
 def with_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:

@@ -22,13 +22,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice, takewhile
+from dataclasses import dataclass, replace
+from itertools import compress, islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from eval.measure.chat_template import REASONING_END, check_rendered, common_prefix
+from eval.measure.chat_template import REASONING_END, check_rendered, common_prefix, without_second_bos
 from eval.measure.forms import REASONING
 from eval.measure.records import Message, RecordError
 from train.data.corpus import Document
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
+RENDERED = "texts are rendered by the chat template already: their labels are the assistant's answers"
 OPENS_REASONING = re.compile(r"<(\w+)>\s*$")
 KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING})
 """Keys of a turn whose meaning is known."""
@@ -65,13 +66,45 @@ class Conversation:
     """What is worth saying of its answers, in general words."""
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterator[Document]:
+def encode_text(template: ChatTemplate, texts: Sequence[str]) -> Iterator[Document]:
     """Yield plain texts as documents, with the tokenizer's own special tokens and a final end-of-text token. Every
-    token is a label."""
+    token is a label. In a text that the chat template has rendered, the labels are the answers."""
+    tokenizer = template.tokenizer
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for ids in tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]:
-        whole = ids if end and ids[-1:] == end else [*ids, *end]
-        yield Document.of(whole, np.ones(len(whole)))
+    is_rendered = [template.has_rendered(text) for text in texts]
+    rendered = [Conversation([read_rendered(template, text)], "") for text in compress(texts, is_rendered)]
+    conversations = encode_conversations(template, rendered)
+    plain = [text for text, rendered in zip(texts, is_rendered, strict=True) if not rendered]
+    options = {"return_attention_mask": False, "verbose": False}
+    tokens = iter(tokenizer(plain, **options)["input_ids"] if plain else ())
+    for is_conversation in is_rendered:
+        if is_conversation:
+            (document,) = next(conversations)
+            yield replace(document, notes=RENDERED)
+        else:
+            ids = without_second_bos(next(tokens), tokenizer)
+            whole = ids if end and ids[-1:] == end else [*ids, *end]
+            yield Document.of(whole, np.ones(len(whole)))
+
+
+def read_rendered(template: ChatTemplate, text: str) -> Rendered:
+    """Return a text that the chat template has rendered, with its answers."""
+    traits, answers = template.traits, []
+    text = traits.with_bos(text)
+    at = text.find(traits.opening)
+    while at >= 0:
+        start = at + len(traits.opening)
+        beside = (traits.rest, template.frame.empty)  # as in prompts, and in answers without reasoning
+        start += next((len(added) for added in beside if added and text.startswith(added, start)), 0)
+        end, after = template.ends.search(text, start), text.find(traits.next, start) if traits.next else -1
+        stop = min(
+            end.end() if end else len(text),
+            after if after >= 0 and not template.ends.search(traits.next) else len(text),
+        )
+        if stop > start:
+            answers.append((start, stop))
+        at = text.find(traits.opening, stop)
+    return Rendered(text, answers)
 
 
 def read_conversation(
@@ -323,6 +356,22 @@ class Dialogue:
             self.prompt = self._prompts.send(answer)
         except StopIteration as end:
             self.prompt, self.cut = None, end.value
+
+
+def answer_rendered(template: ChatTemplate, rendered: Rendered, most: int) -> Prompts:
+    """Yield the prompts of a text that the chat template has rendered, in which the target's answers replace those of
+    the text. It ends before a prompt of more than `most` tokens."""
+    ids: list[int] = []
+    at = 0
+    for start, stop in rendered.answers:
+        ids = [*ids, *token_ids(template.tokenizer, rendered.text[at:start])]
+        if len(ids) > most:
+            return f"a prompt of more than {most} tokens"
+        answer = yield ids
+        ids = [*ids, *answer]
+        end = template.ends.search(rendered.text, start, stop)
+        at = end.start() if end is not None and answer[-1] not in template.all_end_ids else stop
+    return None
 
 
 def lone(prompt: list[int]) -> Prompts:

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +27,7 @@ from eval.measure.chat_template import (
     apply_template,
     arguments_read,
     common_prefix,
+    split_arguments,
     traits_of,
 )
 from eval.measure.records import Message, RecordError
@@ -78,6 +79,9 @@ class ChatTemplate:
     def traits(self) -> Traits:
         return traits_of(self.tokenizer, self.source())
 
+    def has_rendered(self, text: str) -> bool:
+        return bool(self.text or self.tokenizer.chat_template) and self.traits.has_rendered(text)
+
     @property
     def all_end_ids(self) -> set[int]:
         return {*self.end_ids, self.tokenizer.eos_token_id} - {None}
@@ -124,6 +128,20 @@ class ChatTemplate:
 
     def arguments_read(self) -> list[str] | None:
         return arguments_read(self.text or self.tokenizer.chat_template, self.tokenizer)
+
+    @cached_property
+    def _variants(self) -> dict[str, tuple[ChatTemplate, list[str]]]:
+        return {}
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> tuple[ChatTemplate, list[str]]:
+        """Return the template with the arguments of a record, which take precedence, and the names of those that it
+        does not read."""
+        key = json.dumps(arguments, sort_keys=True, default=str)
+        if key not in self._variants:
+            read, unread = split_arguments(arguments, self.text or self.tokenizer.chat_template, self.tokenizer)
+            own = replace(self, arguments={**self.arguments, **read}) if read else self
+            self._variants[key] = own, unread
+        return self._variants[key]
 
     @cached_property
     def frame(self) -> Frame:

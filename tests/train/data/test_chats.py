@@ -258,7 +258,7 @@ def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase
 
 
 def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    (document,) = encode_text(tokenizer, ["the sea"])
+    (document,) = encode_text(ChatTemplate(tokenizer), ["the sea"])
     assert tokenizer.decode(document.ids.tolist()) == "the sea</s>" and document.labels.all()
 
 
