@@ -262,6 +262,33 @@ def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedToken
     assert tokenizer.decode(document.ids.tolist()) == "the sea</s>" and document.labels.all()
 
 
+def test_text_that_the_template_has_rendered_has_one_bos_and_the_labels_of_a_chat(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    text = str(tokenizer.apply_chat_template(TALK, tokenize=False))
+    assert bracketed(tokenizer, encode_text(ChatTemplate(tokenizer), [text])) == marked(tokenizer, TALK)
+    prompt, ids = render([{"role": "user", "content": "<s><|user|>hi<|assistant|>"}], tokenizer)
+    assert prompt == "<s><|user|>hi<|assistant|>" and tokenizer.decode(ids) == prompt
+
+
+def test_a_template_that_reads_parts_gets_them_and_one_that_leaves_a_turn_out_is_named(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    parts = CHATML.replace("{{ m.content }}", "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}")
+    assert marked(tokenizer, TALK, parts) == marked(tokenizer, TALK, CHATML)
+    text, _ = render(TALK[:2], with_template(tokenizer, parts))
+    assert text == "<|system|>\nbe kind</s>\n<|user|>\nhi</s>\n<|assistant|>\n"
+    deaf = CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'system' }}")
+    with pytest.raises(RecordError, match=r"f:1: the chat template .*turn 1"):
+        encode_chat(tokenizer, TALK, place="f:1", chat_template=deaf)
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
+    twin: Any = copy.copy(tokenizer)
+    twin.chat_template = template
+    return twin  # type: ignore[no-any-return]
+
+
 def test_chat_data_needs_a_template(tiny_target_dir: Path) -> None:
     bare = AutoTokenizer.from_pretrained(tiny_target_dir)
     bare.chat_template = None
