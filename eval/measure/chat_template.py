@@ -62,7 +62,7 @@ def traits_of(tokenizer: PreTrainedTokenizerBase, template: str) -> Traits:
     parts: set[str] = set()
 
     def rendered(*messages: Message, answer_next: bool = False) -> str:
-        options = {"chat_template": template, "add_generation_prompt": answer_next, "tokenize": False}
+        options: dict[str, Any] = {"chat_template": template, "add_generation_prompt": answer_next, "tokenize": False}
         with suppress(Exception):  # a template is a program, and may raise anything
             return str(tokenizer.apply_chat_template(_with_parts(messages, parts), **options))
         return ""

@@ -248,11 +248,11 @@ def with_context(record: Record, messages: list[Message]) -> tuple[list[Message]
         past = [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
         rest = [*past, *rest]
     asked = next((n for n, message in enumerate(rest) if message["role"] in ("user", "system")), len(rest))
-    roles = [message["role"] for message in rest]
+    speakers = [message["role"] for message in rest]
     notes = {
         "records begin with an answer, which is dropped": asked > 0,
         "records have turns of the user without an answer between them, which are one prompt": ("user", "user")
-        in pairwise(roles),
+        in pairwise(speakers),
     }
     return [*own, *rest[asked:]], tuple(note for note, holds in notes.items() if holds)
 

@@ -266,9 +266,9 @@ def test_text_that_the_template_has_rendered_has_one_bos_and_the_labels_of_a_cha
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     text = str(tokenizer.apply_chat_template(TALK, tokenize=False))
-    assert bracketed(tokenizer, encode_text(ChatTemplate(tokenizer), [text])) == marked(tokenizer, TALK)
+    assert bracketed(tokenizer, [*encode_text(ChatTemplate(tokenizer), [text])]) == marked(tokenizer, TALK)
     prompt, ids = render([{"role": "user", "content": "<s><|user|>hi<|assistant|>"}], tokenizer)
-    assert prompt == "<s><|user|>hi<|assistant|>" and tokenizer.decode(ids) == prompt
+    assert prompt == "<s><|user|>hi<|assistant|>" and tokenizer.decode([*ids]) == prompt
 
 
 def test_a_template_that_reads_parts_gets_them_and_one_that_leaves_a_turn_out_is_named(
