@@ -93,7 +93,7 @@ IMAGE = b'{"messages": [{"role": "user", "content": [{"type": "image_url", "imag
         (BAD, "bad.jsonl:1: expected a record with 'text', got keys txt", b'{"txt": "a"}\n'),
         (BAD, "no token to train on: every document is too short", b'{"text": "a"}\n'),
         (BAD, "bad.jsonl:2: expected UTF-8 text", b'{"text": "a"}\n{"text": "\\ud83d"}\n'),
-        (f"{BAD} data.sources.0.kind=chat", "bad.jsonl:1: messages[0]: images", IMAGE),
+        (f"{BAD} data.sources.0.kind=chat", "content parts of type text, got type 'image_url'", IMAGE),
         (PROMPTS, "bad.jsonl:1: the prompt has", LONG),
         (f"{PROMPTS} eval.max_prompt_tokens=5000", "need 1814 positions, the target has 512", LONG),
     ],

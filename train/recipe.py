@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from eval.measure.command import AUTO
 from eval.measure.prompts import HELD_OUT_SUITE
-from eval.measure.records import has_splits, is_local
+from eval.measure.records import has_splits, has_subsets, is_local
 from eval.measure.settings import IN_A_RECIPE, BenchSettings
 from eval.runtime.sampling_params import check_rule
 from heads.core.contract import HEAD_TREE
@@ -330,9 +330,10 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
         if source.weight is None or len(recipe.data.sources) == 1:
             useless["data", "sources", n, "weight"] = "with one source"
         if isinstance(source, RecordSource) and is_local(source.path):
-            useless["data", "sources", n, "subset"] = "on files, which have no subsets"
+            if not has_subsets(source.path):
+                useless["data", "sources", n, "subset"] = "on files, which have no subsets"
             if not has_splits(source.path):
-                useless["data", "sources", n, "split"] = "on files, which have no splits"
+                useless["data", "sources", n, "split"] = "on a file, which has no splits"
     return useless
 
 

@@ -5,28 +5,45 @@ history and tools may have columns of their own.
 """
 
 import json
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from eval.measure.records import Message, Record, RecordError
 from heads.core.errors import shown
 
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
-ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "bot": "assistant", "system": "system"}
-ROLES |= {"developer": "system", "tool": "tool", "function": "tool", "observation": "tool"}
+ROLES = dict.fromkeys(["user", "human", "prompter"], "user")
+ROLES |= dict.fromkeys(["assistant", "gpt", "chatgpt", "model", "ai", "llm", "bot", "chatbot"], "assistant")
+ROLES |= dict.fromkeys(["bing", "bard", "claude"], "assistant")
+ROLES |= dict.fromkeys(["system", "developer"], "system")
+ROLES |= dict.fromkeys(["tool", "function", "observation", "ipython", "tool_response", "function_response"], "tool")
+"""The roles of chat templates by the names that records have for them, in any case, without the signs around them."""
 WEIGHTS = frozenset(
     ["weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask"]
 )
 """Names under which turns say whether they are to be trained on: `weight` of OpenAI, Mistral and SlimOrca, `train` and
 `training` of axolotl, `trainable` of prime-rl and tinker, `loss` and `loss_scale` of ms-swift, `loss_weight` of
 LLaMA-Factory, `step_loss_mask` of slime."""
-READ = WEIGHTS | {"role", "from", "content", "value"}
+ROLE, CONTENT = ("role", "from"), ("content", "value")
+READ = WEIGHTS | {*ROLE, *CONTENT}
 """Keys of a turn that are read. Chat templates see the other ones."""
 NO_CONVERSATION = "no conversation"
 """Reason of a record whose columns have no form of a conversation."""
 CALL = "function_call"
 """Role of a turn, or key of a turn, that calls a tool."""
+TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+"""Types of content parts with text."""
+THOUGHTS = ("thinking", "reasoning", "reasoning_content")
+"""Types of content parts with reasoning, and fields that have its text."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a turn in which records store the reasoning before an answer."""
+ARGUMENTS = "chat_template_kwargs"
+"""Column with arguments of the chat template for its record alone."""
+TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+"""Names of the speakers in one text of a conversation, as Anthropic's preference data have it."""
 
 Form = tuple[str, str | None]
 """Columns of a conversation's first turns and of its last ones. None: all turns are in the first column."""
@@ -42,7 +59,7 @@ PAIRS: dict[Form, str] = {
 }
 """Names of some forms of a question and its answer."""
 SYSTEM = ("system", "system_prompt")
-BESIDES = (*SYSTEM, "history", "tools", "functions")
+BESIDES = (*SYSTEM, "history", "tools", "functions", ARGUMENTS)
 """Columns that are read in every form."""
 
 
@@ -58,6 +75,8 @@ class Chat(NamedTuple):
     """Columns with text, lists or mappings that the form does not read."""
     notes: tuple[str, ...] = ()
     """What is worth saying of it, in general words, the same for all such records."""
+    arguments: Mapping[str, Any] = {}
+    """Arguments of the chat template for this record."""
 
 
 @lru_cache(maxsize=1024)
@@ -83,7 +102,8 @@ def read_chat(record: Record) -> Chat:
     if not forms:
         expected = "'messages', 'conversations', or 'instruction' with 'response'"
         got = ", ".join(sorted(fields)) or "none"
-        raise RecordError(f"{place}: expected a record with {expected}, got keys {got}", NO_CONVERSATION)
+        remedy = "; kind text reads texts" if isinstance(fields.get("text"), str) else ""
+        raise RecordError(f"{place}: expected a record with {expected}, got keys {got}{remedy}", NO_CONVERSATION)
     if fields.get("label") is False or fields.get("kto_tag") is False:
         raise RecordError(f"{place}: its label says that its answer is bad", "an answer that its label calls bad")
     messages: list[Message] = []
@@ -92,6 +112,8 @@ def read_chat(record: Record) -> Chat:
         if last is not None:
             answer = read_turns(record, last, "assistant")
             is_next = answer[0]["role"] == "assistant" != turns[-1]["role"]
+            if is_next and isinstance(fields[first], str) and _is_transcript(fields[first]):
+                answer[0]["content"] = answer[0]["content"].strip()
             # Some preference sets repeat the prompt in each answer.
             turns = [*turns, *answer] if is_next else _one_of(place, forms, turns, answer)
         messages = _one_of(place, forms, messages, turns) if messages else turns
@@ -106,6 +128,7 @@ def read_chat(record: Record) -> Chat:
             key for key, value in fields.items() if value and key not in read and isinstance(value, str | list | dict)
         ),
         notes,
+        read_arguments(record),
     )
 
 
@@ -136,8 +159,11 @@ def read_turns(record: Record, column: str, role: str = "user") -> list[Message]
     first in a list of texts, which take turns."""
     place, fields = record
     turns, place = fields[column], f"{place}: {column}"
-    if isinstance(turns, dict):  # one turn, or the input of OpenAI's preferences
-        turns = turns.get("messages", [turns])
+    if isinstance(turns, dict) and "messages" in turns:  # the input of OpenAI's preferences
+        turns = turns["messages"]
+    turns = _as_list(turns, *ROLE, *CONTENT)
+    if isinstance(turns, dict) and not turns.keys().isdisjoint(ROLE):
+        turns = [turns]
     if isinstance(turns, list) and turns:
         if isinstance(turns[0], str):
             others = {"user": "assistant", "assistant": "user"}
@@ -150,10 +176,48 @@ def read_turns(record: Record, column: str, role: str = "user") -> list[Message]
         return [_read_turn(f"{place}[{n}]", turn, nullable=named) for n, turn in enumerate(turns)]
     if column in FORMS or isinstance(turns, list):
         raise RecordError(f"{place}: expected a list of turns, got {shown(turns)}", "no turns")
+    if role == "assistant" and turns is None:
+        raise RecordError(f"{place}: expected an answer, got none", "without an answer")
     text = _text(place, turns)
+    if _is_transcript(text):
+        _, *parts = TRANSCRIPT.split(text.strip())
+        said = [*zip(parts[::2], map(str.strip, parts[1::2]), strict=True)]
+        said = said[:-1] if said[-1] == ("Assistant", "") else said  # it asks for the answer
+        return [{"role": ROLES[name.lower()], "content": content} for name, content in said]
     if column != "input" and role == "user" and fields.get("input"):
         text = f"{text}\n\n{_text(f'{record[0]}: input', fields['input'])}"
     return [{"role": role, "content": text}]
+
+
+def _as_list(value: Any, *keys: str) -> Any:
+    """Return a mapping of lists that has one of the keys as a list of mappings, from which `datasets` makes it, and any
+    other value unchanged."""
+    is_mapping = isinstance(value, dict) and not value.keys().isdisjoint(keys)
+    if is_mapping and all(isinstance(part, list) for part in value.values()):
+        lengths = {len(part) for part in value.values()}
+        if len(lengths) == 1:
+            rows = (zip(value, row, strict=True) for row in zip(*value.values(), strict=True))
+            return [{key: part for key, part in row if part is not None} for row in rows]
+    return value
+
+
+def _is_transcript(text: str) -> bool:
+    return TRANSCRIPT.match(text.strip()) is not None and "\n\nAssistant:" in text
+
+
+def read_arguments(record: Record) -> Mapping[str, Any]:
+    """Return the arguments of the chat template that a record has, as a mapping or as JSON text."""
+    place, fields = record
+    arguments = fields.get(ARGUMENTS) or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise RecordError(
+            f"{place}: {ARGUMENTS}: expected a mapping, or one as JSON, got {shown(arguments)}",
+            "unreadable arguments of the chat template",
+        )
+    return arguments
 
 
 def with_context(record: Record, messages: list[Message]) -> tuple[list[Message], tuple[str, ...]]:
@@ -184,13 +248,19 @@ def with_context(record: Record, messages: list[Message]) -> tuple[list[Message]
         past = [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
         rest = [*past, *rest]
     asked = next((n for n, message in enumerate(rest) if message["role"] in ("user", "system")), len(rest))
-    return [*own, *rest[asked:]], ("records begin with an answer, which is dropped",) if asked else ()
+    speakers = [message["role"] for message in rest]
+    notes = {
+        "records begin with an answer, which is dropped": asked > 0,
+        "records have turns of the user without an answer between them, which are one prompt": ("user", "user")
+        in pairwise(speakers),
+    }
+    return [*own, *rest[asked:]], tuple(note for note, holds in notes.items() if holds)
 
 
 def _read_tools(record: Record, messages: Sequence[Message]) -> list[Any] | None:
     """Return the tools of a conversation, which some records have as JSON text, in the form of OpenAI's protocol."""
     place, fields = record
-    tools = fields.get("tools") or fields.get("functions")
+    tools = _as_list(fields.get("tools") or fields.get("functions"), "function", "name")
     if tools is None and isinstance(fields.get("input"), dict):
         tools = fields["input"].get("tools")
     if isinstance(tools, str):
@@ -213,24 +283,48 @@ def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message
     `nullable`: names of weights of which null says nothing."""
     if not isinstance(turn, dict):
         raise RecordError(f"{place}: expected a turn with 'role' and 'content', got {shown(turn)}", "no turns")
-    role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
-    if role == CALL:
+    named, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
+    role = re.sub(r"^[\W_]+|[\W_]+$", "", named.lower()) if isinstance(named, str) else ""
+    if role in (CALL, "tool_call"):
         role, content, turn = "assistant", None, {**turn, CALL: content}
-    if not isinstance(role, str) or role not in ROLES:
+    if role not in ROLES:
         known = ", ".join(dict.fromkeys(ROLES.values()))
-        raise RecordError(f"{place}: expected a role of {known}, got {shown(role)}", f"unknown role {shown(role)}")
+        raise RecordError(f"{place}: expected a role of {known}, got {shown(named)}", f"unknown role {shown(named)}")
+    role = ROLES[role]
     rest = {
         key: value
         for key, value in turn.items()
         if key not in READ and value is not None and (key, value) != ("tool_calls", [])
     }
-    if ROLES[role] == "assistant" and not _is_trained(place, turn, nullable):
+    if role == "assistant" and not _is_trained(place, turn, nullable):
         rest["weight"] = 0
     if CALL in rest:  # also a key of OpenAI's turns, before there were tools
         rest["tool_calls"] = _read_calls(place, rest.pop(CALL))
-    if content is None and rest.get("tool_calls"):
-        content = ""
-    return {**rest, "role": ROLES[role], "content": _text(place, content)}
+    if "tool_calls" in rest:
+        rest["tool_calls"] = _as_list(rest["tool_calls"], "function", "name")
+    if role == "assistant":
+        content, thoughts = _without_thoughts(place, content)
+        if thoughts and not any(rest.get(key) for key in REASONING):
+            rest[REASONING[0]] = thoughts
+        if content in (None, []):
+            if not rest.get("tool_calls"):
+                got = "its reasoning alone" if any(rest.get(key) for key in REASONING) else "none"
+                raise RecordError(f"{place}: expected an answer, got {got}", "without an answer")
+            content = ""
+    return {**rest, "role": role, "content": _text(place, content)}
+
+
+def _without_thoughts(place: str, content: Any) -> tuple[Any, str]:
+    """Return the content of an answer without its parts of reasoning, and their text."""
+    parts = _as_list(content, "type")
+    if not isinstance(parts, list):
+        return content, ""
+    is_thought = [isinstance(part, dict) and part.get("type") in THOUGHTS for part in parts]
+    thoughts = [part for part, thinks in zip(parts, is_thought, strict=True) if thinks]
+    texts = [next((part[key] for key in (*THOUGHTS, "text", "summary") if part.get(key)), "") for part in thoughts]
+    return [part for part, thinks in zip(parts, is_thought, strict=True) if not thinks], "\n\n".join(
+        _text(place, text) for text in texts if text
+    )
 
 
 def _is_trained(place: str, turn: Message, nullable: Collection[str]) -> bool:
@@ -259,14 +353,21 @@ def _read_calls(place: str, given: Any) -> list[Any]:
 
 
 def _text(place: str, value: Any) -> str:
+    """Return a text, the text of content parts, or JSON objects as text. RecordError for what is none of them."""
     if isinstance(value, str):
         return value
-    parts = value if isinstance(value, list) else [None]
+    parts = _as_list(value, "type")
+    if isinstance(parts, dict) and parts.get("type") not in TEXTS:
+        return json.dumps(parts, ensure_ascii=False)
+    parts = parts if isinstance(parts, list) and parts else [parts]
+    types = (part.get("type", "text") for part in parts if isinstance(part, dict))
+    if (odd := next((name for name in types if name not in TEXTS), None)) is not None:
+        raise RecordError(
+            f"{place}: expected content parts of type text, got type {odd!r}", f"a content part of type {odd!r}"
+        )
     texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if all(isinstance(text, str) for text in texts):
         return "".join(texts)
-    if any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts):
-        raise RecordError(
-            f"{place}: images and other media are not supported, got {shown(value)}", "images, which are not supported"
-        )
+    if all(isinstance(part, dict) and not part.keys() & {"type", "text"} for part in parts):
+        return json.dumps(parts, ensure_ascii=False)
     raise RecordError(f"{place}: expected text, got {shown(value)}", "a turn without text")

@@ -13,18 +13,25 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from eval.measure.chat_template import (
+    apply_template,
+    check_rendered,
+    split_arguments,
+    traits_of,
+    without_second_bos,
+)
 from eval.measure.command import print_line
-from eval.measure.forms import FORMS, QUESTIONS, read_turns, with_context
+from eval.measure.forms import FORMS, QUESTIONS, read_arguments, read_turns, with_context
 from eval.measure.python_source import read_split
-from eval.measure.records import Message, Record, apply_template, read_hub, read_records
+from eval.measure.records import Message, Record, read_hub, read_records
 from heads.core.errors import UserError, shown
 from heads.core.files import is_file
 
@@ -74,6 +81,8 @@ class Prompt:
     """The conversation so far; empty for plain text."""
     later_turns: tuple[str, ...] = ()
     """Further turns of the user, for after the answer to this prompt (MT-Bench, Spec-Bench)."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this prompt alone."""
 
 
 def load_prompts(
@@ -109,9 +118,25 @@ def load_prompts(
             longer = len(records) - len(prompts)
             said = f"{longer} of {len(records)} prompts have more than {max_prompt_tokens} tokens and are left out"
             print_line(f"{suite_or_path}: {said}")
+        describe_prompts(suite_or_path, prompts, tokenizer)
     if not prompts:
         raise UserError(f"{suite_or_path}: no prompt of at most {max_prompt_tokens} tokens; nothing to measure")
     return prompts
+
+
+def describe_prompts(name: str, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Print what the chat template does not do with prompts: arguments that it does not read, and prompts that it has
+    rendered already."""
+    template: Any = None if tokenizer is None else tokenizer.chat_template
+    if tokenizer is None or template is None:
+        return
+    unread = {key for prompt in prompts for key in split_arguments(prompt.arguments, template, tokenizer)[1]}
+    if unread:
+        print_line(f"{name}: the chat template reads no argument {', '.join(sorted(unread))}, which its prompts have")
+    traits = traits_of(tokenizer, tokenizer.get_chat_template())
+    rendered = sum(traits.has_rendered(prompt.messages[-1]["content"]) for prompt in prompts if prompt.messages)
+    if rendered:
+        print_line(f"{name}: {rendered} prompts are rendered by the chat template already, and are used as they are")
 
 
 def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> list[Prompt]:
@@ -157,11 +182,10 @@ def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase | 
     assert prompt.later_turns, f"{prompt.id} has no further turn"
     said, *later = prompt.later_turns
     messages = [*prompt.messages, {"role": "assistant", "content": answer}, {"role": "user", "content": said}]
-    text, ids = render(messages, tokenizer)
+    text, ids = render(messages, tokenizer, arguments=prompt.arguments)
     turn = sum(message["role"] == "user" for message in messages)
-    return Prompt(
-        f"{prompt.id.split('#')[0]}#{turn}", prompt.suite, prompt.category, text, ids, tuple(messages), tuple(later)
-    )
+    number = f"{prompt.id.split('#')[0]}#{turn}"
+    return replace(prompt, id=number, text=text, ids=ids, messages=tuple(messages), later_turns=tuple(later))
 
 
 def held_out_prompts(
@@ -242,12 +266,13 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | N
             "prepare_data.py, or take them out"
         )
     messages = [*system, {"role": "user", "content": turns[0]}]
-    text, ids = render(messages, tokenizer)
+    arguments = read_arguments(record)
+    text, ids = render(messages, tokenizer, where, arguments)
     if not ids and tokenizer is not None:
         raise UserError(f"{where}: {key}: the prompt has no tokens; write some text, or take it out")
     name = next((str(fields[k]) for k in ID_KEYS if k in fields), where.rsplit(":", 1)[1].strip())
     category = str(fields.get("category") or suite)
-    return Prompt(name, suite, category, text, ids, tuple(messages), tuple(turns[1:]))
+    return Prompt(name, suite, category, text, ids, tuple(messages), tuple(turns[1:]), arguments)
 
 
 def read_opening(record: Record, key: str) -> tuple[list[Message], list[str]]:
@@ -267,19 +292,28 @@ def read_opening(record: Record, key: str) -> tuple[list[Message], list[str]]:
     return [message for message in said[:1] if message["role"] == "system"], opening
 
 
-def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, tuple[int, ...]]:
-    """Return the text and token ids of a conversation, ready for an answer. Without a chat template, messages are
-    joined with blank lines; without a tokenizer there are no ids."""
+def render(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase | None,
+    place: str = "conversation",
+    arguments: Mapping[str, Any] | None = None,
+) -> tuple[str, tuple[int, ...]]:
+    """Return the text and token ids of a conversation, ready for an answer. `arguments`: those of the chat template for
+    this conversation; names that it does not read are passed over. Without a chat template, messages are joined with
+    blank lines; without a tokenizer there are no ids. RecordError if the template leaves out a turn."""
     if tokenizer is None or tokenizer.chat_template is None:
         text = "\n\n".join(message["content"] for message in messages)
         return text, () if tokenizer is None else encode(text, tokenizer)
-    text = apply_template(messages, tokenizer, add_generation_prompt=True)
+    read, _ = split_arguments(arguments or {}, tokenizer.chat_template, tokenizer)
+    text = apply_template(messages, tokenizer, place, add_generation_prompt=True, **read)
+    check_rendered(enumerate(messages, start=1), text, place, f"the chat template of {tokenizer.name_or_path}")
     return text, tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the token ids of plain text, with the tokenizer's special tokens before it but without EOS after it."""
-    ids = list(tokenizer(text, verbose=False)["input_ids"])  # no warning about its length, which is checked elsewhere
+    # No warning about its length, which is checked elsewhere.
+    ids = without_second_bos(list(tokenizer(text, verbose=False)["input_ids"]), tokenizer)
     while ids and ids[-1] == tokenizer.eos_token_id:
         ids.pop()
     return tuple(ids)

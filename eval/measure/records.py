@@ -9,17 +9,16 @@ import re
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from glob import glob
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
+from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import file_hash, is_file, read_given
 from heads.targets.hub import is_here
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Record = tuple[str, dict[str, Any]]
 """Pair of `file:line` and the record."""
@@ -29,6 +28,8 @@ JSON_FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FILES = (*JSON_FILES, ".parquet", ".txt")
 EXPECTED = "a .jsonl, .json, .jsonl.gz, .json.gz, .parquet or .txt file, a folder or a pattern of such files"
 PATTERN = re.compile(r"[*?\[]")
+MAX_NAMES = 8
+"""Number of files to name that are not read."""
 FETCH, NAME = "fetch it again", "name its subset and split as it has them, or without a network a file"
 """What to do about a data set that cannot be loaded: a local one, and one on the hub."""
 
@@ -37,7 +38,8 @@ def read_records(
     path: str, *, subset: str | None = None, split: str = "train", limit: int | None = None
 ) -> Iterator[Record]:
     """Return the records of a file of JSON lines or of a JSON array, a .txt or .parquet file; of the files of a folder
-    or of a pattern, by name; of a folder that `datasets` saved; or of a data set on the hub."""
+    or of a pattern that belong to the split, by name; of a folder that `datasets` saved; or of a data set on the hub.
+    NaN stands for null."""
     return islice(_read(path, subset, split), limit)
 
 
@@ -52,7 +54,7 @@ def read_hub(called: str, /, **arguments: Any) -> Iterator[Record]:
 def content_hash(path: str, *, subset: str | None = None, split: str = "train") -> str:
     """Return a hash that changes with the records that `read_records` returns."""
     saved = _saved(path, split)
-    if files := _files(path) if saved is None else sorted(filter(is_file, saved.iterdir())):
+    if files := _files(path, subset, split).read if saved is None else sorted(filter(is_file, saved.iterdir())):
         content = hashlib.sha256()
         for file in files:
             content.update(file.suffix.encode())
@@ -75,8 +77,26 @@ def is_local(path: str) -> bool:
 
 
 def has_splits(path: str) -> bool:
-    """Return True for a folder that `datasets` saved a dictionary of data sets to."""
-    return is_file(Path(path) / "dataset_dict.json")
+    """Return False for a file, and for a data set that `datasets` saved alone."""
+    return not is_file(path) and not is_file(Path(path) / "state.json")
+
+
+def has_subsets(path: str | Path) -> bool:
+    """Return True for a folder with the card of a data set that lists its files."""
+    card = Path(path) / "README.md"
+    return is_file(card) and re.match(r"---\n(.*\n)?configs:", read_given(card, "text"), re.DOTALL) is not None
+
+
+def describe_unread(path: str, *, subset: str | None = None, split: str = "train") -> list[str]:
+    """Return the line on the files of a folder or of a pattern that `read_records` does not read, if there are some."""
+    if _saved(path, split) is not None:
+        return []
+    folder, _, others = _files(path, subset, split)
+    if not others:
+        return []
+    names = ", ".join(str(file.relative_to(folder)) for file in others[:MAX_NAMES])
+    rest = f" and {len(others) - MAX_NAMES} others" if len(others) > MAX_NAMES else ""
+    return [f"files that are not of the split {split} are not read: {names}{rest}"]
 
 
 def _check_hub_name(path: str) -> None:
@@ -84,26 +104,75 @@ def _check_hub_name(path: str) -> None:
         raise UserError(f"{path}: no such file; expected {EXPECTED}, or a hub data set")
 
 
-def _files(path: str) -> list[Path]:
-    """Return the file of a path, or the files of a folder or of a pattern, by name. Files of a folder that hold no
-    records, such as a README, are passed over."""
+class _Files(NamedTuple):
+    folder: Path
+    read: list[Path]
+    others: list[Path]
+    """Files of records in the folder that are not read."""
+
+
+def _files(path: str, subset: str | None, split: str) -> _Files:
+    """Return the file of a path, or those files of a folder or of a pattern that belong to a split, by name. Files that
+    hold no records, such as a README, are passed over."""
     if is_file(path):
-        return [Path(path)]
-    if PATTERN.search(path):
-        found = [Path(name) for name in sorted(glob(path, recursive=True)) if is_file(name)]
+        return _Files(Path(path).parent, [Path(path)], [])
+    is_pattern = PATTERN.search(path) is not None
+    if is_pattern:
+        folder = Path(*takewhile(lambda part: not PATTERN.search(part), Path(path).parts))
+        files = [Path(name) for name in sorted(glob(path, recursive=True)) if is_file(name)]
     elif is_here(path):
-        found = sorted(file for file in Path(path).iterdir() if is_file(file) and _kind(file))
+        folder = Path(path)
+        files = sorted(file for file in folder.rglob("*") if _is_data(file, folder))
     else:
-        return []
-    if not found:
+        return _Files(Path(path), [], [])
+    if not files:
         raise UserError(f"{path}: no file there; expected {EXPECTED}")
-    kinds = sorted({_kind(file) or file.suffix for file in found})
+    splits = _splits(folder, files, subset)
+    chosen = files if is_pattern and len(splits) == 1 else splits.get(split)
+    if not chosen:
+        raise UserError(f"{path}: no split {split} among its files; it has {', '.join(splits)}; name one with split")
+    kinds = sorted({_kind(file) or file.suffix for file in chosen})
     if len(kinds) > 1:
         raise UserError(
             f"{path}: expected files of one form, got {' and '.join(kinds)}; name those of one form by a pattern, such "
             f"as *{kinds[0]}"
         )
-    return found
+    return _Files(folder, chosen, [file for file in files if file not in chosen])
+
+
+def _is_data(file: Path, folder: Path) -> bool:
+    """Return True for a file of records in a folder, where `datasets` does not pass it over."""
+    from datasets.data_files import FILES_TO_IGNORE
+
+    is_hidden = any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)
+    return is_file(file) and _kind(file) is not None and not is_hidden and file.name not in FILES_TO_IGNORE
+
+
+def _splits(folder: Path, files: Sequence[Path], subset: str | None) -> dict[str, list[Path]]:
+    """Return the files of each split, as `datasets.load_dataset` finds them: by the card of the data set if it lists
+    them, else by the names of files and folders."""
+    from datasets import load_dataset_builder
+    from datasets.data_files import _get_data_files_patterns
+
+    if has_subsets(folder):
+        try:
+            listed = load_dataset_builder(str(folder), subset).config.data_files or {}
+        except Exception as error:  # a card that cannot be read, no such subset: each raises another type
+            raise UserError(f"{folder}: README.md lists no such files ({_reason(error)}); name its subset") from None
+        place = folder.expanduser().resolve()
+        return {
+            str(split): sorted(folder / Path(file).relative_to(place) for file in set(names))
+            for split, names in listed.items()
+        }
+    names = {file: file.relative_to(folder).as_posix() for file in files}
+
+    def matching(pattern: str) -> list[str]:
+        return [name for name in names.values() if fnmatchcase(name, pattern) or fnmatchcase(f"/{name}", pattern)]
+
+    return {
+        str(split): [file for file in files if names[file] in set(chain.from_iterable(map(matching, patterns)))]
+        for split, patterns in _get_data_files_patterns(matching).items()
+    }
 
 
 def _kind(file: Path) -> str | None:
@@ -113,7 +182,7 @@ def _kind(file: Path) -> str | None:
 def _saved(path: str, split: str) -> Path | None:
     """Return the folder of a data set that `datasets` saved to disk, or None. A saved dictionary of data sets has a
     folder for each split."""
-    if has_splits(path):
+    if is_file(Path(path) / "dataset_dict.json"):
         if not is_file(Path(path) / split / "state.json"):
             known = ", ".join(sorted(folder.name for folder in Path(path).iterdir() if folder.is_dir()))
             raise UserError(f"{path}: no split {split}; it has {known}")
@@ -124,10 +193,11 @@ def _saved(path: str, split: str) -> Path | None:
 def _read(path: str, subset: str | None, split: str) -> Iterator[Record]:
     if (saved := _saved(path, split)) is not None:
         return _read_rows(path, "", FETCH, "load_from_disk", dataset_path=str(saved))
-    if files := _files(path):
-        if len(files) == 1:
-            return _read_file(files[0], path)
-        return chain.from_iterable(_read_file(file, f"{path}: {file.name}") for file in files)
+    if is_file(path):
+        return _read_file(Path(path), path)
+    folder, files, _ = _files(path, subset, split)
+    if files:
+        return chain.from_iterable(_read_file(file, f"{path}: {file.relative_to(folder)}") for file in files)
     _check_hub_name(path)
     from datasets import config
 
@@ -160,10 +230,21 @@ def _read_rows(called: str, of: str, remedy: str, load: str, /, **arguments: Any
     try:
         for record in getattr(datasets, load)(**arguments):
             number += 1
-            yield f"{called}:{number}", dict(record)
+            yield f"{called}:{number}", {key: _without_nulls(value) for key, value in record.items()}
     except Exception as error:  # no such data set, no network, no such split, a broken file: each raises another type
         where = f", broken off after record {number}" if number else ""
         raise UserError(f"{called}: no data set that can be loaded{of} ({_reason(error)}{where}); {remedy}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table without the nulls of its structs: a column has one type for all rows, so that each
+    struct has the keys of all others. NaN stands for null, too."""
+    if isinstance(value, dict):
+        plain = {key: _without_nulls(part) for key, part in value.items()}
+        return {key: part for key, part in plain.items() if part is not None}
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    return None if isinstance(value, float) and isnan(value) else value
 
 
 def _reason(error: Exception) -> str:
@@ -207,7 +288,7 @@ def _read_array(called: str, text: bytes) -> Iterator[Record]:
 
 def _parse(place: str, text: bytes) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=lambda name: None if name == "NaN" else float(name))
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: expected UTF-8 text ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -244,18 +325,3 @@ def read_text(record: Record) -> str:
     if not isinstance(fields["text"], str):
         raise UserError(f"{place}: text: expected text, got {shown(fields['text'])}")
     return fields["text"]
-
-
-def apply_template(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, place: str = "conversation", **options: Any
-) -> str:
-    """Return a conversation rendered with the chat template. Raise RecordError if the template fails."""
-    try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
-    except Exception as error:  # a template is a program, and may raise anything
-        what = f"turns 1 to {len(messages)}" if messages else "an empty conversation"
-        said = str(error) or type(error).__name__
-        raise RecordError(
-            f"{place}: the chat template refuses {what} ({said}); mend the record or the template",
-            "refused by the chat template",
-        ) from None

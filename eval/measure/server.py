@@ -189,6 +189,8 @@ class Server:
             body["return_spec_tokens_details"] = True
         path = "/completions" if prompt.ids else "/chat/completions"
         body |= {"prompt": list(prompt.ids)} if prompt.ids else {"messages": list(prompt.messages)}
+        if prompt.arguments and not prompt.ids:
+            body["chat_template_kwargs"] = dict(prompt.arguments)
         answer = Answer(sent=time.perf_counter())
         with self.errors_of(f"/v1{path}"):
             events = self.client.post(path, body=body, cast_to=object, stream=True, stream_cls=openai.Stream[object])

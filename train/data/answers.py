@@ -70,7 +70,7 @@ def find_prompts(
     ]
     for number, prompts in enumerate(found):
         source, count, documents, tally = prompts.source, prompts.count, prompts.documents, prompts.documents.tally
-        lines = describe_skipped(source, tally, whole=count is None or len(documents) < count)
+        lines = [*source.unread(), *describe_skipped(source, tally, whole=count is None or len(documents) < count)]
         long = f"; {tally.too_long:,} begin with a prompt of more than {settings.prompt_tokens:,} tokens"
         left = f"{long} ({name}.prompt_tokens) and are left out" if tally.too_long else ""
         sizes = f"{len(documents):,} {texts_of(source)} to answer{left}"

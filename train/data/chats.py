@@ -21,55 +21,90 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import compress, islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from eval.measure.chat_template import REASONING_END, check_rendered, common_prefix, without_second_bos
+from eval.measure.forms import REASONING
 from eval.measure.records import Message, RecordError
 from train.data.corpus import Document
-from train.data.templates import ChatTemplate, common_prefix
+from train.data.templates import ChatTemplate
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields of a turn in which records store the reasoning before an answer."""
-REASONING_END = "</think>"
+RENDERED = "texts are rendered by the chat template already: their labels are the assistant's answers"
 OPENS_REASONING = re.compile(r"<(\w+)>\s*$")
 KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING})
 """Keys of a turn whose meaning is known."""
 WEIGHT_LIKE = re.compile("weight|train|loss|mask|learn|supervis|ignore")
 """Matches other names that turns may have for their weight."""
+MAX_WHOLE = 16
+"""Answers of a conversation that are each rendered with all turns before them, whatever the template does."""
 
 
-class Turn(NamedTuple):
-    """An answer of a conversation, as the template renders it."""
+class Rendered(NamedTuple):
+    """The text of a document of a conversation."""
 
-    prompt: str
-    """The text up to the answer's first label."""
-    whole: str
-    """The text up to and including the answer's last label. It begins with `prompt`."""
+    text: str
+    answers: list[tuple[int, int]]
+    """Where the labels of each answer begin and end in the text."""
 
 
 @dataclass(frozen=True)
 class Conversation:
     """A conversation with the answers to train on."""
 
-    turns: Sequence[Turn]
+    texts: Sequence[Rendered]
     place: str
     notes: Sequence[str] = ()
     """What is worth saying of its answers, in general words."""
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterator[Document]:
+def encode_text(template: ChatTemplate, texts: Sequence[str]) -> Iterator[Document]:
     """Yield plain texts as documents, with the tokenizer's own special tokens and a final end-of-text token. Every
-    token is a label."""
+    token is a label. In a text that the chat template has rendered, the labels are the answers."""
+    tokenizer = template.tokenizer
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for ids in tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]:
-        whole = ids if end and ids[-1:] == end else [*ids, *end]
-        yield Document.of(whole, np.ones(len(whole)))
+    is_rendered = [template.has_rendered(text) for text in texts]
+    rendered = [Conversation([read_rendered(template, text)], "") for text in compress(texts, is_rendered)]
+    conversations = encode_conversations(template, rendered)
+    plain = [text for text, rendered in zip(texts, is_rendered, strict=True) if not rendered]
+    options = {"return_attention_mask": False, "verbose": False}
+    tokens = iter(tokenizer(plain, **options)["input_ids"] if plain else ())
+    for is_conversation in is_rendered:
+        if is_conversation:
+            (document,) = next(conversations)
+            yield replace(document, notes=RENDERED)
+        else:
+            ids = without_second_bos(next(tokens), tokenizer)
+            whole = ids if end and ids[-1:] == end else [*ids, *end]
+            yield Document.of(whole, np.ones(len(whole)))
+
+
+def read_rendered(template: ChatTemplate, text: str) -> Rendered:
+    """Return a text that the chat template has rendered, with its answers."""
+    traits, answers = template.traits, []
+    text = traits.with_bos(text)
+    at = text.find(traits.opening)
+    while at >= 0:
+        start = at + len(traits.opening)
+        beside = (traits.rest, template.frame.empty)  # as in prompts, and in answers without reasoning
+        start += next((len(added) for added in beside if added and text.startswith(added, start)), 0)
+        end, after = template.ends.search(text, start), text.find(traits.next, start) if traits.next else -1
+        stop = min(
+            end.end() if end else len(text),
+            after if after >= 0 and not template.ends.search(traits.next) else len(text),
+        )
+        if stop > start:
+            answers.append((start, stop))
+        at = text.find(traits.opening, stop)
+    return Rendered(text, answers)
 
 
 def read_conversation(
@@ -77,13 +112,73 @@ def read_conversation(
 ) -> Conversation:
     """Render all answers of a conversation, or only the last one. RecordError if it cannot be trained on."""
     messages = template.prepared(messages, place=place, tools=tools)
-    turns: list[Turn] = []
+    texts: list[Rendered] = []
     notes: list[str] = []
-    for number in trained_answers(messages, place)[-1 if last_only else 0 :]:
-        turn, note = _read_answer(template, messages[: number + 1], place, tools)
-        turns.append(turn)
-        notes += note
-    return Conversation(turns, place, notes)
+    num_read = 0
+    answers = trained_answers(messages, place)[-1 if last_only else 0 :]
+    for answer, pair in zip(answers, _renderings(template, messages, answers, place, tools), strict=True):
+        prompt, whole, said = _read_answer(template, messages[: answer + 1], *pair, place)
+        notes += said
+        before = texts.pop() if texts and prompt.startswith(texts[-1].text) else Rendered("", [])
+        fresh = enumerate(messages[num_read : answer + 1], start=num_read + 1)
+        check_rendered(fresh, whole[len(before.text) :], place, template.called, answer + 1)
+        texts.append(Rendered(whole, before.answers))
+        before.answers.append((len(prompt), len(whole)))
+        num_read = answer + 1
+    return Conversation(texts, place, notes)
+
+
+def _renderings(
+    template: ChatTemplate, messages: Sequence[Message], answers: Sequence[int], place: str, tools: Any
+) -> Iterator[tuple[str, str]]:
+    """Yield, for each answer, the text of its prompt and the text up to and including the answer."""
+    if len(answers) > MAX_WHOLE and (parts := _renderings_in_parts(template, messages, answers, place, tools)):
+        text, additions = parts
+        yield from ((text[:shared] + prompt, text[:shared] + whole) for shared, prompt, whole in additions)
+        return
+    for answer in answers:
+        yield _rendering(template, messages[: answer + 1], place, tools)
+
+
+def _rendering(template: ChatTemplate, messages: Sequence[Message], place: str, tools: Any) -> tuple[str, str]:
+    prompt = template.render(messages[:-1], place=place, tools=tools, answer_next=True)
+    return prompt, template.render(messages, place=place, tools=tools)
+
+
+def _renderings_in_parts(
+    template: ChatTemplate, messages: Sequence[Message], answers: Sequence[int], place: str, tools: Any
+) -> tuple[str, list[tuple[int, str, str]]] | None:
+    """Return the text of a conversation and, for each answer, the number of its characters that the prompt begins with,
+    and what follows them in the prompt and in the text up to and including the answer. None if they are not found so.
+
+    Each answer is rendered with the first question and the turns from the answer before it, so that the time grows with
+    the number of turns and not with its square. What this gives has to stand in the text of the conversation. It is
+    compared with all turns rendered at answers further and further apart, at the first ones, and at the last one.
+    """
+    opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
+    found: list[tuple[int, str, str]] = []
+    checked = offset = 0
+    before = prompt = whole = ""
+    with suppress(RecordError):
+        text = template.render(messages[: answers[-1] + 1], place=place, tools=tools)
+        for number, answer in enumerate(answers):
+            end = len(whole)
+            turns = [*opening, *messages[answers[number - 1] : answer + 1]] if number else messages[: answer + 1]
+            before = template.render(turns[: len(opening) + 1], place=place, tools=tools) if number else ""
+            prompt, whole = _rendering(template, turns, place, tools)
+            same = min(common_prefix(before, prompt), common_prefix(before, whole))
+            offset += end - len(before)  # of these texts in that of the conversation, after the answer before
+            shared, lasting = offset + same, len(whole) - (len(before) - same)
+            if number and (shared < 0 or not text.startswith(whole[same:lasting], shared)):
+                return None
+            if number >= checked or answer == answers[-1]:
+                exact = _rendering(template, messages[: answer + 1], place, tools)
+                if exact != (text[:shared] + prompt[same:], text[:shared] + whole[same:]):
+                    return None
+                checked = max(checked + 1, checked * 3 // 2)
+            found.append((shared, prompt[same:], whole[same:]))
+        return text, found
+    return None
 
 
 def trained_answers(messages: Sequence[Message], place: str) -> list[int]:
@@ -98,12 +193,13 @@ def trained_answers(messages: Sequence[Message], place: str) -> list[int]:
     raise RecordError(f"{place}: expected an answer of the assistant, got none", "without an answer")
 
 
-def _read_answer(template: ChatTemplate, messages: Sequence[Message], place: str, tools: Any) -> tuple[Turn, list[str]]:
-    """Return the last turn of `messages` as the target would write it, and notes on it."""
+def _read_answer(
+    template: ChatTemplate, messages: Sequence[Message], prompt: str, whole: str, place: str
+) -> tuple[str, str, list[str]]:
+    """Return the texts up to the first label and up to the last one of an answer, the last turn of `messages`, as the
+    target would write it, and notes on it. `prompt` and `whole` are what the template renders of it."""
     *before, message = messages
     frame, number = template.frame, len(messages)
-    prompt = template.render(before, place=place, tools=tools, answer_next=True)
-    whole = template.render(messages, place=place, tools=tools)
     head = prompt.removesuffix(frame.opened)
     if not whole.startswith(head):
         whole = head + _after(before, head, whole, place)
@@ -111,7 +207,7 @@ def _read_answer(template: ChatTemplate, messages: Sequence[Message], place: str
     reasoning = [*filter(None, _reasoning(message))]
     notes = [weight_like(key) for key in message.keys() - KNOWN if WEIGHT_LIKE.search(key)]
     if reasoning:
-        tag = OPENS_REASONING.search(prompt)
+        tag = OPENS_REASONING.match(prompt, max(0, prompt.rfind("<")))
         close = f"</{tag[1]}>" if tag is not None else ""
         answer = whole[len(bare) :] if tag is not None and whole.startswith(bare) else None
         if not all(text in whole[len(head) :] for text in reasoning) or (answer is not None and close not in answer):
@@ -130,11 +226,17 @@ def _read_answer(template: ChatTemplate, messages: Sequence[Message], place: str
             notes.append(template.unreasoned)
     if not whole.startswith(prompt):
         prompt = prompt[: common_prefix(prompt, whole)]
+    for text in (message["content"], *reasoning):
+        if (end := template.ends.search(text)) is not None and template.ends.sub("", text[end.end() :]).strip():
+            raise RecordError(
+                f"{place}: turn {number} has {end[0]!r} in its text, which ends an answer of the target; take it out",
+                "with an end token in the text of an answer",
+            )
     if (end := template.ends.search(whole, len(prompt))) is not None:
         whole = whole[: end.end()]
     else:
         whole += frame.following.get("tool" if "tool_calls" in message else "user", "")
-    return Turn(prompt, whole), notes
+    return prompt, whole, notes
 
 
 def _after(before: Sequence[Message], head: str, whole: str, place: str) -> str:
@@ -165,23 +267,23 @@ def _reasoning(message: Message) -> Iterator[str]:
 def encode_conversations(template: ChatTemplate, conversations: Sequence[Conversation]) -> Iterator[list[Document]]:
     """Yield the documents of each conversation, whose labels are its answers."""
     tokenizer = template.tokenizer
-    groups = [_joined(conversation.turns) if tokenizer.is_fast else [] for conversation in conversations]
-    texts = [turns[-1].whole for found in groups for turns in found]
+    texts = [rendered.text for conversation in conversations for rendered in conversation.texts]
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    encodings = iter(tokenizer(texts, **options).encodings or () if texts else ())
+    encodings = iter(tokenizer(texts, **options).encodings or () if texts and tokenizer.is_fast else ())
     ends = template.all_end_ids
-    for conversation, found in zip(conversations, groups, strict=True):
+    for conversation in conversations:
         # Take all encodings of this conversation first, so that the next one gets its own.
-        pairs = [(turns, next(encodings)) for turns in found]
-        labelled = [_labelled(turns, encoding, ends) for turns, encoding in pairs]
+        pairs = [*zip(conversation.texts, islice(encodings, len(conversation.texts)), strict=tokenizer.is_fast)]
+        labelled = [_labelled(rendered, encoding, ends) for rendered, encoding in pairs]
         documents = [document for document in labelled if document is not None]
-        whole = len(documents) == len(found) > 0
-        yield documents if whole else encode_turn_by_turn(tokenizer, conversation.turns)
+        whole = len(documents) == len(conversation.texts) > 0
+        yield documents if whole else encode_turn_by_turn(tokenizer, conversation.texts)
 
 
-def encode_turn_by_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn]) -> list[Document]:
+def encode_turn_by_turn(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Rendered]) -> list[Document]:
     """Return the documents of a conversation from tokens of each turn's own texts."""
-    pairs = ((token_ids(tokenizer, turn.prompt), token_ids(tokenizer, turn.whole)) for turn in turns)
+    places = ((text, *span) for text, answers in texts for span in answers)
+    pairs = ((token_ids(tokenizer, text[:start]), token_ids(tokenizer, text[:end])) for text, start, end in places)
     return join_texts((common_prefix(prompt, whole), whole) for prompt, whole in pairs)
 
 
@@ -201,41 +303,20 @@ def join_texts(texts: Iterable[tuple[int, list[int]]], *, train_on_prompts: bool
     return [*documents, Document.of(ids, labels)] if ids else documents
 
 
-def _joined(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Return groups of turns in which each text is a prefix of the next."""
-    found: list[list[Turn]] = []
-    for turn in turns:
-        if found and turn.prompt.startswith(found[-1][-1].whole):
-            found[-1].append(turn)
-        else:
-            found.append([turn])
-    return found
-
-
-def _labelled(turns: Sequence[Turn], encoding: Encoding, ends: Collection[int]) -> Document | None:
-    """Return the document of turns that share a text, or None if no token begins at one of the turns' boundaries."""
-    labels = np.zeros(len(encoding.ids), dtype=np.bool_)
-    length = len(turns[-1].whole)
-    for turn in turns:
-        start, stop = (_token_at(encoding, len(text), length, ends) for text in turn)
-        if start is None or stop is None:
-            return None
-        labels[start:stop] = True
-    return Document.of(encoding.ids, labels)
-
-
-def _token_at(encoding: Encoding, at: int, length: int, ends: Collection[int]) -> int | None:
-    """Return the token that begins at a place of a text of this length. None if there is none."""
-    if at == length:
-        return len(encoding.ids)
-    token = encoding.char_to_token(at)
-    if token is None:
-        return None
-    bounds = encoding.token_to_chars(token)
-    if bounds is not None and bounds[0] == at:
-        return token
+def _labelled(rendered: Rendered, encoding: Encoding, ends: Collection[int]) -> Document | None:
+    """Return the document of a text, or None if no token begins at a place where an answer begins or ends."""
+    ids = np.array(encoding.ids, dtype=np.int32)
+    bounds = np.array([*encoding.offsets, (len(rendered.text), len(rendered.text) + 1)])
+    places = np.array(rendered.answers)
+    tokens = np.searchsorted(bounds[:, 1], places, side="right")  # the first token that ends after each place
     # The end token of some tokenizers takes the space after it along.
-    return token + 1 if encoding.ids[token] in ends else None
+    inside = (bounds[tokens, 0] < places) & np.isin(np.append(ids, -1)[tokens], [*ends])
+    if not (inside | (bounds[tokens, 0] == places)).all():
+        return None
+    labels = np.zeros(len(ids), dtype=np.bool_)
+    for start, end in (tokens + inside).tolist():
+        labels[start:end] = True
+    return Document(ids, labels)
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -275,6 +356,22 @@ class Dialogue:
             self.prompt = self._prompts.send(answer)
         except StopIteration as end:
             self.prompt, self.cut = None, end.value
+
+
+def answer_rendered(template: ChatTemplate, rendered: Rendered, most: int) -> Prompts:
+    """Yield the prompts of a text that the chat template has rendered, in which the target's answers replace those of
+    the text. It ends before a prompt of more than `most` tokens."""
+    ids: list[int] = []
+    at = 0
+    for start, stop in rendered.answers:
+        ids = [*ids, *token_ids(template.tokenizer, rendered.text[at:start])]
+        if len(ids) > most:
+            return f"a prompt of more than {most} tokens"
+        answer = yield ids
+        ids = [*ids, *answer]
+        end = template.ends.search(rendered.text, start, stop)
+        at = end.start() if end is not None and answer[-1] not in template.all_end_ids else stop
+    return None
 
 
 def lone(prompt: list[int]) -> Prompts:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from eval.measure.forms import NO_CONVERSATION, Chat, read_chat
+from eval.measure.forms import NO_CONVERSATION, Chat, read_arguments, read_chat
 from eval.measure.prompts import to_prompt
 from eval.measure.python_source import read_split
-from eval.measure.records import Message, Record, RecordError, content_hash, read_records, read_text
+from eval.measure.records import Message, Record, RecordError, content_hash, describe_unread, read_records, read_text
 from heads.core.errors import UserError
 from heads.core.files import read_given
 from train.core.strict_yaml import Count, Name, Settings, Weight
@@ -26,10 +26,12 @@ from train.data.chats import (
     Conversation,
     Dialogue,
     answer_by_answer,
+    answer_rendered,
     encode_conversations,
     encode_text,
     lone,
     read_conversation,
+    read_rendered,
 )
 from train.data.corpus import (
     TOO_LONG,
@@ -63,18 +65,24 @@ RECORDS_PER_PROCESS = 8192
 class Texts(ABC):
     """The common base of sources of plain text."""
 
+    kind: str
+
     @abstractmethod
     def records(self) -> Iterator[Record]:
         """Yield each record, in order."""
 
     def documents(self, rendering: ChatTemplate, records: Iterable[Record]) -> Iterator[Document]:
         records = list(records)
-        documents = encode_text(rendering.tokenizer, [read_text(record) for record in records])
+        documents = encode_text(rendering, [read_text(record) for record in records])
         for document, (_, fields) in zip(documents, records, strict=True):
             unread = "\n".join(
                 key for key, value in fields.items() if key != "text" and value and isinstance(value, str)
             )
             yield replace(document, form="text", unread=unread)
+
+    def key(self, rendering: ChatTemplate) -> dict[str, Any]:
+        """Return the plain values on which the documents depend, apart from the records and the tokenizer."""
+        return {"kind": self.kind, **rendering.key()}
 
     def dialogues(
         self, rendering: ChatTemplate, most: int, wanted: int | None, seed: int, *, recorded: bool = False
@@ -83,6 +91,10 @@ class Texts(ABC):
         begins at the start of a text, or at a line start after a random point in its first three quarters."""
         tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
         for text in islice(self._over_and_over(wanted), wanted):
+            if rendering.has_rendered(text):
+                dialogue = Dialogue(answer_rendered(rendering, read_rendered(rendering, text), most))
+                yield dialogue if dialogue.prompt is not None else RecordError("", TOO_LONG)
+                continue
             length = int(random.integers(max(1, most // 4), most + 1))
             # A quarter of the prompts begin at the start of a document, the other ones at a line inside it.
             inside = random.random() >= 0.25
@@ -126,15 +138,14 @@ class PythonSource(Settings, Texts):
         for place, text in islice(read_split(held_out=False), self.limit):
             yield place, {"text": text}
 
+    def unread(self) -> list[str]:
+        return []
+
     def content(self) -> dict[str, Any]:
         content = hashlib.sha256()
         for record in self.records():
             content.update(hashlib.sha256(read_text(record).encode()).digest())
         return {"content": content.hexdigest()}
-
-    def key(self, rendering: ChatTemplate) -> dict[str, Any]:
-        """Return the plain values on which the documents depend, apart from the records and the tokenizer."""
-        return {"kind": self.kind}
 
 
 class RecordSource(Settings):
@@ -145,9 +156,11 @@ class RecordSource(Settings):
     """A file, a folder of files, a pattern such as `part-*.jsonl`, a folder that `datasets` saved to disk, or the Hub
     id of a data set. Several files are read in the order of their names."""
     subset: Name | None = None
-    """Subset (configuration) of a Hub data set that has several. A file has none."""
+    """Subset (configuration) of a data set that has several. A file has none."""
     split: str = "train"
-    """Split of a data set. A file has none."""
+    """Split of a data set. Files of a folder or of a pattern belong to splits by their names and by those of their
+    folders, as `datasets.load_dataset` reads them: `test.jsonl` and `data/test-00000-of-00001.parquet` are not of
+    `train`. A file has none."""
     limit: Count | None = None
     """Maximum number of records to read. Null: all."""
     weight: Weight = None
@@ -163,15 +176,17 @@ class RecordSource(Settings):
     def content(self) -> dict[str, Any]:
         return {"content": content_hash(self.path, subset=self.subset, split=self.split), "limit": self.limit}
 
+    def unread(self) -> list[str]:
+        """Return the line on the files in the source's place that are not read, if there are some."""
+        return describe_unread(self.path, subset=self.subset, split=self.split)
+
 
 class TextSource(RecordSource, Texts):
-    """Plain text: records with a `text` field, or a .txt file. Every token is a label."""
+    """Plain text: records with a `text` field, or a .txt file. Every token is a label, and in conversations that the
+    target's chat template has rendered, those of the answers."""
 
     kind: Literal["text"]
     """The form of the source."""
-
-    def key(self, rendering: ChatTemplate) -> dict[str, Any]:
-        return {"kind": self.kind}
 
 
 class ChatSource(RecordSource):
@@ -207,7 +222,8 @@ class ChatSource(RecordSource):
         """Return the chat template of the conversations. UserError if there is none."""
         template = rendering
         if self.chat_template is not None:
-            template = replace(rendering, text=read_given(Path(self.chat_template), "a Jinja chat template"))
+            text = read_given(Path(self.chat_template), "a Jinja chat template")
+            template = replace(rendering, text=text, file=self.chat_template)
         template.check(self.path)
         return template
 
@@ -222,8 +238,9 @@ class ChatSource(RecordSource):
         for record in records:
             try:
                 chat = read_chat(record)
+                own, notes = with_arguments(template, chat)
                 how: dict[str, Any] = {"place": record[0], "tools": chat.tools, "last_only": self.answers == "last"}
-                read.append((read_conversation(template, chat.messages, **how), chat))
+                read.append((read_conversation(own, chat.messages, **how), chat._replace(notes=notes)))
             except RecordError as error:
                 read.append(error)
         encoded = encode_conversations(template, [pair[0] for pair in read if not isinstance(pair, RecordError)])
@@ -260,8 +277,9 @@ class ChatSource(RecordSource):
         """Return the prompts of one record, or why there are none. `how`: arguments of `answer_by_answer`."""
         try:
             chat = read_asked(record)
-            prompts = answer_by_answer(template, chat.messages, place=record[0], tools=chat.tools, **how)
-            dialogue = Dialogue(prompts, about(chat))
+            own, notes = with_arguments(template, chat)
+            prompts = answer_by_answer(own, chat.messages, place=record[0], tools=chat.tools, **how)
+            dialogue = Dialogue(prompts, about(chat._replace(notes=notes)))
         except RecordError as error:
             return error
         return RecordError("", TOO_LONG) if dialogue.prompt is None else dialogue
@@ -281,7 +299,7 @@ def read_asked(record: Record) -> Chat:
             raise error from None
         turns = [prompt.messages, *([{"role": "user", "content": text}] for text in prompt.later_turns)]
         answered = [message for asked in turns for message in (*asked, ASKED)]
-        return Chat(answered, None, "prompts", ())
+        return Chat(answered, None, "prompts", (), arguments=read_arguments(record))
     if any(message["role"] == "assistant" for message in chat.messages):
         return chat
     return chat._replace(messages=[*chat.messages, ASKED])
@@ -298,6 +316,15 @@ def opening(record: Record) -> tuple[str, ...] | None:
 
 
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
+
+
+def with_arguments(template: ChatTemplate, chat: Chat) -> tuple[ChatTemplate, tuple[str, ...]]:
+    """Return the template with the arguments of a record, and the notes on the record."""
+    own, unread = template.with_arguments(chat.arguments)
+    return own, (
+        *chat.notes,
+        *(f"records have an argument {name!r} that the chat template does not read" for name in unread),
+    )
 
 
 def about(chat: Chat, notes: Sequence[str] = ()) -> dict[str, Any]:
@@ -332,7 +359,7 @@ def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
     there is nothing to train on."""
     corpus = reader.read(str(source), lambda: _tokenised(source, reader.rendering))
     tally = corpus.tally
-    lines = describe_skipped(source, tally, whole=True)
+    lines = [*source.unread(), *describe_skipped(source, tally, whole=True)]
     if corpus.num_labels == 0:
         raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; give longer ones")
     if tally.last_tokens < corpus.num_tokens:

@@ -13,21 +13,30 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eval.measure.chat_template import arguments_read
-from eval.measure.records import Message, RecordError, apply_template
+from eval.measure.chat_template import (
+    ANSWERED,
+    ASKED,
+    NEXT,
+    THOUGHT,
+    Traits,
+    apply_template,
+    arguments_read,
+    common_prefix,
+    split_arguments,
+    traits_of,
+)
+from eval.measure.records import Message, RecordError
 from heads.core.errors import UserError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
-ASKED, ANSWERED, THOUGHT, NEXT = (f"{word}-{word}" for word in ("asked", "answered", "thought", "next"))
-"""Contents of the conversation by which a template is examined."""
 
 
 class Frame(NamedTuple):
@@ -56,9 +65,22 @@ class ChatTemplate:
     """The current date for the template."""
     end_ids: Collection[int] = ()
     """Tokens that end an answer, in addition to the tokenizer's."""
+    file: str | None = None
+    """The file of `text`."""
 
     def source(self, tools: Any = None) -> str:
         return dated(str(self.tokenizer.get_chat_template(self.text, tools)), self.day)
+
+    @property
+    def called(self) -> str:
+        return f"the chat template {self.file or f'of {self.tokenizer.name_or_path}'}"
+
+    @property
+    def traits(self) -> Traits:
+        return traits_of(self.tokenizer, self.source())
+
+    def has_rendered(self, text: str) -> bool:
+        return bool(self.text or self.tokenizer.chat_template) and self.traits.has_rendered(text)
 
     @property
     def all_end_ids(self) -> set[int]:
@@ -106,6 +128,20 @@ class ChatTemplate:
 
     def arguments_read(self) -> list[str] | None:
         return arguments_read(self.text or self.tokenizer.chat_template, self.tokenizer)
+
+    @cached_property
+    def _variants(self) -> dict[str, tuple[ChatTemplate, list[str]]]:
+        return {}
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> tuple[ChatTemplate, list[str]]:
+        """Return the template with the arguments of a record, which take precedence, and the names of those that it
+        does not read."""
+        key = json.dumps(arguments, sort_keys=True, default=str)
+        if key not in self._variants:
+            read, unread = split_arguments(arguments, self.text or self.tokenizer.chat_template, self.tokenizer)
+            own = replace(self, arguments={**self.arguments, **read}) if read else self
+            self._variants[key] = own, unread
+        return self._variants[key]
 
     @cached_property
     def frame(self) -> Frame:
@@ -244,10 +280,6 @@ def _arguments(given: Any, form: CallForm) -> Any:
 
 def _short(number: Any) -> str:
     return re.sub(r"[^A-Za-z0-9]", "", str(number))[-9:].rjust(9, "0")
-
-
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _blank(text: str) -> str:

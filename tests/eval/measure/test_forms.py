@@ -32,6 +32,10 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
             "",
         ),
         ({"prompt": "hi", "chosen": [U, A], "rejected": [U, U], "messages": [U, A]}, TALK, "rejected"),
+        ({"messages": [{**U, "role": "Human"}, {**A, "role": "AI"}]}, TALK, ""),
+        ({"messages": [{**U, "role": "<|USER|>"}, {**A, "role": "Bot:"}]}, TALK, ""),
+        ({"messages": {"role": ["user", "assistant"], "content": ["hi", "ho"]}}, TALK, ""),
+        ({"messages": [U, {**A, "content": {"at": 1}}]}, 'user hi, assistant {"at": 1}', ""),
     ],
     "preferences (input, preferred_output)": [
         (
@@ -99,7 +103,10 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": [U], "input": "2", "completion": [A]}, TALK, "input"),
     ],
     "preferences (prompt, chosen)": [({"prompt": [U], "chosen": [A], "rejected": [U]}, TALK, "rejected")],
-    "preferences (chosen)": [({"chosen": [U, A], "rejected": [U, U]}, TALK, "rejected")],
+    "preferences (chosen)": [
+        ({"chosen": [U, A], "rejected": [U, U]}, TALK, "rejected"),
+        ({"chosen": "\n\nHuman: hi\n\nAssistant: ho", "rejected": "..."}, TALK, "rejected"),
+    ],
 }
 
 
@@ -118,6 +125,26 @@ def test_the_forms_of_a_record(form: str) -> None:
         assert (turns_of(chat), chat.form, " ".join(chat.unread)) == (turns, form, unread)
         leads = record.get("conversations", [])[:2] == [BE, GPT]
         assert chat.notes == (("records begin with an answer, which is dropped",) if leads else ())
+
+
+def test_reasoning_in_a_content_part_is_the_reasoning_of_its_turn() -> None:
+    for thought in ("so", [{"type": "text", "text": "so"}]):
+        parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "ho"}]
+        assert read_chat(("f:1", {"messages": [U, {**A, "content": parts}]})).messages[1] == {
+            **A,
+            "reasoning_content": "so",
+        }
+
+
+def test_questions_without_an_answer_between_them_are_one_prompt_which_is_said() -> None:
+    (note,) = read_chat(("f:1", {"messages": [U, U, A]})).notes
+    assert note == "records have turns of the user without an answer between them, which are one prompt"
+
+
+def test_a_record_has_arguments_of_its_own_for_the_chat_template() -> None:
+    for arguments in ({"calm": True}, '{"calm": true}'):
+        record = {"messages": [U, A], "chat_template_kwargs": arguments}
+        assert read_chat(("f:1", record)).arguments == {"calm": True}
 
 
 TWO = "two that differ, in "
@@ -140,8 +167,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "hi", "completion": "ho", "label": False}, "its label says that its answer is bad"),
     ({"messages": [U, {**A, "role": "boss"}]}, r"messages\[1\]: expected a role of user, assistant, system"),
     ({"messages": [U, {**A, "content": 3}]}, r"messages\[1\]: expected text, got 3"),
-    ({"messages": [{**U, "content": ["a", {"type": "image"}]}, A]}, "images and other media are not supported"),
+    ({"messages": [{**U, "content": ["a", {"type": "image"}]}, A]}, "content parts of type text, got type 'image'"),
     ({"conversations": [HUMAN, {"from": "function_call", "value": "look"}]}, "expected a call as JSON with name and"),
+    ({"messages": [{**U, "content": [{"type": "video"}]}, A]}, "content parts of type text, got type 'video'"),
+    ({"messages": [U, {**A, "content": [{"type": "thinking", "thinking": "so"}]}]}, "got its reasoning alone"),
+    ({"messages": [U, A], "chat_template_kwargs": "calm"}, "chat_template_kwargs: expected a mapping, or one as JSON"),
     ({"messages": [U, A], "tools": "look"}, "tools: expected JSON, got 'look'"),
     ({"messages": [U, A], "tools": TOOL}, "tools: expected a list"),
 ]

@@ -1,6 +1,7 @@
 """Reading training data from where it is: every fault by file and line."""
 
 import gzip
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from eval.measure.records import content_hash, read_records
+from eval.measure.records import content_hash, describe_unread, read_records
 from heads.core.errors import UserError
 
 
@@ -111,6 +112,34 @@ def test_a_folder_and_a_pattern_are_read_in_the_order_of_the_names(tmp_path: Pat
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(UserError, match=r"no file there; expected a \.jsonl"):
             texts(nothing)
+
+
+def test_a_folder_has_the_splits_that_datasets_finds_by_the_names_of_its_files(tmp_path: Path) -> None:
+    names = ("data/train-00000-of-00001", "data/test-00000-of-00001", "flat/train", "flat/dev", "train_sft/all")
+    for name in names:
+        file = tmp_path / f"{name}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f'{{"text": "{name}"}}\n')
+    assert texts(tmp_path / "flat") == ["flat/train"] and texts(tmp_path / "flat", split="validation") == ["flat/dev"]
+    assert describe_unread(str(tmp_path / "flat")) == ["files that are not of the split train are not read: dev.jsonl"]
+    whole = tmp_path / "whole"
+    (whole / "data").mkdir(parents=True)
+    for split in ("train_sft", "test_sft"):
+        (whole / f"data/{split}-00000-of-00001.jsonl").write_text(f'{{"text": "{split}"}}\n')
+    assert texts(whole, split="train_sft") == ["train_sft"]
+    with pytest.raises(UserError, match=r"whole: no split train among its files; it has .*; name one with split$"):
+        texts(whole)
+
+
+def test_a_table_has_null_where_no_author_wrote_one_and_json_where_one_did(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"x": {"a": 1, "deep": [{"b": 2}]}}, {"x": {"c": math.nan, "deep": [{"d": None}]}}]
+    Dataset.from_list(rows).to_parquet(tmp_path / "x.parquet")
+    assert [fields["x"] for _, fields in read_records(str(tmp_path / "x.parquet"))] == [
+        {"a": 1, "deep": [{"b": 2}]},
+        {"deep": [{}]},
+    ]
+    (tmp_path / "x.jsonl").write_text('{"x": {"a": null, "b": NaN}}\n')
+    assert [fields["x"] for _, fields in read_records(str(tmp_path / "x.jsonl"))] == [{"a": None, "b": None}]
 
 
 def test_what_datasets_saved_to_disk_is_read(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
     chat = ChatTemplate(read_tokenizer(tiny_target_dir), template)
     conversation = read_conversation(chat, talk(*chain.from_iterable(turns)), place="f:1")
     (found,) = encode_conversations(chat, [conversation])
-    expected = encode_turn_by_turn(chat.tokenizer, conversation.turns)
+    expected = encode_turn_by_turn(chat.tokenizer, conversation.texts)
     assert [d.ids.tolist() for d in found] == [d.ids.tolist() for d in expected]
     assert [d.labels.tolist() for d in found] == [d.labels.tolist() for d in expected]
 
@@ -166,13 +166,17 @@ def test_an_answer_follows_its_prompt_as_served_where_the_template_rewrites_it(
 
 def test_the_first_of_the_targets_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerBase) -> None:
     end_ids: Any = tokenizer.convert_tokens_to_ids(["<|system|>"])
-    chat = ChatTemplate(tokenizer, end_ids=end_ids)
-    (documents,) = encode_conversations(
-        chat, [read_conversation(chat, talk("hi", "the<|system|>sea", "and", "sand"), place="f:1")]
-    )
-    assert bracketed(tokenizer, documents) == [
-        "<s><|user|>hi<|assistant|>[the<|system|>]sea</s><|user|>and<|assistant|>[sand</s>]"
-    ]
+    chat = ChatTemplate(tokenizer, CHATML.replace("</s>", "<|system|></s>"), end_ids=end_ids)
+    (documents,) = encode_conversations(chat, [read_conversation(chat, talk("hi", "the sea"), place="f:1")])
+    assert bracketed(tokenizer, documents) == ["<|user|>\nhi<|system|></s>\n<|assistant|>\n[the sea<|system|>]"]
+
+
+@pytest.mark.parametrize("answer", ["`</s>` ends a turn", "a</s>b"])
+def test_an_end_token_inside_an_answer_is_no_label(answer: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(RecordError, match=r"f:1: turn 2 has '</s>' in its text") as caught:
+        encode_chat(tokenizer, talk("hi", answer), place="f:1")
+    assert caught.value.reason == "with an end token in the text of an answer"
+    assert marked(tokenizer, talk("`</s>`?", "so</s>")) == ["<s><|user|>`</s>`?<|assistant|>[so</s>]"]
 
 
 def weighted(first: dict[str, Any], last: dict[str, Any]) -> list[dict[str, Any]]:
@@ -254,8 +258,35 @@ def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase
 
 
 def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    (document,) = encode_text(tokenizer, ["the sea"])
+    (document,) = encode_text(ChatTemplate(tokenizer), ["the sea"])
     assert tokenizer.decode(document.ids.tolist()) == "the sea</s>" and document.labels.all()
+
+
+def test_text_that_the_template_has_rendered_has_one_bos_and_the_labels_of_a_chat(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    text = str(tokenizer.apply_chat_template(TALK, tokenize=False))
+    assert bracketed(tokenizer, [*encode_text(ChatTemplate(tokenizer), [text])]) == marked(tokenizer, TALK)
+    prompt, ids = render([{"role": "user", "content": "<s><|user|>hi<|assistant|>"}], tokenizer)
+    assert prompt == "<s><|user|>hi<|assistant|>" and tokenizer.decode([*ids]) == prompt
+
+
+def test_a_template_that_reads_parts_gets_them_and_one_that_leaves_a_turn_out_is_named(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    parts = CHATML.replace("{{ m.content }}", "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}")
+    assert marked(tokenizer, TALK, parts) == marked(tokenizer, TALK, CHATML)
+    text, _ = render(TALK[:2], with_template(tokenizer, parts))
+    assert text == "<|system|>\nbe kind</s>\n<|user|>\nhi</s>\n<|assistant|>\n"
+    deaf = CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'system' }}")
+    with pytest.raises(RecordError, match=r"f:1: the chat template .*turn 1"):
+        encode_chat(tokenizer, TALK, place="f:1", chat_template=deaf)
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
+    twin: Any = copy.copy(tokenizer)
+    twin.chat_template = template
+    return twin  # type: ignore[no-any-return]
 
 
 def test_chat_data_needs_a_template(tiny_target_dir: Path) -> None:
