@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
 import zlib
@@ -24,7 +25,7 @@ import numpy as np
 from eval.measure.command import print_line
 from eval.measure.forms import FORMS, QUESTIONS, read_turns, with_context
 from eval.measure.python_source import read_split
-from eval.measure.records import Message, Record, apply_template, read_hub, read_records
+from eval.measure.records import Message, Record, apply_template, is_local, read_hub, read_records
 from heads.core.errors import UserError, shown
 from heads.core.files import is_file
 
@@ -143,6 +144,11 @@ def split_prompts(text: str) -> list[str]:
         found.append(name)
         del parts[: len(parts) - joined.index(name)]
     return found
+
+
+def absolute_prompts(text: str) -> str:
+    """Return a list of suites and files that means the same in every working folder."""
+    return ",".join(os.path.abspath(name) if is_local(name) else name for name in split_prompts(text))
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
