@@ -21,7 +21,6 @@ from train.checkpoints import list_checkpoints, read_state
 from train.core.interrupts import Interrupted
 from train.recipe import load_recipe
 
-
 TIMINGS = dict.fromkeys(("seconds", "measuring_seconds", "tokens_per_second"), 0)
 """Figures of metrics.jsonl that no two runs share."""
 
