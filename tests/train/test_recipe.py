@@ -189,7 +189,7 @@ def test_steps_and_epochs_on_the_command_line_replace_each_other(tmp_path: Path)
 def test_tau_is_measured_at_points_spaced_evenly_in_the_logarithm_of_the_steps(
     settings: dict[str, int], expected: list[int]
 ) -> None:
-    assert sorted(Train(**settings).measured_steps) == expected
+    assert sorted(Train.model_validate(settings).measured_steps) == expected
 
 
 def test_a_warm_up_takes_at_most_a_fifth_of_the_run(tmp_path: Path) -> None:

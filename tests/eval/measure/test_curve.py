@@ -13,7 +13,7 @@ from tests.curves import constant, cosine, learning_curve
 
 
 def law(share: float) -> float:
-    return 2.6 - 0.4 * share**-0.35
+    return 2.6 - 0.4 * float(share**-0.35)
 
 
 @pytest.mark.parametrize(
