@@ -6,7 +6,8 @@ measurements in one page, as a table of models, methods and suites.
 
 RUN_OR_RESULTS is a results.json, a compare.json, or a run or a folder of measurements, whose newest results are taken.
 One of them: writes report.html, plots/ and README.md (the model card), or for a compare.json its page, into its own
-folder, and replaces those there. Several: writes report.html into --out. No model is loaded.
+folder, and replaces those there. Several: writes report.html into --out. A run without results, which trains or was
+interrupted: writes its report.html with the curves so far. No model is loaded.
 """
 
 import argparse
@@ -16,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.measure.command import Parser, exit_status
-from eval.measure.folders import folders_of, newest_results
-from eval.measure.results import COMPARED, Results, read_results
+from eval.measure.folders import RESULTS, folders_of, newest_results
+from eval.measure.results import COMPARED, Results, read_log, read_results
 from heads.core.errors import UserError
 from heads.core.files import check_folder
 
@@ -43,9 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from rich.console import Console
 
+    from eval.measure.curve import held_out_lines
     from eval.pages.card import check_card
-    from eval.pages.report import print_report, write_page, write_report
+    from eval.pages.report import print_report, write_page, write_progress, write_report
 
+    if len(options.results) == 1 and is_unmeasured(options.results[0]):
+        write_progress(options.results[0], Console())
+        print(f"written to {options.results[0] / 'report.html'}", file=sys.stderr)
+        return 0
     found = [find_results(path) for path in options.results]
     if len(found) > 1:
         check_folder(options.out or SEVERAL, "--out")
@@ -57,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         follow_head(results, options.results[0])
     write_report(results, folder)
     print_report(results, Console())
+    for line in held_out_lines((results.get("head") or {}).get("curve", ())):
+        print(line)
     print(f"written to {folder}", file=sys.stderr)
     return 0
 
@@ -72,6 +80,11 @@ def follow_head(results: Results, path: Path) -> None:
         results["head"]["path"], name = str(head), read_config(head)["target"]["name"]
         if name is not None and not is_here(results["target"]["name"]):
             results["target"]["name"] = name
+
+
+def is_unmeasured(run: Path) -> bool:
+    """Return True for a run that has begun to train and has no final measurement yet."""
+    return bool(read_log(run / "metrics.jsonl")) and not any((folder / RESULTS).is_file() for folder in folders_of(run))
 
 
 def find_results(path: Path) -> tuple[Path, Results]:

@@ -185,8 +185,7 @@ def find_head(path: str | Path) -> Path:
     if is_here or repo.startswith((".", "/")) or repo.count("/") != 1:
         if (Path(path) / "recipe.yaml").is_file():
             raise UserError(
-                f"{path}: this run has no head yet; the first is saved when tau is measured, each train.eval_every "
-                "steps and at the end"
+                f"{path}: this run has no head yet; the first is saved when tau is first measured (train.eval_points)"
             )
         kind, colon, number = str(path).partition(":")
         if colon and (near := get_close_matches(kind, UNTRAINED, 1)):

@@ -111,6 +111,7 @@ def little_to_copy() -> Iterator[None]:
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without charts, which take as long as a small measurement."""
     monkeypatch.setattr("eval.pages.charts.head_charts", lambda *_: [])
+    monkeypatch.setattr("eval.pages.training.training_charts", lambda *_: [])
 
 
 @pytest.fixture(scope="session")

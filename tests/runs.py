@@ -65,6 +65,7 @@ def measured_run(name: str, settings: Settings) -> tuple[Path, dict[str, Any]]:
     forget_accelerator()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eval.pages.charts.head_charts", lambda *_: [])
+        patch.setattr("eval.pages.training.training_charts", lambda *_: [])
         assert attempt(name, [str(write_recipe(settings))]) == 0
     folder = Path(settings["output_dir"])
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())

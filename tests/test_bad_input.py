@@ -79,6 +79,8 @@ IMAGE = b'{"messages": [{"role": "user", "content": [{"type": "image_url", "imag
     [
         ("trian.max_steps=3", "did you mean 'train'?", b""),
         ("output_dir=run train.lr=0.02", "train.lr was 0.01, is 0.02", b""),
+        ("output_dir=run train.eval_points=3", "train.eval_points was 8, is 3", b""),
+        ("output_dir=run eval.prompts=python-heldout", "is 'python-heldout'", b""),
         ("head.aux_layer_ids=[] data.sources.0.path=no.jsonl", "head.aux_layer_ids", b""),  # before any data is read
         ("head.depth=48", "head.depth", b""),
         ("data.sources.0.path=no.jsonl", "no.jsonl: no such file", b""),

@@ -28,7 +28,7 @@ from train.step import Sums
 
 Say = Callable[[str], None]
 HEAD, OPTIMIZER, STATE, MANIFEST = "head.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
-MEASURED = ("best_tau", "best_step", "measured_step", "seconds")
+MEASURED = ("best_tau", "best_step", "measured_step")
 """Fields of the state in measured.json, which is not in the manifest."""
 OR_ELSE = "delete it to use the checkpoint before it, or name another output_dir"
 Natural = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
@@ -51,6 +51,7 @@ class RunState:
     tokens: Natural = 0
     """Tokens seen, without padding."""
     seconds: Annotated[float, pydantic.Field(ge=0)] = 0.0
+    """Of the steps, with the samples that some of them need, without measurements."""
     best_tau: float | None = None
     best_step: Natural | None = None
     measured_step: Natural | None = None

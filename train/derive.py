@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from eval.measure.command import Parser, print_line
 from eval.measure.folders import plain_name, short_name
 from eval.measure.progress import Progress
+from eval.measure.prompts import split_prompts
 from eval.measure.records import Message, RecordError, read_records
 from heads.core.errors import UserError
 from heads.core.files import check_folder, is_file, write_text
@@ -41,7 +42,7 @@ LEAST = 20
 EPOCHS, MOST_EPOCHS, FEW_STEPS = 8, 20, 1_000
 """Times that a run reads its data: more, up to a bound, where it would take fewer steps than `FEW_STEPS`."""
 LEAST_EVERY = 50
-"""Steps between measurements, of which there are four in a run of many steps."""
+"""Least steps between checkpoints, of which there are four in a run of many steps."""
 DEPTH = 5
 """Tokens that a draft model drafts in a round."""
 SMALL_VOCABULARY = 6144
@@ -237,6 +238,8 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
         chosen = set(by_hash[: min(max(round(SHARE * len(asked)), FEWEST), MOST)])
         texts = (json.dumps({"messages": turns}, ensure_ascii=False) for turns in first_of(data.sources, chosen))
         held_out = "".join(f"{text}\n" for text in texts)
+    elif not is_file(prompts) and any(map(is_file, split_prompts(prompts))):
+        raise UserError(f"eval.prompts {prompts}: expected suites, or one file, whose conversations are held out")
     else:
         records = read_records(prompts) if is_file(prompts) else iter(())
         chosen = {turns for record in records if (turns := opening(record)) is not None}
@@ -269,7 +272,7 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     print_line(f"about {steps:,} steps, if the answers have {new // 2} tokens on average; the plan counts the most")
     rate = float(f"{RATES.get(kind, RATE) / width:.1e}")
     every = max(LEAST_EVERY, -(-steps // 4))
-    fill(tree, "train", lr=rate, warmup_steps=steps // 20, eval_every=every, checkpoint_every=every)
+    fill(tree, "train", lr=rate, warmup_steps=steps // 20, checkpoint_every=every)
 
     # Memory
     batches = [size for size in range(rows, 0, -1) if rows % size == 0]

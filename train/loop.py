@@ -195,6 +195,7 @@ class Training:
             rows=stepper.rows,
             precision=self.accelerator.mixed_precision,
         )
+        self.measured_steps = settings.measured_steps
         self.provenance: dict[str, Any] = {}
         self.saved_step = 0
         """The step of the newest checkpoint. Before the first step there is nothing to save."""
@@ -232,11 +233,9 @@ class Training:
     def _between_steps(self) -> None:
         """Write a checkpoint and measure the head, if either is due after `state.step` steps. The checkpoint comes
         first, so a measurement that fails loses no step."""
-        step, train = self.state.step, self.settings
-        ended = step == train.steps
-        measuring = ended or (train.eval_every is not None and step > 0 and step % train.eval_every == 0)
-        measuring = measuring and self.state.measured_step != step
-        if measuring or (step > 0 and step % train.checkpoint_every == 0):
+        step = self.state.step
+        measuring = step in self.measured_steps and self.state.measured_step != step
+        if measuring or (step > 0 and step % self.settings.checkpoint_every == 0):
             self._checkpoint()
         if measuring:
             self._measure()
@@ -285,24 +284,30 @@ class Training:
             state.best_tau, state.best_step = found.tau, state.step
             on_main(self.accelerator, self._keep_head)
         state.measured_step = state.step
-        seconds = self._leave_out(started)
+        seconds = time.perf_counter() - started
+        self.interval.started += seconds
         self.tracker.log_eval(
             {
                 "step": state.step,
+                "tokens": state.tokens,
+                "seconds": state.seconds,
+                "lr": self.settings.lr * lr_factor(state.step - 1, self.settings),
                 "tau": found.tau,
+                "ci95": found.ci95,
+                "suites": found.suites,
                 "tau_by_training_step": found.estimate,
                 "is_estimate": found.is_estimate,
                 "alpha": found.alpha,
                 "best_tau": state.best_tau,
                 "best_step": state.best_step,
-                "seconds": seconds,
+                "measuring_seconds": seconds,
             }
         )
         on_main(self.accelerator, lambda: save_measurement(self.folder.checkpoints, state))
 
     def _renew_samples(self) -> None:
         """Generate the samples for the next steps, if new ones are due."""
-        samples, step = self.samples, self.state.step
+        samples, state, step = self.samples, self.state, self.state.step
         if samples is None or (begin := samples.begin(step)) == self.samples_of:
             return
         if begin == step > 0:
@@ -315,15 +320,10 @@ class Training:
                 self.tracker.say(f"data.on_policy: step {begin}: {samples.settings.samples} samples, {tokens} tokens")
 
             on_main(self.accelerator, act)
-            self._leave_out(started)
+            seconds = time.perf_counter() - started
+            state.seconds += seconds
+            self.interval.started += seconds
         self.stepper.mixture, self.samples_of = samples.mixture(begin), begin
-
-    def _leave_out(self, started: float) -> float:
-        """Count the seconds since `started` as the run's, but not as its steps', and return them."""
-        seconds = time.perf_counter() - started
-        self.state.seconds += seconds
-        self.interval.started += seconds
-        return seconds
 
     def _keep_head(self) -> None:
         state = self.state

@@ -7,9 +7,9 @@ the two values disagree, training and drafting do not compute the same function.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from eval.measure.auto import LARGEST_TREE
 from eval.measure.command import AUTO
 from eval.measure.measure import check_decoded
-from eval.measure.metrics import acceptance_by_depth, tau
+from eval.measure.metrics import acceptance_by_depth, tau, tau_interval
 from eval.measure.progress import Progress
-from eval.measure.prompts import HELD_OUT_SUITE, Prompt, load_prompts
+from eval.measure.prompts import HELD_OUT_SUITE, Prompt, load_prompts, split_prompts
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling_params import Sampling
 from heads.core.contract import HEAD_TREE, Batch, DraftHead, most_nodes, shape_for
@@ -48,6 +48,9 @@ class Measured:
     """tau from the training step on the same texts; None if the drafts are not greedy chains."""
     is_estimate: bool = False
     """True if nothing was decoded: `tau` is then the training step's estimate on training text."""
+    ci95: tuple[float, float] | None = None
+    suites: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By suite: `tau` and `ci95`, and `prompts`, the tokens and the rounds of each prompt."""
 
 
 class Evaluation:
@@ -65,7 +68,7 @@ class Evaluation:
             if tree != AUTO:
                 target.check_shape(None if tree == HEAD_TREE else parse_shape(tree))
         nodes = max(LARGEST_TREE if tree == AUTO else most_nodes(tree, head) for tree in trees)
-        self.requests = load_requests(settings, tokenizer, target.context_length, nodes)
+        self.suites, self.requests = load_requests(settings, tokenizer, target.context_length, nodes)
         self.longest = max(len(request.prompt) for request in self.requests) + settings.max_new_tokens
         for shape in map(parse_shape, set(trees) - {AUTO, HEAD_TREE}):
             head.check_draft(shape, self.longest + shape.nodes)
@@ -93,7 +96,13 @@ class Evaluation:
             if settings.temperature == 0 and is_chain(shape):
                 batches = answer_batches(target, drafts, requests, outputs, ESTIMATE_ROWS)
                 estimate = known_text_tau(drafts, batches, shape.depth).tau
-        return Measured(tau(outputs), acceptance_by_depth(outputs, shape.depth), estimate)
+        suites = {}
+        for suite in dict.fromkeys(self.suites):
+            own = [output for output, name in zip(outputs, self.suites, strict=True) if name == suite]
+            counts = [[output.decoded, output.rounds] for output in own]
+            suites[suite] = {"tau": tau(own), "ci95": tau_interval(own), "prompts": counts}
+        alpha = acceptance_by_depth(outputs, shape.depth)
+        return Measured(tau(outputs), alpha, estimate, ci95=tau_interval(outputs), suites=suites)
 
     @torch.no_grad()
     def estimate(self, head: nn.Module, mixture: Mixture, begin: int, accelerator: Accelerator) -> Measured:
@@ -113,25 +122,28 @@ class Evaluation:
         return on_main(accelerator, act)
 
 
-def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int, nodes: int) -> list[Request]:
-    """Return the held-out prompts as requests. To fail before training, raise UserError if they, or the prompts of the
-    report, do not fit into the context together with a tree of `nodes`."""
+def load_requests(
+    settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int, nodes: int
+) -> tuple[list[str], list[Request]]:
+    """Return the held-out prompts as requests, and the suite of each. To fail before training, raise UserError if they,
+    or the prompts of the report, do not fit into the context together with a tree of `nodes`."""
     report = settings.report
     room = context_length - max(settings.max_new_tokens, report.max_new_tokens or 0) - nodes
     limit = min(settings.max_prompt_tokens, max(room, 1)) if settings.skip_long else settings.max_prompt_tokens
     load = partial(
         load_prompts,
-        settings.prompts,
-        tokenizer,
+        tokenizer=tokenizer,
         max_prompt_tokens=limit,
         seed=settings.seed,
         skip_long=settings.skip_long,
         remedy="raise eval.max_prompt_tokens, or leave long prompts out with eval.skip_long=true",
     )
-    prompts = load(num_prompts=settings.num_prompts)
+    prompts: list[Prompt] = []
     others: list[Prompt] = []
-    if report.num_prompts and settings.prompts != HELD_OUT_SUITE:
-        others = load(num_prompts=report.num_prompts)
+    for suite in split_prompts(settings.prompts):
+        prompts += load(suite, num_prompts=settings.num_prompts)
+        if report.num_prompts and suite != HELD_OUT_SUITE:
+            others += load(suite, num_prompts=report.num_prompts)
     longest = max(len(prompt.ids) for prompt in (*prompts, *others))
     if longest > room:
         raise UserError(
@@ -140,10 +152,11 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
             "eval.report.max_new_tokens), or leave long prompts out with eval.skip_long=true"
         )
     sampling = Sampling(**settings.model_dump(include={"temperature", "top_k", "top_p", "min_p", "seed"}))
-    return [
+    requests = [
         Request(prompt.ids, settings.max_new_tokens, replace(sampling, seed=settings.seed + n))
         for n, prompt in enumerate(prompts)
     ]
+    return [prompt.suite for prompt in prompts], requests
 
 
 def answer_batches(

@@ -1,31 +1,43 @@
 """The option `--plan` of the training entries: a run's memory, operations and hours, without its weights and data."""
 
 import argparse
+import json
 import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from eval.measure.command import Parser, count
+from eval.measure.prompts import split_prompts, spread
 from eval.pages.format import count as short
-from eval.pages.format import number, plural
+from eval.pages.format import number, plural, with_interval
 from heads.methods.recycling import total_memory
 from train.accelerator import wanted_mode
 from train.counting import HeadCount, TargetCount, count_run
 from train.fast_dtype import fastest_dtype, measured_tflops
 from train.open_run import read_recipe
-from train.recipe import Recipe, check_kind
+from train.recipe import Recipe, check_kind, with_steps
 from train.step import rows_per_step
 
 GIB = 2**30
 H100 = 0.4 * 989
 """TFLOP/s of a GPU: 40% of an H100's dense peak in bfloat16, by its data sheet."""
+H100_BANDWIDTH = 0.6 * 3.35e12
+"""Bytes/s at which a GPU reads weights: 60% of an H100's, by its data sheet."""
 LARGE = 2048
 """Maximum rows and width of the product that is timed on a CPU."""
+DECODING_WIDTH = 4096
+"""Width of the product that is timed for decoding, which reads weights that no cache holds."""
+CURVES = Path(__file__).parents[1] / "eval/results/curves"
+"""Recorded learning curves, a JSON file each: `method` (a kind of head), `target` and `points` (`tokens`, `tau` and
+`ci95`)."""
+MAX_EXAMPLES = 4
+"""Points of a recorded curve that a plan names."""
 SHARINGS = {
     "ddp": "buckets of gradients",
     "fsdp": "gathered weights",
@@ -105,14 +117,21 @@ class Plan:
     @cached_property
     def steps(self) -> int | None:
         """Optimizer steps, at most, or None if only the data determine them."""
-        train, data = self.recipe.train, self.recipe.data
-        made, limits = data.regenerate, [source.limit for source in data.sources]
+        train, made = self.recipe.train, self.recipe.data.regenerate
         if train.epochs is None:
             return train.steps
-        if made is None or made.share < 1 or (made.prompts is None and None in limits):
+        if made is None or made.share < 1 or self.prompts is None:
             return None
-        prompts = made.prompts or sum(limit or 0 for limit in limits)
-        return math.ceil(train.epochs * prompts * (made.prompt_tokens + made.new_tokens) / self.step_tokens)
+        return math.ceil(train.epochs * self.prompts * (made.prompt_tokens + made.new_tokens) / self.step_tokens)
+
+    @cached_property
+    def prompts(self) -> int | None:
+        """Prompts that the target answers before the training, or None if there are none or only the data determine
+        their number."""
+        made, limits = self.recipe.data.regenerate, [source.limit for source in self.recipe.data.sources]
+        if made is None or (made.prompts is None and None in limits):
+            return None
+        return made.prompts or sum(limit or 0 for limit in limits)
 
     @property
     def tokens(self) -> int | None:
@@ -129,9 +148,23 @@ class Plan:
         if self.launch.device == "cuda":
             return H100
         rows = self.recipe.train.batch_size * self.recipe.data.context_length
-        share = len(os.sched_getaffinity(0)) / (self.launch.processes * torch.get_num_threads())
         dtype = torch.bfloat16 if self.bf16 else torch.float32
-        return measured_tflops(dtype, min(rows, LARGE), min(self.head.hidden_size, LARGE)) * min(1.0, share)
+        return measured_tflops(dtype, min(rows, LARGE), min(self.head.hidden_size, LARGE)) * self._share_of_cores()
+
+    def _share_of_cores(self) -> float:
+        return min(1.0, len(os.sched_getaffinity(0)) / (self.launch.processes * torch.get_num_threads()))
+
+    def decoding_hours(self, prompts: int, new_tokens: int, batch_size: int) -> float:
+        """Return the hours in which the target answers so many prompts on these devices, without the prompts' own
+        passes. A step of a batch takes a GPU the time to read the weights, or to compute; of a CPU, what a product of
+        so many rows with a large matrix reaches here."""
+        flops = 2.0 * self.target.active * batch_size
+        if self.launch.device == "cuda":
+            seconds = max(self.target.bytes / H100_BANDWIDTH, flops / (H100 * 1e12))
+        else:
+            seconds = flops / (1e12 * measured_tflops(torch.float32, batch_size, DECODING_WIDTH))
+            seconds /= self._share_of_cores()
+        return prompts * new_tokens / batch_size * seconds / 3600 / self.launch.processes
 
     def hours(self, tflops: float, tokens: float | None = None) -> float:
         """Return the hours of all steps, or of so many tokens, if each device computes at `tflops` TFLOP/s."""
@@ -252,6 +285,23 @@ def lines(made: Plan, rates: Sequence[float]) -> Iterator[str]:
         what = "hours at" if tokens is not None else "10^9 tokens: hours at"
         name = f"{what} {number(rate, 0 if rate >= 10 else 2)} TFLOP/s a device"
         yield _row(name, number(hours, 1 if hours >= 1 else 3))
+    answers = recipe.data.regenerate
+    if answers is not None and answers.server is None and made.prompts is not None:
+        hours = made.decoding_hours(made.prompts, answers.new_tokens, answers.batch_size)
+        yield _row("hours of the answers before, an estimate", number(hours, 1 if hours >= 1 else 3))
+    if made.steps is not None:
+        points = len(with_steps(recipe, made.steps).train.measured_steps)
+        prompts = points * recipe.eval.num_prompts * len(split_prompts(recipe.eval.prompts))
+        hours = made.decoding_hours(prompts, recipe.eval.max_new_tokens, recipe.eval.batch_size)
+        yield _row(f"hours of {plural(points, 'measurement')}, an estimate", number(hours, 1 if hours >= 1 else 3))
+    for file in sorted(CURVES.glob("*.json")):
+        record = json.loads(file.read_bytes())
+        if record["method"] == recipe.head.kind:
+            shown = [
+                f"{with_interval(point['tau'], point['ci95'])} after {short(point['tokens'])} tokens"
+                for point in reversed(spread(record["points"][::-1], MAX_EXAMPLES))
+            ]
+            yield f"measured elsewhere, no promise: {record['method']} on {record['target']}, tau {', '.join(shown)}"
     if whole <= memory:
         yield f"fits: {number((memory - whole) / GIB)} GiB of each device are left"
         return

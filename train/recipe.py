@@ -62,6 +62,10 @@ KINDS = {
 """Entry -> the kind of head that it trains."""
 OWN, PROVENANCE = "recipe.yaml", "provenance.json"
 """Names of the recipe in a run's folder, and of the file beside it that says how the run was made."""
+POINT_SPACING = 4 ** (1 / 3)
+"""Ratio of the steps of two measurements: what the curve says of four times the tokens can be checked three later."""
+MIN_POINT = 10
+"""Before this step tau is measured only at the end of a run."""
 SHORTEST = 5
 """A run is at least this many times as long as its warm-up."""
 
@@ -126,8 +130,12 @@ class Train(Settings):
     """Steps between checkpoints, from which an interrupted run resumes."""
     keep_checkpoints: Count = 2
     """Number of checkpoints to keep, the newest ones."""
+    eval_points: Count = 8
+    """Measurements of tau, which make the run's learning curve; the head with the best tau is kept. They are evenly
+    spaced in the logarithm of the steps, three to a factor of four, the last one at the end; those before the end of
+    the warm-up or before step 10 are left out."""
     eval_every: Count | None = None
-    """Steps between measurements of tau. The head with the best tau is kept. Null: measure only at the end."""
+    """Steps between measurements of tau, in place of `eval_points`."""
     log_every: Count = 10
     """Steps between log lines."""
 
@@ -136,6 +144,14 @@ class Train(Settings):
         """Optimizer steps of the whole run, which are known when the data have been read."""
         assert self.max_steps is not None
         return self.max_steps
+
+    @property
+    def measured_steps(self) -> set[int]:
+        """Steps after which tau is measured."""
+        if self.eval_every is not None:
+            return {self.steps, *range(self.eval_every, self.steps, self.eval_every)}
+        spaced = {round(self.steps / POINT_SPACING**n) for n in range(self.eval_points)}
+        return {self.steps} | {step for step in spaced if step >= max(MIN_POINT, self.warmup_steps)}
 
 
 class Report(Settings):
@@ -169,9 +185,9 @@ class Eval(Measured):  # type: ignore[misc] # made from a dataclass
 
     prompts: Name
     """Held-out prompts: a file, or one of the suites `python-heldout`, `spec_bench`, `mt_bench`, `humaneval`, `mbpp`
-    and `gsm8k`."""
+    and `gsm8k`; or several of these, separated by commas."""
     num_prompts: Count = 32
-    """Number of prompts to measure on, evenly spread over the suite."""
+    """Number of prompts of each suite to measure on, evenly spread over it."""
     max_prompt_tokens: Count = 256
     """Maximum number of tokens of a prompt. A longer one is an error; modules of `python-heldout` are truncated."""
     batch_size: Count = 8
@@ -307,6 +323,8 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
         useless["train", "decay_fraction"] = "with schedule cosine; set train.schedule=wsd"
     if recipe.train.tokens_per_step is not None:
         useless["train", "grad_accum"] = "with train.tokens_per_step"
+    if recipe.train.eval_every is not None:
+        useless["train", "eval_points"] = "with train.eval_every"
     if recipe.tracking.wandb == "off":
         useless |= {("tracking", name): "with tracking.wandb off" for name in ("project", "name")}
     if recipe.eval.prompts == HELD_OUT_SUITE:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from eval.bench import run_bench
 from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
+from eval.measure.prompts import absolute_prompts
 from eval.measure.results import read_results, write_record
 from eval.pages.report import write_report
 from heads.core.errors import UserError
 from heads.formats.engine_folder import why_unfit
 from heads.saved import check_loaders, load_head, weights_hash
-from heads.targets.hub import absolute
 from train.core.interrupts import Interrupted, Interrupts
 from train.core.processes import is_lost_process, on_main, tell_first
 from train.loop import Outcome, fit
@@ -81,5 +81,5 @@ def is_measured(folder: RunFolder, settings: Eval) -> bool:
     except UserError:  # a damaged file counts as no results
         return False
     was, now = load_recipe(folder.recipe).eval.final(), settings.final()
-    is_same = replace(was, prompts=absolute(was.prompts)) == replace(now, prompts=absolute(now.prompts))
+    is_same = replace(was, prompts=absolute_prompts(was.prompts)) == replace(now, prompts=absolute_prompts(now.prompts))
     return bool(measured == weights_hash(folder.head)) and is_same

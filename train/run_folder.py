@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.measure.environment import device_facts, versions
+from eval.measure.prompts import absolute_prompts
 from eval.measure.records import is_local
 from eval.pages.card import check_card
 from heads.core.errors import UserError, first_line, shown
@@ -43,7 +44,7 @@ the report."""
 
 FILES = ("path", "chat_template", "held_out")
 """Keys of a data source whose values may be files or folders."""
-PLACES = (("target", "path", "adapter"), ("head", "path", "init_from"), ("features", "folder"), ("eval", "prompts"))
+PLACES = (("target", "path", "adapter"), ("head", "path", "init_from"), ("features", "folder"))
 """Further such keys, behind their sections."""
 
 
@@ -190,6 +191,7 @@ def with_absolute_paths(record: dict[str, Any]) -> dict[str, Any]:
     for settings, name in places:
         if isinstance(value := settings.get(name), str) and is_local(value):
             settings[name] = os.path.abspath(value)
+    record["eval"]["prompts"] = absolute_prompts(record["eval"]["prompts"])
     return record | {"output_dir": os.path.abspath(record["output_dir"])}
 
 

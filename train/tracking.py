@@ -147,6 +147,7 @@ class Tracker:
             ) from None
         if settings.wandb != "off":
             run = self.accelerator.get_tracker("wandb", unwrap=True)
+            run.define_metric("eval/*", step_metric="eval/tokens")  # learning curves
             write_text(id_file, run.id + os.linesep)
             if online:
                 self.say(run_place(run))
@@ -177,7 +178,10 @@ def flat(metrics: Metrics) -> dict[str, float]:
     """Return scalars, named `train/...` or `eval/...`. A list gives one scalar per depth, counted from 1, for the
     depths that have a value."""
     out: dict[str, float] = {}
-    for name, value in metrics.items():
+    figures = metrics | {f"tau/{suite}": own["tau"] for suite, own in metrics.get("suites", {}).items()}
+    if metrics.get("ci95"):
+        figures["tau_low"], figures["tau_high"] = metrics["ci95"]
+    for name, value in figures.items():
         if name in NOT_TRACKED:
             continue
         each = {f"_{depth}": part for depth, part in enumerate(value, 1)} if isinstance(value, list) else {"": value}

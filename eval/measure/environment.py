@@ -17,6 +17,7 @@ import psutil
 import torch
 from torch import nn
 
+from eval.measure.results import Results, read_curve
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
 from heads.registry import kind_of
@@ -54,8 +55,10 @@ def head_facts(head: Drafter, path: str) -> dict[str, Any]:
     """Return the identity and the size of the head. Weights that it shares with the target do not count."""
     config: Any = getattr(head, "config", None)
     made: dict[str, Any] = {}
+    curve: list[Results] = []
     with suppress(UserError):  # an untrained draft, or a head of others
         made = read_config(find_head(path))["provenance"]
+        curve = read_curve(find_head(path).parent / "metrics.jsonl")
     tokens, step, steps = (made.get(name) for name in ("tokens", "step", "steps"))
     return {
         "kind": kind_of(head),
@@ -66,6 +69,7 @@ def head_facts(head: Drafter, path: str) -> dict[str, Any]:
         "aux_layer_ids": list(head.aux_layer_ids),
         "budget_tokens": round(tokens * steps / step) if tokens and step and steps else tokens,
         "data_sha256": made.get("data", {}).get("sha256"),
+        "curve": curve,
         "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
         "origin": None if head.origin is None else asdict(head.origin),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
 import zlib
@@ -31,7 +32,7 @@ from eval.measure.chat_template import (
 from eval.measure.command import print_line
 from eval.measure.forms import FORMS, QUESTIONS, read_arguments, read_turns, with_context
 from eval.measure.python_source import read_split
-from eval.measure.records import Message, Record, read_hub, read_records
+from eval.measure.records import Message, Record, is_local, read_hub, read_records
 from heads.core.errors import UserError, shown
 from heads.core.files import is_file
 
@@ -168,6 +169,11 @@ def split_prompts(text: str) -> list[str]:
         found.append(name)
         del parts[: len(parts) - joined.index(name)]
     return found
+
+
+def absolute_prompts(text: str) -> str:
+    """Return a list of suites and files that means the same in every working folder."""
+    return ",".join(os.path.abspath(name) if is_local(name) else name for name in split_prompts(text))
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:

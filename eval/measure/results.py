@@ -209,6 +209,31 @@ class Target(Part):
     vocab_size: Whole | None = None
 
 
+class PointSuite(Part):
+    tau: Tokens
+    ci95: Interval
+    prompts: list[Annotated[list[Whole], Field(min_length=2, max_length=2)]]
+    """Tokens and rounds of each prompt."""
+
+
+class Point(Part):
+    """A measurement of tau during training, a line of kind `eval` in metrics.jsonl."""
+
+    step: Whole
+    tokens: Whole
+    """Training tokens until then."""
+    seconds: Number
+    """Of the training steps until then."""
+    lr: Number
+    tau: Tokens
+    ci95: Interval
+    alpha: list[Share | None]
+    """Acceptance by depth."""
+    is_estimate: bool = False
+    """True if nothing was decoded: the training step's estimate on training text."""
+    suites: dict[str, PointSuite] = {}
+
+
 class HeadConfig(Part):
     depth: Depth | None = None
 
@@ -231,6 +256,8 @@ class Head(Part):
     data_sha256: str | None = None
     """Hash of the training data."""
     config: HeadConfig
+    curve: list[Point] = []
+    """Of a head in the folder of its run: tau over training."""
     origin: Origin | None = None
 
 
@@ -397,6 +424,15 @@ def read_log(file: Path) -> list[Results]:
             with suppress(ValueError, RecursionError):
                 records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
+
+
+def read_curve(file: Path) -> list[Results]:
+    """Return the points of a metrics.jsonl in the form of `Point`, without lines that are none."""
+    points = []
+    for record in read_log(file):
+        with suppress(ValidationError):
+            points.append(Point.model_validate(record).model_dump())
+    return points
 
 
 def figures_of(results: Results) -> dict[str, float | None]:

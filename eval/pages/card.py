@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from eval.measure.acceptance import acceptance_profile, load_test
+from eval.measure.curve import learning_line
 from eval.measure.results import Results
 from eval.pages import format
 from eval.pages.format import LOCAL_MODEL
@@ -16,6 +17,8 @@ from heads.core.errors import UserError
 from heads.targets.hub import is_hub_id, repo_and_revision
 
 CARD = "README.md"
+PLOTS = {"plots/acceptance.png": "Acceptance by depth", "plots/curve.png": "tau over training tokens"}
+"""Charts that a card shows, with their titles."""
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 LIBRARY = "draftsmith"
 TASK = "text-generation"
@@ -31,9 +34,10 @@ def check_card(folder: Path, name: str) -> None:
         raise UserError(f"{name} {folder}: holds a {CARD} of something else, which is not to be replaced; name another")
 
 
-def model_card(results: Results, *, serve: str | None = None) -> str:
+def model_card(results: Results, *, serve: str | None = None, plots: Sequence[str] = ()) -> str:
+    """Return the card of a measured head. `plots`: files of `PLOTS` that lie beside it."""
     head = results["head"]
-    return render_card(head["kind"], results["target"]["name"], head["parameters"], results, serve=serve, plot=True)
+    return render_card(head["kind"], results["target"]["name"], head["parameters"], results, serve=serve, plots=plots)
 
 
 def render_card(
@@ -43,12 +47,14 @@ def render_card(
     results: Results | None,
     *,
     name: str | None = None,
+    plots: Sequence[str] = (),
     rights: Mapping[str, Any] | None = None,
     datasets: Sequence[str] = (),
     **more: Any,
 ) -> str:
-    """Return the card of a head. `name`: name of the model in the front matter. `rights`: the target's license keys.
-    `more`: the template's names that are not figures. A target in a local folder is not named in the front matter."""
+    """Return the card of a head. `name`: name of the model in the front matter. `plots`: files of `PLOTS` that lie
+    beside the card. `rights`: the target's license keys. `more`: the template's names that are not figures. A target in
+    a local folder is not named in the front matter."""
     repo, _ = repo_and_revision(target)
     figures = [] if results is None else eval_results(results)
     data = ModelCardData(
@@ -66,6 +72,7 @@ def render_card(
         "title": format.as_markdown(f"{kind} on {format.short_name(target)}"),
         "opening": f"{opening}." if results is None else f"{opening}: {gain(results)}",
         **({} if results is None else measured_values(results)),
+        "plots": [(PLOTS[file], file) for file in plots],
         **more,
     }
     card = ModelCard.from_template(data, template_path=str(TEMPLATE), **values)
@@ -105,6 +112,7 @@ def measured_values(results: Results) -> dict[str, Any]:
         "audit": format.sentence(format.audit_line(results)),
         "headline_setting": setting,
         "alpha": ", ".join(format.percent(value) for value in format.reached(results["alpha"])),
+        "learning": learning_line(results["head"].get("curve", ())),
         "load_test": profile and load_test(profile, results["target"]["name"]),
         "warnings": [format.as_markdown(warning) for warning in format.warnings(results)],
     }

@@ -1,10 +1,9 @@
-"""The charts of reports: of one head, of its training, and of a comparison of several heads."""
+"""The charts of reports: of one head, and of a comparison of several heads."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -12,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from eval.measure.curve import held_out_lines
 from eval.measure.results import Results
 from eval.pages.drawing import COLOURS, FONT_SIZE, Chart
 from eval.pages.format import (
@@ -45,10 +45,6 @@ CLEAR = {"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 1.0}
 SPREAD = 0.7
 """Maximum width, in units of depth, over which settings of equal depth are spread. They are at most STEP apart."""
 STEP = 0.12
-LARGEST = 1e15
-"""Absolute value from which points are not drawn. Infinity is not drawn either."""
-MOST_POINTS = 300
-"""Maximum number of points of a curve. Longer records are averaged."""
 FEWEST = 4
 """Number of points below which a curve says less than a sentence."""
 CYCLE = ("draft", "verify", "accept", "commit")
@@ -57,9 +53,9 @@ Dot = tuple[str, float, Sequence[float | None] | None]
 """Name of a series, a figure and its interval."""
 
 
-def head_charts(results: Results, log: Sequence[Results] = (), others: Sequence[Results] = ()) -> list[Chart]:
-    """Return the charts of a results.json, beside those of other places where the head was measured, the newest first,
-    and of the training `log` (metrics.jsonl) if there is one. A curve of few points is left to tables and `remarks`."""
+def head_charts(results: Results, others: Sequence[Results] = ()) -> list[Chart]:
+    """Return the charts of a results.json, beside those of other places where the head was measured, the newest first.
+    A curve of few points is left to tables and `remarks`."""
     found: list[Chart] = []
 
     def add(name: str, title: str, note: str, draw: Callable[..., None], height: float = 2.7, **given: Any) -> None:
@@ -86,12 +82,6 @@ def head_charts(results: Results, log: Sequence[Results] = (), others: Sequence[
     if len(bins := results.get("tau_by_position", ())) >= FEWEST:
         note = "tau of the rounds by where in the text they begin, the prompt included, with 95% intervals"
         add("position", "tau by position", f"{note} ({setting}).", draw_positions, bins=bins)
-    if len(losses := points(log, "train", "loss")) >= FEWEST:
-        note = "Loss of the head over the training steps, all depths together."
-        add("loss", "Training loss", note, draw_curve, points=losses, label="loss")
-    if len(taus := points(log, "eval", "tau")) >= FEWEST:
-        note = "tau measured by the runtime during training. The ring is the head that was kept."
-        add("training-tau", "tau over training", note, draw_curve, points=taus, label="tau", dots=True)
     return found
 
 
@@ -116,28 +106,14 @@ def row_charts(tau: Sequence[tuple[str, list[Dot]]], speedup: Sequence[tuple[str
     ]
 
 
-def remarks(results: Results, log: Sequence[Results] = ()) -> list[str]:
-    """Return a sentence for each curve that has too few points for a chart."""
-    found = []
+def remarks(results: Results) -> list[str]:
+    """Return a sentence in the place of a chart of few points, and what came of the checks of the learning curve."""
+    found = list(held_out_lines(results["head"].get("curve", ())))
     bins = results.get("tau_by_position", ())
     if 1 < len(bins) < FEWEST:
         parts = [f"{number(part['mean'])} from token {part['from']} on" for part in bins]
         found.append(f"tau by position in the text ({setting_text(results)}): {', '.join(parts)}")
-    for kind, name in (("train", "loss"), ("eval", "tau")):
-        if 1 < len(curve := points(log, kind, name)) < FEWEST:
-            parts = [f"{number(value)} at step {step:,}" for step, value in curve]
-            found.append(f"{name} over training: {', '.join(parts)}")
     return found
-
-
-def points(log: Sequence[Results], kind: str, name: str) -> list[tuple[int, float]]:
-    """Return (step, figure) of the records of one kind, without figures that are not numbers or too large to draw."""
-    pairs = [(record.get("step"), record.get(name)) for record in log if record.get("kind") == kind]
-    return [
-        (step, value)
-        for step, value in pairs
-        if type(step) is int and isinstance(value, int | float) and max(abs(step), abs(value)) < LARGEST
-    ]
 
 
 def speedups_along(
@@ -314,22 +290,3 @@ def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> No
     """Draw the legend above the axes, so that it covers nothing."""
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0}
     axes.legend(handles=handles, handlelength=1, ncols=columns, fontsize=SMALL, **place)
-
-
-def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, dots: bool = False) -> None:
-    """Draw a figure over the training steps. With `dots`, mark each measurement, and the best one with a ring."""
-    size = math.ceil(len(points) / MOST_POINTS)
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    steps, values = ([fmean(point[axis] for point in group) for group in groups] for axis in (0, 1))
-    colour = COLOURS["accept" if dots else "draft"]
-    axes.plot(steps, values, "o-" if dots else "-", color=colour, lw=1.8, ms=5)
-    if dots:
-        step, best = max(points, key=lambda point: point[1])
-        axes.plot(step, best, "o", mfc="none", mec=COLOURS["verify"], mew=2, ms=11)
-        axes.annotate(f"{best:.2f}", (step, best), xytext=(0, 10), textcoords="offset points", ha="center")
-    axes.margins(x=0.05, y=0.2 if dots else 0.08)
-    axes.set_xlabel("step")
-    axes.set_ylabel(label)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(6))
-    grid(axes)

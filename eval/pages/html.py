@@ -95,6 +95,15 @@ def render_several(given: Sequence[Results]) -> str:
     return render(**several_values(given), divergences=places(found), serve=None, tiles=[], replays=[], **kinds)
 
 
+def render_progress(lines: Sequence[str], charts: Sequence[Chart]) -> str:
+    """Return the page of a run without a measurement of its head: where it is, and its charts."""
+    models = [{"table": None, "charts": charts, "verdicts": []}]
+    kinds = {"is_served": False, "is_in_distribution": False}
+    nothing: dict[str, Any] = dict.fromkeys(("divergences", "warnings", "tables", "sources", "tiles", "replays"), ())
+    page = {"heading": lines[0], "verdicts": lines, "exact": True, "audit": None, "serve": None, "models": models}
+    return render(**page, **nothing, **kinds)
+
+
 def render(**values: Any) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"svg": inline_svg, "sentence": format.sentence, "number": format.number, "sha256": sha256}

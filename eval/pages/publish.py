@@ -18,7 +18,7 @@ import yaml
 from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
 from eval.measure.folders import RESULTS, folders_of, newest_results
 from eval.measure.results import Results, read_log
-from eval.pages.card import CARD, quoted, render_card
+from eval.pages.card import CARD, PLOTS, quoted, render_card
 from eval.pages.format import LOCAL_MODEL, as_markdown, is_exact, why_unreliable
 from heads.core.errors import UserError
 from heads.formats.engine_folder import ENGINES, Verdict, why_unfit
@@ -26,7 +26,6 @@ from heads.registry import HEADS, untrained_kind
 from heads.saved import CONFIG, check_loaders, find_head, load_head, read_config, trained_depth
 from heads.targets.hub import absolute, is_hub_id, name_of, repo_and_revision, with_names
 
-PLOT = "plots/acceptance.png"
 OTHERS = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
     *("added_tokens.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
@@ -99,8 +98,7 @@ def collect(
         files[RESULTS] = as_json(shown)
         if (profile := acceptance_profile(shown)) is not None:
             files[ACCEPTANCE] = as_json(profile)
-        if (place / PLOT).is_file():
-            files[PLOT] = place / PLOT
+        files |= {plot: place / plot for plot in PLOTS if (place / plot).is_file()}
     if (folder.parent / RECIPE).is_file():
         recipe = with_names(read_recipe(folder.parent / RECIPE))
         recipe.get("target", {})["path"] = base or target
@@ -116,7 +114,7 @@ def collect(
         serve=engine_command(verdicts),
         local=None if base else quoted(target),
         trained=trained_on(record, folder.parent),
-        plot=PLOT in files,
+        plots=[plot for plot in PLOTS if plot in files],
         again=f"python eval/bench.py {repo_id}" + ("" if base else f" --target {shlex.quote(target)}"),
         engines=[verdict for verdict in verdicts if verdict.reader in ENGINES],
         others=[verdict for verdict in verdicts if verdict.reader not in ENGINES],

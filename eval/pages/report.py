@@ -7,10 +7,11 @@ from rich import box, table
 from rich.console import Console
 from rich.markup import escape
 
+from eval.measure.curve import held_out_lines, learning_line
 from eval.measure.folders import BENCH, folders_of, results_in
-from eval.measure.results import Results, read_log
+from eval.measure.results import Results, read_curve, read_log
 from eval.pages import format
-from eval.pages.card import CARD, model_card
+from eval.pages.card import CARD, PLOTS, model_card
 from eval.pages.format import NOT_RELIABLE
 from eval.pages.publish import serve_command
 from eval.pages.tables import Table, audit_table, beside_table, comparison_table, headline_table, settings_table
@@ -38,6 +39,8 @@ def print_report(results: Results, console: Console) -> None:
     if not several:
         for search in results.get("auto", ()) if format.is_exact(results) else ():
             say(console, format.search_line(search))
+    if not several and (learning := learning_line(results["head"].get("curve", ()))) is not None:
+        say(console, learning)
     print_audit(results, console)
     if not format.is_exact(results):
         console.print("no speedup is stated where an output is not the target's own", highlight=False)
@@ -84,13 +87,14 @@ def print_audit(results: Results, console: Console) -> None:
 
 
 def write_report(results: Results, folder: Path) -> None:
-    """Write plots/, report.html and the model card in README.md, with the training curves if there is a metrics.jsonl.
+    """Write plots/, report.html and the model card in README.md, with the loss if there is a metrics.jsonl.
     For several heads, write plots/, compare.html and compare.md. If the head's run also has measurements of the other
     kind, here or in a server, the page shows both."""
     from eval.pages.charts import head_charts, remarks  # matplotlib takes a second to import
     from eval.pages.drawing import write_charts
     from eval.pages.html import render_page, render_several
     from eval.pages.several import matrix_charts, rows_of
+    from eval.pages.training import training_charts
 
     caption = f"{format.heading(results)}; {format.setting_line(results)}"
     if "heads" in results:
@@ -101,12 +105,31 @@ def write_report(results: Results, folder: Path) -> None:
     log, serve = read_log(folder / "metrics.jsonl"), serve_command(results)
     run = folder.parent.parent if folder.parent.name == BENCH else folder
     others = [other for _, other in results_in(folders_of(run)) if ("server" in other) != ("server" in results)]
-    charts = head_charts(results, log, others)
+    charts = [*head_charts(results, others), *training_charts({"": results["head"].get("curve", ())}, log)]
     write_charts(charts, caption, folder / "plots")
-    page = render_page(results, charts, remarks(results, log), serve, beside_table(results, others))
+    page = render_page(results, charts, remarks(results), serve, beside_table(results, others))
     write_text(folder / "report.html", page)
     if "server" not in results:
-        write_text(folder / CARD, model_card(results, serve=serve))
+        plots = [file for file in PLOTS if (folder / file).is_file()]
+        write_text(folder / CARD, model_card(results, serve=serve, plots=plots))
+
+
+def write_progress(folder: Path, console: Console) -> None:
+    """Write report.html of a run that has no final measurement yet, from its metrics.jsonl, and print where it is."""
+    from eval.pages.html import render_progress
+    from eval.pages.training import training_charts
+
+    log, curve = read_log(folder / "metrics.jsonl"), read_curve(folder / "metrics.jsonl")
+    steps = max((record["step"] for record in log if isinstance(record.get("step"), int)), default=0)
+    lines = [f"{format.short_name(str(folder))}: {steps:,} steps, no final measurement yet"]
+    if curve:
+        newest = curve[-1]
+        tau = format.with_interval(newest["tau"], newest["ci95"])
+        lines.append(f"tau {tau} after {newest['tokens']:,} training tokens")
+    lines += [line for line in (learning_line(curve), *held_out_lines(curve)) if line is not None]
+    write_text(folder / "report.html", render_progress(lines, training_charts({"": curve}, log)))
+    for line in lines:
+        say(console, line)
 
 
 def write_page(given: Sequence[Results], folder: Path) -> Path:

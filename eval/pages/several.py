@@ -12,6 +12,7 @@ from eval.pages import format
 from eval.pages.charts import Dot, row_charts
 from eval.pages.drawing import Chart
 from eval.pages.tables import Table, comparison_table
+from eval.pages.training import training_charts
 from heads.registry import untrained_kind
 
 WHOLE = "all prompts"
@@ -176,4 +177,5 @@ def matrix_charts(rows: Sequence[Row]) -> list[Chart]:
             if format.why_unreliable(figures) is None:
                 speedup = figures["speedup"]
                 shown[1].setdefault(name, []).append((suite, speedup["measured"], speedup["ci95"]))
-    return row_charts(*(list(rows.items()) for rows in shown))
+    curves = {row.method: row.head.get("curve", ()) for row in rows}
+    return [*row_charts(*(list(rows.items()) for rows in shown)), *training_charts(curves)]

@@ -13,14 +13,14 @@ from rich.console import Console
 from transformers import GenerationConfig
 
 from eval.bench import default_out, parse_arguments
-from eval.measure.results import Results, read_log, read_results
+from eval.measure.results import Results, read_results
 from eval.measure.settings import SAMPLED, served_sampling, to_settings
 from eval.pages.card import model_card
-from eval.pages.charts import points
 from eval.pages.format import audit_line, heading, setting_line, verdicts, why_unreliable
 from eval.pages.report import print_report, write_report
 from eval.runtime.sampling_params import Sampling
 from heads.targets.model import FrozenTarget
+from tests.curves import learning_curve
 from tests.eval.conftest import Bench, altered
 
 KEYS = {
@@ -151,7 +151,8 @@ def test_names_of_folders_are_shown_as_they_are(measured: tuple[Results, str, Pa
     results["settings"]["suites"] = [results["target"]["name"]]
     name = NASTY.replace("/", "").replace("\x1b", "\ufffd").replace("\n", "\ufffd")
     assert heading(results) == f"pairs on {name}" and name in setting_line(results)
-    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(model_card(results).split("---\n", 2)[2])
+    card = model_card(results, plots=["plots/acceptance.png"])
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(card.split("---\n", 2)[2])
     inline = [child for token in tokens for child in token.children or ()]
     assert not [child for child in inline if child.type in ("html_inline", "link_open", "em_open", "strong_open")]
     assert [child.attrs["src"] for child in inline if child.type == "image"] == ["plots/acceptance.png"]
@@ -235,18 +236,16 @@ def test_measurements_lie_with_the_run_or_below_runs(tmp_path: Path, monkeypatch
 
 def test_a_runs_training_is_drawn_beside_its_results(measured: tuple[Results, str, Path], tmp_path: Path) -> None:
     records: list[Any] = [{"kind": "train", "step": step, "loss": 3 / step} for step in range(1, 6)]
-    records += [{"kind": "eval", "step": step, "tau": 1 + step / 10} for step in (2, 4)]
     spoiled: list[Any] = [{"kind": "train", "step": 9}, {"kind": [], "step": {}}, 3]
-    spoiled.append({"kind": "eval", "step": "9", "tau": 1})
-    spoiled.append({"kind": "eval", "step": 9, "tau": math.inf})
+    spoiled.append({"kind": "train", "step": "9", "loss": 1})
+    spoiled.append({"kind": "train", "step": 9, "loss": math.inf})
     cut = '{"kind": "train", "step": 6, "lo'
     text = "\n".join(json.dumps(record) for record in [*records, *spoiled])
     (tmp_path / "metrics.jsonl").write_text(f"{text}\n{cut}")
-    write_report(measured[0], tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    assert "<h2>Training loss</h2>" in page and "<h2>tau over training</h2>" not in page
-    assert "tau over training: 1.20 at step 2, 1.40 at step 4" in page, "two points are a sentence"
-    assert (tmp_path / "plots/loss.svg").is_file()
-    log = read_log(tmp_path / "metrics.jsonl")
-    assert points(log, "eval", "tau") == [(2, 1.2), (4, 1.4)] and len(points(log, "train", "loss")) == 5
-    assert read_log(tmp_path / "none.jsonl") == []
+    curve = learning_curve(lambda share: 1.5 + share / 2, count=3)
+    write_report(measured[0] | {"head": measured[0]["head"] | {"curve": curve}}, tmp_path)
+    page, card = ((tmp_path / name).read_text() for name in ("report.html", "README.md"))
+    assert "<h2>Training loss</h2>" in page and "<h2>tau over training tokens</h2>" in page
+    assert "The learning curve has 3 points, a fit needs 4" in page and "the learning curve has 3 points" in card
+    assert "![tau over training tokens](plots/curve.png)" in card
+    assert {"loss.svg", "curve.png", "curve-depth.svg"} < {path.name for path in (tmp_path / "plots").iterdir()}

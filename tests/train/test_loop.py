@@ -21,6 +21,9 @@ from train.checkpoints import list_checkpoints, read_state
 from train.core.interrupts import Interrupted
 from train.recipe import load_recipe
 
+TIMINGS = dict.fromkeys(("seconds", "measuring_seconds", "tokens_per_second"), 0)
+"""Figures of metrics.jsonl that no two runs share."""
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Settings:
@@ -84,8 +87,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     states = [json.loads((folder / "checkpoints/step-6/state.json").read_text()) for folder in (unbroken, broken)]
     assert {**states[0], "seconds": 0} == {**states[1], "seconds": 0}
     for ours, whole in zip(lines(broken), lines(unbroken), strict=True):  # one of them is of an interval cut in two
-        timings = {"tokens_per_second": 0, "seconds": 0}
-        assert ours | timings == whole | timings
+        assert ours | TIMINGS == whole | TIMINGS
 
 
 @pytest.mark.parametrize(("step", "text"), [(3, None), (6, '{"measured_step": 9}')])
@@ -95,7 +97,7 @@ def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
     """A run is killed after its measurement at `step`; measured.json is absent or says nothing."""
     settings["train"] |= {"eval_every": 3, "keep_checkpoints": 9}
     folder = run(settings)
-    records = [line | {"seconds": 0, "tokens_per_second": 0} for line in lines(folder)]
+    records = [line | TIMINGS for line in lines(folder)]
     final, recorded = weights(folder, 6), [read_state(path) for path in list_checkpoints(folder / "checkpoints")]
     for path in list_checkpoints(folder / "checkpoints"):
         if int(path.name[5:]) > step:
@@ -103,7 +105,7 @@ def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
     measurement = folder / f"checkpoints/step-{step}/measured.json"
     measurement.unlink() if text is None else measurement.write_text(text)
     run(settings)
-    assert [line | {"seconds": 0, "tokens_per_second": 0} for line in lines(folder)] == records
+    assert [line | TIMINGS for line in lines(folder)] == records
     assert same(weights(folder, 6), final)
     for was, path in zip(recorded, list_checkpoints(folder / "checkpoints"), strict=True):
         now = read_state(path)
@@ -192,6 +194,17 @@ def test_a_broken_checkpoint_is_passed_over(
     said = capsys.readouterr().err
     assert "warning:" in said and "step-6" in said and "resumed from" in said
     assert judged(broken, whole)
+
+
+def test_a_measurement_has_what_the_learning_curve_needs(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "birds.jsonl").write_text('{"text": "there are birds"}\n')
+    settings["eval"]["prompts"] += f",{tmp_path}/birds.jsonl"
+    folder = run(settings)
+    (point,) = lines(folder, "eval")
+    assert point["tokens"] == lines(folder, "train")[-1]["tokens"] and 0 < point["lr"] < 0.01 and point["seconds"] > 0
+    assert {name: len(suite["prompts"]) for name, suite in point["suites"].items()} == {"prompts": 2, "birds": 1}
+    tokens, rounds = map(sum, zip(*(p for suite in point["suites"].values() for p in suite["prompts"]), strict=True))
+    assert point["tau"] == tokens / rounds and point["ci95"][0] <= point["tau"] <= point["ci95"][1]
 
 
 def test_tensorboard_has_the_figures(settings: Settings) -> None:

@@ -244,6 +244,32 @@ def test_epochs_are_planned_as_far_as_they_are_known(
     assert any(line[:2] == ["10^9", "tokens:"] for line in said) == (steps is None)
 
 
+def test_answers_and_measurements_take_the_time_that_weights_take_to_be_read(
+    eagle: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU 8 x 10^9 weights of 2 bytes at 2 x 10^12 bytes/s; on a CPU at the speed of a product that is timed."""
+    eagle["target"]["path"] = write_config(tmp_path / "target", SHAPES["Llama-3.1-8B"])
+    eagle["data"]["regenerate"] = {"prompts": 6400, "prompt_tokens": 16, "new_tokens": 32, "batch_size": 32}
+    monkeypatch.setattr("train.plan.CURVES", tmp_path)
+    points = [{"tokens": 10**n, "tau": n / 2, "ci95": [1, 4]} for n in range(2, 8)]
+    record = {"method": "eagle3", "target": "Llama", "points": points}
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    (tmp_path / "b.json").write_text(json.dumps(record | {"method": "mtp"}))
+    plan = plan_of(eagle, memory=80.0)
+    assert plan.decoding_hours(6400, 32, 32) == pytest.approx(6400 * 8e-3 / 3600, rel=0.02)
+    assert plan.decoding_hours(6400, 32, 1) == pytest.approx(32 * plan.decoding_hours(6400, 32, 32))
+    assert plan_of(eagle).decoding_hours(1, 1, 1) > 0
+    assert attempt("eagle", [str(write_recipe(eagle)), "--plan", "--memory=80", "train.max_steps=100"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    rows = {line.strip().rpartition("  ")[0].strip(): line.split()[-1] for line in said}
+    assert rows["hours of the answers before, an estimate"] == "0.014"
+    assert "hours of 6 measurements, an estimate" in rows
+    assert [line for line in said if line.startswith("measured elsewhere")] == [
+        "measured elsewhere, no promise: eagle3 on Llama, tau 1.50 [1.00, 4.00] after 1.0k tokens, 2.00 [1.00, 4.00] "
+        "after 10.0k tokens, 3.00 [1.00, 4.00] after 1.0M tokens, 3.50 [1.00, 4.00] after 10.0M tokens"
+    ]
+
+
 def test_advice_leaves_what_it_says(eagle: Settings) -> None:
     eagle["head"]["draft_vocab_size"] = 64
     plenty = plan_of(eagle, memory=1e-4)  # so little that activations are not kept

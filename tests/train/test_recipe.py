@@ -7,7 +7,7 @@ import pytest
 
 from eval.measure.settings import BenchSettings
 from heads.core.errors import UserError
-from train.recipe import dump_recipe, load_recipe, plain_settings, with_steps
+from train.recipe import Train, dump_recipe, load_recipe, plain_settings, with_steps
 
 GOOD = """\
 output_dir: runs/x
@@ -77,6 +77,7 @@ def test_all_faults_are_given_at_once_with_file_key_and_suggestion(tmp_path: Pat
         ("head.tree_nodes=3", "head.tree_nodes: has no effect here: it belongs to kind medusa"),
         ("data.sources.4.limit=1", "there is no such entry"),
         ("data.sources.0.weight=2", "data.sources.0.weight: has no effect with one"),
+        (["train.eval_every=5", "train.eval_points=3"], "train.eval_points: has no effect with train.eval_every"),
         ("tracking.project=x", "tracking.project: has no effect with tracking.wandb off"),
         ("eval.top_p=0.9", "eval.top_p: has no effect at eval.temperature 0"),
         ("eval.rule=ratio", "eval.rule: has no effect at eval.temperature 0"),
@@ -173,6 +174,22 @@ def test_steps_and_epochs_on_the_command_line_replace_each_other(tmp_path: Path)
     path.write_text(GOOD.replace("max_steps: 10", "epochs: 0.5"))
     train = load_recipe(path, ["--train.max_steps=7"]).train
     assert (train.max_steps, train.epochs) == (7, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"max_steps": 1000, "warmup_steps": 40}, [63, 99, 157, 250, 397, 630, 1000]),
+        ({"max_steps": 160, "warmup_steps": 30}, [40, 63, 101, 160]),
+        ({"max_steps": 6400, "eval_points": 4}, [1600, 2540, 4032, 6400]),
+        ({"max_steps": 12}, [12]),
+        ({"max_steps": 10, "eval_every": 4}, [4, 8, 10]),
+    ],
+)
+def test_tau_is_measured_at_points_spaced_evenly_in_the_logarithm_of_the_steps(
+    settings: dict[str, int], expected: list[int]
+) -> None:
+    assert sorted(Train.model_validate(settings).measured_steps) == expected
 
 
 def test_a_warm_up_takes_at_most_a_fifth_of_the_run(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from eval.pages.charts import head_charts, remarks, row_charts, speedups_along
 from eval.pages.drawing import COLOURS, Chart, drawn, inline_svg, write_charts
 from eval.pages.html import DARK
+from eval.pages.training import training_charts
+from tests.curves import learning_curve
 
 PHONE = 330
 """Pixels that a chart has on a phone of 390."""
@@ -52,12 +54,7 @@ def results(**changes: Any) -> dict[str, Any]:
         measurement("chain:3", 3, 4, 1.4),
         measurement("chain:4", 4, 5, 0.7, temperature=1.0),
     ]
-    return {**measured[1], "measurements": measured, "settings": {"batch_size": 1}, **changes}
-
-
-def log(steps: int) -> list[dict[str, Any]]:
-    losses = [{"kind": "train", "step": step, "loss": 9 / step} for step in range(1, steps + 1)]
-    return losses + [{"kind": "eval", "step": steps // n, "tau": 3.0 - n / 3} for n in (4, 3, 2, 1)]
+    return {**measured[1], "measurements": measured, "settings": {"batch_size": 1}, "head": {}, **changes}
 
 
 def at_points(**more: Any) -> dict[str, Any]:
@@ -74,19 +71,24 @@ def rows(*suites: str) -> list[tuple[str, list[Any]]]:
 
 
 def every_chart() -> list[Chart]:
-    one = head_charts(results(), log(12))
+    one = head_charts(results())
+    log = [{"kind": "train", "step": step, "loss": 9 / step} for step in range(1, 13)]
+    training = training_charts({"": learning_curve(lambda share: 2 + share, count=5)}, log)
+    many = {f"eagle3, a-run-with-a-long-name-{n}": learning_curve(lambda share: 2.0, count=2) for n in range(6)}
+    runs = [replace(chart, name="curve-runs") for chart in training_charts(many)]
     served = at_points(server={"name": "vLLM 0.32.0"})
-    several = [chart for chart in head_charts(at_points(), (), [served]) if chart.name in ("batch-size", "context")]
+    several = [chart for chart in head_charts(at_points(), [served]) if chart.name in ("batch-size", "context")]
     suites = replace(row_charts(rows("gsm8k", "humaneval", "mt_bench"), [])[0], name="compare-suites")
-    return [*one, *several, *row_charts(rows("gsm8k"), rows("gsm8k")), suites]
+    return [*one, *training, *runs, *several, *row_charts(rows("gsm8k"), rows("gsm8k")), suites]
 
 
 CHARTS = pytest.mark.parametrize("chart", every_chart(), ids=lambda chart: chart.name)
 
 
 def test_every_kind_of_chart_is_drawn() -> None:
-    names = {"depth", "round", "acceptance", "tokens", "position", "loss", "training-tau", "batch-size", "context"}
-    assert {chart.name for chart in every_chart()} == names | {"compare-speedup", "compare-tau", "compare-suites"}
+    names = {"depth", "round", "acceptance", "tokens", "position", "loss", "batch-size", "context"}
+    names |= {"compare-speedup", "compare-tau", "compare-suites", "curve", "curve-depth", "curve-runs"}
+    assert {chart.name for chart in every_chart()} == names
 
 
 def test_nothing_is_drawn_of_a_failed_audit() -> None:
@@ -99,11 +101,10 @@ def test_nothing_is_drawn_of_a_failed_audit() -> None:
 def test_few_points_are_a_sentence() -> None:
     bins = results()["tau_by_position"][:2]
     few = results(tau_by_position=bins, measurements=results()["measurements"][:2])
-    names = {chart.name for chart in head_charts(few, log(2)[:2])}
-    assert not names & {"position", "depth", "loss"} and "acceptance" in names
-    position, loss = remarks(few, log(2)[:2])
+    names = {chart.name for chart in head_charts(few)}
+    assert not names & {"position", "depth"} and "acceptance" in names
+    (position,) = remarks(few)
     assert position == "tau by position in the text (chain:4, greedy): 2.80 from token 128 on, 2.60 from token 256 on"
-    assert loss == "loss over training: 9.00 at step 1, 4.50 at step 2"
 
 
 def test_a_speedup_stands_beside_the_servers_at_the_same_setting() -> None:

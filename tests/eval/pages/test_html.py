@@ -14,6 +14,7 @@ from eval import report
 from eval.measure.command import exit_status
 from eval.measure.results import Results
 from eval.pages.html import render_page, render_several
+from tests.curves import learning_curve
 from tests.eval.conftest import Bench
 
 NASTY = "</span></pre><script>alert(1)</script><img src=https://x.org/y>"
@@ -77,6 +78,7 @@ def test_several_results_are_one_page(
     for m in results["measurements"]:
         m["suites"]["other"] = {**m["suites"]["code"], "tau": {"mean": 1.987, "ci95": None}}
     results["settings"]["prompts_hash"] = "another"
+    results["head"]["curve"] = learning_curve(lambda share: 1.5 + share / 4, count=3)
     (target / "results.json").write_text(json.dumps(results))
     given = [str(out / "compare.json"), str(target)]
     assert exit_status(lambda: report.main([*given, "--out", str(tmp_path / "page")])) == 0
@@ -90,7 +92,22 @@ def test_several_results_are_one_page(
     assert len(mine) == 2 and all("1.99\n" in row and "12.3k parameters\n442.7k tokens" in row for row in mine)
     assert "greedy" in mine[0] and "T = 1" in mine[1] and all("4 of 4" in row for row in mine)
     assert any(row.startswith("pairs\n") or row.startswith("pairs, again\n") for row in rows)
-    assert "different prompts" in page and page.count("<svg") == 2
+    assert "different prompts" in page and page.count("<svg") == 4
+    assert "<h2>tau over training tokens</h2>" in page and "<h2>Acceptance by depth over training tokens</h2>" in page
     capsys.readouterr()
     assert exit_status(lambda: report.main([str(target), "--out", str(tmp_path)])) == 2
     assert "--out: is of several" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_measured_yet_is_a_page_of_its_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = [{"kind": "train", "step": step, "loss": 9 / step} for step in range(100, 700, 100)]
+    lines = [*losses, *learning_curve(lambda share: 1.5 + share)[:-3]]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report.main([str(tmp_path)]) == 0
+    page, said = (tmp_path / "report.html").read_text(), capsys.readouterr().out
+    check_alone(page, scripts=0)
+    assert all(f"<h2>{title}</h2>" in page for title in ("tau over training tokens", "Training loss"))
+    for text in (page, said):
+        assert "600 steps, no final measurement yet" in text and "tau 1.75 [1.65, 1.85] after 250,000 training" in text
