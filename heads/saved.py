@@ -72,8 +72,10 @@ def save_head(
     *,
     target: dict[str, Any],
     provenance: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a head into `folder`, replacing what is there. `target` is the `target_record` of its target.
+    """Write a head into `folder`, replacing what is there. `target` is the `target_record` of its target. `dtype`: of
+    the weights in the file, by default that of the head's own. Modules of a checkpoint keep the checkpoint's dtypes.
 
     Heads are shared with others, so the provenance is saved without the command and with names instead of paths. The
     target's path is kept, because the head finds its target with it. If `folder` is a symbolic link, the head is
@@ -88,15 +90,18 @@ def save_head(
         "target": {key: value for key, value in target.items() if key not in NOT_SAVED},
         "provenance": with_names({key: value for key, value in (provenance or {}).items() if key != "command"}),
     }
-    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
+    dtype = dtype or next(head.parameters()).dtype
     try:
         with whole_folder(folder) as fresh:
-            weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.to_checkpoint().items()}
+            weights = {}
+            for name, value in head.to_checkpoint().items():
+                narrow = value.to(dtype) if value.is_floating_point() and name not in head.stored else value
+                weights[name] = narrow.detach().cpu().contiguous().clone()
             file = fresh / form.weights_file
             save_file(weights, file, metadata={"format": "pt"})
             file.chmod(0o644)  # safetensors makes it readable only by its owner
             ours["sha256"] = file_hash(file)
-            config = {**form.engine_config(head.config, target, dtype), "draftsmith": ours}
+            config = {**form.engine_config(head.config, target, str(dtype).removeprefix("torch.")), "draftsmith": ours}
             (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
             if form.write_beside is not None:
                 form.write_beside(fresh, target)

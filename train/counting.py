@@ -69,7 +69,7 @@ class HeadCount:
     bytes: int
     """Bytes in float32."""
     copy_bytes: int
-    """Bytes in the target's dtype: the size of the measured copy and of the head's folder."""
+    """Bytes in the target's dtype: the size of the measured copy."""
     gradients: int
     optimizer: int
     features: int

@@ -284,8 +284,8 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
 
     # Measurements
     depth = DEPTH if kind == "draft" else plan.head.depth
-    chains = list(dict.fromkeys([f"chain:{depth}", f"chain:{-(-depth // 2)}"]))
-    trees = ["head", *chains[:1]] if tree["head"].get("tree_nodes") else chains
+    chains = [f"chain:{k}" for k in dict.fromkeys([depth, -(-depth // 2), 2, 1]) if k <= depth]
+    trees = ["head", *chains] if tree["head"].get("tree_nodes") else chains
     fill(tree, "eval", num_prompts=FEWEST, max_prompt_tokens=most, max_new_tokens=size.measured, tree=trees[0])
     fill(tree, "eval.report", num_prompts=len(chosen) or FEWEST, trees=trees, temperatures=[0, 1])
     fill(tree, "eval.report", batch_sizes=list(size.batch_sizes), repeats=size.repeats)

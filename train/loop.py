@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.measure.chat_template import with_arguments
@@ -65,6 +65,11 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     # Target. It determines the settings of `head` that the recipe leaves out.
     features, tokenizer = open_source(recipe.features, recipe, accelerator, tracker.say)
     target = features.target
+    if recipe.train.save_dtype == "float32" and target.dtype.itemsize < 4:
+        raise UserError(
+            "train.save_dtype: a head is measured in the dtype of its target, "
+            f"{str(target.dtype).removeprefix('torch.')}; give target.dtype=float32, or leave save_dtype out"
+        )
     target.template = recipe.data.template
     asking = with_arguments(tokenizer, target.template)
     tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
@@ -105,7 +110,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     if found is not None and _is_finished(run, found[1], steps):
         return outcome
 
-    # Head, in float32 and equal on all processes. A copy in the target's dtype is measured and saved.
+    # Head, in float32 and equal on all processes. A copy in the target's dtype is measured and saved, rounded before.
     counts = mixture.label_counts(target.vocab_size)
     torch.manual_seed(seed)
     with Progress("the first weights of the head"):
@@ -185,6 +190,7 @@ class Training:
         """`measured`: a copy of the head, into which the weights are loaded to measure and save them. `data`: the hash
         of the training data."""
         self.settings, self.stepper, self.measured = settings, stepper, measured
+        self.dtype: torch.dtype = getattr(torch, settings.save_dtype)
         self.evaluation, self.samples, self.target = evaluation, samples, stepper.target
         self.folder, self.tracker, self.interrupts = run.folder, run.tracker, run.interrupts
         self.accelerator = run.accelerator
@@ -272,7 +278,7 @@ class Training:
         weights = self.stepper.head_weights()
 
         def act() -> Measured | None:
-            self.measured.load_state_dict(weights)
+            self._load_measured(weights)
             with self.interrupts.released():
                 return self.evaluation.measure(self.measured) if self.stepper.features.measures else None
 
@@ -305,6 +311,10 @@ class Training:
         )
         on_main(self.accelerator, lambda: save_measurement(self.folder.checkpoints, state))
 
+    def _load_measured(self, weights: dict[str, Tensor]) -> None:
+        self.measured.load_state_dict(weights)
+        cast(DraftHead, self.measured).round_to(self.dtype)
+
     def _renew_samples(self) -> None:
         """Generate the samples for the next steps, if new ones are due."""
         samples, state, step = self.samples, self.state, self.state.step
@@ -314,7 +324,7 @@ class Training:
             started, weights = time.perf_counter(), self.stepper.head_weights()
 
             def act() -> None:
-                self.measured.load_state_dict(weights)
+                self._load_measured(weights)
                 with self.interrupts.released():
                     tokens = samples.write(begin, cast(DraftHead, self.measured), self.target)
                 self.tracker.say(f"data.on_policy: step {begin}: {samples.settings.samples} samples, {tokens} tokens")
@@ -332,7 +342,8 @@ class Training:
             provenance["measured"] = self.evaluation.settings.model_dump()
         else:
             provenance["estimated"] = "by the training step, on training text"
-        save_head(self.measured, self.folder.head, target=target_record(self.target), provenance=provenance)
+        record = target_record(self.target)
+        save_head(self.measured, self.folder.head, target=record, provenance=provenance, dtype=self.dtype)
 
     def _checkpoint(self) -> None:
         if self.saved_step == self.state.step:

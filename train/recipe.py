@@ -126,6 +126,9 @@ class Train(Settings):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of matrix products. `bf16` is autocast over float32 weights; `auto` is bf16 if this machine computes it
     faster, else fp32. A resumed run keeps the precision that it began with."""
+    save_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the saved head, to which it is rounded before it is measured. Training keeps float32 weights. `float32`
+    needs a target in float32. Modules of a checkpoint (`head.native`) keep its dtypes."""
     checkpoint_every: Count = 500
     """Steps between checkpoints, from which an interrupted run resumes."""
     keep_checkpoints: Count = 2

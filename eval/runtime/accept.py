@@ -20,7 +20,7 @@ def match(proposal: Proposal, choice: Tensor, above: Tensor | None, depth: int) 
     this tree shape. A node whose parent is not exactly one level above it is never accepted.
     """
     if above is None:
-        return match_chain(proposal.tokens, choice)
+        return match_chain(proposal, choice)
     B, N = choice.shape
     node = torch.arange(N, device=choice.device).expand(B, N)
     parent_depths = proposal.depths.gather(1, proposal.parents)
@@ -44,11 +44,10 @@ def deepest_path(proposal: Proposal, follows: Tensor, above: Tensor, depth: int)
     return proposal.depths.gather(1, best)[:, 0], path
 
 
-def match_chain(tokens: Tensor, choice: Tensor) -> Acceptance:
-    """Accept a chain: tokens (B, K + 1), the root first, each the child of the previous one; choice (B, K + 1)."""
-    accepted = (tokens[:, 1:] == choice[:, :-1]).cumprod(dim=1).sum(dim=1)
-    path = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return Acceptance(accepted, path, choice)
+def match_chain(proposal: Proposal, choice: Tensor) -> Acceptance:
+    """Accept a chain, in which each node is the child of the previous one; choice (B, K + 1)."""
+    accepted = (proposal.tokens[:, 1:] == choice[:, :-1]).cumprod(dim=1).sum(dim=1)
+    return Acceptance(accepted, proposal.depths, choice)  # the nodes of a chain have their depths as indices
 
 
 def take_path(aux_hidden_states: Tensor, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:

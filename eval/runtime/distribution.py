@@ -150,8 +150,12 @@ def best_columns(
     scores: Tensor, sharpness: Tensor | float, count: int, token_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the `count` (R) best columns of scores (B, W, Vx), best first: target ids (B, W, R) int64, and the float32
-    log-softmax of sharpness (B, 1, 1) * scores. The order of equal scores is unspecified."""
+    log-softmax of sharpness (B, 1, 1) * scores, or 0 for a single column. The order of equal scores is unspecified."""
     scores = scores.float()
-    best, columns = scores.max(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1)
-    logp = sharpness * best - (sharpness * scores).logsumexp(-1, keepdim=True)
+    if count == 1:
+        columns = scores.argmax(-1, keepdim=True)
+        logp = scores.new_zeros(()).expand(columns.shape)
+    else:
+        best, columns = scores.topk(count, dim=-1)
+        logp = sharpness * best - (sharpness * scores).logsumexp(-1, keepdim=True)
     return columns if token_ids is None else token_ids[columns], logp

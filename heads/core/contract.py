@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, get_args, get_type_hints
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast, get_args, get_type_hints
 
 from heads.core.errors import UserError
 from heads.core.tree import Pick as Pick
 from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
@@ -202,6 +204,9 @@ class DraftHead(Drafter, Protocol):
     """What a head that started from one of another kind took, and what began anew; None for any other."""
     weighs_rows: bool = False
     """True if `loss` gives `HeadLoss.weight`, which the step divides the gradients by."""
+    stored: Mapping[str, torch.dtype] = MappingProxyType({})
+    """Dtypes of the tensors, by their names in the file, of a head that is part of a checkpoint: it is saved in
+    these."""
 
     @classmethod
     def for_target(cls, settings: Any, target: Any, token_counts: Tensor) -> Self:
@@ -215,6 +220,12 @@ class DraftHead(Drafter, Protocol):
 
     def to_checkpoint(self) -> dict[str, Tensor]:
         """Return the tensors to save, under the names that the method's other implementations use."""
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Round the weights, in place, to those of a file in this dtype."""
+        for value in cast("nn.Module", self).state_dict().values():
+            if value.is_floating_point():
+                value.copy_(value.to(dtype))
 
     def counts(self, rows: Rows) -> Tensor:
         """Return (K,) float32: the number of supervised rows at each depth, known before any forward pass. It depends

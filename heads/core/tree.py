@@ -57,7 +57,7 @@ class Proposal:
     tokens: Tensor  # (B, N) int64, target ids; node 0 is the root
     parents: Tensor  # (B, N) int64; parents[:, 0] = 0, parents[:, j] < j
     depths: Tensor  # (B, N) int64; 0 for the root
-    scores: Tensor  # (B, N) float32, log-probability of the path in the distributions of `Pick`; 0 for the root
+    scores: Tensor  # (B, N) float32, sum of `Pick`'s log-probabilities along the path; 0 for the root
     expanded: Tensor | None = None
     """(B, N) int64: index of each node among those that `grow` expanded, in order; -1 for the root and for nodes that
     were not expanded. None for a chain, where node j has the index j - 1 and the last node is not expanded."""
@@ -144,7 +144,8 @@ class Pick(Protocol):
 
         logits (B, W, Vx); positions (B, W) of the tokens to draw; token_ids (Vx,) the target ids of the columns, None
         if they are 0 .. Vx - 1. Returns target ids (B, W, R) and the log-probabilities (B, W, R) that trees rank them
-        by: the draft's own or, if the target takes its likeliest token, sharper ones.
+        by: the draft's own or, if the target takes its likeliest token, sharper ones. A single child needs no rank, so
+        its log-probability may be left out, as 0.
         """
 
 

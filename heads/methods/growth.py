@@ -25,7 +25,7 @@ from torch import Tensor
 
 from heads.core.tree import Pick, Proposal, TreeShape, is_chain
 from heads.methods.rotary import CosSin
-from heads.targets.decoder import KVCache
+from heads.targets.decoder import Forms, KVCache
 from heads.targets.product import Product, ProductModule, with_products
 from heads.targets.slots import round_up
 from heads.targets.tree_attention import Attend, for_groups, masked_attention
@@ -88,11 +88,11 @@ def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expa
     node = constant(tuple(range(K + 1)), device).expand(B, -1)
     tokens, steps, path = [root[:, None]], [constant((0.0,), device, torch.float32).expand(B, 1)], node[:, None]
     for level in range(1, K + 1):
-        picked, logp = draw(logits, level, 1)  # (B, 1, 1)
-        tokens.append(picked[:, 0])
-        steps.append(logp[:, 0])
+        picked, logp = (part[:, 0] for part in draw(logits, level, 1))  # (B, 1)
+        tokens.append(picked)
+        steps.append(logp)
         if level < K:
-            logits = expand(picked[:, 0], node[:, :1], path[..., :level], level)
+            logits = expand(picked, node[:, :1], path[..., :level], level)
     parents = constant((0, *range(K)), device).expand(B, -1)
     return Proposal(torch.cat(tokens, 1), parents, node, torch.cat(steps, 1).cumsum(1))
 
@@ -218,10 +218,6 @@ def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype =
         return torch.tensor(values, dtype=dtype, device=device)
 
 
-Forms = tuple[tuple[int, int], tuple[int, int]]
-"""Number of heads and width, of keys and of values."""
-
-
 @dataclass
 class SlotState:
     """Static tensors of one batch of sequences, for a head that drafts with a cache for each of its layers or modules.
@@ -240,7 +236,6 @@ class SlotState:
     embed: Callable[[Tensor], Tensor]
     cos_sin_table: Tensor  # (2, S, d)
     cache: KVCache
-    forms: Forms
 
     @classmethod
     def open(
@@ -274,11 +269,10 @@ class SlotState:
                 num_layers=layers,
                 batch_size=batch_size,
                 capacity=len(slot),
-                width=sum(heads * width for heads, width in forms),
+                forms=forms,
                 dtype=weight.dtype,
                 device=weight.device,
             ),
-            forms=forms,
             **own,
         )
 
@@ -292,9 +286,7 @@ class SlotState:
         """Write keys and values (B, Hkv, T, d) to the slots that the cache aims at. Return those of all visible slots,
         (B, E, Hkv, d)."""
         made = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=2)
-        shown = self.cache.write(layer, made.flatten(0, 1))
-        keys, values = shown.split([heads * width for heads, width in self.forms], dim=2)
-        return keys.unflatten(2, self.forms[0]), values.unflatten(2, self.forms[1])
+        return self.cache.write(layer, made.flatten(0, 1))
 
     def attend(self, layer: int, mask: Tensor) -> Attend:
         """Return a layer's attention over the visible slots, with a mask (B, T, E) to add to scores."""

@@ -234,6 +234,12 @@ class Mtp(Recycling):
     def to_checkpoint(self) -> dict[str, Tensor]:
         return self.modules_by_field() | vocab_tables(self.kept, self.config.vocab_size)
 
+    def round_to(self, dtype: torch.dtype) -> None:
+        if self.stored:
+            self.load_modules(self.modules_by_field())
+        else:
+            super().round_to(dtype)
+
     def load_modules(self, weights: dict[str, Tensor]) -> None:
         """Load tensors with the family's names. Raises UserError unless they are exactly the modules' tensors."""
         if self.config.native:

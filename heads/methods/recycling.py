@@ -40,12 +40,13 @@ from heads.core.contract import (
 )
 from heads.core.errors import UserError
 from heads.core.tree import Proposal, TreeShape, check_width, scratch_slots
-from heads.methods.growth import Forms, SlotState, grow, take_newest
+from heads.methods.growth import SlotState, grow, take_newest
 from heads.methods.labels import chain_metrics, counts_by_depth, label_slots
 from heads.methods.losses import draft_loss
 from heads.methods.rotary import CosSin, Rotary
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.methods.ttt_attention import causal_attention
+from heads.targets.decoder import Forms
 from heads.targets.masks import additive
 from heads.targets.slots import Drafted, Observed
 from heads.targets.tree_attention import Attend

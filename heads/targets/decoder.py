@@ -48,7 +48,7 @@ class NativeDecoder(CachedDecoder):
             num_layers=len(stack.layers),
             batch_size=spec.batch_size,
             capacity=spec.capacity,
-            width=stack.layers[0].attention.slot_width,
+            forms=stack.layers[0].attention.forms,
             dtype=model.dtype,
             device=model.device,
         )
@@ -98,6 +98,10 @@ class NativeDecoder(CachedDecoder):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))[..., : self.spec.vocab_size]
 
 
+Forms = tuple[tuple[int, int], tuple[int, int]]
+"""Number of heads and width, of keys and of values."""
+
+
 class KVCache:
     """Keys and values of all layers for a whole batch: a slot holds the keys of all heads, then their values.
 
@@ -106,14 +110,15 @@ class KVCache:
     """
 
     def __init__(
-        self, *, num_layers: int, batch_size: int, capacity: int, width: int, dtype: torch.dtype, device: torch.device
+        self, *, num_layers: int, batch_size: int, capacity: int, forms: Forms, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.batch_size, self.capacity = batch_size, capacity
+        self.batch_size, self.capacity, self.forms = batch_size, capacity, forms
+        width = sum(heads * width for heads, width in forms)
         self.store = torch.zeros(num_layers, batch_size * capacity, width, dtype=dtype, device=device)
         self.flat = list(self.store)  # per layer (B * S, W)
         self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)
         self.slots = self.row_starts  # (B' * N,) after `aim`: the next pass's slots in flat storage
-        self.shown: list[Tensor] = []  # per layer (B', E, W)
+        self.shown: list[tuple[Tensor, Tensor]] = []  # per layer: keys (B', E, Hkv, d) and values
         self.rows, self.extent = slice(0, 0), 0
         self.aim(self.row_starts, extent=capacity)
 
@@ -126,10 +131,14 @@ class KVCache:
         if (rows, extent) != (self.rows, self.extent):
             self.rows, self.extent = rows, extent
             L, _, W = self.store.shape
-            self.shown = list(self.store.view(L, self.batch_size, self.capacity, W)[:, rows, :extent])
+            visible = self.store.view(L, self.batch_size, self.capacity, W)[:, rows, :extent]
+            parts = visible.split([heads * width for heads, width in self.forms], dim=3)
+            keys, values = (part.unflatten(3, form) for part, form in zip(parts, self.forms, strict=True))
+            self.shown = list(zip(keys, values, strict=True))
 
-    def write(self, layer: int, states: Tensor) -> Tensor:
-        """Write the pass's states (B' * N, W) to the slots set by `aim`. Return all visible slots (B', E, W)."""
+    def write(self, layer: int, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the pass's states (B' * N, W) to the slots set by `aim`. Return keys and values of all visible slots,
+        (B', E, Hkv, d) each."""
         self.flat[layer].index_copy_(0, self.slots, states)
         return self.shown[layer]
 
@@ -200,8 +209,8 @@ class Attention:
             self.head_eps = norms[0].eps
 
     @property
-    def slot_width(self) -> int:
-        return 2 * self.num_key_heads * self.d
+    def forms(self) -> Forms:
+        return (self.num_key_heads, self.d), (self.num_key_heads, self.d)
 
     def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:
         """Return the residual stream (R, D) after attention, from normed states x (R, D) and the residual stream."""
@@ -213,12 +222,11 @@ class Attention:
             torch.mul(unit(rotated, self.head_eps), self.head_norm, out=rotated)
         swapped = rotated.roll(d // 2, -1)  # each half of a head is rotated with the other
         rotated.mul_(step.cos_sin[0]).addcmul_(swapped, step.cos_sin[1])
-        shown = step.cache.write(layer, fused[:, H * d :])  # (B, E, W)
-        return self.out(self.attend(heads[:, :H], shown, step), residual)
+        keys, values = step.cache.write(layer, fused[:, H * d :])
+        return self.out(self.attend(heads[:, :H], keys, values, step), residual)
 
-    def attend(self, q: Tensor, shown: Tensor, step: Step) -> Tensor:
-        """Return attention (R, H * d) of queries q (R, H, d) over the visible slots (B, E, W)."""
-        keys, values = shown.unflatten(2, (2, self.num_key_heads, self.d)).unbind(2)  # (B, E, Hkv, d)
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+        """Return attention (R, H * d) of queries q (R, H, d) over the visible slots, keys and values (B, E, Hkv, d)."""
         queries = q.unflatten(0, (step.batch_size, -1))  # (B, N, H, d)
         if step.sight is None:
             out = masked_attention(queries, keys, values, step.masks[self.kind], scale=self.scale)

@@ -69,7 +69,7 @@ def test_a_chain_is_as_long_as_the_head_that_is_there_drafts(here: Path) -> None
     write(here / "dflash", ZLAB, dflash().to_checkpoint())
     assert derived("xpress", "--plan", "--tflops", "1", "head.init_from=dflash") == 0
     found: Any = load_recipe("runs/xpress-target-chats/recipe.yaml").eval
-    assert found.tree == "chain:3" and found.report.trees == ("chain:3", "chain:2")
+    assert found.tree == "chain:3" and found.report.trees == ("chain:3", "chain:2", "chain:1")
 
 
 def test_a_gpu_gets_larger_sizes(here: Path) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from heads.core.errors import UserError
+from heads.saved import load_head
 from tests.chats import write_chats
 from tests.conftest import small_recipe
 from tests.faults import full_disk, nan_at, signal_at
@@ -19,6 +21,7 @@ from tests.runs import Settings, lines, same, train, weights
 from tests.runs import train_in as run
 from train.checkpoints import list_checkpoints, read_state
 from train.core.interrupts import Interrupted
+from train.measuring import Evaluation, Measured
 from train.recipe import load_recipe
 
 TIMINGS = dict.fromkeys(("seconds", "measuring_seconds", "tokens_per_second"), 0)
@@ -69,6 +72,37 @@ def test_bf16_keeps_float32_weights(settings: Settings) -> None:
     settings["train"] |= {"precision": "bf16", "max_steps": 2}
     folder = run(settings)
     assert {tensor.dtype for tensor in weights(folder, 2).values()} == {torch.float32}
+
+
+def test_what_is_saved_is_what_was_measured_and_changes_no_step(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, measured = Evaluation.measure, {}
+
+    def spy(self: Evaluation, head: Any) -> Measured:
+        measured.update({name: value.clone() for name, value in head.state_dict().items()})
+        return measure(self, head)
+
+    monkeypatch.setattr(Evaluation, "measure", spy)
+    losses, trained = [], []
+    for dtype in ("bfloat16", "float32"):
+        settings["output_dir"] = str(tmp_path / dtype)
+        settings["train"] |= {"save_dtype": dtype} if dtype == "float32" else {}  # bfloat16 is the default
+        folder = run(settings)
+        (file,) = (folder / "head").glob("*.safetensors")
+        saved = {name: value for name, value in load_file(file).items() if value.is_floating_point()}
+        assert {value.dtype for value in saved.values()} == {getattr(torch, dtype)}
+        assert json.loads((folder / "head/config.json").read_text())["torch_dtype"] == dtype
+        assert same(load_head(folder, dtype=torch.float32).state_dict(), measured)
+        losses.append([line["loss"] for line in lines(folder, "train")])
+        trained.append(weights(folder, 6))
+    assert losses[0] == losses[1] and same(*trained) and same(measured, trained[1])
+
+
+def test_float32_is_refused_for_a_target_that_is_narrower(settings: Settings) -> None:
+    settings["target"]["dtype"], settings["train"]["save_dtype"] = "bfloat16", "float32"
+    with pytest.raises(UserError, match=r"train\.save_dtype: .* the dtype of its target, bfloat16; "):
+        run(settings)
 
 
 @pytest.mark.parametrize(("number", "optimizer"), [(signal.SIGTERM, "adamw"), (signal.SIGINT, "muon")])

@@ -72,7 +72,7 @@ def test_chains_need_no_tree() -> None:
         choice = torch.tensor([[chooser.randrange(2) for _ in range(K + 1)] for _ in range(5)])
         parents = torch.arange(-1, K).clamp(min=0).expand(5, -1)
         proposal = Proposal(tokens, parents, torch.arange(K + 1).expand(5, -1), torch.zeros(5, K + 1))
-        plain, general = match_chain(tokens, choice), match(proposal, choice, ancestors(parents, K), K)
+        plain, general = match_chain(proposal, choice), match(proposal, choice, ancestors(parents, K), K)
         assert torch.equal(plain.accepted, general.accepted)
         for b, n in enumerate(plain.accepted.tolist()):
             assert torch.equal(plain.path[b, : n + 1], general.path[b, : n + 1])

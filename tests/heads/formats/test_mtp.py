@@ -82,6 +82,20 @@ def test_the_checkpoints_modules_come_back_bit_for_bit(name: str, targets: Targe
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in head.state_dict().items())
 
 
+def test_a_checkpoints_modules_are_rounded_to_its_own_dtypes(targets: Targets, tmp_path: Path) -> None:
+    target, _ = targets["qwen_fused1"]
+    head = build_head("mtp", {"native": True}, target, COUNTS).float()
+    with torch.no_grad():
+        for value in head.parameters():
+            value.mul_(1 + 2.0**-12)  # no longer exact in bfloat16
+    head.round_to(torch.float32)
+    save_head(head, tmp_path, target=target_record(target), dtype=torch.float32)
+    saved, whole = load_file(tmp_path / "model.safetensors"), load_file(Path(target.name) / "model.safetensors")
+    assert all(value.dtype == whole[name].dtype for name, value in saved.items())
+    again = load_head(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in head.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
