@@ -84,7 +84,12 @@ def follow_head(results: Results, path: Path) -> None:
 
 def is_unmeasured(run: Path) -> bool:
     """Return True for a run that has begun to train and has no final measurement yet."""
-    return bool(read_log(run / "metrics.jsonl")) and not any((folder / RESULTS).is_file() for folder in folders_of(run))
+    log = run / "metrics.jsonl"
+    return (
+        os.path.isfile(log)
+        and bool(read_log(log))
+        and not any((folder / RESULTS).is_file() for folder in folders_of(run))
+    )
 
 
 def find_results(path: Path) -> tuple[Path, Results]:
