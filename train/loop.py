@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.measure.chat_template import with_arguments
@@ -278,7 +278,8 @@ class Training:
         weights = self.stepper.head_weights()
 
         def act() -> Measured | None:
-            self._load_measured(weights)
+            self.measured.load_state_dict(weights)
+            cast(DraftHead, self.measured).round_to(self.dtype)
             with self.interrupts.released():
                 return self.evaluation.measure(self.measured) if self.stepper.features.measures else None
 
@@ -311,10 +312,6 @@ class Training:
         )
         on_main(self.accelerator, lambda: save_measurement(self.folder.checkpoints, state))
 
-    def _load_measured(self, weights: dict[str, Tensor]) -> None:
-        self.measured.load_state_dict(weights)
-        cast(DraftHead, self.measured).round_to(self.dtype)
-
     def _renew_samples(self) -> None:
         """Generate the samples for the next steps, if new ones are due."""
         samples, state, step = self.samples, self.state, self.state.step
@@ -324,7 +321,7 @@ class Training:
             started, weights = time.perf_counter(), self.stepper.head_weights()
 
             def act() -> None:
-                self._load_measured(weights)
+                self.measured.load_state_dict(weights)  # not rounded: training does not depend on `save_dtype`
                 with self.interrupts.released():
                     tokens = samples.write(begin, cast(DraftHead, self.measured), self.target)
                 self.tracker.say(f"data.on_policy: step {begin}: {samples.settings.samples} samples, {tokens} tokens")
