@@ -19,8 +19,9 @@ from torch import nn
 
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
+from heads.formats.engine_folder import why_unserved
 from heads.registry import kind_of
-from heads.saved import find_head, read_config, weights_hash
+from heads.saved import check_loaders, find_head, read_config, weights_hash
 from heads.targets.decoder import why_not_native
 from heads.targets.model import FrozenTarget
 from heads.targets.product import load
@@ -54,8 +55,10 @@ def head_facts(head: Drafter, path: str) -> dict[str, Any]:
     """Return the identity and the size of the head. Weights that it shares with the target do not count."""
     config: Any = getattr(head, "config", None)
     made: dict[str, Any] = {}
+    unserved = None
     with suppress(UserError):  # an untrained draft, or a head of others
         made = read_config(find_head(path))["provenance"]
+        unserved = why_unserved(check_loaders(path))
     tokens, step, steps = (made.get(name) for name in ("tokens", "step", "steps"))
     return {
         "kind": kind_of(head),
@@ -68,6 +71,7 @@ def head_facts(head: Drafter, path: str) -> dict[str, Any]:
         "data_sha256": made.get("data", {}).get("sha256"),
         "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
         "origin": None if head.origin is None else asdict(head.origin),
+        "unserved": unserved,
     }
 
 

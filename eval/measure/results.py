@@ -232,6 +232,8 @@ class Head(Part):
     """Hash of the training data."""
     config: HeadConfig
     origin: Origin | None = None
+    unserved: str | None = None
+    """Why no engine serves the head; None: one does, or it is not known."""
 
 
 class NamedHead(Head):
