@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from eval.measure.command import print_line
 from eval.measure.prompts import split_prompts, suite_name
 from eval.measure.results import Results, read_results
 from eval.measure.settings import BenchSettings
@@ -44,6 +45,8 @@ def own_folder(parent: Path, settings: BenchSettings, options: argparse.Namespac
         TemporaryFile(dir=place).close()  # the rights of a folder do not tell: root may write everywhere but in /proc
     except OSError as error:
         raise UserError(f"--out {place}: cannot be written to ({error.strerror}); name another") from None
+    if (place / RESULTS).is_file():
+        print_line(f"--out {place}: the {RESULTS} there will be replaced")
     try:
         yield place
     finally:
