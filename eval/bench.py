@@ -8,7 +8,8 @@
     python eval/bench.py --server http://localhost:8000 --plain-server http://localhost:8001   # a vLLM or SGLang
 
 One head: writes results.json, report.html, plots and a model card into a new folder, here in runs/quickstart/bench, or
-into --out. --wandb also makes it a wandb run, as a sweep's agent does. A measurement of a server writes no model card.
+into --out. --wandb online (or offline) also makes it a wandb run, as a sweep's agent does. A measurement of a server
+writes no model card.
 
 Several heads: all are measured in one comparison, on the target of the first head that names one. Each head drafts
 every tree that it can, or with `--tree auto` the fastest trees that a search finds for it. Writes compare.json,
@@ -25,12 +26,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.measure.command import Parser, add_head_options, exit_status, print_line
+from eval.measure.command import (
+    OFF,
+    Parser,
+    add_head_options,
+    add_wandb_option,
+    check_depths,
+    exit_status,
+    print_line,
+)
 from eval.measure.folders import BENCH, own_folder, plain_name, short_name
+from eval.measure.prompts import check_suites
 from eval.measure.results import Results, write_record, write_results
 from eval.measure.settings import BenchSettings, add_measure_options, to_settings
 from heads.core.contract import HEAD_TREE
-from heads.core.files import check_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,15 +62,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--roofline", action="store_true", help="compare the time of every part of a round with its lower bound"
     )
-    parser.add_argument("--wandb", action="store_true", help="log the report as a wandb run; WANDB_MODE applies")
+    add_wandb_option(parser, "log the measurement of one head as a wandb run")
     options = parser.parse_args([hyphenated(word) for word in (sys.argv[1:] if arguments is None else arguments)])
     if (options.heads and options.head) or not (options.heads or options.head or options.server):
         parser.error("expected a head, or several")
     options.heads = options.heads or [options.head][: bool(options.head)]
     check_server_options(options, parser)
-    for name in ("roofline", "wandb"):
-        if getattr(options, name) and (len(options.heads) > 1 or not options.timing):
-            parser.error(f"--{name}: is of one head that is timed; name one")
+    for name, is_on in (("roofline", options.roofline), ("wandb", options.wandb != OFF)):
+        if is_on and (len(options.heads) > 1 or not options.timing):
+            parser.error(f"--{name}: needs one head and its times; name one head, and leave --no-timing out")
+    check_depths(options.trees, options.max_new_tokens)
     options.trees = options.trees or (TREES if len(options.heads) == 1 else TREES_OF_SEVERAL)
     return options
 
@@ -73,8 +83,8 @@ def check_server_options(options: argparse.Namespace, parser: Parser) -> None:
         return
     if len(options.heads) > 1:
         parser.error("--server: has one draft; name at most one head")
-    ours = {name: getattr(options, name) for name in ("trees", "contexts", "roofline", "wandb")}
-    ours |= {"rule": options.rule != BenchSettings.rule, "no_timing": not options.timing}
+    ours = {name: getattr(options, name) for name in ("trees", "contexts", "roofline")}
+    ours |= {"wandb": options.wandb != OFF, "rule": options.rule != BenchSettings.rule, "no_timing": not options.timing}
     if name := next((name for name, given in ours.items() if given), None):
         option = "tree" if name == "trees" else name.removesuffix("s").replace("_", "-")
         parser.error(f"--{option}: is of a measurement here; leave it out with --server")
@@ -99,14 +109,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eval.pages.wandb_run import tracked
     from heads.published import is_published
     from heads.registry import untrained_kind
+    from heads.saved import find_head, read_config
 
     head_names(paths)  # raises UserError if a head is named twice
     parent = default_out(paths[0]) if len(paths) == 1 else COMPARISONS
-    check_folder(options.out or parent, "--out")
     if options.out and len(paths) == 1:
         check_card(options.out, "--out")
+    check_suites(settings.prompts)
     trained = [path for path in paths if not untrained_kind(path)]
     ours = [path for path in trained if not is_published(path)]  # these name their target
+    for path in ours:
+        read_config(find_head(path))  # raises UserError for one that is not there, before a target is loaded
     with own_folder(parent, settings, options) as out, tracked(options, out) as log:
         target, tokenizer = open_target_of((ours or trained or paths)[0], options)
         heads = {path: fitting_head(path, target) for path in paths}
@@ -125,12 +138,14 @@ def measure_served(options: argparse.Namespace, settings: BenchSettings) -> int:
     from eval.pages.report import print_report, write_report
 
     place = default_out(options.heads[0]) if options.heads else Path("runs", plain_name(f"bench-{options.server}"))
-    check_folder(options.out or place, "--out")
+    check_suites(settings.prompts)
     with own_folder(place, settings, options) as out:
         results = bench_server(options, settings)
-        write_results(results, out / "results.json")
-        write_report(results, out)
-    print_report(results, Console())
+        try:
+            write_results(results, out / "results.json")
+            write_report(results, out)
+        finally:  # of a measurement that cannot be saved, the figures are shown
+            print_report(results, Console())
     print(f"written to {out}", file=sys.stderr)
     return 0 if is_exact(results) else 1
 
@@ -161,12 +176,14 @@ def run_bench(
         if out is not None:
             write_record(results, out / "audit.json")
         return results
-    if out is not None:
-        write: Any = write_record if "heads" in results else write_results
-        write(results, out / ("compare.json" if "heads" in results else "results.json"))
-        with Progress("writing the report", announced=True):
-            write_report(results, out)
-    print_report(results, console)
+    try:
+        if out is not None:
+            write: Any = write_record if "heads" in results else write_results
+            write(results, out / ("compare.json" if "heads" in results else "results.json"))
+            with Progress("writing the report", announced=True):
+                write_report(results, out)
+    finally:  # of a measurement that cannot be saved, the figures are shown
+        print_report(results, console)
     if with_roofline:
         console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
     return results

@@ -25,6 +25,7 @@ from rich.text import Text
 from eval.measure.command import (
     Parser,
     add_head_options,
+    check_depths,
     count,
     draft_shapes,
     exit_status,
@@ -204,7 +205,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--sampling", choices=[SERVED], help=f"{SERVED}: as servers of the target sample by default")
     add("--seed", type=seed, default=0, help="seed of the sampling; each further answer adds 1")
     add("--max-new-tokens", type=count, default=256, help="most new tokens of each answer")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    check_depths(options.trees if options.trees != DEFAULT_TREES else (), options.max_new_tokens)
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

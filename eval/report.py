@@ -4,7 +4,8 @@ measurements in one page, as a table of models, methods and suites.
     python eval/report.py RUN_OR_RESULTS
     python eval/report.py RUN_OR_RESULTS RUN_OR_RESULTS ... --out FOLDER
 
-RUN_OR_RESULTS is a results.json, a compare.json, or a run or a folder of measurements, whose newest results are taken.
+RUN_OR_RESULTS is a results.json, a compare.json, a run, whose own results.json is taken, or a folder of measurements,
+whose newest one is. Name a later measurement of a run by its folder, RUN/bench/NAME.
 One of them: writes report.html, plots/ and README.md (the model card), or for a compare.json its page, into its own
 folder, and replaces those there. Several: writes report.html into --out. A run without results, which trains or was
 interrupted: writes its report.html with the curves so far. No model is loaded.
@@ -31,7 +32,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "results",
         type=Path,
         nargs="+",
-        help="a results.json or compare.json, or a run directory or folder of measurements, whose newest are rendered",
+        help="a results.json or compare.json, a run directory (its own results.json), or a folder of measurements (the "
+        "newest one)",
     )
     parser.add_argument("--out", type=Path, help=f"folder of the page of several results; default: {SEVERAL}")
     options = parser.parse_args(arguments)
@@ -94,9 +96,9 @@ def is_unmeasured(run: Path) -> bool:
 
 def find_results(path: Path) -> tuple[Path, Results]:
     """Return the results that a path names, and their folder. UserError if there are none."""
-    folders = [*folders_of(path), *sorted(path.glob("*"))] if os.path.isdir(path) else []
-    if newest := newest_results(folders) or newest_results(folders, served=True):
-        return newest
+    for folders in ([path], [*folders_of(path), *sorted(path.glob("*"))]) if os.path.isdir(path) else ():
+        if newest := newest_results(folders) or newest_results(folders, served=True):
+            return newest
     if os.path.isfile(path / COMPARED):
         return path, read_results(path / COMPARED)
     if os.path.isdir(path):

@@ -35,7 +35,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from eval.bench import parse_arguments as parse_bench
-from eval.measure.command import Parser, count, exit_status, seed
+from eval.measure.command import OFF, Parser, add_wandb_option, count, exit_status, seed
+from eval.measure.folders import plain_name
 from eval.measure.progress import Progress
 from eval.measure.prompts import split_prompts
 from eval.measure.results import Results, figures_of, read_results
@@ -106,15 +107,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("sweep", type=Path, help="a sweep file, such as recipes/sweeps/quickstart-drafts.yaml")
-    add("--out", type=Path, help="folder for the results; default: runs/sweep-NAME")
+    add(
+        "--out",
+        type=Path,
+        help="folder for the results; default: runs/sweep-NAME, after the file's `name`, or else the file's own",
+    )
     add("--count", type=count, help="most settings to measure; default: run_cap of the file")
     add("--seed", type=seed, default=0, help="seed with which method random draws settings")
-    add(
-        "--wandb",
-        choices=["off", "offline", "online"],
-        default="off",
-        help="online: a wandb server chooses the settings",
-    )
+    add_wandb_option(parser, "log each setting as a wandb run; online: a wandb server chooses the settings")
     return parser.parse_args(arguments)
 
 
@@ -123,14 +123,15 @@ def main(arguments: Sequence[str] | None = None, run: Run = subprocess.run) -> i
     options = parse_arguments(arguments)
     file = options.sweep
     sweep = read_sweep(file)
-    if options.wandb == "online":
+    mode = OFF if options.wandb == OFF else os.environ.get("WANDB_MODE") or options.wandb
+    if mode == "online":
         return run_agent(file, options.count)
     try:
         settings = sweep.settings(options.count, options.seed)
         places = [place_of(sweep, setting) for setting in settings]  # raises for a wrong setting before measuring
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    out = options.out or Path("runs") / f"sweep-{file.stem}"
+    out = options.out or Path("runs", plain_name(f"sweep-{sweep.name or file.stem}"))
     check_folder(out, "--out")
     rows: list[Row] = []
     for n, (setting, place) in enumerate(zip(settings, places, strict=True), start=1):
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None, run: Run = subprocess.run) -> i
         for text in filter(None, (row["error"], row["busy"])):
             print(f"{sweep.text(row['setting'])}: {text}; see {out / row['folder']}")
     print(f"written to {out}", file=sys.stderr)
-    if options.wandb == "offline":
+    if mode == "offline":
         print(f"wandb: offline; upload the runs with: wandb sync {out}/*/wandb/offline-run-*", file=sys.stderr)
     return 1 if any(row["status"] == 1 for row in rows) else 2 if any(row["status"] for row in rows) else 0
 
@@ -172,8 +173,10 @@ def run_agent(file: Path, most: int | None) -> int:
     os.environ["WANDB_MODE"] = "online"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    if "--wandb" not in config.get("command", ()):
-        raise UserError(f"{file}: command: expected --wandb in it, else wandb hears of nothing; see recipes/sweeps")
+    if "--wandb=online" not in config.get("command", ()):
+        raise UserError(
+            f"{file}: command: expected --wandb=online in it, so that wandb hears of it; see recipes/sweeps"
+        )
     try:
         sweep_id = wandb.sweep(config, project=config.get("project", "draftsmith"), entity=config.get("entity"))
         wandb.agent(sweep_id, count=most)
@@ -214,12 +217,14 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, names: dict[str, str],
     """Return the row of a setting, from its results.json if there is one, else from a new measurement."""
     status, error, log = 0, None, folder / "log.txt"
     if (results := found(folder)) is None:
-        command = [sys.executable, sweep.program, *bench_arguments(setting), f"--out={folder.resolve()}", "--wandb"]
+        command = [sys.executable, sweep.program, *bench_arguments(setting)]
+        command += [f"--out={folder.resolve()}", f"--wandb={wandb}"]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        mode = {"PYTHONPATH": path, "WANDB_MODE": "disabled" if wandb == "off" else wandb}
         folder.mkdir(parents=True, exist_ok=True)
-        with log.open("w", encoding="utf-8") as stream, Progress(f"{sweep.program}, into {log}", announced=True):
-            done = run(command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **mode, **names})
+        with log.open("w", encoding="utf-8") as stream, Progress("measuring this setting", announced=True):
+            done = run(
+                command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": path, **names}
+            )
         if done.returncode == 130:
             raise KeyboardInterrupt
         status, results = done.returncode, found(folder)

@@ -26,7 +26,7 @@ def quantize_head(path: str, out: Path, dtype: str) -> tuple[int, int]:
     kind = read_config(folder)["kind"]
     form = HEADS[kind].format
     if not form.quantizes:
-        raise UserError(f"{path}: a head of kind {kind}, which engines do not read in 8 bits; give another")
+        raise UserError(f"{path}: engines read no head of kind {kind} in 8 bits; name an EAGLE-3 head or a draft model")
     load_head(folder)  # a damaged one is refused
     file, config = folder / form.weights_file, json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if "quantization_config" in config:

@@ -21,8 +21,8 @@ from heads.core.files import check_empty, whole_folder
 from heads.formats.engine_folder import named_class, tensors
 from heads.formats.mtp import MTP, MtpLoader, module_shapes
 from heads.methods.mtp import LAYOUTS, SHARED, Mtp, find_modules, module_names
-from heads.published import open_any
-from heads.saved import CONFIG
+from heads.published import is_published, open_any
+from heads.saved import CONFIG, find_head, read_config
 from heads.targets.hub import INDEX, is_here, read_tensors, tensor_files
 from heads.targets.load import load_target
 
@@ -43,10 +43,13 @@ def stitch(head: str, target: str, out: Path, *, trust_remote_code: bool = False
     check_empty(out)
     if not is_here(target) or not folder.is_dir():
         raise UserError(f"{folder}: no such folder; fetch the target's checkpoint and name its folder")
+    other = UserError(f"{head}: only modules of multi-token prediction are part of a checkpoint; name an mtp head")
+    if not is_published(head) and read_config(find_head(head))["kind"] != "mtp":
+        raise other
     model = load_target(target, trust_remote_code=trust_remote_code)
     found = open_any(head, model)
     if not isinstance(found, Mtp):
-        raise UserError(f"{head}: only modules of multi-token prediction are part of a checkpoint; name an mtp head")
+        raise other
     files = tensor_files(target)
     modules = fitting_modules(found, head, folder, files, model.config)
     change = _replace if modules.keys() <= files.keys() else _add

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.measure.command import Parser, add_head_options, count, exit_status
+from eval.measure.prompts import check_suites
 from eval.measure.settings import add_prompt_options
 from heads.core.errors import UserError
 from heads.core.files import check_file, write_json
@@ -35,12 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eval.measure.loading import chosen_prompts, open_head
     from eval.runtime.engine import Engine, EngineOptions, Request
     from heads.core.tree import parse_shape
+    from heads.published import is_published
+    from heads.registry import untrained_kind
+    from heads.saved import find_head, read_config
 
     check_file(options.out, "--out")
+    check_suites(options.prompts)
+    other = UserError(f"{options.head}: expected a DSpark head with a confidence head (head.confidence_weight)")
+    if untrained_kind(options.head):
+        raise other
+    if not is_published(options.head) and not read_config(find_head(options.head))["config"].get("confidence_weight"):
+        raise other
     opened = open_head(options)
     head: Any = opened.head
     if getattr(head, "confidence_head", None) is None:
-        raise UserError(f"{options.head}: expected a DSpark head with a confidence head (head.confidence_weight)")
+        raise other
     shape = parse_shape(f"chain:{options.depth or head.depth}")
     prompts = chosen_prompts(options, opened.target, opened.tokenizer, most_nodes=shape.nodes)
     length = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens + shape.nodes

@@ -37,7 +37,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("run", type=Path, help="a run directory, or the head's folder in it")
     add("repo_id", type=hub_id, help="OWNER/NAME; created if it does not exist")
-    add("--results", type=Path, metavar="FOLDER", help="measurement for the model card; default: the run's newest")
+    add("--results", type=Path, metavar="FOLDER", help="measurement for the model card; default: the run's own")
     add("--private", action="store_true", help="if the repository is created, create it as private")
     add("--revision", metavar="BRANCH", help="branch to commit to, created if it does not exist; default: main")
     add("--license", type=license_name, help="for the model card, such as apache-2.0; default: the target's")

@@ -165,7 +165,7 @@ def cost_table(pattern: str) -> str:
 
 
 def engine_table(pattern: str) -> str:
-    """Return the heads that a whole engine ran, and what it accepted, which is what was accepted here."""
+    """Return the heads that vLLM ran, and what it accepted, which is what was accepted here."""
     (path,) = RESULTS.glob(pattern)
     rows = []
     for found in json.loads(path.read_text(encoding="utf-8"))["rows"]:

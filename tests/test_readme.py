@@ -49,8 +49,8 @@ FIRST = ROOT / "README.md"
 # Commands run in this order.
 PAGES = [FIRST, ROOT / "eval/results/README.md", ROOT / "eval/results/LAB.md"]
 PAGES += sorted({page for name in FOLDERS for page in (ROOT / name).rglob("README.md")} - {*PAGES})
-PAGES += [ROOT / ".github/CONTRIBUTING.md"]
-USED = [page for page in PAGES if page.parent.name != "target"]
+PAGES += [ROOT / ".github/CONTRIBUTING.md", ROOT / ".github/CHANGELOG.md"]
+USED = [page for page in PAGES if page.parent.name != "target" and page.name != "CHANGELOG.md"]
 """The pages for use."""
 MARKED = re.compile(r"<!-- table.*?<!-- end -->", re.DOTALL)
 """A table that is written from records."""
@@ -66,7 +66,7 @@ TRAIN = (
     "eval.report.trees=[chain:2]"
 )
 ANSWERS = "data.regenerate.prompts=4 data.regenerate.prompt_tokens=16 data.regenerate.new_tokens=4"
-MEASURE = "--num-prompts 2 --max-prompt-tokens 32 --max-new-tokens 4 --repeats 1"
+MEASURE = "--num-prompts 2 --max-prompt-tokens 32 --max-new-tokens 7 --repeats 1"
 TINY = {
     # The first weights of blocks come from a long text.
     **{f"train/{kind}.py": f"{TRAIN} head.initial_weights=random" for kind in ("dflash", "dflash2", "dspark")},
@@ -370,7 +370,7 @@ def test_the_record_of_a_whole_engine_has_every_kind_that_is_said_to_be_tried() 
 
 def test_pages_are_short() -> None:
     texts = {page: page.read_text(encoding="utf-8") for page in USED}
-    assert sum(len(MARKED.sub("", text).split()) for text in texts.values()) <= 9_150
+    assert sum(len(MARKED.sub("", text).split()) for text in texts.values()) <= 9_700
     text = texts[FIRST]
     assert len(text.split()) <= 750
     assert len(text.splitlines()) <= 100 and len(text.partition("```bash")[0].split()) <= 220

@@ -71,6 +71,7 @@ def test_neither_help_nor_a_mistyped_command_imports_anything_heavy() -> None:
             assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
         else:
             assert status == 0 and "usage: " in out and err == "", entry
+            assert not any(f"(default: {value})" in out for value in ("", "True", "False", "()", "None")), entry
 
 
 @pytest.mark.parametrize("words", [["train/eagle.py", "--help"], ["-c", TABLE]], ids=["help", "a table"])

@@ -9,6 +9,7 @@ that the loop need not.
 import fcntl
 import os
 import tempfile
+import warnings
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -68,6 +69,7 @@ def make_accelerator(
         if wanted == "deepspeed":
             import deepspeed
 
+            warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of functions that DeepSpeed calls
             # DeepSpeed would compile this C++ extension at the first collective, which fails without ninja.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate silently drops DeepSpeed

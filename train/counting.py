@@ -16,7 +16,7 @@ A head's layers count their own cost (`DraftHead.step_cost`). The loss forms log
 tensors exist at a time.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,8 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from heads.core.contract import KEPT_SHARE, StepCost
+from heads.formats.engine_folder import check_contents, why_unserved
 from heads.methods.losses import CHUNK_BYTES, LEAST_ROWS
 from heads.methods.settings import LABELS
+from heads.registry import HEADS
+from heads.saved import target_record
 from heads.targets.families import attention_widths, layer_setting
 from heads.targets.forward import takes_block_masks
 from heads.targets.load import ShapeTarget, load_shape
@@ -79,6 +82,8 @@ class HeadCount:
     flops: float
     """Operations of one token: loss and gradient, including the target's logits."""
     hidden_size: int
+    unserved: str | None
+    """Why no engine will serve the head, or None."""
 
 
 def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
@@ -94,7 +99,13 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
         trusted, gguf_file = settings.trust_remote_code, settings.gguf_file
         target = load_shape(settings.path, dtype=wanted, trust_remote_code=trusted, gguf_file=gguf_file)
         head: Any = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
-        copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in head.to_checkpoint().values())
+        saved: dict[str, Tensor] = head.to_checkpoint()
+        copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in saved.values())
+        record, form = target_record(target), HEADS[section.kind].format
+        dtype = str(target.dtype).removeprefix("torch.")
+        config = form.engine_config(head.config, record, dtype) | {"draftsmith": {"config": asdict(head.config)}}
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        verdicts = check_contents(config, shapes, form, section.kind, record)
         add_adapters(head)
         groups = make_optimizer(head, train).param_groups
     L = len(head.aux_layer_ids)
@@ -120,6 +131,7 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
         activations=features + max(0, kept),
         flops=flops / (train.batch_size * T),
         hidden_size=target.hidden_size,
+        unserved=why_unserved(verdicts),
     )
 
 

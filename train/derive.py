@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 HELD_OUT = "held-out.jsonl"
 SHARE, FEWEST, MOST = 0.05, 16, 80
 """Fraction of the conversations that is held out, and the least and largest number of them."""
+LARGEST_SHARE, FEW = 0.2, 8
+"""Largest fraction that is held out of few conversations, but for so many of them."""
 LEAST = 20
 """A run needs this many conversations, those held out included."""
 EPOCHS, MOST_EPOCHS, FEW_STEPS = 8, 20, 1_000
@@ -229,13 +231,14 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     if len(asked) < LEAST:
         why = f"; the first that cannot be used: {survey.fault}" if survey.fault else ""
         raise UserError(
-            f"{', '.join(map(str, data.sources))}: {len(asked)} of {survey.records} records are conversations, each "
-            f"with another first prompt of at most {most} tokens, expected at least {LEAST}{why}"
+            f"{', '.join(map(str, data.sources))}: expected at least {LEAST} conversations with different first "
+            f"prompts of at most {most} tokens, got {len(asked)} in {survey.records} records{why}"
         )
     prompts, held_out = first.eval.prompts, ""
     if prompts == os.path.join(first.output_dir, HELD_OUT):
         by_hash = sorted(asked, key=lambda turns: hashlib.sha256("\0".join(turns).encode()).digest())
-        chosen = set(by_hash[: min(max(round(SHARE * len(asked)), FEWEST), MOST)])
+        fewest = min(FEWEST, max(FEW, int(LARGEST_SHARE * len(asked))))
+        chosen = set(by_hash[: min(max(round(SHARE * len(asked)), fewest), MOST)])
         texts = (json.dumps({"messages": turns}, ensure_ascii=False) for turns in first_of(data.sources, chosen))
         held_out = "".join(f"{text}\n" for text in texts)
     elif not is_file(prompts) and any(map(is_file, split_prompts(prompts))):

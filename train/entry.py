@@ -18,8 +18,9 @@ USAGE = (
 DERIVING = """Without a recipe, one is derived, printed and saved in the run's folder:
   --model ID_OR_FOLDER      the target: a folder or a Hub id
   --data FILE_OR_ID         conversations or prompts: a file of JSON lines, a folder, or the Hub id of a data set. The
-                            target answers them itself. 5% of them, 16 to 80, are held out: the head is measured on
-                            them and never trained on them. data.sources.0.limit=N reads only the first N
+                            target answers them itself. 5% of them, 16 to 80, are held out (of fewer than 80 a fifth,
+                            but at least 8): the head is measured on them and never trained on them.
+                            data.sources.0.limit=N reads only the first N
 Keys given as key=value are kept; the same command resumes the run."""
 PLANNING = f"""{PLAN} prints the memory, operations and hours of a run, computed from the configs. Options:
   --processes N             number of processes, one for each device

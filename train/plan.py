@@ -257,6 +257,8 @@ def lines(made: Plan, rates: Sequence[float]) -> Iterator[str]:
         f"target: {launch.features}; {train.batch_size} x {recipe.data.context_length} tokens a micro-batch, "
         f"{'bfloat16' if made.bf16 else 'float32'} products"
     )
+    if head.unserved is not None:
+        yield head.unserved
     yield "parameters"
     yield _row("target", short(target.total))
     yield _row("target, active for a token", short(target.active))

@@ -256,7 +256,7 @@ def checked(source: Source) -> Recipe:
     recipe, errors = check(source, Recipe)
     if recipe is not None:
         for key, why in _useless(recipe).items():
-            if _is_given(recipe, key):
+            if _is_changed(recipe, key):
                 errors.append(source.line(key, f"has no effect {why}; leave it out ({dotted(key)}=null)"))
         errors += [source.line(key, what) for key, what in _contradictions(recipe)]
     if recipe is None or errors:
@@ -422,9 +422,11 @@ def _tree_fault(tree: str, rule: str) -> str | None:
     return f"expected a tree that drafts something, such as chain:5, got '{tree}'" if shape.nodes == 1 else None
 
 
-def _is_given(recipe: Recipe, key: Key) -> bool:
+def _is_changed(recipe: Recipe, key: Key) -> bool:
+    """Return True for a setting that differs from its default. A run's own recipe has every default."""
     section: Any = recipe
     for part in key[:-1]:
         section = section[part] if isinstance(part, int) else getattr(section, part)
     name = str(key[-1])
-    return name in section.model_fields_set and getattr(section, name) not in (None, {})
+    default = type(section).model_fields[name].get_default(call_default_factory=True)
+    return getattr(section, name) not in (None, {}, default)

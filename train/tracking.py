@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +19,12 @@ from train.recipe import Tracking
 from train.run_folder import RunFolder
 
 Metrics = dict[str, Any]
+
+DEPTHS = 6
+"""Depths of which a line of progress has figures: it stays under 100 letters."""
+DIFFERENCE = 0.02
+"""Difference of the training step's tau from the measured one, on the same texts, above which a line says so. Rounding
+gives less."""
 
 NOT_TRACKED = ("accepted", "chains", "overlap")
 """Metrics by depth that only metrics.jsonl holds: parts of the loss, which no chart explains."""
@@ -35,7 +42,6 @@ class Tracker:
         self.record: dict[str, Any] = {}
         """The recipe's plain settings, which a tracker shows."""
         self._progress: Progress | None = None
-        self._explained = False
         self._file: TextIO | None = None
 
     def say(self, text: str) -> None:
@@ -63,11 +69,9 @@ class Tracker:
         self._record({"kind": "train", **metrics})
         if self._progress is None:
             return
-        depths = "" if self._explained else f" of draft tokens 1 to {len(metrics['accuracy'])}:"
-        self._explained = True
-        accuracy = " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in metrics["accuracy"])
         self._progress.log(
-            f"loss {metrics['loss']:.3f}, accuracy{depths} {accuracy}%, {count(metrics['tokens_per_second'])} tokens/s"
+            f"loss {metrics['loss']:.3f}, accuracy by depth (%) {by_depth(metrics['accuracy'])}, "
+            f"{count(metrics['tokens_per_second'])} tokens/s"
         )
 
     def log_eval(self, metrics: Metrics) -> None:
@@ -75,13 +79,13 @@ class Tracker:
         best = "best so far, kept"
         if metrics["best_step"] != metrics["step"]:
             best = f"best {metrics['best_tau']:.3f} at step {metrics['best_step']}"
-        alpha = " ".join("-" if rate is None else f"{rate:.2f}" for rate in metrics["alpha"])
         estimate = metrics["tau_by_training_step"]
-        by_training = "" if estimate is None else f" ({estimate:.3f} by the training step)"
-        measured = f"measured tau {metrics['tau']:.3f}{by_training}"
+        measured = f"measured tau {metrics['tau']:.3f}"
+        if estimate is not None and abs(estimate - metrics["tau"]) > DIFFERENCE:
+            measured += f", but {estimate:.3f} by the training step on the same texts: training and drafting differ"
         if metrics["is_estimate"]:
             measured = f"tau {metrics['tau']:.3f}, an estimate by the training step on training text"
-        self.say(f"step {metrics['step']:,}  {measured}  acceptance by depth {alpha}  ({best})")
+        self.say(f"step {metrics['step']:,}  {measured}  accepted by depth (%) {by_depth(metrics['alpha'])}  ({best})")
 
     def log_outcome(self, results: Results) -> None:
         """Record the measurement of the finished head with the trackers. Start them again if an earlier process did the
@@ -157,6 +161,12 @@ class Tracker:
             self._file.write(json.dumps(metrics) + "\n")
             self._file.flush()
         self.accelerator.log(flat(metrics), step=metrics["step"])
+
+
+def by_depth(rates: Sequence[float | None]) -> str:
+    """Return the rates of the first depths in percent, as many as a line of progress has room for."""
+    shown = ["-" if rate is None else f"{100 * rate:.0f}" for rate in rates[:DEPTHS]]
+    return " ".join([*shown, "..."] if len(rates) > DEPTHS else shown)
 
 
 def keep_metrics(path: Path, step: int, measured_step: int) -> None:

@@ -93,7 +93,7 @@ def look_at(
     """Decode a few prompts once with each shape, in turns with plain decoding. Speedups on so few prompts rank drafts
     and are not printed."""
     brief = replace(settings, max_new_tokens=min(settings.max_new_tokens, LOOK_TOKENS), repeats=1)
-    drafts, where = [(head, shape) for shape in shapes], f" on {len(prompts)} prompts, to choose among {len(shapes)}"
+    drafts, where = [(head, shape) for shape in shapes], f", a search on {len(prompts)} prompts"
     found = compare(target, drafts, prompts, temperature, brief, where, phases=False)
     check_decoded(found.plain.outputs[0].values(), f"--tree {AUTO}, on the first {len(prompts)} prompts")
     turns = found.timed_turns(range(len(found.units)))

@@ -112,7 +112,7 @@ def measure_point(
     point: Results = {"batch_size": settings.batch_size} if settings.batch_sizes else {}
     point |= {"context": context} if context is not None else {}
     found.plain = {place: kept for place, kept in found.plain.items() if place[0] == context}  # frees other caches
-    where = "".join(f", {name.replace('_', ' ')} {value}" for name, value in point.items())
+    where = "".join(f", {name.removesuffix('_size')} {value}" for name, value in point.items())
     for temperature in settings.temperatures:
         searches: list[Search] = []
         if settings.is_auto:

@@ -27,6 +27,8 @@ from heads.core.tree import TreeShape
 
 AUTO = "auto"
 """Value of an option that lets the program choose: search for the fastest tree."""
+OFF = "off"
+"""Value of --wandb, the default."""
 KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
 """Name of the environment variable with the key of a server."""
 UNREAD = 128 + signal.SIGPIPE
@@ -57,9 +59,9 @@ class _Formatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
-        if default is None or default is False or default in ([], argparse.SUPPRESS) or not action.help:
-            return action.help
         text = ",".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
+        if default is None or isinstance(default, bool) or default == argparse.SUPPRESS or not (text and action.help):
+            return action.help
         return f"{action.help} (default: {text.replace('%', '%%')})"
 
 
@@ -116,6 +118,16 @@ def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[Tree
     return shapes
 
 
+def check_depths(texts: Sequence[str] | None, max_new_tokens: int) -> None:
+    """Raise UserError for a tree named on the command line whose paths are longer than an answer."""
+    for text in texts or ():
+        if text not in (AUTO, HEAD_TREE) and (depth := shape_for(text, None).depth) > max_new_tokens:
+            raise UserError(
+                f"--tree {text}: drafts {depth} tokens a round, more than the {max_new_tokens} of an answer "
+                "(--max-new-tokens); ask for a shorter draft or longer answers"
+            )
+
+
 def template_arguments(text: str) -> dict[str, bool | int | float | str]:
     """Parse NAME=VALUE, separated by commas. Values are JSON's true, false and numbers; everything else is text."""
     arguments = {}
@@ -168,6 +180,11 @@ def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) 
         parser.add_argument("head", help=HEAD_HELP)
     parser.add_argument("--target", help="folder or hub id of the target; default: that of the (first) head")
     add_target_options(parser)
+
+
+def add_wandb_option(parser: argparse.ArgumentParser, what: str) -> None:
+    modes = [OFF, "offline", "online"]
+    parser.add_argument("--wandb", choices=modes, default=OFF, help=f"{what}; WANDB_MODE, if it is set, wins")
 
 
 def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str]) -> bool:

@@ -20,8 +20,9 @@ from torch import nn
 from eval.measure.results import Results, read_curve
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
+from heads.formats.engine_folder import why_unserved
 from heads.registry import kind_of
-from heads.saved import find_head, read_config, weights_hash
+from heads.saved import check_loaders, find_head, read_config, weights_hash
 from heads.targets.decoder import why_not_native
 from heads.targets.model import FrozenTarget
 from heads.targets.product import load
@@ -56,9 +57,11 @@ def head_facts(head: Drafter, path: str) -> dict[str, Any]:
     config: Any = getattr(head, "config", None)
     made: dict[str, Any] = {}
     curve: list[Results] = []
+    unserved = None
     with suppress(UserError):  # an untrained draft, or a head of others
         made = read_config(find_head(path))["provenance"]
         curve = read_curve(find_head(path).parent / "metrics.jsonl")
+        unserved = why_unserved(check_loaders(path))
     tokens, step, steps = (made.get(name) for name in ("tokens", "step", "steps"))
     return {
         "kind": kind_of(head),
@@ -72,6 +75,7 @@ def head_facts(head: Drafter, path: str) -> dict[str, Any]:
         "curve": curve,
         "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
         "origin": None if head.origin is None else asdict(head.origin),
+        "unserved": unserved,
     }
 
 

@@ -9,10 +9,14 @@ from dataclasses import fields
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 
+from eval.measure.command import print_line
 from eval.measure.prompts import split_prompts, suite_name
 from eval.measure.results import Results, read_results
 from eval.measure.settings import BenchSettings
+from heads.core.errors import UserError
+from heads.core.files import check_folder
 
 RESULTS = "results.json"
 BENCH = "bench"
@@ -23,25 +27,32 @@ VAGUE_NAMES = ("head", "target", "model")
 
 @contextmanager
 def own_folder(parent: Path, settings: BenchSettings, options: argparse.Namespace) -> Iterator[Path]:
-    """Yield the folder named with --out, or a new one in `parent` for a measurement with `settings`. On
-    exit a new folder, and parents created for it, are removed if they are empty."""
-    if options.out:
-        yield options.out
-        return
-    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-    parent.mkdir(parents=True, exist_ok=True)
-    name = measurement_name(settings, options)
-    for number in count(1):
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        with suppress(FileExistsError):  # another process has just made a folder of this name
-            folder.mkdir()
-            break
+    """Yield the folder named with --out, or a new one in `parent` for a measurement with `settings`. On exit new
+    folders are removed if they are empty. Raise UserError for a folder that cannot be written to, before hours are
+    spent on its content."""
+    place = options.out or parent
+    check_folder(place, "--out")
+    made = [folder for folder in (place, *place.parents) if not folder.exists()]
     try:
-        yield folder
+        place.mkdir(parents=True, exist_ok=True)
+        name = measurement_name(settings, options)
+        for number in count(1) if not options.out else ():
+            place = parent / (name if number == 1 else f"{name}-{number}")
+            with suppress(FileExistsError):  # another process has just made a folder of this name
+                place.mkdir()
+                made.insert(0, place)
+                break
+        TemporaryFile(dir=place).close()  # the rights of a folder do not tell: root may write everywhere but in /proc
+    except OSError as error:
+        raise UserError(f"--out {place}: cannot be written to ({error.strerror}); name another") from None
+    if (place / RESULTS).is_file():
+        print_line(f"--out {place}: the {RESULTS} there will be replaced")
+    try:
+        yield place
     finally:
-        for place in (folder, *made):
+        for folder in made:
             with suppress(OSError):  # it is not empty
-                place.rmdir()
+                folder.rmdir()
 
 
 def measurement_name(settings: BenchSettings, options: argparse.Namespace) -> str:

@@ -197,10 +197,8 @@ def read_prompts(
 ) -> list[Prompt]:
     """Return the prompts of every suite of at most `limit` tokens, including later turns of conversations, which follow
     the texts of `answer`. Without a tokenizer, prompts have messages and no token ids."""
-    suites, prompts = split_prompts(settings.prompts), []
-    if not all(suites):
-        raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, separated by commas")
-    for suite in suites:
+    prompts: list[Prompt] = []
+    for suite in split_prompts(settings.prompts):
         prompts += load_prompts(
             suite,
             tokenizer,

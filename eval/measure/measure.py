@@ -32,6 +32,8 @@ WARM_UP_TOKENS = 24
 PROFILED_PROMPTS, PROFILED_TOKENS = 4, 32
 """Prompts, and new tokens of each, over which the phases of a round are timed."""
 
+LONGEST_NAMES = 22
+"""Number of letters up to which a line of progress names its drafts: it stays under 100 letters."""
 TURNS_PER_SLOW_ONE = 10
 """Of so many turns the slowest is left out."""
 
@@ -137,8 +139,10 @@ def compare(
     """Decode `prompts` plainly and with every draft in turns, `settings.repeats` times. `where`: more words for the
     lines of progress. `phases`: also measure the phases of a round."""
     names = ", ".join(dict.fromkeys(str(shape) for _, shape in drafts))
+    if len(names) > LONGEST_NAMES:
+        names = f"{len(drafts)} drafts"
     what = f"measuring {names} {'greedy' if temperature == 0 else f'at T = {temperature:g}'}{where}"
-    with Progress(f"{what}: output", settings.repeats * (1 + len(drafts)) * len(prompts)) as progress:
+    with Progress(f"{what}: output", settings.repeats * (1 + len(drafts)) * len(prompts), cold=True) as progress:
         result = line_up(target, drafts, prompts, temperature, settings)
         variants = [result.plain, *result.drafting]
         for repeat in range(settings.repeats):

@@ -77,6 +77,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
+        Progress.told = time.monotonic()
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:

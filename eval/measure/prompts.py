@@ -254,6 +254,16 @@ def suite_records(suite_or_path: str) -> Iterator[Record]:
     raise UserError(f"{suite_or_path}: no such file, and no suite of that name; known suites: {known}")
 
 
+def check_suites(names: str) -> None:
+    """Raise UserError if one of several suites and files cannot be read, before hours are spent on the target."""
+    suites = split_prompts(names)
+    if not all(suites):
+        raise UserError(f"--prompts {names!r}: expected suites or files, separated by commas")
+    for suite in suites:
+        if suite != HELD_OUT_SUITE:
+            next(suite_records(suite), None)
+
+
 def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     """Return a record as a prompt: its first user turn, after its system message if it has one."""
     where, fields = record

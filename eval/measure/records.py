@@ -30,7 +30,7 @@ EXPECTED = "a .jsonl, .json, .jsonl.gz, .json.gz, .parquet or .txt file, a folde
 PATTERN = re.compile(r"[*?\[]")
 MAX_NAMES = 8
 """Number of files to name that are not read."""
-FETCH, NAME = "fetch it again", "name its subset and split as it has them, or without a network a file"
+FETCH, NAME = "fetch it again", "check its name, subset and split, and the network, or name a file"
 """What to do about a data set that cannot be loaded: a local one, and one on the hub."""
 
 
@@ -292,8 +292,9 @@ def _parse(place: str, text: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: expected UTF-8 text ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at")  # "Unterminated string starting at"
         where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
-        raise UserError(f"{place}: expected a JSON record ({error.msg} at {where})") from None
+        raise UserError(f"{place}: expected a JSON record ({what} at {where})") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
         raise UserError(f"{place}: expected a JSON record ({first_line(error)})") from None
 

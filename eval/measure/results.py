@@ -259,6 +259,8 @@ class Head(Part):
     curve: list[Point] = []
     """Of a head in the folder of its run: tau over training."""
     origin: Origin | None = None
+    unserved: str | None = None
+    """Why no engine serves the head; None: one does, or it is not known."""
 
 
 class NamedHead(Head):

@@ -246,8 +246,8 @@ def add_measure_options(parser: Parser) -> None:
         "--out",
         type=Path,
         help="folder for the results; earlier results in it are replaced; default: a new folder, named after the time "
-        "and the settings, in bench/ of the head's run or under runs/; eval/report.py RUN and scripts/publish.py RUN "
-        "take the newest results of a run, including those from the end of its training",
+        "and the settings, in bench/ of the head's run or under runs/; eval/report.py and scripts/publish.py take a "
+        "run's own results.json, from the end of its training, and another measurement only by its name",
     )
 
 

@@ -21,6 +21,8 @@ PLOTS = {"plots/acceptance.png": "Acceptance by depth", "plots/curve.png": "tau 
 """Charts that a card shows, with their titles."""
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 LIBRARY = "draftsmith"
+PROJECT = "the draftsmith project"
+"""The project, as a card names it. It becomes a Markdown link once pyproject.toml has an address."""
 TASK = "text-generation"
 
 
@@ -53,8 +55,8 @@ def render_card(
     **more: Any,
 ) -> str:
     """Return the card of a head. `name`: name of the model in the front matter. `plots`: files of `PLOTS` that lie
-    beside the card. `rights`: the target's license keys. `more`: the template's names that are not figures. A target in
-    a local folder is not named in the front matter."""
+    beside the card. `rights`: the target's license keys; if it is empty, the card says so. `more`: the template's names
+    that are not figures. A target in a local folder is not named in the front matter."""
     repo, _ = repo_and_revision(target)
     figures = [] if results is None else eval_results(results)
     data = ModelCardData(
@@ -71,6 +73,8 @@ def render_card(
     values = {
         "title": format.as_markdown(f"{kind} on {format.short_name(target)}"),
         "opening": f"{opening}." if results is None else f"{opening}: {gain(results)}",
+        "project": PROJECT,
+        "unlicensed": rights == {},
         **({} if results is None else measured_values(results)),
         "plots": [(PLOTS[file], file) for file in plots],
         **more,
@@ -104,6 +108,8 @@ def measured_values(results: Results) -> dict[str, Any]:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     return {
         "headline": Table("", [], ["", setting], rows).markdown(),
+        "pays": format.pays(results),
+        "serve_label": format.serve_label(results),
         "setting": format.as_markdown(format.setting_line(results)),
         "versions": f"{versions} ({results['measured_at'][:10]})",
         "command": format.command_text(results),

@@ -172,7 +172,7 @@ def draw_speedups(axes: Axes, *, series: dict[tuple[str, float], list[tuple[int,
     axes.margins(y=0.12)
     axes.set_xlabel({"depth": "K", "batch_size": "prompts decoded together"}.get(along, "tokens of the prompt"))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))  # these have a tick at 1
     grid(axes)
     handles, labels = axes.get_legend_handles_labels()
     put_legend(axes, handles, columns=1 if max(map(len, labels)) > 18 else 2)
@@ -206,9 +206,9 @@ def draw_rows(axes: Axes, *, rows: Sequence[tuple[str, list[Dot]]], unit: str) -
 
 
 def shortened(name: str, room: int) -> str:
-    """Return a name, shortened in the middle if it is longer than `room`."""
-    half = max(room // 2, 3)
-    return name if len(name) <= room else f"{name[:half]}…{name[1 - half :]}"
+    """Return a name, shortened after its first third if it is longer than `room`: its end names the setting."""
+    head = max(room // 3, 3)
+    return name if len(name) <= room else f"{name[:head]}…{name[head + 1 - room :]}"
 
 
 def shared(value: float, interval: Sequence[float | None] | None) -> tuple[float, float]:

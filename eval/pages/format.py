@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from eval.measure.command import AUTO
@@ -212,8 +212,11 @@ def setting_line(results: Results) -> str:
 def subtitle(results: Results) -> str:
     if "heads" not in results:
         return setting_line(results)
-    plain = {m["temperature"]: m["baseline"]["tokens_per_second"] for m in results["measurements"]}
-    speeds = ", ".join(f"{number(v, 1)} tokens/s ({sampling_text(t)})" for t, v in plain.items())
+    plain = {
+        f"{sampling_text(m['temperature'])}{point_text(m)}": m["baseline"]["tokens_per_second"]
+        for m in results["measurements"]
+    }
+    speeds = ", ".join(f"{number(speed, 1)} tokens/s ({setting})" for setting, speed in plain.items())
     return f"{setting_line(results)}; plain decoding: {speeds}"
 
 
@@ -319,6 +322,9 @@ def warnings(results: Results) -> list[str]:
         found += training_warning(results)
     else:
         found = head_warnings(results["head"], measurements)
+    found += [
+        f"{head.get('name') or 'this head'}: {head['unserved']}" for head in heads_of(results) if head.get("unserved")
+    ]
     slow = []
     for temperature, own_figures in by_temperature(measurements).items():
         known = [m for m in own_figures if why_unreliable(m) is None]
@@ -389,36 +395,69 @@ def verdicts(results: Results) -> list[str]:
         wrong = plural(len(results["exact"]["divergences"]), "output")
         return [f"{wrong} differed from plain decoding: no speedup is stated"]
     measurements = results["measurements"]
-    parts = list(map(verdict_at, by_temperature(measurements).values()))
+    alone = [head.get("name") for head in heads_of(results) if head.get("unserved")]
+    parts = [verdict_at(own_figures, alone) for own_figures in by_temperature(measurements).values()]
     if all(map(why_unreliable, measurements)):
         parts.insert(0, f"speedup {speedup_text(measurements[0])}")
     return parts
 
 
-def verdict_at(measurements: Sequence[Results]) -> str:
-    """Return the verdict on the settings of one temperature, by the fastest of those that are reliable. Of several
-    batch sizes and contexts, it names those at which the fastest draft gains most and least."""
+def verdict_at(measurements: Sequence[Results], alone: Collection[str | None]) -> str:
+    """Return the verdict on the settings of one temperature, by the fastest reliable one at each batch size and
+    context: where a draft gains most, and where none pays or nothing is known, or where it gains least. `alone`:
+    heads that no engine serves."""
     sampling = sampling_text(measurements[0]["temperature"])
     reliable = [m for m in measurements if why_unreliable(m) is None]
     if not reliable:
         longest = max(measurements, key=lambda m: m["tau"]["mean"])
         return f"tau {tau_text(longest)} with {draft_name(longest)}, {sampling}"
-    of = "" if len(reliable) == len(measurements) else f" of the {len(reliable)} measured"
     fastest: dict[str, Results] = {}
     for m in sorted(reliable, key=lambda m: m["speedup"]["measured"]):
         fastest[point_text(m)] = m
-    points = sorted(fastest.values(), key=lambda m: m["speedup"]["measured"], reverse=True)
+    ranked = sorted(fastest.values(), key=lambda m: m["speedup"]["measured"], reverse=True)
+    paying = [m for m in ranked if m["speedup"]["measured"] > 1]
+    failing = ranked[len(paying) :]
     said = []
-    for m in (points[0], points[-1])[: len(points)]:
-        speedup, ends = m["speedup"]["measured"], m["speedup"]["ci95"]
-        if speedup <= 1:
-            at = "at greedy decoding" if sampling == "greedy" else f"at {sampling}"
-            said.append(f"no draft{of} pays {at}{point_text(m)} ({tree_name(m)}: {speedup_text(m)})")
-            break
+    for m in [*paying[:1], *([] if failing else paying[1:][-1:])]:
+        ends = m["speedup"]["ci95"]
         pays = "pays" if ends is not None and None not in ends and ends[0] > 1 else "may pay"
+        pays += ", in this runtime only" if m.get("head") in alone else ""
         at = sampling if sampling == "greedy" else f"at {sampling}"
         said.append(f"{tree_name(m)} {pays}: {speedup_text(m)} {at}{point_text(m)}")
+    points = list(dict.fromkeys(map(point_text, measurements)))
+    at = "at greedy decoding" if sampling == "greedy" else f"at {sampling}"
+    if failing:
+        of = "" if len(reliable) == len(measurements) else f" of the {len(reliable)} measured"
+        where, best = point_text(failing[0]), f"{tree_name(failing[0])}: {speedup_text(failing[0])}"
+        if len(failing) > 1:
+            where = joined_points(map(point_text, failing))
+            best = f"best: {draft_name(failing[0])}: {speedup_text(failing[0])}"
+        if 1 < len(failing) == len(points):
+            names = {"batch_size": "batch size", "context": "context"}
+            where = f" at any {' or '.join(word for name, word in names.items() if failing[0].get(name))}"
+        said.append(f"no draft{of} pays {at}{where} ({best})")
+    if unknown := [point for point in points if point not in fastest]:
+        said.append(f"speedup not measured {at}{joined_points(unknown)}")
     return "; ".join(said)
+
+
+def joined_points(points: Iterable[str]) -> str:
+    """Return several batch sizes and contexts, as in `, batch 4 and batch 16`."""
+    return f", {' and '.join(point.removeprefix(', ') for point in points)}"
+
+
+def pays(results: Results) -> bool:
+    """Return True if a reliable speedup above 1 was measured."""
+    return any(m["speedup"]["measured"] > 1 for m in results["measurements"] if why_unreliable(m) is None)
+
+
+def serve_label(results: Results) -> str:
+    """Return the words before the command that serves the head."""
+    return "serve it" if pays(results) else "to measure it there"
+
+
+def heads_of(results: Results) -> list[Results]:
+    return results["heads"] if "heads" in results else [results["head"]] if "head" in results else []
 
 
 def tree_name(figures: Results) -> str:

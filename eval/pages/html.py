@@ -60,6 +60,7 @@ def render_page(
         setting=f"{format.subtitle(results)}.",
         verdicts=format.verdicts(results),
         serve=serve,
+        serve_label=format.serve_label(results),
         tiles=tiles(results),
         exact=format.is_exact(results),
         audit=format.audit_line(results),

@@ -17,9 +17,10 @@ import yaml
 
 from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
 from eval.measure.folders import RESULTS, folders_of, newest_results
+from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES, PREPARED, split_prompts
 from eval.measure.results import Results, read_log
 from eval.pages.card import CARD, PLOTS, quoted, render_card
-from eval.pages.format import LOCAL_MODEL, as_markdown, is_exact, why_unreliable
+from eval.pages.format import LOCAL_MODEL, as_markdown, is_exact, pays, why_unreliable
 from heads.core.errors import UserError
 from heads.formats.engine_folder import ENGINES, Verdict, why_unfit
 from heads.registry import HEADS, untrained_kind
@@ -50,6 +51,7 @@ class Publication:
     card: str
     kind: str
     base_model: str | None
+    license: str | None
     measurement: Path | None
     """Folder of the measurement in the card."""
 
@@ -69,8 +71,8 @@ def collect(
     unmeasured: bool = False,
     unserved: bool = False,
 ) -> Publication:
-    """Collect the publication of a run with its newest measurement, or with the one in the folder `results`. UserError
-    if the head is damaged, was not measured (unless `unmeasured`), is not exact, or no engine serves it or one would
+    """Collect the publication of a run with its own results.json, or with the one in the folder `results`. UserError if
+    the head is damaged, was not measured (unless `unmeasured`), is not exact, or no engine serves it or one would
     misread it (unless `unserved`).
 
     rights: function from a target's id on the Hub to its license keys, empty if it has none.
@@ -103,19 +105,20 @@ def collect(
         recipe = with_names(read_recipe(folder.parent / RECIPE))
         recipe.get("target", {})["path"] = base or target
         files[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).encode()
+    licensed = rights(base or "")
     card = render_card(
         record["kind"],
         base or (target if shown else LOCAL_MODEL),
         sum(weight.numel() for weight in head.parameters()),
         shown,
         name=repo_id.partition("/")[2],
-        rights=rights(base or ""),
+        rights=licensed,
         datasets=hub_datasets(record.get("provenance")),
-        serve=engine_command(verdicts),
         local=None if base else quoted(target),
         trained=trained_on(record, folder.parent),
         plots=[plot for plot in PLOTS if plot in files],
-        again=f"python eval/bench.py {repo_id}" + ("" if base else f" --target {shlex.quote(target)}"),
+        command=shlex.join(shown["command"] if shown else bench_command(repo_id, target, ())),
+        own_prompts=", ".join(quoted(name) for name in own_prompts(shown)),
         engines=[verdict for verdict in verdicts if verdict.reader in ENGINES],
         others=[verdict for verdict in verdicts if verdict.reader not in ENGINES],
         tried=form.tried if form.tried_settings.items() <= record["config"].items() else None,
@@ -123,21 +126,23 @@ def collect(
     )
     files[CARD] = card.encode(errors="backslashreplace")  # names from a damaged file may not be valid text
     check_private(files)
-    return Publication(files, card, record["kind"], base, place)
+    return Publication(files, card, record["kind"], base, licensed.get("license"), place)
 
 
 def measured(
     folder: Path, record: dict[str, Any], unmeasured: bool, chosen: Path | None
 ) -> tuple[Path, Results] | None:
-    """Return the folder and the results of the measurement in `chosen`, or else of the newest one in the head's run.
+    """Return the folder and the results of the measurement in `chosen`, or else of the one that ended the head's run.
     None if there is none and `unmeasured` is set."""
     run = Path(os.path.abspath(folder)).parent  # the path as given: the target of a link is in no run
-    found = newest_results(folders_of(run) if chosen is None else [chosen])
+    found = newest_results([run if chosen is None else chosen])
     if found is None:
         if chosen is not None:
             raise UserError(f"{chosen}: no {RESULTS} in it; name the folder of a measurement")
         if unmeasured:
             return None
+        if later := newest_results(folders_of(run)):
+            raise UserError(f"{run}: no {RESULTS} of its own; --results {later[0]} names the newest measurement in it")
         raise UserError(
             f"{run}: no {RESULTS} in it, the head was never measured; run eval/bench.py {folder} --out {run}, "
             "or publish it --unmeasured"
@@ -160,11 +165,11 @@ def measured(
 
 def serve_command(results: Results) -> str | None:
     """Return the command with which an engine serves the head of a results.json from any folder of this machine, or
-    None if its files are not here, no engine serves it, or no draft pays."""
+    None if its files are not here, no engine serves it, no draft pays, or a server that was measured has it."""
     if "heads" in results or not is_exact(results) or untrained_kind(results["head"]["path"]):
         return None
-    reliable = [m["speedup"]["measured"] for m in results["measurements"] if why_unreliable(m) is None]
-    if (reliable and max(reliable) <= 1) or not os.path.isdir(results["head"]["path"]):
+    is_known = "server" in results or any(why_unreliable(m) is None for m in results["measurements"])
+    if (is_known and not pays(results)) or not os.path.isdir(results["head"]["path"]):
         return None
     try:
         folder = find_head(results["head"]["path"]).absolute()
@@ -172,10 +177,6 @@ def serve_command(results: Results) -> str | None:
         verdicts = head_verdicts(folder, read_config(folder), results, str(folder), base)
     except (UserError, OSError):
         return None
-    return engine_command(verdicts)
-
-
-def engine_command(verdicts: Sequence[Verdict]) -> str | None:
     return next((verdict.shown for verdict in verdicts if verdict.reader in ENGINES and verdict.serves), None)
 
 
@@ -250,10 +251,21 @@ def public_config(file: Path, base: str | None) -> bytes:
 def public_results(results: Results, repo_id: str, target: str) -> Results:
     public: Results = with_names({key: value for key, value in results.items() if key not in ("samples", "command")})
     return public | {
+        "command": bench_command(repo_id, target, results.get("command", ())[5:]),  # after the head and its target
         "target": {**public["target"], "name": target},
         "head": {**public["head"], "path": repo_id},
         "samples": [],
     }
+
+
+def bench_command(repo_id: str, target: str, options: Sequence[str]) -> list[str]:
+    return ["python", "eval/bench.py", repo_id, "--target", target, *with_names([*options])]
+
+
+def own_prompts(results: Results | None) -> list[str]:
+    """Return the names of prompt files, which others do not have."""
+    names = split_prompts(results["settings"]["prompts"]) if results else []
+    return [name for name in names if name not in (HELD_OUT_SUITE, *HUB_SUITES, *PREPARED)]
 
 
 def read_recipe(file: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def print_report(results: Results, console: Console) -> None:
         say(console, note.replace("#", "served:", 1), "dim")
     say(console, f"\n{'; '.join(format.verdicts(results))}", "bold")
     if command:
-        say(console, f"serve it: {command}")
+        say(console, f"{format.serve_label(results)}: {command}")
 
 
 def print_audit_report(results: Results, console: Console) -> None:

@@ -102,9 +102,10 @@ def source(results: Results, *, with_warnings: bool) -> Results:
 def verdicts(rows: Sequence[Row]) -> list[str]:
     exact = [row for row in rows if format.is_exact(row.results)]
     named = [row.figures | {"head": row.method} for row in exact]
+    heads = [row.head | {"name": row.method} for row in exact]
     failed = {row.method for row in rows} - {row.method for row in exact}
     return [
-        *(format.verdicts({"exact": {"divergences": []}, "measurements": named}) if named else ()),
+        *(format.verdicts({"exact": {"divergences": []}, "measurements": named, "heads": heads}) if named else ()),
         *(f"{method}: the audit failed, no speedup is stated" for method in sorted(failed)),
     ]
 

@@ -10,6 +10,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of its HTTP client
 
+from eval.measure.folders import folders_of, newest_results
 from eval.pages.publish import Publication, collect
 from heads.core.errors import UserError, first_line
 from heads.saved import CONFIG, WEIGHTS
@@ -29,11 +30,15 @@ def publish(options: argparse.Namespace) -> int:
         unmeasured=options.unmeasured,
         unserved=options.unserved,
     )
+    place = publication.measurement
     for name, size in publication.sizes().items():
         print(f"{size:>12,} bytes  {name}")
     base = publication.base_model or "a local model, which is not named; --base-model OWNER/NAME names it"
     print(f"base model: {base}")
-    print(f"figures: {publication.measurement or 'none'}")
+    print(f"license: {publication.license or unlicensed(offline=options.dry_run)}")
+    print(f"figures: {place or 'none'}")
+    if place and (newest := newest_results(folders_of(place))) and newest[0] != place:
+        print(f"a newer measurement is not published: {newest[0]}; --results {newest[0]} takes it instead")
     if options.dry_run:
         print(f"\n{publication.card}", end="")
         return 0
@@ -44,6 +49,11 @@ def publish(options: argparse.Namespace) -> int:
         url = upload(HfApi(token=token), publication, options)
     print(f"published: {url}")
     return 0
+
+
+def unlicensed(*, offline: bool) -> str:
+    looked = "a dry run does not look up the target's" if offline else "the target's was not found"
+    return f"none, as {looked}; --license NAME states it"
 
 
 def hub_rights(base: str) -> dict[str, str]:

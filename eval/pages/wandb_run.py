@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from eval.measure.command import OFF
 from eval.measure.folders import short_name
 from eval.measure.results import Results, figures_of
 from eval.measure.settings import SAMPLED, to_settings
@@ -24,7 +25,8 @@ LONGEST_TAG = 64
 def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Results], None]]:
     """Yield a function that logs the results in `out` to a wandb run of this command, if `--wandb` asks for one. The
     run is new, or the one of wandb's agent if it started this process."""
-    if not options.wandb or os.environ.get("WANDB_MODE") == "disabled":
+    mode: Any = os.environ.get("WANDB_MODE") or options.wandb
+    if options.wandb == OFF or mode == "disabled":
         yield lambda results: None
         return
     import wandb
@@ -35,11 +37,14 @@ def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Result
             project=None if in_sweep else os.environ.get("WANDB_PROJECT", "draftsmith"),
             name=os.environ.get("WANDB_NAME") or f"{short_name(head)} {' '.join(options.trees)}",
             config=None if in_sweep else {"head": head, **asdict(to_settings(options))},
+            mode=mode,
             dir=str(out),
             settings=quiet_settings(),
         )
     except wandb.errors.Error as error:
-        raise UserError(f"wandb does not start ({first_line(error)}); log in, or set WANDB_MODE=offline") from None
+        raise UserError(
+            f"wandb does not start ({first_line(error)}); log in, or measure with --wandb offline"
+        ) from None
     status = 1
 
     def log(results: Results) -> None:

@@ -79,9 +79,10 @@ def parse_shape(text: str) -> TreeShape:
         return ROOT_ONLY
     if match := re.fullmatch(r"chain:(\d{1,9})", text):
         depth = int(match[1])
-        if depth >= 1:
-            _check_size(text, depth + 1)
-            return TreeShape(depth=depth, top_k=1, nodes=depth + 1, text=text)
+        if depth < 1:
+            raise UserError(f"tree {text!r}: a chain has at least 1 draft token, such as chain:1 or chain:5")
+        _check_size(text, depth + 1)
+        return TreeShape(depth=depth, top_k=1, nodes=depth + 1, text=text)
     elif match := re.fullmatch(r"tree:(\d{1,9})x(\d{1,9})x(\d{1,9})", text):
         depth, top_k, nodes = map(int, match.groups())
         if depth >= 1 and top_k >= 1 and nodes >= 2:
@@ -97,7 +98,7 @@ def parse_shape(text: str) -> TreeShape:
             levels = [product(*map(range, branching[: i + 1])) for i in range(len(branching))]
             return static_shape([path for level in levels for path in level], text)
     raise UserError(
-        f"tree {shown(text)}: expected none, chain:K, tree:DEPTHxTOP_KxNODES or static:B1.B2..., "
+        f"tree {shown(text)}: expected chain:K, tree:DEPTHxTOP_KxNODES or static:B1.B2..., "
         "such as chain:5, tree:5x8x32 or static:3.2.1"
     )
 

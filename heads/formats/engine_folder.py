@@ -26,7 +26,7 @@ from heads.targets.model import FrozenTarget
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 ENGINES = (VLLM, SGLANG)
 TRIED = (
-    "Small heads of this kind were run in a whole vLLM 0.32.0, the newest with a build for CPUs, on a CPU: it wrote "
+    "Small heads of this kind were run in vLLM 0.32.0, the newest version with a build for CPUs, on a CPU: it wrote "
     "the same text as draftsmith's runtime and accepted the same draft tokens."
 )
 VOCABULARY = ("d2t", "t2d", "token_map")
@@ -35,11 +35,11 @@ SAMPLING = (
     "where a request names no sampling, vLLM takes it from the target's generation_config.json, as --sampling model "
     "does here; --generation-config vllm turns that off"
 )
-PORTABLE = (
-    "the portable form is an EAGLE-3 file, with eagle_config.use_aux_hidden_state: false where the head reads the last "
-    "hidden state alone"
+INSTEAD = (
+    "to serve one, train an EAGLE-3 head (train/eagle.py), which engines load for most targets, or a draft model "
+    "(train/distill.py), which they load for nearly all"
 )
-"""Advice on the form that both engines load for most targets."""
+"""Advice on a head that no engine serves."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -94,7 +94,7 @@ class Format:
     quantizes: bool = False
     """True if both engines read such heads with projections in 8 bits (`heads.formats.quantized`)."""
     tried: str | None = None
-    """Sentence on the run of small heads of this kind in a whole engine (`tests/engines`)."""
+    """Sentence on the run of small heads of this kind in an engine (`tests/engines`)."""
     tried_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that all heads of that run had; the sentence is of no others."""
     converters: Callable[[str, str, Mapping[str, Any]], list[str]] = lambda head, target, config: []
@@ -160,36 +160,59 @@ def check_folder(
     except DAMAGE as error:
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
     try:
-        found = Folder(config, {key: shape for key, shape in shapes.items() if not key.endswith(SCALE)}, target)
-        base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in config else "")
-        deeper = (
-            f"{steps} draft tokens are more than the head was trained for, {trained}: the last ones are accepted less"
-        )
-        verdicts = []
-        for reader in dict.fromkeys((*ENGINES, *form.readers)):
-            if reader in form.readers:
-                lacks, faults = form.check(found, reader)
-                faults += quantization_faults(config, shapes, reader in ENGINES)
-                command = form.readers[reader](base, name, steps, config)
-                notes = [SAMPLING] if command.startswith("vllm serve") else []
-                notes += [deeper] if trained is not None and steps > trained else []
-                verdicts.append(Verdict(reader, command, lacks, tuple(faults), tuple(notes)))
-            else:
-                verdicts.append(Verdict(reader, "", f"has no method for heads of kind {kind}", ()))
-        return verdicts
+        return check_contents(config, shapes, form, kind, target, name=name, base=base, steps=steps, trained=trained)
     except (LookupError, TypeError, AttributeError, ValueError) as error:  # types of values that no head's config has
         fault = first_line(error)
         raise UserError(f"{folder}: config.json describes no head ({fault}); fetch or train it again") from error
 
 
+def check_contents(
+    config: Mapping[str, Any],
+    shapes: Shapes,
+    form: Format,
+    kind: str,
+    target: Mapping[str, Any],
+    *,
+    name: str = "HEAD",
+    base: str = "TARGET",
+    steps: int = 1,
+    trained: int | None = None,
+) -> list[Verdict]:
+    """Return the verdicts on a folder with this config.json and tensors of these shapes, as `check_folder` does."""
+    found = Folder(config, {key: shape for key, shape in shapes.items() if not key.endswith(SCALE)}, target)
+    base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in config else "")
+    deeper = f"{steps} draft tokens are more than the head was trained for, {trained}: the last ones are accepted less"
+    verdicts = []
+    for reader in dict.fromkeys((*ENGINES, *form.readers)):
+        if reader in form.readers:
+            lacks, faults = form.check(found, reader)
+            faults += quantization_faults(config, shapes, reader in ENGINES)
+            command = form.readers[reader](base, name, steps, config)
+            notes = [SAMPLING] if command.startswith("vllm serve") else []
+            notes += [deeper] if trained is not None and steps > trained else []
+            verdicts.append(Verdict(reader, command, lacks, tuple(faults), tuple(notes)))
+        else:
+            verdicts.append(Verdict(reader, "", f"has no method for heads of kind {kind}", ()))
+    return verdicts
+
+
 def why_unfit(verdicts: Sequence[Verdict]) -> str | None:
     """Return the reason why a head is unfit for engines: none serves it, or one would misread it. None if it is fit."""
-    engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
-    served, misread = any(verdict.serves for verdict in engines), any(verdict.faults for verdict in engines)
-    if served and not misread:
+    if any(verdict.faults for verdict in verdicts if verdict.reader in ENGINES):
+        return _refusals(verdicts)
+    return why_unserved(verdicts)
+
+
+def why_unserved(verdicts: Sequence[Verdict]) -> str | None:
+    """Return the reason why no engine serves a head, or None if one does."""
+    if any(verdict.serves for verdict in verdicts if verdict.reader in ENGINES):
         return None
-    why = "; ".join(f"{verdict.reader} {verdict.reason}" for verdict in engines if not verdict.serves)
-    return why if misread else f"no engine serves it: {why}; {PORTABLE}"
+    return f"no engine serves it, so it runs in this runtime only: {_refusals(verdicts)}; {INSTEAD}"
+
+
+def _refusals(verdicts: Sequence[Verdict]) -> str:
+    refusing = [verdict for verdict in verdicts if verdict.reader in ENGINES and not verdict.serves]
+    return "; ".join(f"{verdict.reader} {verdict.reason}" for verdict in refusing)
 
 
 # Parts of formats

@@ -208,7 +208,9 @@ def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:
     if not is_here(path) and not MODEL.fullmatch(repo_and_revision(path)[0]):
         return UserError(f"{path}: no such folder; expected one with config.json, or a hub id (OWNER/NAME)")
     if not is_here(path):
-        return UserError(f"{path}: neither a folder here nor found on the hub ({first_line(error)}); check the name")
+        return UserError(
+            f"{path}: neither a folder here nor found on the hub ({first_line(error)}); check the name, and the network"
+        )
     return UserError(f"{path}: {what} ({first_line(error)}); {remedy}")
 
 

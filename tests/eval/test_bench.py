@@ -12,13 +12,14 @@ from markupsafe import escape
 from rich.console import Console
 from transformers import GenerationConfig
 
-from eval.bench import default_out, parse_arguments
+from eval.bench import default_out, parse_arguments, run_bench
 from eval.measure.results import Results, read_results
-from eval.measure.settings import SAMPLED, served_sampling, to_settings
+from eval.measure.settings import SAMPLED, BenchSettings, served_sampling, to_settings
 from eval.pages.card import model_card
-from eval.pages.format import audit_line, heading, setting_line, verdicts, why_unreliable
+from eval.pages.format import audit_line, heading, setting_line, subtitle, verdicts, why_unreliable
 from eval.pages.report import print_report, write_report
 from eval.runtime.sampling_params import Sampling
+from heads.core.errors import UserError
 from heads.targets.model import FrozenTarget
 from tests.curves import learning_curve
 from tests.eval.conftest import Bench, altered
@@ -51,6 +52,16 @@ def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, 
     assert not [path for path in out.rglob("*") if path.suffix == ".tmp"]
     assert results["settings"]["num_prompts"] == 4  # the second turn follows the target's own answer
     assert setting_line(results).startswith("3 conversations, 4 turns of code.jsonl, ")
+
+
+def test_a_measurement_that_cannot_be_saved_is_shown(
+    tmp_path: Path, tiny_target: FrozenTarget, tiny_tokenizer: Any, pair_head: Any, prompt_file: Path
+) -> None:
+    (tmp_path / "full").touch()
+    console, settings = Console(record=True, width=180), BenchSettings(prompts=str(prompt_file), repeats=1)
+    with pytest.raises(UserError, match="could not be written"):
+        run_bench(tiny_target, {"x": pair_head}, tiny_tokenizer, settings, out=tmp_path / "full/out", console=console)
+    assert "tau, tokens per target pass" in console.export_text()
 
 
 def test_a_rule_that_is_exact_in_distribution_is_reported_as_such(tmp_path: Path, bench: Bench) -> None:
@@ -110,6 +121,7 @@ def test_every_batch_size_and_context_is_a_setting(tmp_path: Path, bench: Bench,
     points = [(m["context"], m["batch_size"]) for m in read["measurements"]]
     assert points == [(16, 1), (16, 3), (80, 1)] and results["exact"]["identical"] == 9
     assert "chain:2, batch 3, context 16, greedy" in text and ", batch 1, 3; " in setting_line(read)
+    assert subtitle(read | {"heads": []}).count(" tokens/s (greedy, batch 1, context ") == 2
     assert not {"batch-size.svg", "context.svg"} & {path.name for path in (tmp_path / "plots").iterdir()}
     again = to_settings(parse_arguments(read["command"][2:]))
     assert again.points == [(16, 1), (16, 3), (80, 1), (80, 3)]
@@ -208,6 +220,18 @@ VERDICTS: list[tuple[list[Results], str]] = [
         "chain:5 pays: 1.36x [1.24, 1.46] greedy, batch 1; no draft pays at greedy decoding, batch 16 (chain:3: 0.80x "
         "[0.70, 0.90])",
     ),
+    (
+        [{**speed("chain:5", 1, 1 - size / 10, 0.4), "batch_size": size} for size in (1, 4)],
+        "no draft pays at T = 1 at any batch size (best: chain:5, batch 1: 0.90x [0.40, 1.00])",
+    ),
+    (
+        [
+            *({**speed("chain:5", 1, 1.2 - size / 10, 0.4), "batch_size": size} for size in (1, 4, 6)),
+            {**IMPOSSIBLE, "temperature": 1, "batch_size": 16},
+        ],
+        "chain:5 may pay: 1.10x [0.40, 1.20] at T = 1, batch 1; no draft of the 3 measured pays at T = 1, batch 4 and "
+        "batch 6 (best: chain:5, batch 4: 0.80x [0.40, 0.90]); speedup not measured at T = 1, batch 16",
+    ),
 ]
 
 
@@ -215,6 +239,9 @@ VERDICTS: list[tuple[list[Results], str]] = [
 def test_the_verdict_is_of_the_fastest_that_is_reliable() -> None:
     for measurements, verdict in VERDICTS:
         assert "; ".join(verdicts({"exact": {"divergences": []}, "measurements": measurements})) == verdict
+    alone: Results = {"exact": {"divergences": []}, "head": {"unserved": "no engine serves it"}}
+    said = "chain:5 pays, in this runtime only: 1.36x [1.24, 1.46] greedy"
+    assert verdicts(alone | {"measurements": GREEDY}) == [said]
     failed = {"exact": {"divergences": [{}]}, "measurements": GREEDY}
     assert verdicts(failed) == ["1 output differed from plain decoding: no speedup is stated"]
 

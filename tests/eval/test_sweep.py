@@ -45,9 +45,8 @@ def call(calls: list[list[str]], *words: object) -> int:
 
     def run(command: list[str], *, stdout: IO[str], stderr: int, env: dict[str, str]) -> SimpleNamespace:
         calls.append(command)
-        words = [word for word in command[2:] if word != "--wandb"]
         with redirect_stdout(stdout), redirect_stderr(stdout):
-            return SimpleNamespace(returncode=exit_status(lambda: bench.main(words)))
+            return SimpleNamespace(returncode=exit_status(lambda: bench.main(command[2:])))
 
     return exit_status(lambda: sweep.main([str(word) for word in words], run))
 
@@ -116,7 +115,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def test_a_wrong_file_is_refused_in_one_line_before_anything_runs(
-    tmp_path: Path, calls: list[list[str]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for changes, said in REFUSED:
         assert call(calls, write(tmp_path, **changes), "--out", tmp_path / "out") == 2, changes
@@ -126,8 +125,9 @@ def test_a_wrong_file_is_refused_in_one_line_before_anything_runs(
         (tmp_path / "bad.yaml").write_text(text)
         assert call(calls, tmp_path / "bad.yaml") == 2 and len(capsys.readouterr().err.splitlines()) == 1
     assert call(calls, tmp_path / "none.yaml") == 2
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     assert call(calls, write(tmp_path), "--wandb", "online") == 2
-    assert "wandb hears of nothing" in capsys.readouterr().err
+    assert "expected --wandb=online in it" in capsys.readouterr().err
     assert not calls and not (tmp_path / "out").exists()
 
 
@@ -167,7 +167,7 @@ def test_the_sweeps_that_come_with_it_are_run_by_wandb_as_by_us(path: Path) -> N
     found = read_sweep(path)
     settings = found.settings(None, 0)
     assert len(settings) > 1
-    assert found.command == ["${env}", "${interpreter}", "${program}", "--wandb", "${args_no_boolean_flags}"]
+    assert found.command == ["${env}", "${interpreter}", "${program}", "--wandb=online", "${args_no_boolean_flags}"]
     for setting in settings:
         flags = create_sweep_command_args({"args": {name: {"value": value} for name, value in setting.items()}})
         assert bench_arguments(setting) == flags["args_no_boolean_flags"]

@@ -149,6 +149,8 @@ def test_bad_folders_and_heads_are_named(tmp_path: Path) -> None:
         head = build_head(kind, settings, model, torch.ones(V))
         save_head(head, tmp_path / "bad", target=target_record(model))
         assert words in refused(tmp_path, tmp_path / "bad", target)
+        if kind == "medusa":  # before any target is loaded, another one, too
+            assert words in refused(tmp_path, tmp_path / "bad", tmp_path / "glm")
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,11 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of whatever client it uses
 from rich.console import Console
 
-from eval.bench import run_bench
+from eval import report
+from eval.bench import parse_arguments, run_bench
 from eval.measure.command import exit_status
 from eval.measure.results import read_results
-from eval.measure.settings import BenchSettings
+from eval.measure.settings import BenchSettings, to_settings
 from eval.pages import upload
 from eval.pages.publish import collect
 from heads.registry import build_head
@@ -227,9 +228,9 @@ def test_the_card_says_what_it_is_how_to_serve_it_and_what_it_was_trained_on(run
     assert call(run, REPO, "--base-model", "org/the-target") == 0
     held = hub.repos[REPO]
     card = held["README.md"].decode()
-    first, serve, table, *_ = card[card.index("# eagle3 on") :].split("\n\n")[1:]
+    first, table, *_ = card[card.index("# eagle3 on") :].split("\n\n")[1:]
     assert re.match(r"A draft head \(`eagle3`, [\d,]+ parameters\) for `org/the-target`: tau \d\.\d\d", first)
-    assert serve.startswith("```\nvllm serve org/the-target ") and len(table.splitlines()) == 5
+    assert len(table.splitlines()) == 5 and card.count('"method": "eagle3"') == 1
     trained = card[card.index("## Trained on") : card.index("## Measured with")].replace("\\", "")
     for part in ("chats.jsonl (chat)", "org/chats", "lr 0.01", "max_steps 9", "12,345 tokens", "depth 7"):
         assert part in trained, part
@@ -240,6 +241,10 @@ def test_the_card_says_what_it_is_how_to_serve_it_and_what_it_was_trained_on(run
     assert "\n# where a request names no sampling" in commands[0] and "--generation-config vllm" in commands[0]
     words = shlex.split(commands[1], comments=True)
     assert words[words.index("--speculative-draft-model-path") + 1] == REPO and "EAGLE3" in words
+    (again,) = re.findall(r"\n(python eval/bench.py .*)\n", card)
+    options = to_settings(parse_arguments(shlex.split(again)[2:]))
+    assert f"eval/bench.py {REPO} --target org/the-target " in again and "prompts are not published: `prompts" in card
+    assert (options.prompts, options.trees, options.max_new_tokens) == ("prompts.jsonl", ("chain:2",), 8)
     assert '{"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}' in card  # for speculators' converter
 
     matter = front_matter(held["README.md"])
@@ -271,8 +276,8 @@ def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_
     config = json.loads(data)
     assert config["architectures"] == ["MiMoForCausalLM"]
     assert config["auto_map"] == {"AutoConfig": "org/mimo--configuration_mimo.MiMoConfig"}
-    assert "modules of MiMo's family were run in a whole vLLM" in publication.card
-    assert publication.card.count("org/mimo --trust-remote-code") == 2
+    assert "modules of MiMo's family were run in vLLM" in publication.card
+    assert publication.card.count("org/mimo --trust-remote-code") == 1
 
 
 def test_what_an_engine_would_misread_is_published_at_request_alone(
@@ -292,6 +297,23 @@ def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: pyte
     assert f"{(run / 'head/model.safetensors').stat().st_size:,} bytes  model.safetensors" in shown
     assert "optimizer" not in shown and "notes.txt" not in shown and "acceptance.png" not in shown
     assert "| chain:2, greedy |" in shown and "2 of 2 prompts" in shown
+    assert "\nlicense: none, as a dry run does not look up the target's;" in shown and "No licence is stated" in shown
+
+
+def test_a_later_measurement_is_published_only_by_its_name(
+    run: Path, refused: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = run / "bench/later"
+    later.mkdir(parents=True)
+    results = json.loads((run / "results.json").read_text()) | {"measured_at": "2126-01-01T00:00:00.000+00:00"}
+    (later / "results.json").write_text(json.dumps(results))
+    for words, figures in (((), run), (("--results", later), later)):
+        assert call(run, REPO, "--dry-run", *words) == 0
+        shown = capsys.readouterr().out
+        assert f"\nfigures: {figures}\n" in shown and (f"not published: {later}; --results" in shown) == (not words)
+    assert report.find_results(run)[0] == run and report.find_results(later)[0] == later
+    (run / "results.json").unlink()
+    assert f"--results {later} names the newest" in refused(run, REPO)
 
 
 def test_a_head_without_results_is_published_as_unmeasured_only(

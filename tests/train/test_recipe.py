@@ -48,7 +48,16 @@ def test_only_the_report_looks_for_drafts(tmp_path: Path) -> None:
     recipe = load_recipe(path, ["eval.report.trees=[auto, 'chain:2']"])
     assert recipe.eval.report.trees == ("auto", "chain:2")
     (fault,) = faults(tmp_path, GOOD, "eval.tree=auto")
-    assert "eval.tree: tree 'auto': expected none, chain:K" in fault
+    assert "eval.tree: tree 'auto': expected chain:K" in fault
+
+
+def test_a_default_that_has_no_effect_is_no_fault(tmp_path: Path) -> None:
+    """A run's own recipe has every default, and is changed on the command line."""
+    (tmp_path / "r.yaml").write_text(GOOD)
+    own = dump_recipe(plain_settings(load_recipe(tmp_path / "r.yaml", ["eval.report.temperatures=[0, 1]"])))
+    assert "top_k: 0" in own
+    (tmp_path / "r.yaml").write_text(own)
+    assert load_recipe(tmp_path / "r.yaml", ["eval.report.temperatures=[0]"]).eval.report.temperatures == (0,)
 
 
 def test_all_faults_are_given_at_once_with_file_key_and_suggestion(tmp_path: Path) -> None:

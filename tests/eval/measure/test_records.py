@@ -167,5 +167,5 @@ def test_a_subset_of_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset_builder", lambda path, name: SimpleNamespace(hash=path))
     assert texts("HuggingFaceTB/smoltalk", subset="all", split="test") == ["HuggingFaceTB/smoltalk all test"]
     assert content_hash("a/b", subset="all") not in (content_hash("a/b", subset="part"), content_hash("a/b"))
-    with pytest.raises(UserError, match=r"split train \(Config name is missing.*'all', 'part'\]\); name its subset"):
+    with pytest.raises(UserError, match=r"split train \(Config name is missing.*'all', 'part'\]\); check its name"):
         texts("HuggingFaceTB/smoltalk")
