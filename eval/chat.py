@@ -109,8 +109,7 @@ class Conversation:
         output = self.stream(engine, request, is_asked_to_stop)
         self.answers += 1
         if talks:
-            text = str(self.tokenizer.decode(output.tokens, skip_special_tokens=True))
-            self.messages = [*messages, {"role": "assistant", "content": text}]
+            self.messages = [*messages, {"role": "assistant", "content": output.text(self.tokenizer)}]
         speed = output.decoded / max(engine.timings.decode_seconds, 1e-9)
         if self.plain_speed is None and output.decoded > 1 and not is_asked_to_stop():
             self.plain_speed = self.decode_plainly(ids, sampling)
@@ -134,7 +133,8 @@ class Conversation:
 
         def add(token: int, drafted: bool) -> None:
             marks.append(drafted)
-            self.show(detokenizer.push(token), DRAFTED if drafted else "")
+            if token not in self.target.eos_token_ids:
+                self.show(detokenizer.push(token), DRAFTED if drafted else "")
 
         def take(_: int, tokens: list[int]) -> bool:
             if len(marks) + len(tokens) == self.max_new_tokens or tokens[-1] in self.target.eos_token_ids:

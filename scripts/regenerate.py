@@ -39,7 +39,11 @@ def main(arguments: Sequence[str]) -> int:
 
         def write() -> int:
             records = [
-                {"text": tokenizer.decode([*prompt, *answer]), "prompt_ids": prompt, "answer_ids": answer}
+                {
+                    "text": tokenizer.decode([*prompt, *answer], clean_up_tokenization_spaces=False),
+                    "prompt_ids": prompt,
+                    "answer_ids": answer,
+                }
                 for dialogue in answering.answered()
                 for prompt, answer in dialogue.exchanges
             ]

@@ -106,7 +106,10 @@ class Reference:
                 continue
             flips = find_flips(engine, request, text)
             pair = [ids[position] if position < len(ids) else None for ids in (output.tokens, text)]
-            shown = [None if token is None else self.tokenizer.decode([token]) for token in pair]
+            shown = [
+                None if token is None else self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+                for token in pair
+            ]
             before = [*prompt.ids, *text[:position]]
             found.append(
                 {"suite": prompt.suite, "prompt": prompt.id, "tree": tree, "against": "plain", "temperature": 0.0}

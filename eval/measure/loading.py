@@ -24,7 +24,7 @@ from heads.registry import build_untrained, untrained_kind
 from heads.saved import find_head, read_config
 from heads.targets.encoder_decoder import give_template
 from heads.targets.hub import MODEL, is_here, repo_and_revision
-from heads.targets.load import Place, load_target, load_tokenizer
+from heads.targets.load import Place, load_end_ids, load_target, load_tokenizer
 from heads.targets.model import FrozenTarget
 
 
@@ -139,6 +139,7 @@ def load_pair(
                 f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; put "
                 "the model's own tokenizer beside it"
             )
+        target.eos_token_ids = load_end_ids(path, tokenizer, **given)
         if target.start_token is not None:
             give_template(tokenizer, target.start_token)
         return target, tokenizer
@@ -184,7 +185,7 @@ def choose_prompts(
 
     def answer(prompts: Sequence[Prompt]) -> list[str]:
         answers = engine.generate([Request(list(p.ids), settings.max_new_tokens) for p in prompts])
-        return [str(tokenizer.decode(answer.tokens, skip_special_tokens=True)) for answer in answers]
+        return [answer.text(tokenizer) for answer in answers]
 
     return read_prompts(settings, tokenizer, limit, answer)
 

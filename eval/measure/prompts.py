@@ -131,7 +131,10 @@ def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, count: 
         ids += text
     cuts = [tuple(ids[i * length : (i + 1) * length]) for i in range(count)]
     name = suite_name(suite)
-    return [Prompt(str(i), name, name, str(tokenizer.decode(list(cut))), cut) for i, cut in enumerate(cuts)]
+    return [
+        Prompt(str(i), name, name, str(tokenizer.decode(list(cut), clean_up_tokenization_spaces=False)), cut)
+        for i, cut in enumerate(cuts)
+    ]
 
 
 def split_prompts(text: str) -> list[str]:
@@ -204,7 +207,7 @@ def cut_prompt(
     if len(ids) < length + HELD_OUT_REST:
         return None
     ids = ids[:length]
-    shown = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    shown = str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
     return Prompt(f"{name}:{start + 1}", HELD_OUT_SUITE, HELD_OUT_SUITE, shown, ids)
 
 

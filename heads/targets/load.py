@@ -180,8 +180,8 @@ def load_tokenizer(
 def load_end_ids(
     path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False, gguf_file: str | None = None
 ) -> tuple[int, ...]:
-    """Return the tokens that end a text of the model at `path`, without its weights: those of its generation config, of
-    its config, and of its tokenizer, by which templates end answers even where the configs name other tokens."""
+    """Return the tokens that end a text of the model at `path`, as engines do: its tokenizer's, and those of its
+    generation config, or of its config if that names none. Say if the files disagree, or if none names a token."""
     config = load_config(path, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     check_generation_config(path)
     repo, revision = repo_and_revision(path)
@@ -195,7 +195,24 @@ def load_end_ids(
         if file is not None or not isinstance(error, OSError) or not (error.__cause__ is None or offline):
             remedy = "fetch it again, or set HF_HUB_OFFLINE=1 to read what is cached"
             raise _fault(path, "no generation_config.json that can be read", error, remedy) from error
-    return eos_ids(generation, config, config.get_text_config(), tokenizer)
+    own, generated = eos_ids(tokenizer), eos_ids(generation)
+    described = eos_ids(config, config.get_text_config())
+    ends = tuple(dict.fromkeys((*(generated or described), *own)))
+
+    def names(ids: Iterable[int]) -> str:
+        return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ids) or "none"
+
+    if not ends:
+        warn_once(
+            f"{path}: neither its tokenizer nor its configs name a token that ends a text: texts go on to their limit"
+        )
+    elif not {*own} <= {*(generated or described)} or not {*described} <= {*ends}:
+        warn_once(
+            f"{path}: its files disagree on the tokens that end a text: its tokenizer names {names(own)}, "
+            f"generation_config.json {names(generated)}, config.json {names(described)}; here a text ends at "
+            f"{names(ends)}"
+        )
+    return ends
 
 
 def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:

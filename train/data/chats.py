@@ -317,9 +317,10 @@ def answer_by_answer(
         if len(prompt) > most:
             return f"a prompt of more than {most} tokens"
         answer = yield prompt
-        said = answer[:-1] if answer[-1] in special else answer
+        said = answer[:-1] if answer[-1] in special | template.all_end_ids else answer
         if turn != turns[-1] and not special.isdisjoint(said):
             # Such as channels and calls: only the template knows which turn they would belong to.
             return "a turn on an answer with special tokens"
-        messages[turn] = {"role": "assistant", "content": str(tokenizer.decode(said))}
+        text = str(tokenizer.decode(said, clean_up_tokenization_spaces=False))
+        messages[turn] = {"role": "assistant", "content": text}
     return None

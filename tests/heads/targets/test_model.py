@@ -1,5 +1,7 @@
 """The frozen target: what heads see of it is what the model computes, for every family, and nothing else loads."""
 
+import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
+from eval.measure.loading import load_pair
 from eval.runtime.engine import Engine, EngineOptions
 from heads.core.errors import UserError
 from heads.methods.head_shape import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.registry import build_head
 from heads.saved import target_record
 from heads.targets.decoder import why_not_native
-from heads.targets.load import load_end_ids, load_shape, load_target, load_tokenizer
+from heads.targets.load import load_end_ids, load_shape, load_target
 from heads.targets.model import FrozenTarget
 from tests.closeness import assert_close
 from tests.native_mtp import change_config
@@ -178,15 +181,35 @@ def test_eos_ids_come_from_the_generation_config_first() -> None:
         FrozenTarget(model, "odd")
 
 
-def test_answers_end_at_all_ids_that_a_model_names_anywhere(tiny_target_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("generated", "described", "own", "ends", "line"),
+    [
+        ([8, 9], 9, "</s>", {8, 9, 1}, "disagree on the tokens that end a text: its tokenizer names '</s>' (1), "),
+        ([1, 9], [7, 1], "</s>", {1, 9}, "config.json "),  # which engines do not read beside the other file
+        ([1, 9], 9, "</s>", {1, 9}, ""),
+        ([1, 9], None, None, {1, 9}, ""),
+        (None, [7, 1], "</s>", {7, 1}, ""),
+        (None, None, "</s>", {1}, "generation_config.json none, config.json none; here a text ends at '</s>' (1)"),
+        (None, None, None, set(), "neither its tokenizer nor its configs name a token that ends a text"),
+    ],
+)
+def test_texts_end_at_the_tokens_at_which_engines_end_them(
+    generated: Any, described: Any, own: str | None, ends: set[int], line: str,
+    tiny_target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     folder = tmp_path / "model"
     shutil.copytree(tiny_target_dir, folder)
-    tokenizer = load_tokenizer(str(folder))
-    change_config(folder, eos_token_id=[7, 8])
-    (folder / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
-    assert set(load_end_ids(str(folder), tokenizer)) == {7, 8, 9, tokenizer.eos_token_id}
-    (folder / "generation_config.json").unlink()
-    assert set(load_end_ids(str(folder), tokenizer)) == {7, 8, tokenizer.eos_token_id}
+    change_config(folder, eos_token_id=described)
+    change_config(folder, "tokenizer_config.json", eos_token=own)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generated}))
+    if generated is None:
+        (folder / "generation_config.json").unlink()
+    how: Any = {"dtype": "float32", "device": torch.device("cpu"), "trust_remote_code": False}
+    with caplog.at_level(logging.WARNING, "draftsmith"):
+        target, tokenizer = load_pair(str(folder), **how)
+    assert set(target.eos_token_ids) == set(load_end_ids(str(folder), tokenizer)) == ends
+    said = [record.message for record in caplog.records if record.name == "draftsmith"]
+    assert len(said) == bool(line) and line in "".join(said)
 
 
 @pytest.mark.parametrize(
