@@ -85,7 +85,7 @@ class Conversation:
         round and ends the answer if it returns True. Raise UserError if the prompt is empty or too long."""
         from eval.measure.loading import prompt_room
         from eval.measure.metrics import tau
-        from eval.measure.prompts import render
+        from eval.measure.prompts import render, unknown_token
         from eval.runtime.engine import Request
 
         try:
@@ -95,6 +95,8 @@ class Conversation:
         talks = self.tokenizer.chat_template is not None
         messages = [*self.messages, {"role": "user", "content": prompt}] if talks else [{"content": prompt}]
         _, ids = render(messages, self.tokenizer)
+        if fault := unknown_token(ids, self.tokenizer, self.target.vocab_size):
+            raise UserError(f"the prompt: {fault}; leave it out")
         room = prompt_room(self.target, self.max_new_tokens, self.shape.nodes)
         if not 1 <= len(ids) <= room:
             raise UserError(

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     with open_run(recipe) as run:
         target, tokenizer = load_recipe_target(recipe.target, run.accelerator)
         check_data(recipe.data, target)
-        reader = open_reader(recipe, tokenizer, run)
+        reader = open_reader(recipe, target, tokenizer, run)
         answering = read_answering(recipe.data, recipe.train.seed, target, reader)
         answering.ask()
         path = run.folder.path / "answers.jsonl"

@@ -133,7 +133,7 @@ def load_pair(
         target = load_target(
             path, dtype=wanted, device=device, quantize=quantize, adapter=adapter, place=place, **given
         )
-        tokenizer = load_tokenizer(path, **given)
+        tokenizer = load_tokenizer(path, adapter=adapter, **given)
         if tokenizer.vocab_size > target.vocab_size:  # added tokens may be outside: they do not count, and are not used
             raise UserError(
                 f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; put "
@@ -179,7 +179,7 @@ def choose_prompts(
             )
         count = settings.num_prompts or 2 * max(batch_size for _, batch_size in settings.points)
         suites = split_prompts(settings.prompts)
-        return [prompt for suite in suites for prompt in windows(suite, tokenizer, context, count)]
+        return [prompt for suite in suites for prompt in windows(suite, tokenizer, context, count, target.vocab_size)]
     length = limit + settings.max_new_tokens + 1
     engine = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=length))
 
@@ -187,7 +187,7 @@ def choose_prompts(
         answers = engine.generate([Request(list(p.ids), settings.max_new_tokens) for p in prompts])
         return [answer.text(tokenizer) for answer in answers]
 
-    return read_prompts(settings, tokenizer, limit, answer)
+    return read_prompts(settings, tokenizer, limit, answer, target.vocab_size)
 
 
 def read_prompts(
@@ -195,9 +195,11 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase | None,
     limit: int,
     answer: Callable[[Sequence[Prompt]], list[str]],
+    vocab_size: int | None = None,
 ) -> list[Prompt]:
-    """Return the prompts of every suite of at most `limit` tokens, including later turns of conversations, which follow
-    the texts of `answer`. Without a tokenizer, prompts have messages and no token ids."""
+    """Return the prompts of every suite of at most `limit` tokens, all of them below `vocab_size` if it is known,
+    including later turns of conversations, which follow the texts of `answer`. Without a tokenizer, prompts have
+    messages and no token ids."""
     suites, prompts = split_prompts(settings.prompts), []
     if not all(suites):
         raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, separated by commas")
@@ -209,6 +211,7 @@ def read_prompts(
             max_prompt_tokens=limit,
             seed=settings.seed,
             skip_long=settings.skip_long,
+            vocab_size=vocab_size,
         )
     open_turns = [prompt for prompt in prompts if prompt.later_turns]
     while open_turns:
@@ -233,4 +236,5 @@ def chosen_prompts(
         max_prompt_tokens=min(room, options.max_prompt_tokens),
         seed=options.seed,
         skip_long=True,
+        vocab_size=target.vocab_size,
     )

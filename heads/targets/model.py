@@ -174,6 +174,8 @@ class FrozenTarget(LanguageModel):
         """Computes `packed_features` if no process of this launch holds the layers."""
         self.merged_adapter: str | None = None
         """Folder or Hub id of the peft adapter that was merged into the weights."""
+        self.two_tables = False
+        """True if its config ties embeddings and output head, and its checkpoint holds two tables that differ."""
         self.gguf_file: str | None = None
         """Name of the GGUF file that holds weights and tokenizer, if they are in one."""
         self.template: Mapping[str, Any] = {}

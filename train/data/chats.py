@@ -308,12 +308,12 @@ def answer_by_answer(
         raise RecordError(f"{place}: expected an answer of the assistant, got none", "without an answer")
     for turn in turns[-1:] if last_only else turns:
         try:
-            text = template.render(messages[:turn], place=place, tools=tools, answer_next=True)
+            prompt = token_ids(tokenizer, template.render(messages[:turn], place=place, tools=tools, answer_next=True))
+            template.check_ids(prompt, place)
         except RecordError as error:
             if turn == turns[0] or last_only:
                 raise
             return f"a turn {error.reason}"
-        prompt = token_ids(tokenizer, text)
         if len(prompt) > most:
             return f"a prompt of more than {most} tokens"
         answer = yield prompt

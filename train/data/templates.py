@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eval.measure.chat_template import arguments_read
+from eval.measure.prompts import unknown_token
 from eval.measure.records import Message, RecordError, apply_template
 from heads.core.errors import UserError, shown
 
@@ -56,6 +57,8 @@ class ChatTemplate:
     """The current date for the template."""
     end_ids: Collection[int] = ()
     """Tokens that end an answer, in addition to the tokenizer's."""
+    vocab_size: int | None = None
+    """Number of tokens of the target; None: unknown. A tokenizer may have more, which texts then must not have."""
 
     def source(self, tools: Any = None) -> str:
         return dated(str(self.tokenizer.get_chat_template(self.text, tools)), self.day)
@@ -95,6 +98,18 @@ class ChatTemplate:
             add_generation_prompt=answer_next,
             **self.arguments,
         )
+
+    @cached_property
+    def limit(self) -> int | None:
+        """Number of the target's tokens if the tokenizer has ids beyond them, else None."""
+        return (
+            self.vocab_size if self.vocab_size and max(self.tokenizer.get_vocab().values()) >= self.vocab_size else None
+        )
+
+    def check_ids(self, ids: Collection[int], place: str) -> None:
+        """Raise RecordError for a text with a token that the target does not have."""
+        if self.limit is not None and (fault := unknown_token(ids, self.tokenizer, self.limit)):
+            raise RecordError(f"{place}: {fault}", "with a token that the target has no row for")
 
     def check(self, name: str) -> None:
         """Raise UserError for a tokenizer without a template. `name`: the name of the source."""

@@ -20,7 +20,9 @@ from heads.saved import target_record
 from heads.targets.decoder import why_not_native
 from heads.targets.load import load_end_ids, load_shape, load_target
 from heads.targets.model import FrozenTarget
+from heads.targets.smaller import empty_model, keep_layers, load_smaller, model_record, own_weights
 from tests.closeness import assert_close
+from tests.conftest import make_tiny_tokenizer
 from tests.native_mtp import change_config
 from tests.refusals import refused
 
@@ -240,6 +242,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 }
 """family -> settings of its language model."""
 NATIVE = {"mistral3"}
+TIES = "tie_word_embeddings"
 
 
 def make_multimodal(family: str, placeholder: int) -> Any:
@@ -276,6 +279,40 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_a_target(family: str, 
     assert_close(logits, alone, roundings=512)
     assert target_record(target)["architecture"] == type(model).__name__
     assert load_shape(str(tmp_path)).hidden_size == 16
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "is_said"),
+    [(True, None, True), (False, True, True), (True, False, True), (None, False, False)],
+    ids=["a language model", "the text's config", "the whole config", "by default alone"],
+)
+def test_both_tables_are_used_where_a_config_ties_what_its_checkpoint_does_not(
+    whole: bool | None, text: bool | None, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("llama", tie_word_embeddings=False) if text is None else make_multimodal("mistral3", 39)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path)
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    change_config(tmp_path, **({} if text is None else {"text_config": config["text_config"] | {TIES: text}}))
+    change_config(tmp_path, **{TIES: whole})
+    if whole is None:
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != TIES}))
+    with caplog.at_level(logging.WARNING, "draftsmith"):
+        target = load_target(str(tmp_path), dtype=torch.float32)
+    said = [record.message for record in caplog.records if record.name == "draftsmith"]
+    assert ["config.json ties the embeddings" in line for line in said] == [True] * is_said
+    assert target.two_tables == is_said
+    tables = target.shared.embed_tokens.weight, target.lm_head_weight  # type: ignore[union-attr]
+    assert torch.equal(tables[1], model.lm_head.weight) and not torch.equal(*tables)
+    drafts = [load_smaller(str(tmp_path), FrozenTarget(model, str(tmp_path)))] if text is not None else []
+    drafts += [keep_layers(target, [0, 1])] if text is None else []
+    for draft in drafts:
+        restored: Any = empty_model(model_record(draft))
+        restored.load_state_dict(own_weights(draft), strict=False)
+        found = restored.get_input_embeddings().weight, restored.get_output_embeddings().weight
+        assert all(torch.equal(one, other) for one, other in zip(found, tables, strict=True))
 
 
 def test_heads_take_the_commonest_shape_of_layers_that_differ() -> None:
