@@ -86,7 +86,7 @@ class Conversation:
         round and ends the answer if it returns True. Raise UserError if the prompt is empty or too long."""
         from eval.measure.loading import prompt_room
         from eval.measure.metrics import tau
-        from eval.measure.prompts import render
+        from eval.measure.prompts import render, unknown_token
         from eval.runtime.engine import Request
 
         try:
@@ -96,6 +96,8 @@ class Conversation:
         talks = self.tokenizer.chat_template is not None
         messages = [*self.messages, {"role": "user", "content": prompt}] if talks else [{"content": prompt}]
         _, ids = render(messages, self.tokenizer)
+        if fault := unknown_token(ids, self.tokenizer, self.target.vocab_size):
+            raise UserError(f"the prompt: {fault}; leave it out")
         room = prompt_room(self.target, self.max_new_tokens, self.shape.nodes)
         if not 1 <= len(ids) <= room:
             raise UserError(
@@ -110,8 +112,7 @@ class Conversation:
         output = self.stream(engine, request, is_asked_to_stop)
         self.answers += 1
         if talks:
-            text = str(self.tokenizer.decode(output.tokens, skip_special_tokens=True))
-            self.messages = [*messages, {"role": "assistant", "content": text}]
+            self.messages = [*messages, {"role": "assistant", "content": output.text(self.tokenizer)}]
         speed = output.decoded / max(engine.timings.decode_seconds, 1e-9)
         if self.plain_speed is None and output.decoded > 1 and not is_asked_to_stop():
             self.plain_speed = self.decode_plainly(ids, sampling)
@@ -135,7 +136,8 @@ class Conversation:
 
         def add(token: int, drafted: bool) -> None:
             marks.append(drafted)
-            self.show(detokenizer.push(token), DRAFTED if drafted else "")
+            if token not in self.target.eos_token_ids:
+                self.show(detokenizer.push(token), DRAFTED if drafted else "")
 
         def take(_: int, tokens: list[int]) -> bool:
             if len(marks) + len(tokens) == self.max_new_tokens or tokens[-1] in self.target.eos_token_ids:

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         say = run.tracker.say
         source, tokenizer = open_source(settings.filled_by, recipe, run.accelerator, say)
         head = make_head(recipe.head, source.target, torch.zeros(source.target.vocab_size, dtype=torch.int64))
-        reader = open_reader(recipe, tokenizer, run)
+        reader = open_reader(recipe, source.target, tokenizer, run)
         mixture, _ = load_data(recipe.data, recipe.train.seed, head, source.target, reader, run.folder.path)
         source.check(mixture, head.aux_layer_ids)
         try:

@@ -32,14 +32,18 @@ def main(arguments: Sequence[str]) -> int:
     with open_run(recipe) as run:
         target, tokenizer = load_recipe_target(recipe.target, run.accelerator)
         check_data(recipe.data, target)
-        reader = open_reader(recipe, tokenizer, run)
+        reader = open_reader(recipe, target, tokenizer, run)
         answering = read_answering(recipe.data, recipe.train.seed, target, reader)
         answering.ask()
         path = run.folder.path / "answers.jsonl"
 
         def write() -> int:
             records = [
-                {"text": tokenizer.decode([*prompt, *answer]), "prompt_ids": prompt, "answer_ids": answer}
+                {
+                    "text": tokenizer.decode([*prompt, *answer], clean_up_tokenization_spaces=False),
+                    "prompt_ids": prompt,
+                    "answer_ids": answer,
+                }
                 for dialogue in answering.answered()
                 for prompt, answer in dialogue.exchanges
             ]

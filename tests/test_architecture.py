@@ -86,6 +86,15 @@ def test_no_two_files_import_each_other() -> None:
     assert not left, f"these import each other, or a file of them: {sorted(left)}"
 
 
+def test_no_text_made_of_tokens_is_cleaned_up() -> None:
+    """A tokenizer may ask for it: " !=" becomes "!=", which is not what the model wrote."""
+    for path in (path for folder in ORDER[:-1] for path in modules(folder)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("tokenizer.decode"):
+                said = [ast.unparse(word) for word in node.keywords]
+                assert "clean_up_tokenization_spaces=False" in said, f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
 def test_no_file_shadows_another_module() -> None:
     """Python puts a script's own folder first on sys.path: train/queue.py would hide the module queue."""
     everything = [name for folder in ORDER for path in modules(folder) for name in imported_names(path)]

@@ -196,14 +196,14 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     """Fill in what the settings of `source`, which are those of `first`, lack. Return the plan of the recipe, and the
     text of its file of held-out conversations, which is empty if `eval.prompts` is another file or a suite."""
     from heads.targets.hf import positions_of
-    from heads.targets.load import load_config, load_tokenizer
-    from train.open_run import fit_template, rendering_of
+    from heads.targets.load import load_config
+    from train.open_run import fit_template, rendering_of, tokenizer_of
     from train.plan import Plan
 
     tree, target, data, train, size = source.tree, first.target, first.data, first.train, SIZES[launch.device]
     opened: dict[str, Any] = {"trust_remote_code": target.trust_remote_code, "gguf_file": target.gguf_file}
     config = load_config(target.path, **opened).get_text_config()
-    tokenizer = load_tokenizer(target.path, **opened)
+    tokenizer = tokenizer_of(target)
     for each in data.sources:
         assert isinstance(each, ChatSource)
         if "enable_thinking" in (each.template(rendering_of(first, tokenizer)).arguments_read() or ()):

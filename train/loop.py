@@ -86,7 +86,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     evaluation = Evaluation(recipe.eval, features, asking, unfilled)
 
     # Data
-    reader = open_reader(recipe, tokenizer, run)
+    reader = open_reader(recipe, target, tokenizer, run)
     mixture, samples = load_data(recipe.data, seed, unfilled, target, reader, run.folder.path)
     features.check(mixture, unfilled.aux_layer_ids)
     del unfilled  # free its memory

@@ -68,7 +68,7 @@ class Evaluation:
             if tree != AUTO:
                 target.check_shape(None if tree == HEAD_TREE else parse_shape(tree))
         nodes = max(LARGEST_TREE if tree == AUTO else most_nodes(tree, head) for tree in trees)
-        self.suites, self.requests = load_requests(settings, tokenizer, target.context_length, nodes)
+        self.suites, self.requests = load_requests(settings, tokenizer, target, nodes)
         self.longest = max(len(request.prompt) for request in self.requests) + settings.max_new_tokens
         for shape in map(parse_shape, set(trees) - {AUTO, HEAD_TREE}):
             head.check_draft(shape, self.longest + shape.nodes)
@@ -123,11 +123,11 @@ class Evaluation:
 
 
 def load_requests(
-    settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int, nodes: int
+    settings: Eval, tokenizer: PreTrainedTokenizerBase, target: FrozenTarget, nodes: int
 ) -> tuple[list[str], list[Request]]:
     """Return the held-out prompts as requests, and the suite of each. To fail before training, raise UserError if they,
     or the prompts of the report, do not fit into the context together with a tree of `nodes`."""
-    report = settings.report
+    report, context_length = settings.report, target.context_length
     room = context_length - max(settings.max_new_tokens, report.max_new_tokens or 0) - nodes
     limit = min(settings.max_prompt_tokens, max(room, 1)) if settings.skip_long else settings.max_prompt_tokens
     load = partial(
@@ -137,6 +137,7 @@ def load_requests(
         seed=settings.seed,
         skip_long=settings.skip_long,
         remedy="raise eval.max_prompt_tokens, or leave long prompts out with eval.skip_long=true",
+        vocab_size=target.vocab_size,
     )
     prompts: list[Prompt] = []
     others: list[Prompt] = []

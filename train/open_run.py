@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.measure.command import print_line
 from heads.core.errors import UserError
-from heads.targets.load import Place, load_end_ids, load_tokenizer
+from heads.targets.load import Place, load_config, load_end_ids, load_tokenizer
 from heads.targets.model import FrozenTarget
 from heads.targets.placement import drop_layers, shard_layers
 from train.accelerator import load_recipe_target, make_accelerator
@@ -27,7 +27,7 @@ from train.features.cached import CachedFeatures
 from train.features.settings import AnyFeatures, CacheFeatures, ProcessFeatures, ShardedFeatures
 from train.features.source import FeatureSource, has_room
 from train.features.vllm import ServedFeatures
-from train.recipe import Recipe, load_recipe
+from train.recipe import Recipe, Target, load_recipe
 from train.run_folder import RunFolder
 from train.step import rows_per_step
 from train.tracking import Tracker
@@ -75,7 +75,7 @@ def fit_template(recipe: Recipe, given: Collection[str]) -> Recipe:
     if not data.template or not chats:
         return recipe
     try:
-        tokenizer = load_tokenizer(target.path, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
+        tokenizer = tokenizer_of(target)
         rendering = ChatTemplate(tokenizer)
     except UserError:
         return recipe  # a plan needs no tokenizer, and a run is refused when it loads its target
@@ -97,17 +97,24 @@ def fit_template(recipe: Recipe, given: Collection[str]) -> Recipe:
     return recipe.model_copy(update={"data": data.model_copy(update={"template": kept})})
 
 
-def rendering_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """Return the chat template of a recipe's target, with the recipe's arguments and all tokens that end an answer."""
-    target = recipe.target
-    ends = load_end_ids(target.path, tokenizer, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
-    return ChatTemplate(tokenizer, arguments=recipe.data.template, end_ids=ends)
+def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
+    return load_tokenizer(target.path, **target.model_dump(include={"trust_remote_code", "gguf_file", "adapter"}))
 
 
-def open_reader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, run: Run) -> Reader:
+def rendering_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> ChatTemplate:
+    """Return the chat template of a recipe's target, with the recipe's arguments and all tokens that end an answer.
+    `vocab_size`: that of the loaded target; None: as its config says, which an adapter may change."""
+    target, opened = recipe.target, recipe.target.model_dump(include={"trust_remote_code", "gguf_file"})
+    ends = load_end_ids(target.path, tokenizer, **opened)
+    if vocab_size is None and target.adapter is None:
+        vocab_size = load_config(target.path, **opened).get_text_config().vocab_size
+    return ChatTemplate(tokenizer, arguments=recipe.data.template, end_ids=ends, vocab_size=vocab_size)
+
+
+def open_reader(recipe: Recipe, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, run: Run) -> Reader:
     """Return the reader of a run's data sources. A chat template that prints the date gets the day on which the run
     began."""
-    rendering = rendering_of(recipe, tokenizer)
+    rendering = rendering_of(recipe, tokenizer, target.vocab_size)
     chats = [source for source in recipe.data.sources if isinstance(source, ChatSource)]
     if any(source.template(rendering).has_date for source in chats):
         rendering = replace(rendering, day=on_main(run.accelerator, run.folder.first_day))

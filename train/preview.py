@@ -19,16 +19,14 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     from accelerate import Accelerator
 
-    from heads.targets.load import load_tokenizer
     from train.data.answers import find_prompts
     from train.data.corpus import Reader
     from train.data.sources import read_source
-    from train.open_run import read_recipe, rendering_of
+    from train.open_run import read_recipe, rendering_of, tokenizer_of
 
     recipe = read_recipe(arguments)
     data = recipe.data
-    target = recipe.target
-    tokenizer = load_tokenizer(target.path, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
+    tokenizer = tokenizer_of(recipe.target)
     reader = Reader(rendering_of(recipe, tokenizer), Accelerator(cpu=True), print)
     share = 0.0 if data.regenerate is None else data.regenerate.share
     if share < 1:

@@ -106,7 +106,10 @@ class Reference:
                 continue
             flips = find_flips(engine, request, text)
             pair = [ids[position] if position < len(ids) else None for ids in (output.tokens, text)]
-            shown = [None if token is None else self.tokenizer.decode([token]) for token in pair]
+            shown = [
+                None if token is None else self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+                for token in pair
+            ]
             before = [*prompt.ids, *text[:position]]
             found.append(
                 {"suite": prompt.suite, "prompt": prompt.id, "tree": tree, "against": "plain", "temperature": 0.0}
@@ -139,7 +142,7 @@ def bench_server(options: argparse.Namespace, settings: BenchSettings) -> Result
         settings = settings.as_served(reference.target)
     elif settings.sampling:
         raise server.error(f"--sampling {settings.sampling}: is read from the target here; name it with --target")
-    prompts = choose(server, tokenizer, settings)
+    prompts = choose(server, tokenizer, settings, reference.target.vocab_size if reference else None)
     if reference is not None:
         reference.check(server, prompts[0])
     measured = measure_server(server, plain, reference, prompts, settings)
@@ -164,8 +167,11 @@ def bench_server(options: argparse.Namespace, settings: BenchSettings) -> Result
     }
 
 
-def choose(server: Server, tokenizer: PreTrainedTokenizerBase | None, settings: BenchSettings) -> list[Prompt]:
-    """Return the prompts, including later turns, which follow the server's own greedy answers."""
+def choose(
+    server: Server, tokenizer: PreTrainedTokenizerBase | None, settings: BenchSettings, vocab_size: int | None
+) -> list[Prompt]:
+    """Return the prompts, including later turns, which follow the server's own greedy answers. `vocab_size`: number of
+    the target's tokens, if it is here."""
     if tokenizer is None and HELD_OUT_SUITE in settings.prompts:
         raise server.error(
             f"{HELD_OUT_SUITE} is cut by tokens, and the tokenizer of {server.root} is not here; name the target with "
@@ -176,7 +182,7 @@ def choose(server: Server, tokenizer: PreTrainedTokenizerBase | None, settings: 
         return [server.ask(prompt, Sampling(), settings.max_new_tokens).text for prompt in prompts]
 
     room = server.context_length - settings.max_new_tokens - server.depth - 1
-    return read_prompts(settings, tokenizer, min(settings.max_prompt_tokens or room, room), answer)
+    return read_prompts(settings, tokenizer, min(settings.max_prompt_tokens or room, room), answer, vocab_size)
 
 
 def measure_server(

@@ -49,6 +49,7 @@ def target_facts(target: FrozenTarget) -> dict[str, Any]:
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "template": dict(target.template),
+        **({"two_tables": True} if target.two_tables else {}),
     }
 
 

@@ -117,7 +117,10 @@ def find_divergences(
             if position is None:
                 continue
             pair = [tokens[position] if position < len(tokens) else None for tokens in (expected, outputs[i].tokens)]
-            texts = [None if token is None else tokenizer.decode([token]) for token in pair]
+            texts = [
+                None if token is None else tokenizer.decode([token], clean_up_tokenization_spaces=False)
+                for token in pair
+            ]
             before = [*prompt.ids, *expected[:position]]
             found.append(
                 {
@@ -280,7 +283,7 @@ def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedToken
             "suite": prompt.suite,
             "prompt_id": prompt.id,
             "prompt": prompt.text,
-            "output": tokenizer.decode(output.tokens),
+            "output": tokenizer.decode(output.tokens, clean_up_tokenization_spaces=False),
             "rounds": output.rounds,
             "tau": metrics.tau([output]),
             **decoded(variant, i),

@@ -24,7 +24,7 @@ from heads.registry import build_untrained, untrained_kind
 from heads.saved import find_head, read_config
 from heads.targets.encoder_decoder import give_template
 from heads.targets.hub import MODEL, is_here, repo_and_revision
-from heads.targets.load import Place, load_target, load_tokenizer
+from heads.targets.load import Place, load_end_ids, load_target, load_tokenizer
 from heads.targets.model import FrozenTarget
 
 
@@ -133,12 +133,13 @@ def load_pair(
         target = load_target(
             path, dtype=wanted, device=device, quantize=quantize, adapter=adapter, place=place, **given
         )
-        tokenizer = load_tokenizer(path, **given)
+        tokenizer = load_tokenizer(path, adapter=adapter, **given)
         if tokenizer.vocab_size > target.vocab_size:  # added tokens may be outside: they do not count, and are not used
             raise UserError(
                 f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; put "
                 "the model's own tokenizer beside it"
             )
+        target.eos_token_ids = load_end_ids(path, tokenizer, **given)
         if target.start_token is not None:
             give_template(tokenizer, target.start_token)
         return target, tokenizer
@@ -178,15 +179,15 @@ def choose_prompts(
             )
         count = settings.num_prompts or 2 * max(batch_size for _, batch_size in settings.points)
         suites = split_prompts(settings.prompts)
-        return [prompt for suite in suites for prompt in windows(suite, tokenizer, context, count)]
+        return [prompt for suite in suites for prompt in windows(suite, tokenizer, context, count, target.vocab_size)]
     length = limit + settings.max_new_tokens + 1
     engine = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=length))
 
     def answer(prompts: Sequence[Prompt]) -> list[str]:
         answers = engine.generate([Request(list(p.ids), settings.max_new_tokens) for p in prompts])
-        return [str(tokenizer.decode(answer.tokens, skip_special_tokens=True)) for answer in answers]
+        return [answer.text(tokenizer) for answer in answers]
 
-    return read_prompts(settings, tokenizer, limit, answer)
+    return read_prompts(settings, tokenizer, limit, answer, target.vocab_size)
 
 
 def read_prompts(
@@ -194,9 +195,11 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase | None,
     limit: int,
     answer: Callable[[Sequence[Prompt]], list[str]],
+    vocab_size: int | None = None,
 ) -> list[Prompt]:
-    """Return the prompts of every suite of at most `limit` tokens, including later turns of conversations, which follow
-    the texts of `answer`. Without a tokenizer, prompts have messages and no token ids."""
+    """Return the prompts of every suite of at most `limit` tokens, all of them below `vocab_size` if it is known,
+    including later turns of conversations, which follow the texts of `answer`. Without a tokenizer, prompts have
+    messages and no token ids."""
     prompts: list[Prompt] = []
     for suite in split_prompts(settings.prompts):
         prompts += load_prompts(
@@ -206,6 +209,7 @@ def read_prompts(
             max_prompt_tokens=limit,
             seed=settings.seed,
             skip_long=settings.skip_long,
+            vocab_size=vocab_size,
         )
     open_turns = [prompt for prompt in prompts if prompt.later_turns]
     while open_turns:
@@ -230,4 +234,5 @@ def chosen_prompts(
         max_prompt_tokens=min(room, options.max_prompt_tokens),
         seed=options.seed,
         skip_long=True,
+        vocab_size=target.vocab_size,
     )

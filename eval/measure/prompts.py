@@ -14,9 +14,9 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -95,28 +95,37 @@ def load_prompts(
     seed: int = 0,
     skip_long: bool = False,
     remedy: str = "leave long prompts out (--skip-long), or ask for fewer new tokens",
+    vocab_size: int | None = None,
 ) -> list[Prompt]:
     """Return the prompts of one suite or file: at most `num_prompts`, spread evenly over the suite.
 
     A prompt of more than `max_prompt_tokens` raises UserError with its place and `remedy`. With `skip_long` it is left
-    out instead. Without a tokenizer, prompts have messages and no token ids.
+    out instead, and so is one with a token that a target of `vocab_size` tokens does not have. Without a tokenizer,
+    prompts have messages and no token ids.
     """
     if suite_or_path == HELD_OUT_SUITE:
         assert tokenizer is not None
         prompts = held_out_prompts(tokenizer, num_prompts or 64, max_prompt_tokens, seed)
     else:
         suite = suite_name(suite_or_path)
-        prompts = []
+        prompts, unknown = [], []
         records = spread(list(suite_records(suite_or_path)), num_prompts)
         for record in records:
             prompt = to_prompt(record, suite, tokenizer)
-            if len(prompt.ids) <= max_prompt_tokens:
+            later = () if tokenizer is None else (encode(turn, tokenizer) for turn in prompt.later_turns)
+            if fault := unknown_token([*prompt.ids, *chain.from_iterable(later)], tokenizer, vocab_size):
+                unknown.append(f"{record[0]}: {fault}")
+            elif len(prompt.ids) <= max_prompt_tokens:
                 prompts.append(prompt)
             elif not skip_long:
                 what = f"the prompt has {len(prompt.ids)} tokens where at most {max_prompt_tokens} fit"
                 raise UserError(f"{record[0]}: {what}; {remedy}")
-        if len(prompts) < len(records):
-            longer = len(records) - len(prompts)
+        if unknown:
+            line = f"{len(unknown)} of {len(records)} prompts have a token that the target has no row for"
+            if len(unknown) == len(records):
+                raise UserError(f"{suite_or_path}: {line}, such as {unknown[0]}; take them out")
+            print_line(f"{suite_or_path}: {line} and are left out; the first is {unknown[0]}")
+        if longer := len(records) - len(unknown) - len(prompts):
             said = f"{longer} of {len(records)} prompts have more than {max_prompt_tokens} tokens and are left out"
             print_line(f"{suite_or_path}: {said}")
         describe_prompts(suite_or_path, prompts, tokenizer)
@@ -140,14 +149,19 @@ def describe_prompts(name: str, prompts: Sequence[Prompt], tokenizer: PreTrained
         print_line(f"{name}: {rendered} prompts are rendered by the chat template already, and are used as they are")
 
 
-def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> list[Prompt]:
+def windows(
+    suite: str, tokenizer: PreTrainedTokenizerBase, length: int, count: int, vocab_size: int | None = None
+) -> list[Prompt]:
     """Return `count` prompts of `length` tokens, cut one after another from the texts of a suite: whole modules for the
     held-out suite, else its prompts."""
     ids: list[int] = []
     if suite == HELD_OUT_SUITE:
         texts: Iterator[Sequence[int]] = (encode(text, tokenizer) for _, text in read_split(held_out=True))
     else:
-        texts = (prompt.ids for prompt in load_prompts(suite, tokenizer, max_prompt_tokens=sys.maxsize))
+        texts = (
+            prompt.ids
+            for prompt in load_prompts(suite, tokenizer, max_prompt_tokens=sys.maxsize, vocab_size=vocab_size)
+        )
     while len(ids) < length * count:
         if (text := next(texts, None)) is None:
             raise UserError(
@@ -157,7 +171,10 @@ def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, count: 
         ids += text
     cuts = [tuple(ids[i * length : (i + 1) * length]) for i in range(count)]
     name = suite_name(suite)
-    return [Prompt(str(i), name, name, str(tokenizer.decode(list(cut))), cut) for i, cut in enumerate(cuts)]
+    return [
+        Prompt(str(i), name, name, str(tokenizer.decode(list(cut), clean_up_tokenization_spaces=False)), cut)
+        for i, cut in enumerate(cuts)
+    ]
 
 
 def split_prompts(text: str) -> list[str]:
@@ -234,7 +251,7 @@ def cut_prompt(
     if len(ids) < length + HELD_OUT_REST:
         return None
     ids = ids[:length]
-    shown = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    shown = str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
     return Prompt(f"{name}:{start + 1}", HELD_OUT_SUITE, HELD_OUT_SUITE, shown, ids)
 
 
@@ -333,6 +350,15 @@ def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     while ids and ids[-1] == tokenizer.eos_token_id:
         ids.pop()
     return tuple(ids)
+
+
+def unknown_token(ids: Collection[int], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> str:
+    """Return what is wrong with a text for a target of `vocab_size` tokens (None: unknown): its highest token, if the
+    target does not have it; else an empty text."""
+    token = int(max(ids, default=-1))
+    if tokenizer is None or vocab_size is None or token < vocab_size:
+        return ""
+    return f"token {tokenizer.convert_ids_to_tokens(token)!r} ({token}) is none of the target's {vocab_size} tokens"
 
 
 def spread(items: Sequence[Item], count: int | None) -> Sequence[Item]:

@@ -207,6 +207,8 @@ class Target(Part):
     layers: Whole | None = None
     hidden_size: Whole | None = None
     vocab_size: Whole | None = None
+    two_tables: bool = False
+    """Its config ties embeddings and output head, and its checkpoint holds two tables that differ."""
 
 
 class PointSuite(Part):

@@ -338,6 +338,11 @@ def warnings(results: Results) -> list[str]:
     if (distinct := results["settings"].get("distinct_prompts", prompts)) != prompts:
         different = f"{distinct} of {prompts} prompts are different"
         found.append(f"{different}: the intervals, which take each for another, are too narrow")
+    if results["target"].get("two_tables"):
+        found.append(
+            "the target's config.json ties its embeddings and its output head, and its checkpoint holds two tables "
+            "that differ: both were used, and an engine that ties them serves another model"
+        )
     exact = results["exact"]
     if exact.get("against") == "plain server" and exact["identical"] < exact["prompts"]:
         found.append("some texts are not the plain server's; only the target here could tell rounding from an error")

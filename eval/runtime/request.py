@@ -70,6 +70,11 @@ class Output:
             counts[-1] -= sum(counts) - self.decoded
         return counts
 
+    def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return the text as engines return it: without the token that ended it, and without special tokens."""
+        said = self.tokens[:-1] if self.finish_reason == "eos" else self.tokens
+        return str(tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
     def drafted(self) -> list[bool]:
         """Return for every token True if it is an accepted draft token, and False if the target chose it."""
         flags = [False]

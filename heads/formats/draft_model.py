@@ -16,8 +16,8 @@ def draft_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict
 
 def write_tokenizer(folder: Path, target: dict[str, Any]) -> None:
     """Write the tokenizer's files, so that the folder is a complete model."""
-    trusted, gguf_file = target["trust_remote_code"], target.get("gguf_file")
-    tokenizer = load_tokenizer(target["name"], trust_remote_code=trusted, gguf_file=gguf_file)
+    given = {name: target.get(name) for name in ("gguf_file", "adapter")}
+    tokenizer = load_tokenizer(target["name"], trust_remote_code=target["trust_remote_code"], **given)
     tokenizer.save_pretrained(folder)
 
 

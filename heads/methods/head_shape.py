@@ -146,7 +146,10 @@ def mask_token(target: FrozenTarget, given: int | None) -> int:
     """Return the id of the mask token; chosen by `unused_id` if not given. UserError if it has no embedding, or if
     there is none to choose."""
     if given is None:
-        tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code, gguf_file=target.gguf_file)
+        trusted, file = target.trust_remote_code, target.gguf_file
+        tokenizer = load_tokenizer(
+            target.name, trust_remote_code=trusted, gguf_file=file, adapter=target.merged_adapter
+        )
         given = unused_id(tokenizer, target.vocab_size)
         if given is None:
             raise UserError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -22,14 +23,16 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.hub import LocalEntryNotFoundError, cached_file, is_offline_mode  # type: ignore[attr-defined]
 
 from heads.core.errors import UserError, first_line, warn_once
+from heads.targets.encoder_decoder import find_head
 from heads.targets.families import eos_ids, register_mimo
-from heads.targets.hub import MODEL, is_here, repo_and_revision
+from heads.targets.hub import MODEL, is_here, repo_and_revision, tensor_files
 from heads.targets.model import Features, FrozenTarget
 
 Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]
@@ -101,10 +104,12 @@ def load_target(
             f"{path}: {len(unused)} of its weights have no place in the {type(model).__name__} of {layers} layers that "
             f"its config.json describes, {unused[0]} first; mend config.json, or take them out of the checkpoint"
         )
+    two_tables = gguf_file is None and break_tie(model, config, path)
     if adapter is not None:
         model = merge_adapter(model, path, adapter)
+        config.get_text_config().vocab_size = model.config.get_text_config().vocab_size
     target = FrozenTarget(model, path, quantize=quantize)  # on the CPU, so that a device never holds it whole
-    target.merged_adapter, target.gguf_file = adapter, gguf_file
+    target.merged_adapter, target.gguf_file, target.two_tables = adapter, gguf_file, two_tables
     target.checkpoint_config, target.trust_remote_code = config, trust_remote_code
     if place is None:
         model.to(device)
@@ -115,9 +120,59 @@ def load_target(
     return target
 
 
+def break_tie(model: PreTrainedModel, whole: Any, path: str) -> bool:
+    """Let the configs of a loaded model, from which drafts are made, tie no tables that differ in its checkpoint, both
+    of which transformers loads. Return True, and say so, if config.json ties them. `whole`: the config of the whole
+    checkpoint."""
+    untyped: Any = model
+    embed, head = untyped.get_input_embeddings(), find_head(model)
+    if head is None or embed.weight is head.weight:
+        return False
+    repo, revision = repo_and_revision(path)
+    # The whole config's flag counts only if the file has it: some multimodal classes tie by default.
+    file, _ = PreTrainedConfig.get_config_dict(repo, revision=revision)
+    is_said = bool(file.get("tie_word_embeddings") or getattr(whole.get_text_config(), "tie_word_embeddings", False))
+    for config in (whole, whole.get_text_config(), model.config, model.config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
+    if is_said:
+        warn_once(
+            f"{path}: its config.json ties the embeddings and the output head, and its checkpoint holds two tables "
+            "that differ: both are used here; engines may tie them, so set tie_word_embeddings to false in config.json"
+        )
+    return is_said
+
+
+def fit_rows(model: PreTrainedModel, path: str, adapter: str, *, ties: bool) -> None:
+    """Give the model at `path` as many rows for tokens as the tables in an adapter have. UserError if the adapter lacks
+    one of the two tables, whose new rows would be random. `ties`: both are one where they are one in the model."""
+    untyped: Any = model
+    names = {module: name for name, module in model.named_modules()}
+    tables = {names[module]: module.weight for module in (untyped.get_input_embeddings(), find_head(model))}
+    found: dict[str, int] = {}
+    for key, file in tensor_files(adapter, ("adapter_model.safetensors",)).items():
+        for name in tables:
+            if re.search(rf"\.{re.escape(name)}\.((modules_to_save|base_layer)\.)?weight$", key):
+                with safe_open(file, framework="pt") as opened:
+                    found[name] = opened.get_slice(key).get_shape()[0]
+    rows = max(found.values(), default=0)
+    if all(len(tables[name]) == size for name, size in found.items()):
+        return
+    ties = ties and len({id(weight) for weight in tables.values()}) == 1
+    for name, weight in tables.items():
+        if found.get(name, rows if ties or len(weight) >= rows else 0) != rows:
+            other, size = next(iter(found.items()))
+            raise UserError(
+                f"{adapter}: {other} has {size} rows there and {len(tables[other])} in {path}, and the adapter has no "
+                f"{name} of {rows}, where {path} has {len(weight)}; save the merged model, and name that"
+            )
+    untyped.resize_token_embeddings(rows, mean_resizing=False)
+
+
 def merge_adapter(model: PreTrainedModel, path: str, adapter: str) -> PreTrainedModel:
     """Merge a peft adapter into the weights of the model at `path`, in place: for LoRA, W + alpha / rank * B A replaces
-    W. UserError if it is missing, damaged, for another architecture, or of a kind that cannot be merged."""
+    W. The model gets the adapter's number of tokens. UserError if the adapter is missing, damaged, for another
+    architecture, or of a kind that cannot be merged."""
     from peft import PeftConfig, PeftModel
 
     if is_here(adapter):
@@ -125,8 +180,10 @@ def merge_adapter(model: PreTrainedModel, path: str, adapter: str) -> PreTrained
             if not (Path(adapter) / name).is_file():
                 raise UserError(f"{adapter}: expected a peft adapter, found no {name} in it")
     repo, revision = repo_and_revision(adapter)
+    rows = model.config.get_text_config().vocab_size
     try:
         settings = PeftConfig.from_pretrained(repo, revision=revision)
+        fit_rows(model, path, adapter, ties=getattr(settings, "ensure_weight_tying", False))
         base = settings.base_model_name_or_path
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
@@ -134,6 +191,8 @@ def merge_adapter(model: PreTrainedModel, path: str, adapter: str) -> PreTrained
             opened: Any = PeftModel.from_pretrained(model, repo, revision=revision, config=settings)
         # A safe merge makes new tensors: changes to memory-mapped ones would be lost when their pages are released.
         merged: PreTrainedModel = opened.merge_and_unload(safe_merge=True)
+    except UserError:
+        raise
     except Exception as error:  # peft, safetensors and the hub raise many kinds of errors
         raise UserError(
             f"{adapter}: no adapter that can be merged into {path} ({first_line(error)}); name one that was trained "
@@ -141,6 +200,8 @@ def merge_adapter(model: PreTrainedModel, path: str, adapter: str) -> PreTrained
         ) from error
     if base and Path(repo_and_revision(base)[0]).name != Path(repo_and_revision(path)[0]).name:
         warn_once(f"{adapter}: was trained for {base}, and is merged into {path}")
+    if (own := merged.config.get_text_config().vocab_size) != rows:
+        warn_once(f"{adapter}: has {own} tokens, which replace the {rows} of {path}")
     return merged
 
 
@@ -161,12 +222,16 @@ def load_config(path: str, *, trust_remote_code: bool = False, gguf_file: str | 
 
 
 def load_tokenizer(
-    path: str, *, trust_remote_code: bool = False, gguf_file: str | None = None
+    path: str, *, trust_remote_code: bool = False, gguf_file: str | None = None, adapter: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model at `path`, or of its GGUF file. UserError if it cannot be loaded."""
-    repo, revision = repo_and_revision(path)
+    """Load the tokenizer of the model at `path`, or of its GGUF file, or that beside its adapter if there is one.
+    UserError if it cannot be loaded."""
     how = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
+        if adapter is not None and _has_tokenizer(adapter):
+            warn_once(f"{adapter}: brings a tokenizer and its chat template, which replace those of {path}")
+            path, how = adapter, {}
+        repo, revision = repo_and_revision(path)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             repo, revision=revision, trust_remote_code=trust_remote_code, **how
         )
@@ -177,11 +242,17 @@ def load_tokenizer(
     return tokenizer
 
 
+def _has_tokenizer(adapter: str) -> bool:
+    repo, revision = repo_and_revision(adapter)
+    how: Any = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    return cached_file(repo, "tokenizer_config.json", **how) is not None
+
+
 def load_end_ids(
     path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False, gguf_file: str | None = None
 ) -> tuple[int, ...]:
-    """Return the tokens that end a text of the model at `path`, without its weights: those of its generation config, of
-    its config, and of its tokenizer, by which templates end answers even where the configs name other tokens."""
+    """Return the tokens that end a text of the model at `path`, as engines do: its tokenizer's, and those of its
+    generation config, or of its config if that names none. Say if the files disagree, or if none names a token."""
     config = load_config(path, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     check_generation_config(path)
     repo, revision = repo_and_revision(path)
@@ -195,7 +266,24 @@ def load_end_ids(
         if file is not None or not isinstance(error, OSError) or not (error.__cause__ is None or offline):
             remedy = "fetch it again, or set HF_HUB_OFFLINE=1 to read what is cached"
             raise _fault(path, "no generation_config.json that can be read", error, remedy) from error
-    return eos_ids(generation, config, config.get_text_config(), tokenizer)
+    own, generated = eos_ids(tokenizer), eos_ids(generation)
+    described = eos_ids(config, config.get_text_config())
+    ends = tuple(dict.fromkeys((*(generated or described), *own)))
+
+    def names(ids: Iterable[int]) -> str:
+        return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ids) or "none"
+
+    if not ends:
+        warn_once(
+            f"{path}: neither its tokenizer nor its configs name a token that ends a text: texts go on to their limit"
+        )
+    elif not {*own} <= {*(generated or described)} or not {*described} <= {*ends}:
+        warn_once(
+            f"{path}: its files disagree on the tokens that end a text: its tokenizer names {names(own)}, "
+            f"generation_config.json {names(generated)}, config.json {names(described)}; here a text ends at "
+            f"{names(ends)}"
+        )
+    return ends
 
 
 def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:

@@ -159,7 +159,8 @@ class FrozenTarget(LanguageModel):
         self.context_length: int = longest_text(config) or 2048
         self.shared = SharedLayers(model.get_input_embeddings(), self.lm_head, self.head.weight)
         self.eos_token_ids = eos_ids(model.generation_config) or eos_ids(config)
-        """Tokens that end a generation: those of the generation config, which chat models extend, else the config's."""
+        """Tokens that end a text: those of the generation config, which chat models extend, else the config's. A
+        tokenizer may name another one (`heads.targets.load.load_end_ids`)."""
         if outside := [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]:
             raise UserError(
                 f"{name}: eos_token_id: expected ids below {self.vocab_size}, its vocabulary, got {outside[0]}; mend "
@@ -173,6 +174,8 @@ class FrozenTarget(LanguageModel):
         """Computes `packed_features` if no process of this launch holds the layers."""
         self.merged_adapter: str | None = None
         """Folder or Hub id of the peft adapter that was merged into the weights."""
+        self.two_tables = False
+        """True if its config ties embeddings and output head, and its checkpoint holds two tables that differ."""
         self.gguf_file: str | None = None
         """Name of the GGUF file that holds weights and tokenizer, if they are in one."""
         self.template: Mapping[str, Any] = {}

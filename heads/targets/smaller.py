@@ -47,7 +47,9 @@ def check_tokenizers(path: str, target: FrozenTarget) -> None:
     """Refuse a draft whose token ids differ from the target's. UserError names the first difference."""
     trusted = target.trust_remote_code
     tokenizers = (
-        load_tokenizer(target.name, trust_remote_code=trusted, gguf_file=target.gguf_file),
+        load_tokenizer(
+            target.name, trust_remote_code=trusted, gguf_file=target.gguf_file, adapter=target.merged_adapter
+        ),
         load_tokenizer(path, trust_remote_code=trusted),
     )
     ours, theirs = ({number: token for token, number in each.get_vocab().items()} for each in tokenizers)

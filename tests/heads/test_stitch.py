@@ -96,7 +96,8 @@ def test_a_fine_tune_that_lost_its_modules_gets_a_file_of_them(form: str, tmp_pa
     shutil.copytree(base, target)
     lost = [*native, *(f"{LAYER}{name}" for name in SHARED)]
     change_weights(target, model__norm__weight=torch.ones(32), **dict.fromkeys(lost))
-    change_config(target, **{field: 0})
+    none: dict[str, Any] = {field: 0}
+    change_config(target, **none)
     for change in changes:
         change(target)
     model = load_target(str(target))

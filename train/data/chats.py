@@ -405,18 +405,19 @@ def answer_by_answer(
         raise RecordError(f"{place}: expected an answer of the assistant, got none", "without an answer")
     for turn in turns[-1:] if last_only else turns:
         try:
-            text = template.render(messages[:turn], place=place, tools=tools, answer_next=True)
+            prompt = token_ids(tokenizer, template.render(messages[:turn], place=place, tools=tools, answer_next=True))
+            template.check_ids(prompt, place)
         except RecordError as error:
             if turn == turns[0] or last_only:
                 raise
             return f"a turn {error.reason}"
-        prompt = token_ids(tokenizer, text)
         if len(prompt) > most:
             return f"a prompt of more than {most} tokens"
         answer = yield prompt
-        said = answer[:-1] if answer[-1] in special else answer
+        said = answer[:-1] if answer[-1] in special | template.all_end_ids else answer
         if turn != turns[-1] and not special.isdisjoint(said):
             # Such as channels and calls: only the template knows which turn they would belong to.
             return "a turn on an answer with special tokens"
-        messages[turn] = {"role": "assistant", "content": str(tokenizer.decode(said))}
+        text = str(tokenizer.decode(said, clean_up_tokenization_spaces=False))
+        messages[turn] = {"role": "assistant", "content": text}
     return None

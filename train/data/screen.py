@@ -43,7 +43,10 @@ def marked(tokenizer: PreTrainedTokenizerBase, document: Document, most: int | N
     ids, labels = document.ids.tolist(), document.labels.tolist()
     bounds = [n for n in range(1, len(ids)) if labels[n] != labels[n - 1]]
     stretches = zip([0, *bounds], [*bounds, len(ids)], strict=True)
-    texts = [(_clipped(str(tokenizer.decode(ids[start:end])), most), labels[start]) for start, end in stretches]
+    texts = [
+        (_clipped(str(tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)), most), labels[start])
+        for start, end in stretches
+    ]
     return "".join(f"{OPEN}{text}{CLOSE}" if label else text for text, label in texts)
 
 

@@ -90,7 +90,7 @@ class Texts(ABC):
         """Yield `wanted` single prompts of `most` / 4 to `most` tokens, cut from texts, or one of each text. A prompt
         begins at the start of a text, or at a line start after a random point in its first three quarters."""
         tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
-        for text in islice(self._over_and_over(wanted), wanted):
+        for place, text in islice(self._over_and_over(wanted), wanted):
             if rendering.has_rendered(text):
                 dialogue = Dialogue(answer_rendered(rendering, read_rendered(rendering, text), most))
                 yield dialogue if dialogue.prompt is not None else RecordError("", TOO_LONG)
@@ -104,16 +104,22 @@ class Texts(ABC):
             ids = tokenizer(window, return_attention_mask=False, verbose=False)["input_ids"]
             if ids[-1:] == [tokenizer.eos_token_id]:
                 ids = ids[:-1]
-            yield Dialogue(lone(ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length]))
+            ids = ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length]
+            try:
+                rendering.check_ids(ids, place)
+                yield Dialogue(lone(ids))
+            except RecordError as error:
+                yield error
 
-    def _over_and_over(self, most: int | None) -> Iterator[str]:
-        """Yield those of the first `most` texts that are long enough for prompts, over and over; None: all, once."""
+    def _over_and_over(self, most: int | None) -> Iterator[tuple[str, str]]:
+        """Yield those of the first `most` texts that are long enough for prompts, each after its place, over and over;
+        None: all, once."""
         while True:
             found = False
-            for text in islice(map(read_text, self.records()), most):
-                if len(text) >= MIN_PROMPT_CHARACTERS:
+            for record in islice(self.records(), most):
+                if len(text := read_text(record)) >= MIN_PROMPT_CHARACTERS:
                     found = True
-                    yield text
+                    yield record[0], text
             if not found:
                 raise UserError(f"{self}: no text has {MIN_PROMPT_CHARACTERS} characters, so none gives a prompt")
             if most is None:
@@ -339,7 +345,7 @@ def left_out(error: RecordError, name: str) -> Document:
 def describe_skipped(source: AnySource, tally: Tally, *, whole: bool) -> list[str]:
     """Return the line on a source's records that are left out, by reason, if there are some. `whole`: all records have
     been read; UserError if more are unusable than the source allows."""
-    if not tally.skipped or not isinstance(source, ChatSource):
+    if not tally.skipped:
         return []
     named = sorted(tally.skipped.items(), key=lambda pair: -pair[1])
     reasons = ", ".join(f"{count} {reason}" for reason, count in named[:MOST_REASONS])
@@ -348,7 +354,7 @@ def describe_skipped(source: AnySource, tally: Tally, *, whole: bool) -> list[st
         f"{skipped} of {tally.records} records are left out: {reasons}{f', {rest} others' if rest else ''}; "
         f"the first is {source}{tally.first_skipped}"
     )
-    if whole and skipped > source.max_skipped * tally.records:
+    if whole and isinstance(source, ChatSource) and skipped > source.max_skipped * tally.records:
         most = f"more than max_skipped={source.max_skipped:g} of this source"
         raise UserError(f"{source}: {line}; mend them, or allow {most}")
     return [line]
@@ -361,7 +367,8 @@ def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
     tally = corpus.tally
     lines = [*source.unread(), *describe_skipped(source, tally, whole=True)]
     if corpus.num_labels == 0:
-        raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; give longer ones")
+        remedy = lines[0] if lines else "give longer ones"
+        raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; {remedy}")
     if tally.last_tokens < corpus.num_tokens:
         lines.append(
             "the chat template rewrites earlier turns, so answers are documents of their own: "
@@ -399,7 +406,8 @@ def _tokenised(source: AnySource, rendering: ChatTemplate) -> Corpus:
 
 
 def tokens_key(source: AnySource, rendering: ChatTemplate) -> dict[str, Any]:
-    return {"tokenizer": tokenizer_key(rendering.tokenizer), **source.key(rendering)}
+    limit = {} if rendering.limit is None else {"vocab_size": rendering.limit}
+    return {"tokenizer": tokenizer_key(rendering.tokenizer), **limit, **source.key(rendering)}
 
 
 def _records(source: AnySource, name: str) -> "Dataset":
@@ -422,6 +430,23 @@ def _tokenise(
     if os.getpid() != process:  # one of several, which leaves signals to the run
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    places = (f"{source}{place}" for place in batch["place"])  # the file may have moved
+    places = [f"{source}{place}" for place in batch["place"]]  # the file may have moved
     records = zip(places, map(json.loads, batch["record"]), strict=True)
-    return columns(source.documents(rendering, records))
+    return columns(_known(source.documents(rendering, records), places, source, rendering))
+
+
+def _known(
+    documents: Iterable[Document], places: Iterable[str], source: AnySource, rendering: ChatTemplate
+) -> Iterator[Document]:
+    """Yield the documents of each record, at these places, or leave it out if it has a token that the target does not
+    have."""
+    remaining, held = iter(places), list[Document]()
+    for document in documents:
+        held.append(document)
+        if document.ends_record:
+            try:
+                rendering.check_ids(np.concatenate([each.ids for each in held]), next(remaining))
+                yield from held
+            except RecordError as error:
+                yield left_out(error, str(source))
+            held = []

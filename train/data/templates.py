@@ -30,6 +30,7 @@ from eval.measure.chat_template import (
     split_arguments,
     traits_of,
 )
+from eval.measure.prompts import unknown_token
 from eval.measure.records import Message, RecordError
 from heads.core.errors import UserError, shown
 
@@ -67,6 +68,8 @@ class ChatTemplate:
     """Tokens that end an answer, in addition to the tokenizer's."""
     file: str | None = None
     """The file of `text`."""
+    vocab_size: int | None = None
+    """Number of tokens of the target; None: unknown. A tokenizer may have more, which texts then must not have."""
 
     def source(self, tools: Any = None) -> str:
         return dated(str(self.tokenizer.get_chat_template(self.text, tools)), self.day)
@@ -117,6 +120,18 @@ class ChatTemplate:
             add_generation_prompt=answer_next,
             **self.arguments,
         )
+
+    @cached_property
+    def limit(self) -> int | None:
+        """Number of the target's tokens if the tokenizer has ids beyond them, else None."""
+        return (
+            self.vocab_size if self.vocab_size and max(self.tokenizer.get_vocab().values()) >= self.vocab_size else None
+        )
+
+    def check_ids(self, ids: Collection[int], place: str) -> None:
+        """Raise RecordError for a text with a token that the target does not have."""
+        if self.limit is not None and (fault := unknown_token(ids, self.tokenizer, self.limit)):
+            raise RecordError(f"{place}: {fault}", "with a token that the target has no row for")
 
     def check(self, name: str) -> None:
         """Raise UserError for a tokenizer without a template. `name`: the name of the source."""

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from eval.measure.prompts import Prompt, follow_up, held_out_prompts, load_prompts, prompts_hash, split_prompts, windows
 from eval.measure.python_source import read_split
 from heads.core.errors import UserError
+from heads.targets.load import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,21 @@ def write(path: Path, *records: Any) -> str:
 
 def load(path: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Prompt]:
     return load_prompts(path, tokenizer, **{"max_prompt_tokens": 400, **settings})
+
+
+def test_prompts_with_a_token_that_the_target_lacks_are_left_out(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_target_dir))
+    tokenizer.add_tokens(["<|image|>"], special_tokens=True)
+    records = [{"prompt": "one"}, {"prompt": "a <|image|> b"}, {"turns": ["one", "two <|image|>"]}]
+    path = write(tmp_path / "p.jsonl", *records)
+    assert [prompt.text for prompt in load(path, tokenizer, vocab_size=128)] == ["<s><|user|>one<|assistant|>"]
+    line = "2 of 3 prompts have a token that the target has no row for and are left out; the first is"
+    assert f"{line} {path}:2: token '<|image|>' (128) is none of the target's 128 tokens" in capsys.readouterr().err
+    assert len(load(path, tokenizer, vocab_size=129)) == 3
+    with pytest.raises(UserError, match=r"1 of 1 prompts have a token .* such as .*q.jsonl:1: token '<|image|>'"):
+        load(write(tmp_path / "q.jsonl", records[1]), tokenizer, vocab_size=128)
 
 
 @pytest.mark.parametrize(

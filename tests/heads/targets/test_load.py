@@ -6,14 +6,16 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BertConfig, BertModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedTokenizerBase
 
+from eval.measure.loading import load_pair
 from heads.registry import build_head
 from heads.saved import save_head, target_record
 from heads.targets.hub import repo_and_revision
@@ -65,6 +67,36 @@ def test_an_adapter_of_another_model_is_named(
     (adapter_dir / "adapter_model.safetensors").unlink()
     words = refused(load_target, str(tiny_target_dir), adapter=str(adapter_dir))
     assert "found no adapter_model.safetensors" in words
+
+
+def resized_adapter(base: Path, folder: Path, saved: list[str]) -> PreTrainedTokenizerBase:
+    """Write an adapter that was trained with two tokens more than its base, with those tables of tokens."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), load_tokenizer(str(base))
+    tokenizer.add_tokens(["<|tool|>", "<|end|>"], special_tokens=True)
+    tokenizer.chat_template = "{{ '<|tool|>' }}"
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved))
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def test_an_adapter_brings_tokens_of_its_own(
+    tiny_target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = resized_adapter(tiny_target_dir, tmp_path / "more", ["embed_tokens", "lm_head"])
+    how: dict[str, Any] = {"dtype": "float32", "device": torch.device("cpu"), "trust_remote_code": False}
+    with caplog.at_level(logging.WARNING, "draftsmith"):
+        target, own = load_pair(str(tiny_target_dir), adapter=str(tmp_path / "more"), **how)
+    assert own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
+    assert target.vocab_size == target.checkpoint_config.vocab_size == 130
+    saved = load_file(tmp_path / "more/adapter_model.safetensors")
+    assert torch.equal(target.lm_head_weight, saved["base_model.model.lm_head.weight"])
+    said = " ".join(record.message for record in caplog.records if record.name == "draftsmith")
+    assert "has 130 tokens, which replace the 128 of" in said and "brings a tokenizer and its chat template" in said
+    resized_adapter(tiny_target_dir, tmp_path / "half", ["embed_tokens"])
+    words = refused(load_target, str(tiny_target_dir), adapter=str(tmp_path / "half"))
+    assert "model.embed_tokens has 130 rows there and 128 in" in words and "no lm_head of 130" in words
 
 
 GGUF_NAMES = {

@@ -1,5 +1,7 @@
 """The frozen target: what heads see of it is what the model computes, for every family, and nothing else loads."""
 
+import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,18 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
+from eval.measure.loading import load_pair
 from eval.runtime.engine import Engine, EngineOptions
 from heads.core.errors import UserError
 from heads.methods.head_shape import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.registry import build_head
 from heads.saved import target_record
 from heads.targets.decoder import why_not_native
-from heads.targets.load import load_end_ids, load_shape, load_target, load_tokenizer
+from heads.targets.load import load_end_ids, load_shape, load_target
 from heads.targets.model import FrozenTarget
+from heads.targets.smaller import empty_model, keep_layers, load_smaller, model_record, own_weights
 from tests.closeness import assert_close
+from tests.conftest import make_tiny_tokenizer
 from tests.native_mtp import change_config
 from tests.refusals import refused
 
@@ -178,15 +183,35 @@ def test_eos_ids_come_from_the_generation_config_first() -> None:
         FrozenTarget(model, "odd")
 
 
-def test_answers_end_at_all_ids_that_a_model_names_anywhere(tiny_target_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("generated", "described", "own", "ends", "line"),
+    [
+        ([8, 9], 9, "</s>", {8, 9, 1}, "disagree on the tokens that end a text: its tokenizer names '</s>' (1), "),
+        ([1, 9], [7, 1], "</s>", {1, 9}, "config.json "),  # which engines do not read beside the other file
+        ([1, 9], 9, "</s>", {1, 9}, ""),
+        ([1, 9], None, None, {1, 9}, ""),
+        (None, [7, 1], "</s>", {7, 1}, ""),
+        (None, None, "</s>", {1}, "generation_config.json none, config.json none; here a text ends at '</s>' (1)"),
+        (None, None, None, set(), "neither its tokenizer nor its configs name a token that ends a text"),
+    ],
+)
+def test_texts_end_at_the_tokens_at_which_engines_end_them(
+    generated: Any, described: Any, own: str | None, ends: set[int], line: str,
+    tiny_target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     folder = tmp_path / "model"
     shutil.copytree(tiny_target_dir, folder)
-    tokenizer = load_tokenizer(str(folder))
-    change_config(folder, eos_token_id=[7, 8])
-    (folder / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
-    assert set(load_end_ids(str(folder), tokenizer)) == {7, 8, 9, tokenizer.eos_token_id}
-    (folder / "generation_config.json").unlink()
-    assert set(load_end_ids(str(folder), tokenizer)) == {7, 8, tokenizer.eos_token_id}
+    change_config(folder, eos_token_id=described)
+    change_config(folder, "tokenizer_config.json", eos_token=own)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generated}))
+    if generated is None:
+        (folder / "generation_config.json").unlink()
+    how: Any = {"dtype": "float32", "device": torch.device("cpu"), "trust_remote_code": False}
+    with caplog.at_level(logging.WARNING, "draftsmith"):
+        target, tokenizer = load_pair(str(folder), **how)
+    assert set(target.eos_token_ids) == set(load_end_ids(str(folder), tokenizer)) == ends
+    said = [record.message for record in caplog.records if record.name == "draftsmith"]
+    assert len(said) == bool(line) and line in "".join(said)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +242,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 }
 """family -> settings of its language model."""
 NATIVE = {"mistral3"}
+TIES = "tie_word_embeddings"
 
 
 def make_multimodal(family: str, placeholder: int) -> Any:
@@ -253,6 +279,43 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_a_target(family: str, 
     assert_close(logits, alone, roundings=512)
     assert target_record(target)["architecture"] == type(model).__name__
     assert load_shape(str(tmp_path)).hidden_size == 16
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "is_said"),
+    [(True, None, True), (False, True, True), (True, False, True), (None, False, False)],
+    ids=["a language model", "the text's config", "the whole config", "by default alone"],
+)
+def test_both_tables_are_used_where_a_config_ties_what_its_checkpoint_does_not(
+    whole: bool | None, text: bool | None, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("llama", tie_word_embeddings=False) if text is None else make_multimodal("mistral3", 39)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path)
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    changes: dict[str, Any] = {TIES: whole}
+    if text is not None:
+        changes["text_config"] = config["text_config"] | {TIES: text}
+    change_config(tmp_path, **changes)
+    if whole is None:
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != TIES}))
+    with caplog.at_level(logging.WARNING, "draftsmith"):
+        target = load_target(str(tmp_path), dtype=torch.float32)
+    said = [record.message for record in caplog.records if record.name == "draftsmith"]
+    assert ["config.json ties the embeddings" in line for line in said] == [True] * is_said
+    assert target.two_tables == is_said
+    embeddings: Any = target.shared.embed_tokens
+    tables = embeddings.weight, target.lm_head_weight
+    assert torch.equal(tables[1], model.lm_head.weight) and not torch.equal(*tables)
+    drafts = [load_smaller(str(tmp_path), FrozenTarget(model, str(tmp_path)))] if text is not None else []
+    drafts += [keep_layers(target, [0, 1])] if text is None else []
+    for draft in drafts:
+        restored: Any = empty_model(model_record(draft))
+        restored.load_state_dict(own_weights(draft), strict=False)
+        found = restored.get_input_embeddings().weight, restored.get_output_embeddings().weight
+        assert all(torch.equal(one, other) for one, other in zip(found, tables, strict=True))
 
 
 def test_heads_take_the_commonest_shape_of_layers_that_differ() -> None:

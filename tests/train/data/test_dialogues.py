@@ -1,5 +1,6 @@
 """Conversations put to the target turn by turn, on its own answers, and the documents that they make."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def converse(
     dialogue, prompts = Dialogue(made), []
     for answer in answers:
         if dialogue.prompt is not None:
-            prompts.append(str(tokenizer.decode(dialogue.prompt)))
+            prompts.append(str(tokenizer.decode(dialogue.prompt, clean_up_tokenization_spaces=False)))
             dialogue.answer(ids(tokenizer, answer))
     assert dialogue.prompt is None
     return prompts, dialogue
@@ -86,6 +87,25 @@ def test_an_answer_that_is_tokenised_otherwise_keeps_its_own_tokens(tokenizer: P
     first, second = joined(made)
     assert first.ids[first.labels].tolist() == written
     assert second.ids[second.labels].tolist() == ids(tokenizer, "so</s>")
+
+
+def test_an_answer_that_goes_through_text_comes_back(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Llama 3's tokenizers, among others, ask for a clean-up of spaces."""
+    cleaning: Any = copy.deepcopy(tokenizer)
+    cleaning.clean_up_tokenization_spaces = True
+    cleaning.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    said = "a != b ? yes , sure ."
+    assert cleaning.decode(ids(cleaning, said)) != said
+    prompts, dialogue = converse(cleaning, [f"{said}</s>", "so</s>"])
+    assert prompts[1] == f"<s><|user|>one<|assistant|>{said}</s><|user|>two<|assistant|>"
+    assert len(joined(dialogue)) == 1
+
+
+def test_an_answer_ends_at_a_token_that_is_not_special(tokenizer: PreTrainedTokenizerBase) -> None:
+    ends = ids(tokenizer, "!")
+    dialogue = Dialogue(answer_by_answer(ChatTemplate(tokenizer, end_ids=ends), CHAT, place="x", most=100))
+    dialogue.answer([*ids(tokenizer, "so"), *ends])
+    assert dialogue.prompt == ids(tokenizer, "<s><|user|>one<|assistant|>so</s><|user|>two<|assistant|>")
 
 
 def test_a_conversation_ends_where_it_cannot_go_on(tokenizer: PreTrainedTokenizerBase) -> None:

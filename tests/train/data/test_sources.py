@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,31 @@ def test_reasons_are_counted_and_more_than_the_recipe_allows_are_refused(
         read(records, tmp_path, tokenizer, max_skipped=0.79)
     with pytest.raises(UserError, match="no token to train on in its 0 texts"):
         read([ODD["no turns"]], tmp_path, tokenizer, max_skipped=1.0)
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_a_record_with_a_token_that_the_target_lacks_is_left_out(
+    kind: str, tmp_path: Path, tiny_target_dir: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokenizer.add_tokens(["<|image|>"], special_tokens=True)
+    texts = ["the sea is near " * 4, "an <|image|> of the sea " * 4]
+    forms = {"chat": [{"question": text, "answer": "so"} for text in texts], "text": [{"text": text} for text in texts]}
+    path, said = tmp_path / "data.jsonl", list[str]()
+    path.write_text("".join(json.dumps(forms[kind][n]) + "\n" for n in (0, 1, 0)))
+    free = {"max_skipped": 0.5} if kind == "chat" else {}
+    regenerate = {"prompts": None, "prompt_tokens": 200, "new_tokens": 8}
+    settings = {"sources": [{"kind": kind, "path": str(path), **free}], "context_length": 300, "regenerate": regenerate}
+    data, target = Data.model_validate(settings), load_target(str(tiny_target_dir))
+    reader = reader_of(tokenizer, said)
+    reader = replace(reader, rendering=replace(reader.rendering, vocab_size=128))
+    assert len(read_source(data.sources[0], "data.sources.0", reader)) == 2
+    list(read_answering(data, 0, target, reader).dialogues())
+    fault = f"the first is {path}:2: token '<|image|>' (128) is none of the target's 128 tokens"
+    line = f"1 of 3 records are left out: 1 with a token that the target has no row for; {fault}"
+    assert [line in text for text in said] == [True, True]
+    path.write_text(json.dumps(forms[kind][1]))
+    with pytest.raises(UserError, match=r"1 of 1 records are left out: 1 with a token that the target has no row"):
+        read_source(data.sources[0], "data.sources.0", reader)
 
 
 SCREEN = """\
