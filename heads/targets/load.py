@@ -122,7 +122,8 @@ def load_target(
 
 def break_tie(model: PreTrainedModel, whole: Any, path: str) -> bool:
     """Let the configs of a loaded model, from which drafts are made, tie no tables that differ in its checkpoint, both
-    of which transformers loads. Return True, and say so, if config.json ties them. `whole`: the config of the whole checkpoint."""
+    of which transformers loads. Return True, and say so, if config.json ties them. `whole`: the config of the whole
+    checkpoint."""
     untyped: Any = model
     embed, head = untyped.get_input_embeddings(), find_head(model)
     if head is None or embed.weight is head.weight:
@@ -136,8 +137,8 @@ def break_tie(model: PreTrainedModel, whole: Any, path: str) -> bool:
             config.tie_word_embeddings = False
     if is_said:
         warn_once(
-            f"{path}: its config.json ties the embeddings and the output head, and its checkpoint holds two tables that "
-            "differ: both are used here; engines may tie them, so set tie_word_embeddings to false in config.json"
+            f"{path}: its config.json ties the embeddings and the output head, and its checkpoint holds two tables "
+            "that differ: both are used here; engines may tie them, so set tie_word_embeddings to false in config.json"
         )
     return is_said
 
