@@ -27,11 +27,13 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.measure.loading import load_pair
 from heads.core.errors import UserError
+from heads.core.files import lock
 from heads.targets.load import Place
 from heads.targets.model import FrozenTarget
 from train.core.processes import is_launched
 from train.fast_dtype import fastest_dtype
 from train.recipe import Target, Tracking, Train
+from train.tracking import wandb_mode
 
 TIMEOUT = timedelta(hours=2)
 """Longest wait of a process for another one. It must exceed the time of a checkpoint or a measurement."""
@@ -61,7 +63,7 @@ def make_accelerator(
     if tracking is not None and folder is not None:
         if tracking.tensorboard and not is_tensorboard_available():  # Accelerate would skip it
             raise UserError("tracking.tensorboard: not installed; pip install tensorboard, or leave it out")
-        wanted_trackers = {"wandb": tracking.wandb != "off", "tensorboard": tracking.tensorboard}
+        wanted_trackers = {"wandb": wandb_mode(tracking) != "off", "tensorboard": tracking.tensorboard}
         arguments["log_with"] = [name for name, on in wanted_trackers.items() if on] or None  # it warns about []
         arguments["project_config"] = ProjectConfiguration(logging_dir=str(folder / "tensorboard"))
     if not on_gpu:
@@ -161,7 +163,7 @@ def load_recipe_target(
     with ExitStack() as turn:
         # Only one process of this user on this machine loads at a time, so that only one holds weights being converted.
         loading = Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading"
-        fcntl.flock(turn.enter_context(loading.open("a")), fcntl.LOCK_EX)
+        lock(turn.enter_context(loading.open("a")).fileno(), fcntl.LOCK_EX)
 
         def put(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> None:
             assert place is not None

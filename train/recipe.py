@@ -215,13 +215,14 @@ class Tracking(Settings):
     """Experiment tracking. `metrics.jsonl` in the run's folder is always written."""
 
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases. `offline` writes files that `wandb sync` can upload later."""
+    """Weights & Biases. `offline` writes files that `wandb sync` can upload later. If it is not off, the variable
+    WANDB_MODE wins."""
     tensorboard: bool = False
     """Write TensorBoard files to `tensorboard/` in the run's folder. Needs the package tensorboard."""
-    project: Annotated[str, AfterValidator(_check_project)] = "draftsmith"
-    """Project of the wandb run."""
+    project: Annotated[str, AfterValidator(_check_project)] | None = None
+    """Project of the wandb run. Null: that of the variable WANDB_PROJECT, or draftsmith."""
     name: Name | None = None
-    """Name of the wandb run. Null: the name of the run's folder."""
+    """Name of the wandb run. Null: that of the variable WANDB_NAME, or the name of the run's folder."""
 
 
 class Recipe(Settings):

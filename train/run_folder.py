@@ -1,7 +1,6 @@
 """The run directory: its files and its lock. A write is complete or absent."""
 
 import copy
-import fcntl
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from eval.measure.prompts import absolute_prompts
 from eval.measure.records import is_local
 from eval.pages.card import check_card
 from heads.core.errors import UserError, first_line, shown
-from heads.core.files import check_folder, write_json, write_text
+from heads.core.files import check_folder, lock, write_json, write_text
 from heads.targets.hub import absolute
 from heads.targets.model import FrozenTarget
 from train.core.strict_yaml import read_settings
@@ -74,16 +73,12 @@ class RunFolder:
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except (OSError, ValueError) as error:  # ValueError: a null byte
             raise UserError(f"output_dir {self.path}: cannot be written to ({error}); name another") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if lock(self._lock) is False:
             holder = os.read(self._lock, 32).decode(errors="replace").strip()
             os.close(self._lock)
             self._lock = None
             who = f"process {holder}" if holder else "another process"
-            raise UserError(
-                f"output_dir {self.path}: in use by {who}; wait for it to end or name another folder"
-            ) from None
+            raise UserError(f"output_dir {self.path}: in use by {who}; wait for it to end or name another folder")
         os.truncate(self._lock, 0)
         os.write(self._lock, str(os.getpid()).encode())
 

@@ -13,7 +13,7 @@ from eval.measure.progress import Progress
 from eval.measure.results import Results
 from eval.pages.format import count
 from eval.pages.wandb_run import known_figures, log_outcome, quiet_settings, run_place, tags
-from heads.core.errors import UserError, first_line
+from heads.core.errors import UserError, expect_one_of, first_line
 from heads.core.files import write_text
 from train.recipe import Tracking
 from train.run_folder import RunFolder
@@ -28,6 +28,16 @@ gives less."""
 
 NOT_TRACKED = ("accepted", "chains", "overlap")
 """Metrics by depth that only metrics.jsonl holds: parts of the loss, which no chart explains."""
+
+
+def wandb_mode(settings: Tracking) -> str:
+    """Return the mode of a run's wandb, or `off`. Clusters set WANDB_MODE for all jobs: it wins over a recipe that asks
+    for wandb."""
+    modes = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
+    if settings.wandb == "off" or not (named := os.environ.get("WANDB_MODE")):
+        return settings.wandb
+    expect_one_of(modes, "WANDB_MODE", named)
+    return modes[named]
 
 
 class Tracker:
@@ -128,12 +138,12 @@ class Tracker:
         import wandb
 
         settings, record, id_file = self.settings, self.record, self.folder.path / "wandb-id"
-        online = settings.wandb == "online"
+        mode = wandb_mode(settings)
         wandb_options = {
-            "name": settings.name or self.folder.path.name,
+            "name": settings.name or os.environ.get("WANDB_NAME") or self.folder.path.name,
             "id": id_file.read_text().strip() if id_file.is_file() else None,
-            "resume": "allow" if online else None,
-            "mode": "online" if online else "offline",
+            "resume": "allow" if mode == "online" else None,
+            "mode": mode,
             "dir": str(self.folder.path),
             "config": record,
             "tags": tags(record["head"]["kind"], record["target"]["path"]),
@@ -142,18 +152,19 @@ class Tracker:
         # TensorBoard hides what an interrupted run wrote after its checkpoint.
         options = {"wandb": wandb_options, "tensorboard": {"purge_step": step + 1}}
         try:
-            self.accelerator.init_trackers(settings.project, init_kwargs=options)
+            project = settings.project or os.environ.get("WANDB_PROJECT") or "draftsmith"
+            self.accelerator.init_trackers(project, init_kwargs=options)
         except wandb.errors.Error as error:
             self.accelerator.trackers = []  # the list holds trackers that did not start
             raise UserError(
-                f"tracking.wandb {settings.wandb}: wandb does not start ({first_line(error)}); log in, or set "
-                "tracking.wandb to offline or off"
+                f"tracking.wandb {mode}: wandb does not start ({first_line(error)}); log in, or set tracking.wandb to "
+                "offline or off"
             ) from None
-        if settings.wandb != "off":
+        if mode != "off":
             run = self.accelerator.get_tracker("wandb", unwrap=True)
             run.define_metric("eval/*", step_metric="eval/tokens")  # learning curves
             write_text(id_file, run.id + os.linesep)
-            if online:
+            if mode == "online":
                 self.say(run_place(run))
 
     def _record(self, metrics: Metrics) -> None:

@@ -34,7 +34,7 @@ def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Result
     in_sweep, (head,) = "WANDB_SWEEP_ID" in os.environ, options.heads
     try:
         run: Any = wandb.init(
-            project=None if in_sweep else os.environ.get("WANDB_PROJECT", "draftsmith"),
+            project=None if in_sweep else os.environ.get("WANDB_PROJECT") or "draftsmith",
             name=os.environ.get("WANDB_NAME") or f"{short_name(head)} {' '.join(options.trees)}",
             config=None if in_sweep else {"head": head, **asdict(to_settings(options))},
             mode=mode,

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -11,7 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from heads.core.errors import UserError
+from heads.core.errors import UserError, warn_once
+
+
+def lock(file: int, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> bool | None:
+    """Lock an open file by `fcntl.flock` until it is closed. Return False if another process holds the lock. Return
+    None, after one warning, if the file system has no locks, as on some clusters."""
+    try:
+        fcntl.flock(file, how)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        warn_once(
+            f"a file system here has no locks ({error.strerror}): nothing keeps a second run out of this run's folder "
+            "and of the cache of its data, so start none"
+        )
+        return None
+    return True
 
 
 def sync(path: Path) -> None:

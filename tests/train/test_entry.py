@@ -1,22 +1,28 @@
 """Exit status and one clear line for everything a user can mend; nothing is written then."""
 
+import errno
 import json
 import os
 import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from datasets.utils._filelock import FileLock
 from safetensors.torch import load_file
 
 from eval.measure.results import read_results
+from heads.core.errors import warn_once
 from heads.registry import HEADS
 from tests.faults import signal_at
+from tests.refusals import refused
 from tests.runs import Settings, lines, measured_run, write_recipe
 from tests.wandb_file import identity, outcome
 from train.entry import attempt
-from train.recipe import KINDS, load_recipe
+from train.recipe import KINDS, Tracking, load_recipe
+from train.tracking import wandb_mode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +54,42 @@ def test_a_whole_run_leaves_everything_and_is_not_made_again(
     assert "finished already" in said and "measured already" in said
 
 
+@pytest.mark.parametrize(
+    ("recipe", "variable", "mode"),
+    [
+        *(("online", "disabled", "off"), ("online", "offline", "offline"), ("offline", "run", "online")),
+        *(("online", "", "online"), ("off", "online", "off")),
+    ],
+)
+def test_the_variable_of_a_cluster_wins_over_a_recipe_that_asks_for_wandb(
+    recipe: Any, variable: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", variable)
+    assert wandb_mode(Tracking(wandb=recipe)) == mode
+    monkeypatch.setenv("WANDB_MODE", "wrong")
+    if recipe != "off":
+        assert "WANDB_MODE: expected one of online, " in refused(wandb_mode, Tracking(wandb=recipe))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EACCES])
+def test_a_file_system_without_locks_is_no_folder_in_use(
+    number: int, small: Settings, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    warn_once.cache_clear()
+    monkeypatch.setattr("fcntl.flock", flock)
+    monkeypatch.setattr("datasets.builder.FileLock", FileLock)
+    small["data"]["regenerate"] = {"prompts": 2, "new_tokens": 8, "prompt_tokens": 16}
+    status = attempt("eagle", [str(write_recipe(small))])
+    warnings = [record.message for record in caplog.records if "has no locks" in record.message]
+    if number == errno.EACCES:
+        assert status == 2 and not warnings and "in use by another process" in capsys.readouterr().err
+    else:
+        assert status == 0 and len(warnings) == 1 and os.strerror(number) in warnings[0]
+
+
 @pytest.mark.slow
 def test_wandb_holds_the_outcome_and_no_key(
     small: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -56,7 +98,8 @@ def test_wandb_holds_the_outcome_and_no_key(
     for name in ("DATA", "CONFIG", "CACHE"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
     monkeypatch.setenv("WANDB_API_KEY", key)
-    small["tracking"] = {"wandb": "offline", "project": "test"}
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    small["tracking"] = {"wandb": "online", "project": "test"}
     assert attempt("eagle", [str(write_recipe(small))]) == 0
     folder = Path(small["output_dir"])
     results = read_results(folder / "results.json")

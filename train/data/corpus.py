@@ -5,14 +5,14 @@ them into memory. `datasets` writes a data set completely or not at all, and let
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eval.measure.progress import Progress
 from heads.core.errors import UserError, first_line
-from heads.core.files import is_full_disk
+from heads.core.files import is_full_disk, lock
 from train.core.interrupts import Interrupted
 
 if TYPE_CHECKING:
@@ -158,9 +158,15 @@ def corpus_of(documents: Iterable[Document]) -> Corpus:
 def cache_root() -> Path:
     """Return the folder for all tokenised data on this machine: `DRAFTSMITH_DATA_CACHE`, else a folder in
     `XDG_CACHE_HOME`."""
-    named = os.environ.get("DRAFTSMITH_DATA_CACHE")
-    above = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(named) if named else above / "draftsmith" / "data"
+    if named := os.environ.get("DRAFTSMITH_DATA_CACHE"):
+        return Path(named)
+    try:
+        above = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise UserError(
+            "this user has no home folder for tokenised data; name another with DRAFTSMITH_DATA_CACHE"
+        ) from None
+    return above / "draftsmith" / "data"
 
 
 @contextmanager
@@ -204,6 +210,11 @@ def stored(name: str, features: Any, rows: Callable[[], Iterable[dict[str, Any]]
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
+    cache_root().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=cache_root()) as file:
+        if lock(file.fileno()) is None:  # it would fail, or wait for ever
+            builder: Any = datasets.builder
+            builder.FileLock = lambda path: nullcontext()
     where = {"cache_dir": str(cache_root()), "fingerprint": name}
     try:
         return datasets.Dataset.from_generator(rows, features=features, **where)
@@ -306,14 +317,12 @@ class AnswerStore:
         with unwritable(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self._files[self._own] = self._own.open("ab+", buffering=0)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if lock(file.fileno()) is False:
                 self.__exit__()
                 raise UserError(
                     f"{self.folder}: another run has the same target answer into this folder; begin again when it has "
                     "its answers, and they are this run's too"
-                ) from None
+                )
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from heads.core.contract import Rows
 from heads.core.errors import UserError, first_line
+from heads.core.files import lock
 from heads.targets.families import final_norm
 from heads.targets.model import Features, FrozenTarget
 from train.core.processes import on_main
@@ -146,11 +147,11 @@ class HiddenStatesServer:
             raise self.client.error(
                 "its answer names no file of hidden states; start it as train/README.md says"
             ) from None
-        lock = Path(f"{file}.lock")
+        lock_file = Path(f"{file}.lock")
         try:
-            if lock.exists():
-                with lock.open() as held:
-                    fcntl.flock(held, fcntl.LOCK_SH)  # the server's writer holds it until the file is complete
+            if lock_file.exists():
+                with lock_file.open() as held:
+                    lock(held.fileno(), fcntl.LOCK_SH)  # the server's writer holds it until the file is complete
             with file.open("rb"):  # its errors say more than safetensors' own
                 return load_file(file)
         except OSError as error:
@@ -160,7 +161,7 @@ class HiddenStatesServer:
                 ) from None
             raise
         finally:
-            for used in (file, lock):
+            for used in (file, lock_file):
                 with suppress(OSError):
                     used.unlink()
 
