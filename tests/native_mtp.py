@@ -227,6 +227,6 @@ def change_weights(folder: Path, **changes: Tensor | None) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def change_config(folder: Path, name: str = "config.json", **changes: Any) -> None:
-    config = json.loads((folder / name).read_text())
-    (folder / name).write_text(json.dumps(config | changes))
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))

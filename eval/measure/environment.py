@@ -25,7 +25,7 @@ from heads.registry import kind_of
 from heads.saved import check_loaders, find_head, read_config, weights_hash
 from heads.targets.decoder import why_not_native
 from heads.targets.model import FrozenTarget
-from heads.targets.product import load
+from heads.targets.product import find_compiler, load
 from heads.targets.quantization import weight_bytes
 from heads.targets.triton_support import runs_kernels
 
@@ -116,7 +116,9 @@ def decoder_facts(target: FrozenTarget) -> str:
         return "torch and Triton kernels" if runs_kernels(target.head.weight) else "torch"
     if target.dtype != torch.float32:
         return "torch"
-    return "torch and products in C" if load() is not None else "torch (no C compiler)"
+    if load() is not None:
+        return "torch and products in C"
+    return "torch (no C compiler)" if find_compiler() is None else "torch (product.c could not be compiled)"
 
 
 def setup_line(target: FrozenTarget, training: str | None = None) -> str:

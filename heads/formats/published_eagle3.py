@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from heads.core.errors import UserError, shown
 from heads.formats.engine_folder import SGLANG, VLLM, Reading, misread_rotation, window_option
@@ -25,6 +26,8 @@ QWEN3 = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
 UNEVEN = "transformers' Llama, by which config.json is read, takes only a multiple of num_attention_heads"
 BEFORE = {VLLM: "input_layernorm", SGLANG: "hidden_norm"}
 """Norm that each engine applies before a layer after the first. A saved head has one norm under both names."""
+UNTRAINED, LIKENESS_ROWS = 0.1, 4096
+"""Mean cosine of embeddings to the target's below which they look untrained, and the number of rows compared."""
 DROPPED = ("verifier_norm.weight", "verifier_lm_head.weight", "midlayer.self_attn.rotary_emb.inv_freq")
 """Tensors in files that are the target's or have no effect."""
 
@@ -80,6 +83,13 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
     }
     form = "raw EAGLE-3" if layer is None else "speculators' EAGLE-3"
     differs = misread(raw, nested, config)
+    if EMBEDDING in weights and weights[EMBEDDING].shape == embed.weight.shape:
+        alike = likeness(weights[EMBEDDING], embed.weight)
+        doubt = ": it looks untrained" if alike < UNTRAINED else ""
+        differs.append(
+            f"{EMBEDDING} is not the target's table (mean cosine {alike:.2f}{doubt}); it is used here, as by {VLLM}, "
+            f"and {SGLANG} puts the target's in its place, so another head would run"
+        )
     if Vd == V and "d2t" in source.files:
         differs.append(f"{VLLM} refuses a file with the d2t of a whole vocabulary")
     if borrows and raw.get("draft_vocab_size") is not None:
@@ -87,6 +97,12 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
     if not borrows and raw.get("draft_vocab_size", Vd) is None:
         differs.append(f"{SGLANG} takes the target's output head for the head's own where draft_vocab_size is null")
     return Reading(form, config, weights, (*differs, *pair_norms(path, weights, layers)))
+
+
+def likeness(found: Tensor, ours: Tensor) -> float:
+    """Return the mean cosine of the rows of two tables (V, D), over some of them."""
+    few = slice(None, None, max(1, len(ours) // LIKENESS_ROWS))
+    return float(cosine_similarity(found[few].float(), ours[few].detach().cpu().float(), dim=-1).mean())
 
 
 def pair_norms(path: str, weights: dict[str, Tensor], layers: int) -> list[str]:
@@ -166,8 +182,6 @@ def misread(raw: Mapping[str, Any], nested: Mapping[str, Any], config: Mapping[s
         said.append(f"{SGLANG} does not read norm_before_residual: another head would run")
     if config["sliding_window"]:
         said.append(f"{SGLANG} does not read sliding_window: serve it with {window_option(config['sliding_window'])}")
-    if config["own_embeddings"] and config["target_hidden_size"] is None:
-        said.append(f"{SGLANG} puts the target's embeddings in the place of the head's own")
     said += misread_rotation(config)
     if "transformer_layer_config" in raw:
         return [*said, f"{SGLANG} does not read speculators' form"]

@@ -187,7 +187,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             if settings.aux_layer_ids is None
             else check_aux_layer_ids(settings.aux_layer_ids, target.num_layers)
         )
-        defaults = block_settings(target, settings.num_attention_heads, settings.rope_scaling)
+        defaults = block_settings(target, settings.num_attention_heads, settings.rope_scaling, settings.head_dim)
         own = {"aux_layer_ids": aux_layer_ids, "mask_token_id": mask_token(target, settings.mask_token_id)}
         head = cls(cls.Config(**{**defaults, **given(settings), **own}))
         begin(head, target, token_counts, closely=True)

@@ -141,7 +141,7 @@ class Eagle3(Recycling):
         )
         defaults = {
             "draft_vocab_size": min(32_000, target.vocab_size),
-            **block_settings(target, settings.num_attention_heads, settings.rope_scaling),
+            **block_settings(target, settings.num_attention_heads, settings.rope_scaling, settings.head_dim),
         }
         if settings.hidden_size not in (None, target.hidden_size):
             defaults |= {"target_hidden_size": target.hidden_size, "own_embeddings": True}

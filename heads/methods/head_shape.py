@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from heads.core.errors import UserError, expect
@@ -29,19 +30,23 @@ def check_one_width(target: FrozenTarget, kind: str) -> None:
 
 
 def block_settings(
-    target: FrozenTarget, num_heads: int | None = None, scaling: dict[str, Any] | None = None
+    target: FrozenTarget,
+    num_heads: int | None = None,
+    scaling: dict[str, Any] | None = None,
+    head_dim: int | None = None,
 ) -> dict[str, Any]:
-    """Return the settings of a `BlockConfig` of the target's shape, with its scaling of rotary positions. `num_heads`
-    and `scaling` override the target's. Raises UserError for an invalid scaling."""
+    """Return the settings of a `BlockConfig` of the target's shape, with its scaling of rotary positions. The arguments
+    override the target's. Raises UserError for an invalid scaling."""
     config = target.config
     D, heads = target.hidden_size, num_heads or layer_setting(config, "num_attention_heads")
     key_heads = layer_setting(config, "num_key_value_heads") or heads
     if num_heads is None and heads % key_heads:  # latent attention has no key heads, whatever its config says
         key_heads = heads
-    head_dim = layer_setting(config, "head_dim") or D // heads
+    head_dim = head_dim or layer_setting(config, "head_dim") or D // heads
     own, longest = rope_scaling(config) or {}, getattr(config, "max_position_embeddings", None) or target.context_length
-    if scaling is None and len(own.get("short_factor", ())) not in (0, head_dim // 2):
-        scaling = {"rope_type": "default"}  # the target's factors are for a part of a head, and a new head turns whole
+    for name in ("short_factor", "long_factor"):  # of LongRoPE, one for each frequency of a head
+        if len(own.get(name, ())) not in (0, head_dim // 2):
+            own = own | {name: resampled(own[name], head_dim // 2)}
     if scaling is not None and scaling != own:
         check_scaling(scaling)
         if scaling["rope_type"] != "longrope":  # its factor is computed from `max_position_embeddings`
@@ -61,6 +66,14 @@ def block_settings(
         "rope_theta": rope_theta(config),
         "rope_scaling": (own or None) if scaling is None else scaling,
     }
+
+
+def resampled(factors: Sequence[float], count: int) -> list[float]:
+    """Return the factors of `count` rotary frequencies, from those of a target whose heads turn another number: by
+    linear interpolation between the target's frequencies, both lists being spread evenly over their logarithms."""
+    ours, theirs = np.arange(count) / count, np.arange(len(factors)) / len(factors)
+    found: list[float] = np.interp(ours, theirs, factors).tolist()
+    return found
 
 
 def low_middle_high(num_layers: int) -> tuple[int, int, int]:

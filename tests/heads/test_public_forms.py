@@ -273,6 +273,19 @@ def with_table(weights: dict[str, Tensor]) -> None:
     weights["embed_tokens.weight"] = torch.ones(V, D)
 
 
+@pytest.mark.parametrize(("share", "doubt"), [(0.0, ": it looks untrained"), (0.5, "")])
+def test_embeddings_that_are_not_the_targets_are_said_with_what_engines_do(
+    share: float, doubt: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    embed: Any = target.shared.embed_tokens
+    noise = torch.randn(V, D, generator=torch.Generator().manual_seed(0)) * embed.weight.std()
+    table = {"embed_tokens.weight": share * embed.weight + noise}
+    head = read_published(write(tmp_path / "head", RAW, eagle3().to_checkpoint() | table), target)
+    assert torch.equal(head.embed_tokens.weight, table["embed_tokens.weight"])
+    (line,) = (line for line in head.origin.differs if "embed_tokens.weight" in line)
+    assert re.search(rf"not the target's table \(mean cosine -?0\.\d\d{doubt}\); .* as by vLLM .* SGLang .* puts", line)
+
+
 NOT_READ: list[tuple[Config, str]] = [
     (DOMINO, "Domino"),
     (nested(NVIDIA_DFLASH, projector_type="domino", emb_dim=8, gru_hidden_dim=16), "Domino"),

@@ -190,10 +190,32 @@ def test_other_positions_than_the_targets_claim_the_length_that_they_hold_for() 
         return int(config.max_position_embeddings)
 
     assert claimed(scaled, None) == 512 and claimed(scaled, {"rope_type": "default"}) == 64
-    part = LONGROPE | {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "partial_rotary_factor": 0.75}
-    sizes |= {"rope_parameters": {"rope_theta": 1e4, **part}, "original_max_position_embeddings": 64}
-    assert claimed(FrozenTarget(make_model("phi3", **sizes), "phi"), None) == 64  # a new head turns whole: it is plain
     assert claimed(scaled, YARN) == 128 and claimed(plain, LLAMA3) == 512 and claimed(plain, None) == 512
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "part", "factors"),
+    [
+        ("eagle3", None, 1.0, [1.0, 1.1, 1.2, 1.5]),
+        ("eagle3", 4, 1.0, [1.0, 1.2]),
+        ("dflash", 16, 1.0, [1.0, 1.05, 1.1, 1.15, 1.2, 1.35, 1.5, 1.5]),
+        ("eagle3", None, 0.5, [1.0, 1.25, 1.5, 1.5]),  # a new head turns whole
+        ("dflash", 4, 0.5, [1.0, 1.5]),
+    ],
+)
+def test_a_head_of_another_width_has_the_factors_of_its_own_frequencies(
+    kind: str, width: int | None, part: float, factors: list[float]
+) -> None:
+    """LongRoPE has one for each frequency that the target's heads turn."""
+    longrope = LONGROPE | ({"short_factor": [1.0, 1.5], "long_factor": [1.0, 8.0]} if part < 1 else {})
+    sizes: dict[str, Any] = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=8)
+    sizes |= dict(max_position_embeddings=512, original_max_position_embeddings=64, head_dim=8)
+    rope = {"rope_theta": 1e4, **longrope, "partial_rotary_factor": part}
+    target = FrozenTarget(make_model("phi3", **sizes, rope_parameters=rope), "phi")
+    settings = {"head_dim": width} | ({"mask_token_id": 5} if kind == "dflash" else {})
+    config = build_head(kind, settings, target, torch.ones(40)).config
+    assert config.rope_scaling["rope_type"] == "longrope" and config.max_position_embeddings == 512
+    assert config.rope_scaling["short_factor"] == pytest.approx(factors)
 
 
 def test_positions_that_are_plain_for_a_head() -> None:

@@ -14,7 +14,16 @@ from heads.core.errors import UserError
 from tests.chats import reader_of
 from tests.faults import small_files
 from train.data import sources
-from train.data.corpus import AnswerStore, Corpus, Document, Tally, corpus_of, has_documents, stored_documents
+from train.data.corpus import (
+    AnswerStore,
+    Corpus,
+    Document,
+    Tally,
+    cache_root,
+    corpus_of,
+    has_documents,
+    stored_documents,
+)
 from train.data.sources import ChatSource, TextSource, read_source
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -54,6 +63,18 @@ def test_a_fault_on_the_way_leaves_nothing() -> None:
     with pytest.raises(UserError, match="the file ends here"):
         stored_documents("entry", fail)
     assert not has_documents("entry") and len(stored_documents("entry", lambda: some([5]))) == 1
+
+
+def test_a_cache_that_is_named_needs_no_home(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    assert cache_root() == own_cache
+    monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    with pytest.raises(UserError, match="has no home folder for tokenised data; name another with DRAFTSMITH_DATA_C"):
+        cache_root()
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(
