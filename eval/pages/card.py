@@ -22,7 +22,7 @@ PLOTS = {"plots/acceptance.png": "Acceptance by depth", "plots/curve.png": "tau 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 LIBRARY = "draftsmith"
 PROJECT = "the draftsmith project"
-"""The project, as a card names it. It becomes a Markdown link once pyproject.toml has an address."""
+"""The project, as a card names it."""
 TASK = "text-generation"
 
 
