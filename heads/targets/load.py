@@ -151,10 +151,13 @@ def fit_rows(model: PreTrainedModel, path: str, adapter: str, *, ties: bool) -> 
     tables = {names[module]: module.weight for module in (untyped.get_input_embeddings(), find_head(model))}
     found: dict[str, int] = {}
     for key, file in tensor_files(adapter, ("adapter_model.safetensors",)).items():
-        for name in tables:
-            if re.search(rf"\.{re.escape(name)}\.((modules_to_save|base_layer)\.)?weight$", key):
-                with safe_open(file, framework="pt") as opened:
-                    found[name] = opened.get_slice(key).get_shape()[0]
+        name, _, rest = key.removeprefix("base_model.model.").partition(".lora_")
+        name = name if rest else re.sub(r"(\.modules_to_save|\.base_layer)?\.\w+$", "", name)
+        if name not in names.values():
+            return  # it is for another architecture, which peft says
+        if name in tables and not rest:
+            with safe_open(file, framework="pt") as opened:
+                found[name] = opened.get_slice(key).get_shape()[0]
     rows = max(found.values(), default=0)
     if all(len(tables[name]) == size for name, size in found.items()):
         return

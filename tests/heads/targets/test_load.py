@@ -63,7 +63,10 @@ def test_an_adapter_of_another_model_is_named(
     (line,) = [record.message for record in caplog.records if record.name == "draftsmith"]
     assert str(tiny_target_dir) in line and str(other) in line
     make_model("gpt2").save_pretrained(tmp_path / "gpt2")
-    assert str(adapter_dir) in refused(load_target, str(tmp_path / "gpt2"), adapter=str(adapter_dir))
+    resized_adapter(tiny_target_dir, tmp_path / "more", ["embed_tokens", "lm_head"])
+    for adapter in (adapter_dir, tmp_path / "more"):
+        words = refused(load_target, str(tmp_path / "gpt2"), adapter=str(adapter))
+        assert f"{adapter}: no adapter that can be merged into" in words
     (adapter_dir / "adapter_model.safetensors").unlink()
     words = refused(load_target, str(tiny_target_dir), adapter=str(adapter_dir))
     assert "found no adapter_model.safetensors" in words
