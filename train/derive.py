@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eval.measure.command import Parser, print_line
 from eval.measure.folders import plain_name, short_name
+from eval.measure.forms import ARGUMENTS
 from eval.measure.progress import Progress
 from eval.measure.prompts import split_prompts
-from eval.measure.records import Message, RecordError, read_records
+from eval.measure.records import RecordError, read_records
 from heads.core.errors import UserError
 from heads.core.files import check_folder, is_file, write_text
 from train.core.strict_yaml import Source, overridden
@@ -91,6 +92,8 @@ class Survey:
     """Tokens of the first prompt."""
     with_turns: int = 0
     """Conversations with several answers."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """Number of records of which each note is made."""
     fault: str = ""
     """Why the first record that cannot be used is left out."""
 
@@ -221,6 +224,9 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     if "prompt_tokens" not in answers.model_fields_set:
         most = max(1, min(size.prompt_tokens, room - new))
     survey = read_conversations(data.sources, rendering_of(first, tokenizer), most)
+    unread = [line for each in data.sources for line in each.unread()]
+    for line in [*unread, *(f"{count:,} {note}" for note, count in survey.notes.items())]:
+        print_line(line)
     if "prompt_tokens" not in answers.model_fields_set and survey.lengths and 10 * survey.with_turns < survey.records:
         most = min(most, up_to(64, max(survey.lengths.values())))  # those of later turns follow from the answers
     context = data.context_length if "context_length" in data.model_fields_set else min(room, up_to(128, most + new))
@@ -239,7 +245,7 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
         by_hash = sorted(asked, key=lambda turns: hashlib.sha256("\0".join(turns).encode()).digest())
         fewest = min(FEWEST, max(FEW, int(LARGEST_SHARE * len(asked))))
         chosen = set(by_hash[: min(max(round(SHARE * len(asked)), fewest), MOST)])
-        texts = (json.dumps({"messages": turns}, ensure_ascii=False) for turns in first_of(data.sources, chosen))
+        texts = (json.dumps(record, ensure_ascii=False) for record in first_of(data.sources, chosen))
         held_out = "".join(f"{text}\n" for text in texts)
     elif not is_file(prompts) and any(map(is_file, split_prompts(prompts))):
         raise UserError(f"eval.prompts {prompts}: expected suites, or one file, whose conversations are held out")
@@ -311,12 +317,13 @@ def read_conversations(sources: Sequence[Any], rendering: "ChatTemplate", most: 
                 turns, messages = opening(record), read_asked(record).messages
                 assert turns is not None and found.prompt is not None
                 survey.counts[turns] += 1
+                survey.notes.update(found.about["notes"].splitlines())
                 survey.lengths[turns] = len(found.prompt)
                 survey.with_turns += sum(message["role"] == "assistant" for message in messages) > 1
     return survey
 
 
-def first_of(sources: Sequence[Any], chosen: Collection[Asked]) -> Iterator[list[Message]]:
+def first_of(sources: Sequence[Any], chosen: Collection[Asked]) -> Iterator[dict[str, Any]]:
     """Yield the first conversation that begins with each of the chosen turns, without answers that are to be given."""
     left = set(chosen)
     for record in chain.from_iterable(source.records() for source in sources):
@@ -324,7 +331,9 @@ def first_of(sources: Sequence[Any], chosen: Collection[Asked]) -> Iterator[list
             return
         if (turns := opening(record)) in left:
             left.remove(turns)
-            yield [message for message in read_asked(record).messages if message is not ASKED]
+            chat = read_asked(record)
+            arguments = {ARGUMENTS: chat.arguments} if chat.arguments else {}
+            yield {"messages": [message for message in chat.messages if message is not ASKED], **arguments}
 
 
 def head_settings(kind: str, layers: int, vocabulary: int, context: int) -> dict[str, Any]:

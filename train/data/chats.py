@@ -403,9 +403,12 @@ def answer_by_answer(
     turns = [n for n in trained_answers(messages, place) if calls or "tool_calls" not in messages[n]]
     if not turns:
         raise RecordError(f"{place}: expected an answer of the assistant, got none", "without an answer")
+    num_read = 0
     for turn in turns[-1:] if last_only else turns:
         try:
-            prompt = token_ids(tokenizer, template.render(messages[:turn], place=place, tools=tools, answer_next=True))
+            text = template.render(messages[:turn], place=place, tools=tools, answer_next=True)
+            check_rendered(enumerate(messages[num_read:turn], start=num_read + 1), text, place, template.called)
+            prompt = token_ids(tokenizer, text)
             template.check_ids(prompt, place)
         except RecordError as error:
             if turn == turns[0] or last_only:
@@ -420,4 +423,5 @@ def answer_by_answer(
             return "a turn on an answer with special tokens"
         text = str(tokenizer.decode(said, clean_up_tokenization_spaces=False))
         messages[turn] = {"role": "assistant", "content": text}
+        num_read = turn + 1
     return None

@@ -90,7 +90,7 @@ class Texts(ABC):
         """Yield `wanted` single prompts of `most` / 4 to `most` tokens, cut from texts, or one of each text. A prompt
         begins at the start of a text, or at a line start after a random point in its first three quarters."""
         tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
-        for place, text in islice(self._over_and_over(wanted), wanted):
+        for place, text in islice(self._over_and_over(rendering, wanted), wanted):
             if rendering.has_rendered(text):
                 dialogue = Dialogue(answer_rendered(rendering, read_rendered(rendering, text), most))
                 yield dialogue if dialogue.prompt is not None else RecordError("", TOO_LONG)
@@ -111,13 +111,13 @@ class Texts(ABC):
             except RecordError as error:
                 yield error
 
-    def _over_and_over(self, most: int | None) -> Iterator[tuple[str, str]]:
-        """Yield those of the first `most` texts that are long enough for prompts, each after its place, over and over;
-        None: all, once."""
+    def _over_and_over(self, rendering: ChatTemplate, most: int | None) -> Iterator[tuple[str, str]]:
+        """Yield those of the first `most` texts that are long enough for prompts, or rendered, each after its place,
+        over and over; None: all, once."""
         while True:
             found = False
             for record in islice(self.records(), most):
-                if len(text := read_text(record)) >= MIN_PROMPT_CHARACTERS:
+                if len(text := read_text(record)) >= MIN_PROMPT_CHARACTERS or rendering.has_rendered(text):
                     found = True
                     yield record[0], text
             if not found:

@@ -5,7 +5,7 @@ built from two texts alone: the prompt as served, and what such a target writes,
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
@@ -15,6 +15,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from eval.measure.chat_template import apply_template
 from eval.measure.records import Message
 from train.data.chats import encode_conversations, read_conversation
 from train.data.templates import ChatTemplate
@@ -317,3 +318,44 @@ def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str,
             at = end
     readable = [[tuple(map(tokenizer.decode, pair)) for pair in pairs] for pairs in (found, expected)]
     assert readable[0] == readable[1] and found == expected
+
+
+LONG = 24
+"""Answers of a conversation that is rendered in parts."""
+
+
+def long_case(case: str, count: int) -> list[Message]:
+    """A conversation of as many exchanges, each with other texts. `case`: one of `CASES`."""
+    lead, turns = ([], CASES[case]) if CASES[case][0]["role"] == "user" else (CASES[case][:1], CASES[case][1:])
+    rounds = -(-count * 2 // len(turns))
+    return [*lead, *({**turn, "content": f"{turn['content']} {n}"} for n in range(rounds) for turn in turns)]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name in FAMILIES for case in CASES if renders(FAMILIES[name], CASES[case])]
+)
+def test_a_long_conversation_has_the_texts_of_its_answers_one_by_one(
+    name: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, messages = template_of(name), long_case(case, LONG)
+    monkeypatch.setattr("train.data.chats.MAX_WHOLE", len(messages))
+    expected = read_conversation(template, messages, place="f:1")
+    monkeypatch.setattr("train.data.chats.MAX_WHOLE", 0)
+    assert read_conversation(template, messages, place="f:1") == expected
+
+
+@pytest.mark.parametrize("name", ["Llama 3", "Qwen2.5", "Phi-3", "DeepSeek-R1", "GLM-4.5, not thinking"])
+def test_the_turns_rendered_of_a_conversation_grow_with_its_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[int] = []
+
+    def counting(messages: Sequence[Message], *arguments: Any, **options: Any) -> str:
+        rendered.append(len(messages))
+        return apply_template(messages, *arguments, **options)
+
+    monkeypatch.setattr("train.data.templates.apply_template", counting)
+    totals = []
+    for count in (100, 200):
+        rendered.clear()
+        read_conversation(template_of(name), long_case("two turns", count), place="f:1")
+        totals.append(sum(rendered))
+    assert totals[1] < 2.5 * totals[0]
