@@ -40,10 +40,10 @@ class Traits(NamedTuple):
     opening: str
     """Text with which every answer begins in a conversation, such as `<|im_start|>assistant`; empty if there is none
     by which to know rendered text."""
-    rest: str
-    """What a prompt adds to it, such as DeepSeek-R1's `<think>`."""
+    ending: str
+    """Text that ends every answer."""
     next: str
-    """Text between an answer and the next question."""
+    """Text between it and the next question."""
     starts: tuple[str, ...]
     """Texts of which rendered text begins with one."""
     bos: str
@@ -74,7 +74,9 @@ def traits_of(tokenizer: PreTrainedTokenizerBase, template: str) -> Traits:
         (text,) = (message["content"] for message in messages if message["role"] == role)
         if text not in rendered(*messages):
             parts.add(role)
-            if text not in rendered(*messages) and not (role == "tool" and "user" in parts):
+            in_parts = rendered(*messages)
+            is_read = text in in_parts and "'text'" not in in_parts  # and not the list as Python prints it
+            if not is_read and not (role == "tool" and "user" in parts):
                 parts.remove(role)
 
     plain, prompt = rendered(question), rendered(question, answer_next=True)
@@ -84,15 +86,16 @@ def traits_of(tokenizer: PreTrainedTokenizerBase, template: str) -> Traits:
     answers = [rendered(question, answer), rendered(question, answer, {"role": "user", "content": NEXT})]
     between = [text.partition(ASKED)[2].partition(ANSWERED)[0] for text in answers if ANSWERED in text]
     opening = rest[: min([len(rest), *(common_prefix(rest, text) for text in between)])]
-    rest = rest.removeprefix(opening)
     opening = opening.removeprefix(plain.partition(ASKED)[2]) or opening
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     if not any(token in opening for token in added) and len(opening.strip()) < MIN_OPENING:
         opening = ""
     heads = [head, rendered(*probes["system"]).partition(NEXT)[0]]
-    starts = [*added, *(text.removeprefix(bos) for text in heads)]
+    starts = (*added, *(text.removeprefix(bos) for text in heads))
     after = answers[1].partition(ANSWERED)[2].partition(NEXT)[0]
-    return Traits(frozenset(parts), opening, rest, after, tuple(start for start in starts if start.strip()), bos)
+    ending = after[: common_prefix(answers[0].partition(ANSWERED)[2], after)]
+    starts = tuple(start for start in starts if start.strip())
+    return Traits(frozenset(parts), opening, ending, after.removeprefix(ending), starts, bos)
 
 
 def _with_parts(messages: Iterable[Message], roles: Collection[str]) -> list[Message]:

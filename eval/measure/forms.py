@@ -16,7 +16,9 @@ from eval.measure.records import Message, Record, RecordError
 from heads.core.errors import shown
 
 ROLES = dict.fromkeys(["user", "human", "prompter"], "user")
-ROLES |= dict.fromkeys(["assistant", "gpt", "chatgpt", "model", "ai", "llm", "bot", "chatbot"], "assistant")
+ROLES |= dict.fromkeys(
+    ["assistant", "ai_assistant", "gpt", "chatgpt", "model", "ai", "llm", "bot", "chatbot"], "assistant"
+)
 ROLES |= dict.fromkeys(["bing", "bard", "claude"], "assistant")
 ROLES |= dict.fromkeys(["system", "developer"], "system")
 ROLES |= dict.fromkeys(["tool", "function", "observation", "ipython", "tool_response", "function_response"], "tool")
@@ -36,13 +38,15 @@ CALL = "function_call"
 """Role of a turn, or key of a turn, that calls a tool."""
 TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 """Types of content parts with text."""
+MEDIA = re.compile("(input_)?(image|audio|video|file)")
+"""Matches types of content parts that are no objects to be given as JSON, where a part stands alone."""
 THOUGHTS = ("thinking", "reasoning", "reasoning_content")
 """Types of content parts with reasoning, and fields that have its text."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields of a turn in which records store the reasoning before an answer."""
 ARGUMENTS = "chat_template_kwargs"
 """Column with arguments of the chat template for its record alone."""
-TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|User|Assistant):")
 """Names of the speakers in one text of a conversation, as Anthropic's preference data have it."""
 
 Form = tuple[str, str | None]
@@ -112,7 +116,7 @@ def read_chat(record: Record) -> Chat:
         if last is not None:
             answer = read_turns(record, last, "assistant")
             is_next = answer[0]["role"] == "assistant" != turns[-1]["role"]
-            if is_next and isinstance(fields[first], str) and _is_transcript(fields[first]):
+            if is_next and _is_transcript(fields[first]):
                 answer[0]["content"] = answer[0]["content"].strip()
             # Some preference sets repeat the prompt in each answer.
             turns = [*turns, *answer] if is_next else _one_of(place, forms, turns, answer)
@@ -164,6 +168,8 @@ def read_turns(record: Record, column: str, role: str = "user") -> list[Message]
     turns = _as_list(turns, *ROLE, *CONTENT)
     if isinstance(turns, dict) and not turns.keys().isdisjoint(ROLE):
         turns = [turns]
+    if role == "assistant" and column not in FORMS and isinstance(turns, list) and not any(map(_is_turn, turns)):
+        turns = json.dumps(turns, ensure_ascii=False) if turns else turns
     if isinstance(turns, list) and turns:
         if isinstance(turns[0], str):
             others = {"user": "assistant", "assistant": "user"}
@@ -179,7 +185,7 @@ def read_turns(record: Record, column: str, role: str = "user") -> list[Message]
     if role == "assistant" and turns is None:
         raise RecordError(f"{place}: expected an answer, got none", "without an answer")
     text = _text(place, turns)
-    if _is_transcript(text):
+    if _is_transcript(text) and (role == "user" or any(_is_transcript(fields.get(key)) for key in QUESTIONS)):
         _, *parts = TRANSCRIPT.split(text.strip())
         said = [*zip(parts[::2], map(str.strip, parts[1::2]), strict=True)]
         said = said[:-1] if said[-1] == ("Assistant", "") else said  # it asks for the answer
@@ -189,20 +195,24 @@ def read_turns(record: Record, column: str, role: str = "user") -> list[Message]
     return [{"role": role, "content": text}]
 
 
+def _is_turn(value: Any) -> bool:
+    keys = {*ROLE, *CONTENT, "type", "text"}
+    return isinstance(value, str) or (isinstance(value, dict) and not value.keys().isdisjoint(keys))
+
+
 def _as_list(value: Any, *keys: str) -> Any:
     """Return a mapping of lists that has one of the keys as a list of mappings, from which `datasets` makes it, and any
     other value unchanged."""
     is_mapping = isinstance(value, dict) and not value.keys().isdisjoint(keys)
-    if is_mapping and all(isinstance(part, list) for part in value.values()):
-        lengths = {len(part) for part in value.values()}
-        if len(lengths) == 1:
-            rows = (zip(value, row, strict=True) for row in zip(*value.values(), strict=True))
-            return [{key: part for key, part in row if part is not None} for row in rows]
+    lists = {key: part for key, part in value.items() if part is not None} if is_mapping else {}
+    if lists and all(isinstance(part, list) for part in lists.values()) and len(set(map(len, lists.values()))) == 1:
+        rows = (zip(lists, row, strict=True) for row in zip(*lists.values(), strict=True))
+        return [{key: part for key, part in row if part is not None} for row in rows]
     return value
 
 
-def _is_transcript(text: str) -> bool:
-    return TRANSCRIPT.match(text.strip()) is not None and "\n\nAssistant:" in text
+def _is_transcript(text: Any) -> bool:
+    return isinstance(text, str) and text.lstrip().startswith(("Human:", "User:")) and "\n\nAssistant:" in text
 
 
 def read_arguments(record: Record) -> Mapping[str, Any]:
@@ -211,7 +221,7 @@ def read_arguments(record: Record) -> Mapping[str, Any]:
     arguments = fields.get(ARGUMENTS) or {}
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) or {}
     if not isinstance(arguments, dict):
         raise RecordError(
             f"{place}: {ARGUMENTS}: expected a mapping, or one as JSON, got {shown(arguments)}",
@@ -284,7 +294,7 @@ def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message
     if not isinstance(turn, dict):
         raise RecordError(f"{place}: expected a turn with 'role' and 'content', got {shown(turn)}", "no turns")
     named, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
-    role = re.sub(r"^[\W_]+|[\W_]+$", "", named.lower()) if isinstance(named, str) else ""
+    role = re.sub(r"[\W_]+", "_", named.lower()).strip("_0123456789") if isinstance(named, str) else ""
     if role in (CALL, "tool_call"):
         role, content, turn = "assistant", None, {**turn, CALL: content}
     if role not in ROLES:
@@ -308,8 +318,10 @@ def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message
             rest[REASONING[0]] = thoughts
         if content in (None, []):
             if not rest.get("tool_calls"):
-                got = "its reasoning alone" if any(rest.get(key) for key in REASONING) else "none"
-                raise RecordError(f"{place}: expected an answer, got {got}", "without an answer")
+                if any(rest.get(key) for key in REASONING):
+                    what = "expected an answer, got its reasoning alone"
+                    raise RecordError(f"{place}: {what}", "with reasoning but no answer")
+                raise RecordError(f"{place}: expected an answer, got none", "without an answer")
             content = ""
     return {**rest, "role": role, "content": _text(place, content)}
 
@@ -357,7 +369,7 @@ def _text(place: str, value: Any) -> str:
     if isinstance(value, str):
         return value
     parts = _as_list(value, "type")
-    if isinstance(parts, dict) and parts.get("type") not in TEXTS:
+    if isinstance(parts, dict) and parts.get("type") not in TEXTS and not MEDIA.match(str(parts.get("type"))):
         return json.dumps(parts, ensure_ascii=False)
     parts = parts if isinstance(parts, list) and parts else [parts]
     types = (part.get("type", "text") for part in parts if isinstance(part, dict))
@@ -368,6 +380,7 @@ def _text(place: str, value: Any) -> str:
     texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if all(isinstance(text, str) for text in texts):
         return "".join(texts)
-    if all(isinstance(part, dict) and not part.keys() & {"type", "text"} for part in parts):
-        return json.dumps(parts, ensure_ascii=False)
-    raise RecordError(f"{place}: expected text, got {shown(value)}", "a turn without text")
+    if isinstance(value, list) and value and None not in value and not any(map(_is_turn, value)):
+        return json.dumps(value, ensure_ascii=False)
+    remedy = "; write it in quotes" if isinstance(value, int | float) else ""
+    raise RecordError(f"{place}: expected text, got {shown(value)}{remedy}", "a turn without text")

@@ -94,17 +94,17 @@ def read_rendered(template: ChatTemplate, text: str) -> Rendered:
     at = text.find(traits.opening)
     while at >= 0:
         start = at + len(traits.opening)
-        beside = (traits.rest, template.frame.empty)  # as in prompts, and in answers without reasoning
+        beside = (template.prompt_end, template.frame.empty)  # as in prompts, and in answers without reasoning
         start += next((len(added) for added in beside if added and text.startswith(added, start)), 0)
-        end, after = template.ends.search(text, start), text.find(traits.next, start) if traits.next else -1
-        stop = min(
-            end.end() if end else len(text),
-            after if after >= 0 and not template.ends.search(traits.next) else len(text),
-        )
+        between = traits.ending + traits.next
+        after = text.find(between, start) if between else -1
+        end = template.ends.search(text, start, len(text) if after < 0 else after + len(between))
+        unended = len(text) if after < 0 else after + len(traits.ending)
+        stop = unended if end is None else end.end()
         if stop > start:
             answers.append((start, stop))
         at = text.find(traits.opening, stop)
-    return Rendered(text, answers)
+    return Rendered(text[: stop if not text[stop:].strip() else None] if answers else text, answers)
 
 
 def read_conversation(

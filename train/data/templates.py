@@ -188,6 +188,12 @@ class ChatTemplate:
         return Frame(opened, empty, following)
 
     @cached_property
+    def prompt_end(self) -> str:
+        """What a prompt adds to the opening of an answer, such as DeepSeek-R1's `<think>`."""
+        prompt = self.render([{"role": "user", "content": ASKED}], place=self.called, answer_next=True)
+        return prompt.partition(ASKED)[2].partition(self.traits.opening)[2]
+
+    @cached_property
     def unreasoned(self) -> str:
         """The note on an answer without reasoning where the target would think."""
         remedy = "; data.template.enable_thinking: false asks for such answers"

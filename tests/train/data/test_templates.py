@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eval.measure.chat_template import apply_template
 from eval.measure.records import Message
-from train.data.chats import encode_conversations, read_conversation
+from train.data.chats import encode_conversations, read_conversation, read_rendered
 from train.data.templates import ChatTemplate
 
 Text = Callable[[Message], str]
@@ -318,6 +318,22 @@ def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str,
             at = end
     readable = [[tuple(map(tokenizer.decode, pair)) for pair in pairs] for pairs in (found, expected)]
     assert readable[0] == readable[1] and found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name in FAMILIES for case in CASES if renders(FAMILIES[name], CASES[case])]
+)
+def test_rendered_text_has_the_labels_of_its_conversation(name: str, case: str) -> None:
+    template, messages = template_of(name), CASES[case]
+    conversation = read_conversation(template, messages, place="f:1")
+    text = template.render(template.prepared(messages, place=""), place="")
+    if len(conversation.texts) > 1 or not text.startswith(conversation.texts[0].text):
+        return  # the template rewrites turns, and no text has the labels of all answers
+    assert template.has_rendered(text)
+    answers = conversation.texts[0].answers
+    if name in ("Mistral", "DeepSeek-R1"):
+        answers = answers[: 1 if messages is CALLED else None]  # nothing marks one straight after a tool's result
+    assert read_rendered(template, text).answers == answers
 
 
 LONG = 24
