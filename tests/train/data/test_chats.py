@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -102,6 +102,7 @@ WORDS = st.text(st.sampled_from("the sander\n é</|>"), max_size=12) | st.sample
 def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
     template: str | None, turns: list[tuple[str, str]], tiny_target_dir: Path
 ) -> None:
+    assume(not any("</s>" in answer.removesuffix("</s>") for _, answer in turns))  # they are left out
     chat = ChatTemplate(read_tokenizer(tiny_target_dir), template)
     conversation = read_conversation(chat, talk(*chain.from_iterable(turns)), place="f:1")
     (found,) = encode_conversations(chat, [conversation])
