@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -143,25 +144,40 @@ def break_tie(model: PreTrainedModel, whole: Any, path: str) -> bool:
     return is_said
 
 
-def fit_rows(model: PreTrainedModel, path: str, adapter: str, *, ties: bool) -> None:
+ADAPTED = re.compile(r"\.(modules_to_save|base_layer|token_adapter|lora_\w+)\b.*|\.\w+$")
+"""What peft puts behind the name of a module to name one of its tensors."""
+WHOLE = (".weight", ".modules_to_save.weight", ".base_layer.weight")
+"""Names of a whole table, not of a change of it."""
+
+
+def fit_rows(model: PreTrainedModel, path: str, adapter: str, settings: Any) -> None:
     """Give the model at `path` as many rows for tokens as the tables in an adapter have. UserError if the adapter lacks
-    one of the two tables, whose new rows would be random. `ties`: both are one where they are one in the model."""
+    one of the two tables, or all but some rows of it: the other new rows would be random. `settings`: the adapter's."""
     untyped: Any = model
     names = {module: name for name, module in model.named_modules()}
     tables = {names[module]: module.weight for module in (untyped.get_input_embeddings(), find_head(model))}
     found: dict[str, int] = {}
     for key, file in tensor_files(adapter, ("adapter_model.safetensors",)).items():
-        name, _, rest = key.removeprefix("base_model.model.").partition(".lora_")
-        name = name if rest else re.sub(r"(\.modules_to_save|\.base_layer)?\.\w+$", "", name)
+        tensor = key.removeprefix("base_model.model.")
+        name = ADAPTED.sub("", tensor)
         if name not in names.values():
             return  # it is for another architecture, which peft says
-        if name in tables and not rest:
+        if name in tables and tensor.removeprefix(name) in WHOLE:
             with safe_open(file, framework="pt") as opened:
                 found[name] = opened.get_slice(key).get_shape()[0]
     rows = max(found.values(), default=0)
+    single = getattr(settings, "trainable_token_indices", None) or getattr(settings, "token_indices", None) or []
+    last = max(chain.from_iterable(single.values()) if isinstance(single, dict) else single, default=-1)
+    if last >= max(rows, *map(len, tables.values())):
+        name, weight = next(iter(tables.items()))
+        raise UserError(
+            f"{adapter}: holds the row of token {last} alone, and {name} has {len(weight)} rows in {path}; save the "
+            "merged model, and name that"
+        )
     if all(len(tables[name]) == size for name, size in found.items()):
         return
-    ties = ties and len({id(weight) for weight in tables.values()}) == 1
+    is_one = len({id(weight) for weight in tables.values()}) == 1
+    ties = is_one and getattr(settings, "ensure_weight_tying", False)
     for name, weight in tables.items():
         if found.get(name, rows if ties or len(weight) >= rows else 0) != rows:
             other, size = next(iter(found.items()))
@@ -186,7 +202,7 @@ def merge_adapter(model: PreTrainedModel, path: str, adapter: str) -> PreTrained
     rows = model.config.get_text_config().vocab_size
     try:
         settings = PeftConfig.from_pretrained(repo, revision=revision)
-        fit_rows(model, path, adapter, ties=getattr(settings, "ensure_weight_tying", False))
+        fit_rows(model, path, adapter, settings)
         base = settings.base_model_name_or_path
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")

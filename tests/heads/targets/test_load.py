@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedTokenizerBase
 
@@ -72,13 +72,16 @@ def test_an_adapter_of_another_model_is_named(
     assert "found no adapter_model.safetensors" in words
 
 
-def resized_adapter(base: Path, folder: Path, saved: list[str]) -> PreTrainedTokenizerBase:
+def resized_adapter(
+    base: Path, folder: Path, saved: list[str], settings: PeftConfig | None = None
+) -> PreTrainedTokenizerBase:
     """Write an adapter that was trained with two tokens more than its base, with those tables of tokens."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), load_tokenizer(str(base))
     tokenizer.add_tokens(["<|tool|>", "<|end|>"], special_tokens=True)
     tokenizer.chat_template = "{{ '<|tool|>' }}"
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved))
+    settings = settings or LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved)
+    adapted = get_peft_model(model, settings)
     adapted.save_pretrained(str(folder), save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
     return tokenizer
@@ -100,6 +103,28 @@ def test_an_adapter_brings_tokens_of_its_own(
     resized_adapter(tiny_target_dir, tmp_path / "half", ["embed_tokens"])
     words = refused(load_target, str(tiny_target_dir), adapter=str(tmp_path / "half"))
     assert "model.embed_tokens has 130 rows there and 128 in" in words and "no lm_head of 130" in words
+    single = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[128, 129])
+    resized_adapter(tiny_target_dir, tmp_path / "single", [], single)
+    words = refused(load_target, str(tiny_target_dir), adapter=str(tmp_path / "single"))
+    assert "row of token 129 alone, and model.embed_tokens has 128 rows in" in words
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5, 6]),
+        TrainableTokensConfig(token_indices=[5, 6], target_modules=["embed_tokens"]),
+        LoHaConfig(r=4, target_modules=["q_proj", "lm_head"]),
+        LoKrConfig(r=4, target_modules=["q_proj", "lm_head"]),
+    ],
+    ids=lambda settings: type(settings).__name__,
+)
+def test_an_adapter_that_changes_rows_brings_no_tokens(
+    settings: PeftConfig, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_target_dir), settings)
+    adapted.save_pretrained(str(tmp_path), save_embedding_layers=False)
+    assert load_target(str(tiny_target_dir), adapter=str(tmp_path)).vocab_size == 128
 
 
 GGUF_NAMES = {
