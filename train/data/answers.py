@@ -148,6 +148,7 @@ class Answering:
         settings, target = self.settings, self.target
         key: dict[str, Any] = {"target": target.fingerprint, "dtype": str(target.dtype)}
         key |= {"new_tokens": settings.new_tokens, "temperature": settings.temperature}
+        key["ends"] = sorted(target.eos_token_ids)  # of files that a user may mend
         if settings.temperature > 0:
             key["seed"] = settings.seed
         if settings.server is not None:  # a server has its own kernels and dtype

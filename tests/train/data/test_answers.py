@@ -89,7 +89,9 @@ def test_conversations_that_end_early_are_counted(make: Make) -> None:
     assert "of 20 conversations end early: " in line and " before a prompt of more than 40 tokens" in line
 
 
-def test_another_head_asks_for_nothing(make: Make, asked: list[Request], own_cache: Path) -> None:
+def test_another_head_asks_for_nothing(
+    make: Make, asked: list[Request], own_cache: Path, target: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus = make().corpus()
     assert len(asked) >= 20
     asked.clear()
@@ -100,6 +102,11 @@ def test_another_head_asks_for_nothing(make: Make, asked: list[Request], own_cac
     assert not asked
     make(new_tokens=7).corpus()
     assert asked and len(list((own_cache / "answers").iterdir())) == 2
+    asked.clear()
+    often = int(corpus.counts[1].argmax())
+    monkeypatch.setattr(target, "eos_token_ids", (*target.eos_token_ids, often))  # of a mended generation_config.json
+    assert make().corpus().digest != corpus.digest
+    assert asked
 
 
 def test_an_interruption_loses_the_rows_in_flight(
