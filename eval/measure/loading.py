@@ -14,7 +14,7 @@ from eval.measure.chat_template import arguments_read, with_arguments
 from eval.measure.command import print_line
 from eval.measure.environment import setup_line
 from eval.measure.progress import Progress
-from eval.measure.prompts import Prompt, follow_up, load_prompts, split_prompts, windows
+from eval.measure.prompts import Prompt, follow_up, load_prompts, split_prompts, unknown_token, windows
 from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.contract import Drafter
@@ -216,7 +216,9 @@ def read_prompts(
         grown = [
             follow_up(prompt, text, tokenizer) for prompt, text in zip(open_turns, answer(open_turns), strict=True)
         ]
-        grown = [prompt for prompt in grown if len(prompt.ids) <= limit]  # not an error: the file's first turn fits
+        # Not an error: the file's first turn fits. An answer may spell a token that the target has no row for.
+        known = (prompt for prompt in grown if not unknown_token(prompt.ids, tokenizer, vocab_size))
+        grown = [prompt for prompt in known if len(prompt.ids) <= limit]
         prompts += grown
         open_turns = [prompt for prompt in grown if prompt.later_turns]
     return prompts
