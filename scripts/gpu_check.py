@@ -60,7 +60,7 @@ def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
     from heads.targets.choose_token import choose_in_tiles, logits_in_tiles
     from heads.targets.gumbel import gumbel
     from heads.targets.masks import additive
-    from heads.targets.slots import Verified, ancestors
+    from heads.targets.slots import TreeSlots, ancestors
     from heads.targets.tree_attention import for_groups, masked_attention, tree_attention
 
     found: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
         q, (keys, values) = rand(1, N, H, d), rand(2, 1, S, Hkv, d)
         for length in sorted({0, 61, 1022, S - N}):
             at = torch.tensor([length], device=device)
-            tree = Verified(at, parents, above.sum(-1) - 1, above, torch.arange(S, device=device))
+            tree = TreeSlots(at, parents, above.sum(-1) - 1, above, torch.arange(S, device=device))
             for window in (None, WINDOW):
                 visible = tree.visible(0, S)
                 assert visible is not None
@@ -89,7 +89,7 @@ def facts(sizes: Sizes, device: "torch.device", dtype: "torch.dtype") -> dict[st
                     visible &= tree.positions[..., None] - tree.key_positions(S)[:, None] < window
                 mask = for_groups(additive(visible, torch.float64)[:, 0], H // Hkv)
                 true = masked_attention(q.double(), keys.double(), values.double(), mask)
-                made = [tree_attention(q, keys, values, tree.sight(), window=window) for _ in range(3)]
+                made = [tree_attention(q, keys, values, tree.visible_slots(), window=window) for _ in range(3)]
                 error = float((made[0].double() - true).norm() / true.norm())
                 note(f"tree_attention, {N} nodes after {length} tokens, window {window}", made, error, limit)
     weight = rand(V, D) * D**-0.5

@@ -30,7 +30,7 @@ from heads.core.contract import Drafter, Observation
 from heads.core.tree import Acceptance, Proposal, TreeShape, is_chain
 from heads.targets.cached_decoder import CachedDecoder
 from heads.targets.model import Features, FrozenTarget
-from heads.targets.slots import Observed, Verified, ancestors, round_up
+from heads.targets.slots import PrefillSlots, TreeSlots, ancestors, round_up
 
 CHUNK = 256
 """Maximum number of prompt tokens in one prefill step."""
@@ -62,7 +62,7 @@ class TargetStep:
         Tokens after the prompt's end are padding. Later tokens overwrite their keys before anything can see them.
         """
         C = tokens.shape[1]
-        mapping = Observed(self.slot[start : start + 1], None, self.slot, C)
+        mapping = PrefillSlots(self.slot[start : start + 1], None, self.slot, C)
         extent = min(round_up(start + C), self.capacity)
         return self.decoder.forward(tokens, mapping, extent=extent, row=row, prompt=True)
 
@@ -72,7 +72,7 @@ class TargetStep:
         above (B, N, N): `heads.targets.slots.ancestors`, or None for a chain; length (B,): tokens in the cache; extent:
         slots visible to attention, at least length + N of every row.
         """
-        mapping = Verified(length, proposal.parents, proposal.depths, above, self.slot)
+        mapping = TreeSlots(length, proposal.parents, proposal.depths, above, self.slot)
         return self.decoder.forward(proposal.tokens, mapping, extent=extent)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from heads.targets.decoder import NativeDecoder, why_not_native
 from heads.targets.hf import HFDecoder
 from heads.targets.mixers import single_steps
 from heads.targets.model import FrozenTarget, why_not_finite
-from heads.targets.slots import Verified, ancestors, round_up
+from heads.targets.slots import TreeSlots, ancestors, round_up
 
 ALIBI_FAMILIES = {"bloom", "mpt"}
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narrower types
@@ -145,7 +145,7 @@ def _difference(decoder: CachedDecoder) -> str | None:
     kernels = decoder.reads_masks
     for length in {0, *(n for n in (1022, capacity - N) if 0 < n <= capacity - N)}:
         tokens = torch.randint(decoder.model.head.weight.shape[0], (B, N), generator=draw, device=device)
-        mapping = Verified(torch.full((B,), length, device=device), parents, above.sum(-1) - 1, above, decoder.slot)
+        mapping = TreeSlots(torch.full((B,), length, device=device), parents, above.sum(-1) - 1, above, decoder.slot)
         decoder.forward(tokens, mapping, extent=capacity)  # a Hugging Face model's cache is allocated by its first pass
         for store in stores_of(decoder):
             store.normal_(generator=draw)

@@ -64,7 +64,7 @@ from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.methods.vocab import read_vocab, vocab_tables
 from heads.targets.masks import additive
 from heads.targets.model import FrozenTarget
-from heads.targets.slots import Observed
+from heads.targets.slots import PrefillSlots
 from heads.targets.tree_attention import Attend
 
 MOST_LAYERS = 64
@@ -375,8 +375,8 @@ class DraftBlockHead(nn.Module, DraftHead):
     @torch.no_grad()
     def extend(self, state: BlockState, observation: Observation) -> None:
         count, tokens = observation.count, observation.tokens
-        mapping = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
-        state.cache.aim(mapping.slots(len(state.slot) - 1), extent=len(state.slot))
+        mapping = PrefillSlots(observation.start, count, state.slot, observation.hidden.shape[1])
+        state.cache.set_slots(mapping.slots(len(state.slot) - 1), extent=len(state.slot))
         context, cos_sin = state.head.fuse(observation.aux_hidden_states), state.cos_sin(mapping.positions)  # (B, M, D)
         for i, layer in enumerate(state.head.layers):
             state.write(i, *layer.self_attn.keys(context, cos_sin))
@@ -390,7 +390,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         extent = state.extent(rows)
         own, slot = positions[..., None], state.slot[:extent]
 
-        state.cache.aim(positions, extent=extent)
+        state.cache.set_slots(positions, extent=extent)
 
         def mask(reach: Reach) -> Tensor:
             last = own if reach.causal else own[:, -1:].expand_as(own)

@@ -52,7 +52,7 @@ from heads.targets.forward import decode_packed
 from heads.targets.hf import HFDecoder, positions_of
 from heads.targets.mixers import find_mixers
 from heads.targets.model import FrozenTarget, LanguageModel
-from heads.targets.slots import Drafted, Observed, SlotMapping, round_up
+from heads.targets.slots import DraftSlots, PrefillSlots, SlotMapping, round_up
 from heads.targets.smaller import (
     empty_model,
     fit_vocabulary,
@@ -303,7 +303,7 @@ class Draft(nn.Module, DraftHead):
         tokens, start, count = observation.tokens, observation.start, observation.count
         nodes, M = observation.nodes, tokens.shape[1] - 1
         if nodes is None:
-            state.read(tokens[:, :-1], Observed(start, count, state.slot, M), prompt=True)
+            state.read(tokens[:, :-1], PrefillSlots(start, count, state.slot, M), prompt=True)
         elif state.shape.top_k > 1:
             # Only the last accepted node may be unexpanded; the next round reads it with its root.
             path, offset = state.expanded.gather(1, nodes) + 1, state.slot[:M]
@@ -317,11 +317,11 @@ class Draft(nn.Module, DraftHead):
         observed = length + 1  # with the root, which the pair below reads
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            mapping = Drafted(observed, paths, state.slot, state.shape.top_k == 1, scratch)
+            mapping = DraftSlots(observed, paths, state.slot, state.shape.top_k == 1, scratch)
             return decoder.logits(state.read(tokens, mapping))
 
         tokens = torch.stack([state.previous, state.root], dim=1)
-        pair = Observed((length - 1).clamp_min(0), None, state.slot, 2)  # a row without a prompt is at 0
+        pair = PrefillSlots((length - 1).clamp_min(0), None, state.slot, 2)  # a row without a prompt is at 0
         hidden = state.read(tokens, pair)
         proposal = grow(state.shape, state.root, length, decoder.logits(hidden[:, 1:]), pick, expand, None)
         if proposal.expanded is not None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from heads.core.tree import Pick, Proposal, TreeShape, is_chain
 from heads.methods.rotary import CosSin
-from heads.targets.decoder import Forms, KVCache
+from heads.targets.cache import Forms, KVCache
 from heads.targets.product import Product, ProductModule, with_products
 from heads.targets.slots import round_up
 from heads.targets.tree_attention import Attend, for_groups, masked_attention
@@ -283,7 +283,7 @@ class SlotState:
         return cos, sin
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values (B, Hkv, T, d) to the slots that the cache aims at. Return those of all visible slots,
+        """Write keys and values (B, Hkv, T, d) to the slots that the cache has set. Return those of all visible slots,
         (B, E, Hkv, d)."""
         made = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=2)
         return self.cache.write(layer, made.flatten(0, 1))

@@ -46,9 +46,9 @@ from heads.methods.losses import draft_loss
 from heads.methods.rotary import CosSin, Rotary
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.methods.ttt_attention import causal_attention
-from heads.targets.decoder import Forms
+from heads.targets.cache import Forms
 from heads.targets.masks import additive
-from heads.targets.slots import Drafted, Observed
+from heads.targets.slots import DraftSlots, PrefillSlots
 from heads.targets.tree_attention import Attend
 
 AHEAD = 2
@@ -269,7 +269,7 @@ class Recycling(nn.Module, DraftHead):
         module: int,
         tokens: Tensor,
         states: Tensor,
-        mapping: Observed | Drafted,
+        mapping: PrefillSlots | DraftSlots,
         extent: int,
     ) -> Tensor:
         """Run one step over the cache, on tokens (B, W) and the states (B, W, D) that they recycle. Attention sees the
@@ -281,7 +281,7 @@ class Recycling(nn.Module, DraftHead):
         if self.sliding_window is not None:  # draft tokens only appear nearer: slot >= position
             visible = visible & (positions[..., None] - slot < self.sliding_window)
         mask = additive(visible, states.dtype)[:, 0]
-        state.cache.aim(mapping.slots(len(state.slot) - 1), extent=extent)
+        state.cache.set_slots(mapping.slots(len(state.slot) - 1), extent=extent)
         embedding = self.masked(state.embed(tokens), positions)
         layers = count(module * self.layers_per_module)
 
@@ -294,7 +294,7 @@ class Recycling(nn.Module, DraftHead):
     @torch.no_grad()
     def extend(self, state: RecyclingState, observation: Observation) -> None:
         tokens, start, number = observation.tokens, observation.start, observation.count
-        mapping = Observed(start, number, state.slot, observation.hidden.shape[1])
+        mapping = PrefillSlots(start, number, state.slot, observation.hidden.shape[1])
         extent = state.extent(mapping.number)
         above = state.head.start(observation.aux_hidden_states, observation.hidden)
         for module, newest in enumerate(state.recycled):
@@ -311,7 +311,7 @@ class Recycling(nn.Module, DraftHead):
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             nonlocal recycled
-            mapping = Drafted(state.length, paths, state.slot, chain, scratch)
+            mapping = DraftSlots(state.length, paths, state.slot, chain, scratch)
             made, first = list(recycled), min(level, J - 1)
             for module in range(first, J):
                 above = recycled[module - 1 if level <= module else module]

@@ -1,15 +1,16 @@
-"""Static KV cache for any Hugging Face causal LM, whose rows may differ in length.
+"""Static KV caches whose rows may differ in length: `KVCache` of the native decoder and of heads, `HFCache` for any
+Hugging Face causal LM.
 
-Every sequence owns a row of `capacity` slots. `aim` sets the slots of a step's tokens. Each layer then writes there and
-gives the model views of the static tensors. The mask alone decides what a query sees. Sliding-window layers keep all
+Every sequence owns a row of `capacity` slots. `set_slots` sets the slots of a step's tokens. Each layer then writes
+there and reads views of the static tensors. The mask alone decides what a query sees. Sliding-window layers keep all
 slots too, because a rolling window cannot undo a rejected draft.
 
 A recurrent layer has a state instead of slots. The cache keeps the states after the newest tokens: the state after the
 first p tokens of a row is in entry p mod R. A step whose first token is in slot p begins with that state, or with zeros
 if p is 0. Rejected drafts, finished rows and new texts therefore need no call of their own, just as with slots.
 
-Letters: B rows, N tokens of a step, S slots per row, E slots visible to attention, H key-value heads, Dh head width, R
-recurrent states kept.
+Letters: B rows, B' rows of a step, N tokens of a step, S slots per row, E slots visible to attention, H or Hkv
+key-value heads, Dh or d head width, W width of a slot, R recurrent states kept.
 """
 
 import inspect
@@ -18,6 +19,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+Forms = tuple[tuple[int, int], tuple[int, int]]
+"""Number of heads and width, of keys and of values."""
+
+
+class KVCache:
+    """Keys and values of all layers for a whole batch: a slot holds the keys of all heads, then their values.
+
+    Rows of the batch have different lengths. Each pass sets the slots that its tokens go to, and masks set the slots
+    that a query may see.
+    """
+
+    def __init__(
+        self, *, num_layers: int, batch_size: int, capacity: int, forms: Forms, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.batch_size, self.capacity, self.forms = batch_size, capacity, forms
+        width = sum(heads * width for heads, width in forms)
+        self.store = torch.zeros(num_layers, batch_size * capacity, width, dtype=dtype, device=device)
+        self.flat = list(self.store)  # per layer (B * S, W)
+        self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)
+        self.slots = self.row_starts  # (B' * N,) after `set_slots`: the next pass's slots in flat storage
+        self.shown: list[tuple[Tensor, Tensor]] = []  # per layer: keys (B', E, Hkv, d) and values
+        self.rows, self.extent = slice(0, 0), 0
+        self.set_slots(self.row_starts, extent=capacity)
+
+    def set_slots(self, slots: Tensor, *, extent: int, row: int | None = None) -> None:
+        """Set the slots of the next pass's tokens: `slots` (B, N) of every row, or (1, N) of one row. Attention sees
+        the first `extent` slots."""
+        rows = slice(0, self.batch_size) if row is None else slice(row, row + 1)
+        alone = self.batch_size == 1
+        self.slots = slots[0] if alone else (slots + self.row_starts[rows]).flatten()
+        if (rows, extent) != (self.rows, self.extent):
+            self.rows, self.extent = rows, extent
+            L, _, W = self.store.shape
+            visible = self.store.view(L, self.batch_size, self.capacity, W)[:, rows, :extent]
+            parts = visible.split([heads * width for heads, width in self.forms], dim=3)
+            keys, values = (part.unflatten(3, form) for part, form in zip(parts, self.forms, strict=True))
+            self.shown = list(zip(keys, values, strict=True))
+
+    def write(self, layer: int, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the pass's states (B' * N, W) to its slots. Return keys and values (B', E, Hkv, d) of all visible
+        slots."""
+        self.flat[layer].index_copy_(0, self.slots, states)
+        return self.shown[layer]
+
+    @property
+    def bytes(self) -> int:
+        return self.store.nbytes
+
+    def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
+        """Move the slots slots_from[b] of row b to slots_to[b], (B, P) each, in every layer. All slots are read before
+        any is written."""
+        sources, goals = (slots_from + self.row_starts).flatten(), (slots_to + self.row_starts).flatten()
+        self.store.index_copy_(1, goals, self.store.index_select(1, sources))
 
 
 def cache_name(module: nn.Module) -> str:
@@ -54,7 +109,7 @@ class HFCacheLayer(CacheLayerMixin):
         self.shown_values = self.values[rows, :extent].transpose(1, 2)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the step's keys and values (B', H, N, Dh) to the aimed slots. Return all visible keys and values."""
+        """Write the step's keys and values (B', H, N, Dh) to its slots. Return all visible keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots = self.cache.slots
@@ -144,19 +199,21 @@ class HFCache(Cache):
         self.rows, self.extent = slice(0, batch_size), capacity
         self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)
         self.prompt = False
-        """True if the aimed step reads whole prompts."""
+        """True if the step reads whole prompts."""
         self.marks: Tensor | None = None  # (B, S) bool: slots of an encoder's input; None without an encoder
-        self.slots = self.row_starts  # (B' * N,) once aimed: where the next step's keys go, in flat storage
+        self.slots = self.row_starts  # (B' * N,) after `set_slots`: where the next step's keys go, in flat storage
         self.stores: dict[str, list[Tensor]] = {"keys": [], "values": []}
         self.free: dict[str, list[Tensor]] = {"keys": [], "values": []}  # layers of the first stores that are not taken
-        self.state_slots = self.row_starts  # (B', N + 1) once aimed: entries of the states before and after each token
-        self.is_first = self.row_starts[:, 0] == 0  # (B',) bool once aimed: the step begins a text
+        self.state_slots = (
+            self.row_starts
+        )  # (B', N + 1) after `set_slots`: entries of the states before and after each token
+        self.is_first = self.row_starts[:, 0] == 0  # (B',) bool after `set_slots`: the step begins a text
         self.recurrent: dict[int, MixerState] = {}
         self.num_stored = num_layers if num_stored is None else num_stored
         self.row_layers = [HFCacheLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.row_layers))
 
-    def aim(self, slots: Tensor, *, extent: int, row: int | None = None, prompt: bool = False) -> None:
+    def set_slots(self, slots: Tensor, *, extent: int, row: int | None = None, prompt: bool = False) -> None:
         """Set the slots of the next step's tokens, (B, N) for all rows or (1, N) for one `row`, and make the first
         `extent` slots visible. `prompt`: the tokens are a prompt, which an encoder or a recurrent layer reads at
         once."""
@@ -180,7 +237,7 @@ class HFCache(Cache):
         return self.row_layers[layer_idx].update(key_states, value_states)
 
     def recall(self, layer_idx: int) -> MixerState:
-        """Return a recurrent layer's states before the aimed step. The layer itself calls this."""
+        """Return a recurrent layer's states before the step. The layer itself calls this."""
         state = self.recurrent.setdefault(layer_idx, MixerState(self))
         state.recall()
         return state

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 from transformers.activations import ACT2FN
 
+from heads.targets.cache import Forms, KVCache
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.families import FIXED_ROTATIONS, OutputHead
 from heads.targets.masks import attention_masks
 from heads.targets.model import Features, LanguageModel
 from heads.targets.product import Product
-from heads.targets.slots import Sight, SlotMapping
+from heads.targets.slots import SlotMapping, VisibleSlots
 from heads.targets.tree_attention import for_groups, masked_attention, tree_attention
 from heads.targets.triton_support import runs_kernels
 
@@ -60,14 +61,14 @@ class NativeDecoder(CachedDecoder):
         self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
         (B, N), stack, ids = tokens.shape, self.stack, self.spec.aux_layer_ids
-        self.cache.aim(mapping.slots(self.spec.capacity - 1), extent=extent, row=row)
+        self.cache.set_slots(mapping.slots(self.spec.capacity - 1), extent=extent, row=row)
         place = mapping.positions.flatten()
         step = Step(
             cache=self.cache,
             batch_size=B,
             cos_sin=tuple(table.index_select(0, place) for table in self.cos_sin_table),
             masks=self.masks(mapping, extent) if self.reads_masks else {},
-            sight=None if self.reads_masks else mapping.sight(),
+            visible_slots=None if self.reads_masks else mapping.visible_slots(),
             window=self.window,
         )
         x, streams = stack.embedding.index_select(0, tokens.flatten()), []  # (R, D)
@@ -98,61 +99,6 @@ class NativeDecoder(CachedDecoder):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))[..., : self.spec.vocab_size]
 
 
-Forms = tuple[tuple[int, int], tuple[int, int]]
-"""Number of heads and width, of keys and of values."""
-
-
-class KVCache:
-    """Keys and values of all layers for a whole batch: a slot holds the keys of all heads, then their values.
-
-    Rows of the batch have different lengths. Each pass sets the slots that its tokens go to, and masks set the slots
-    that a query may see.
-    """
-
-    def __init__(
-        self, *, num_layers: int, batch_size: int, capacity: int, forms: Forms, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.batch_size, self.capacity, self.forms = batch_size, capacity, forms
-        width = sum(heads * width for heads, width in forms)
-        self.store = torch.zeros(num_layers, batch_size * capacity, width, dtype=dtype, device=device)
-        self.flat = list(self.store)  # per layer (B * S, W)
-        self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)
-        self.slots = self.row_starts  # (B' * N,) after `aim`: the next pass's slots in flat storage
-        self.shown: list[tuple[Tensor, Tensor]] = []  # per layer: keys (B', E, Hkv, d) and values
-        self.rows, self.extent = slice(0, 0), 0
-        self.aim(self.row_starts, extent=capacity)
-
-    def aim(self, slots: Tensor, *, extent: int, row: int | None = None) -> None:
-        """Set the slots of the next pass's tokens: `slots` (B, N) of every row, or (1, N) of one row. Attention sees
-        the first `extent` slots."""
-        rows = slice(0, self.batch_size) if row is None else slice(row, row + 1)
-        alone = self.batch_size == 1
-        self.slots = slots[0] if alone else (slots + self.row_starts[rows]).flatten()
-        if (rows, extent) != (self.rows, self.extent):
-            self.rows, self.extent = rows, extent
-            L, _, W = self.store.shape
-            visible = self.store.view(L, self.batch_size, self.capacity, W)[:, rows, :extent]
-            parts = visible.split([heads * width for heads, width in self.forms], dim=3)
-            keys, values = (part.unflatten(3, form) for part, form in zip(parts, self.forms, strict=True))
-            self.shown = list(zip(keys, values, strict=True))
-
-    def write(self, layer: int, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the pass's states (B' * N, W) to the slots set by `aim`. Return keys and values of all visible slots,
-        (B', E, Hkv, d) each."""
-        self.flat[layer].index_copy_(0, self.slots, states)
-        return self.shown[layer]
-
-    @property
-    def bytes(self) -> int:
-        return self.store.nbytes
-
-    def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
-        """Move the slots slots_from[b] of row b to slots_to[b], (B, P) each, in every layer. All slots are read before
-        any is written."""
-        sources, goals = (slots_from + self.row_starts).flatten(), (slots_to + self.row_starts).flatten()
-        self.store.index_copy_(1, goals, self.store.index_select(1, sources))
-
-
 @dataclass
 class Step:
     """Arguments that all layers of one pass share."""
@@ -161,8 +107,8 @@ class Step:
     batch_size: int
     cos_sin: tuple[Tensor, ...]  # (R, 1, d) each: cosines, and sines with the first half negative
     masks: dict[str, Tensor]
-    """Masks by layer kind, as `masked_attention` takes them; empty with `sight`."""
-    sight: Sight | None
+    """Masks by layer kind, as `masked_attention` takes them; empty with `visible_slots`."""
+    visible_slots: VisibleSlots | None
     """Slots that each token sees, for the kernel; None with masks."""
     window: int | None
 
@@ -228,11 +174,11 @@ class Attention:
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
         """Return attention (R, H * d) of queries q (R, H, d) over the visible slots, keys and values (B, E, Hkv, d)."""
         queries = q.unflatten(0, (step.batch_size, -1))  # (B, N, H, d)
-        if step.sight is None:
+        if step.visible_slots is None:
             out = masked_attention(queries, keys, values, step.masks[self.kind], scale=self.scale)
         else:
             window = step.window if self.kind == SLIDING else None
-            out = tree_attention(queries, keys, values, step.sight, scale=self.scale, window=window)
+            out = tree_attention(queries, keys, values, step.visible_slots, scale=self.scale, window=window)
         return out.view(len(q), -1)
 
 

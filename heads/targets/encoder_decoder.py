@@ -68,7 +68,7 @@ class EncoderDecoder(nn.Module):
         self, tokens: Tensor, *, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: HFCache | None
     ) -> Tensor:
         """Return the decoder's states after its final norm (B, N, D). Arguments as in `FrozenTarget.features`. A prompt
-        step (`HFCache.aim`) must contain whole prompts, from position 0."""
+        step (`HFCache.set_slots`) must contain whole prompts, from position 0."""
         embedded = self.decoder.embed_tokens(tokens)
         is_input = self.is_input(tokens, visible, cache)  # (B, N)
         keys_are_input = is_input if cache is None else mark(cache, is_input)  # (B, S)
@@ -167,7 +167,7 @@ class RowPair(EncoderDecoderCache):
 
 
 def mark(cache: HFCache, is_input: Tensor) -> Tensor:
-    """Record which aimed slots hold input (B, N). Return (B, S) bool for all visible slots."""
+    """Record which of the slots that are set hold input (B, N). Return (B, S) bool for all visible slots."""
     if cache.marks is None:
         cache.marks = torch.zeros(cache.batch_size_, cache.capacity, dtype=torch.bool, device=is_input.device)
     cache.marks.view(-1).index_copy_(0, cache.slots, is_input.flatten())

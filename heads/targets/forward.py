@@ -27,7 +27,7 @@ from heads.targets.cache import cache_name
 from heads.targets.encoder_decoder import EncoderDecoder
 from heads.targets.families import RECURRENT_LAYERS
 from heads.targets.masks import TILE, attention_masks, masks_by_kind, packed_mask, packed_visible
-from heads.targets.slots import Sight
+from heads.targets.slots import VisibleSlots
 from heads.targets.tree_attention import tree_attention
 
 FLEX, TILES, TREE = "draftsmith_flex", "draftsmith_tiles", "draftsmith_tree"
@@ -61,13 +61,13 @@ def decode(
 
 
 def decode_tree(
-    base: nn.Module, config: Any, tokens: Tensor, *, positions: Tensor, sight: Sight, cache: Cache
+    base: nn.Module, config: Any, tokens: Tensor, *, positions: Tensor, visible_slots: VisibleSlots, cache: Cache
 ) -> Tensor:
-    """Return what `decode` returns, with the kernel's attention: each token sees the slots of its `sight`."""
+    """Return what `decode` returns, with the kernel's attention: each token sees its `visible_slots`."""
 
     def mask(window: int | None) -> Any:
         made: Any = positions.new_zeros(1, 1, 1, 1)
-        made.sight, made.window = sight, window
+        made.visible_slots, made.window = visible_slots, window
         return made
 
     with attention_function(base, TREE):
@@ -152,7 +152,7 @@ def by_tree(
     if softcap is not None or s_aux is not None or query.shape[3] != value.shape[3]:
         raise NotImplementedError("tree_attention has no soft caps, sinks, or values of another width than the keys")
     q, k, v = (x.transpose(1, 2) for x in (query.to(value.dtype), key, value))
-    return tree_attention(q, k, v, attention_mask.sight, scale=scaling, window=attention_mask.window), None
+    return tree_attention(q, k, v, attention_mask.visible_slots, scale=scaling, window=attention_mask.window), None
 
 
 def by_flex(

@@ -41,10 +41,10 @@ class HFDecoder(CachedDecoder):
         self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
         model, key = self.model, self.slot[:extent]
-        self.cache.aim(mapping.slots(self.spec.capacity - 1), extent=extent, row=row, prompt=prompt)
+        self.cache.set_slots(mapping.slots(self.spec.capacity - 1), extent=extent, row=row, prompt=prompt)
         positions = mapping.positions.clamp_max(positions_of(model.config) - 1)  # padding may exceed it
         if not self.reads_masks:
-            given = {"positions": positions, "sight": mapping.sight(), "cache": self.cache}
+            given = {"positions": positions, "visible_slots": mapping.visible_slots(), "cache": self.cache}
             return model.catch(self.spec.aux_layer_ids, lambda: decode_tree(model.base, model.config, tokens, **given))
         visible = mapping.visible(0, extent)
         return model.features(

@@ -196,7 +196,7 @@ class FrozenTarget(LanguageModel):
             return 0
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         cache = HFCache(num_layers=self.num_layers, batch_size=1, capacity=1, num_states=1, device=self.device)
-        cache.aim(zero, extent=1, prompt=True)
+        cache.set_slots(zero, extent=1, prompt=True)
         self.features(zero, positions=zero, visible=zero[:, None] == 0, key_positions=zero, cache=cache)
         return cache.state_bytes
 

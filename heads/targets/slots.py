@@ -40,7 +40,7 @@ def ancestors(parents: Tensor, depth: int) -> Tensor:
 
 
 @dataclass(eq=False)
-class Sight:
+class VisibleSlots:
     """Slots that each token of a pass sees, for a kernel: all before `length`, and those after it by bits."""
 
     length: Tensor  # (B,) int64
@@ -53,8 +53,8 @@ class Sight:
     counters: Tensor | None = None
     """Counters of `tree_attention`, shared by all layers of a pass."""
 
-    def of(self, rows: slice) -> "Sight":
-        return Sight(self.length[rows], self.words[rows], self.depths[rows], self.behind, self.by_slot)
+    def of(self, rows: slice) -> "VisibleSlots":
+        return VisibleSlots(self.length[rows], self.words[rows], self.depths[rows], self.behind, self.by_slot)
 
 
 def bits(seen: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def bits(seen: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Observed:
+class PrefillSlots:
     """M consecutive tokens, the first `count` of them valid. Each sees the slots up to its own."""
 
     start: Tensor  # (B,) int64, the position of the first token
@@ -100,14 +100,14 @@ class Observed:
         """Return (B, E): the slots are the positions."""
         return self.slot[:extent].expand(len(self.start), -1)
 
-    def sight(self) -> Sight:
+    def visible_slots(self) -> VisibleSlots:
         """Return what the tokens see, for a kernel."""
         offset = self.slot[: self.number].expand(len(self.start), -1)
-        return Sight(self.start, bits(offset[:, None] <= offset[..., None]), offset, self.number)
+        return VisibleSlots(self.start, bits(offset[:, None] <= offset[..., None]), offset, self.number)
 
 
 @dataclass(frozen=True, eq=False)
-class Drafted:
+class DraftSlots:
     """W nodes of one level. Each sees the observed slots, its ancestors and itself."""
 
     length: Tensor  # (B,) int64, the number of observed slots
@@ -133,7 +133,7 @@ class Drafted:
         return self.positions if self.chain else self.length[:, None] + self.paths[..., -1]
 
     def visible(self, module: int, extent: int) -> Tensor | None:
-        """Return (B, W, E) bool, or None, as in `Observed.visible`."""
+        """Return (B, W, E) bool, or None, as in `PrefillSlots.visible`."""
         if self.chain and module == 0:
             return None
         key = self.slot[:extent]
@@ -154,17 +154,17 @@ class Drafted:
         positions = above[:, None].expand(self.paths.shape).flatten(1)
         return self.slot[:extent].repeat(len(self.length), 1).scatter_(1, slots, positions)
 
-    def sight(self) -> Sight:
+    def visible_slots(self) -> VisibleSlots:
         """Return what the nodes see, for a kernel."""
         seen = torch.zeros(*self.paths.shape[:2], self.scratch, dtype=torch.bool, device=self.paths.device).scatter_(
             2, self.paths, True
         )
         depths = (self.positions - self.length[:, None]).contiguous()
-        return Sight(self.length, bits(seen), depths, self.scratch, by_slot=True)
+        return VisibleSlots(self.length, bits(seen), depths, self.scratch, by_slot=True)
 
 
 @dataclass(frozen=True, eq=False)
-class Verified:
+class TreeSlots:
     """N nodes of whole trees. Each sees the observed slots, its ancestors and itself.
 
     Node j is in slot length + j, at position length + its depth.
@@ -186,7 +186,7 @@ class Verified:
         return self.length[:, None] + self.slot[: self.parents.shape[1]]
 
     def visible(self, module: int, extent: int) -> Tensor | None:
-        """Return (B, N, E) bool, or None for a chain, as in `Observed.visible`."""
+        """Return (B, N, E) bool, or None for a chain, as in `PrefillSlots.visible`."""
         if self.above is None:
             return None
         seen = (self.slot[:extent] < self.length[:, None])[:, None].repeat(1, self.parents.shape[1], 1)
@@ -196,14 +196,14 @@ class Verified:
         """Return (B, E): the position of the token in each slot."""
         return self.slot[:extent].repeat(len(self.length), 1).scatter_(1, self.slots(), self.positions)
 
-    def sight(self) -> Sight:
+    def visible_slots(self) -> VisibleSlots:
         """Return what the nodes see, for a kernel."""
         N, above = self.parents.shape[1], self.above
         if above is None:
             node = self.slot[:N]
             above = (node <= node[:, None]).expand(len(self.length), -1, -1)
-        return Sight(self.length, bits(above), self.depths.contiguous(), N)
+        return VisibleSlots(self.length, bits(above), self.depths.contiguous(), N)
 
 
-SlotMapping = Observed | Drafted | Verified
+SlotMapping = PrefillSlots | DraftSlots | TreeSlots
 """Slots of the tokens of a pass."""

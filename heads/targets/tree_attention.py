@@ -1,11 +1,11 @@
 """Attention of a draft tree over a static cache: in torch, with masks, and as a Triton kernel, with ancestor bits.
 
 `masked_attention` is the torch form. The kernel is split over the keys. A query sees every slot before its sequence's
-length. Of the slots after it, it sees those whose bits are set (`heads.targets.slots.Sight`). Slots that no query of a
-tile sees are not read, and may hold anything. Query heads that share a key head, and all nodes, are rows of one tile,
-so that keys and values are read once. The method is flash decoding (Dao et al., 2023). Each sequence is cut into splits
-of fixed sizes, not a fixed number, and the last program to finish merges the parts in order. So a row's sums are
-computed in the same order whatever else is in the batch or the tree, which makes chains bit-identical to plain
+length. Of the slots after it, it sees those whose bits are set (`heads.targets.slots.VisibleSlots`). Slots that no
+query of a tile sees are not read, and may hold anything. Query heads that share a key head, and all nodes, are rows of
+one tile, so that keys and values are read once. The method is flash decoding (Dao et al., 2023). Each sequence is cut
+into splits of fixed sizes, not a fixed number, and the last program to finish merges the parts in order. So a row's
+sums are computed in the same order whatever else is in the batch or the tree, which makes chains bit-identical to plain
 decoding.
 
 Letters: B rows of the batch, N nodes, P slots after the length, W words, H query heads, Hkv key heads, G query heads
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from heads.targets.slots import Sight
+from heads.targets.slots import VisibleSlots
 from heads.targets.triton_support import constexpr, jit, next_power_of_2, tl, triton
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -59,7 +59,13 @@ def for_groups(mask: Tensor, group_size: int) -> Tensor:
 
 
 def tree_attention(
-    q: Tensor, keys: Tensor, values: Tensor, sight: Sight, *, scale: float | None = None, window: int | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: VisibleSlots,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return attention (B, N, H, d) in q's dtype: q (B, N, H, d); keys and values (B, S, Hkv, d).
 
@@ -76,24 +82,24 @@ def tree_attention(
     chunks = triton.cdiv(splits, CHUNK)
     if B > 1 and 4 * B * splits * N * H * d > MOST_BYTES:
         rows_of = [slice(b, b + 1) for b in range(B)]
-        parts = [tree_attention(q[b], keys[b], values[b], sight.of(b), scale=scale, window=window) for b in rows_of]
+        parts = [tree_attention(q[b], keys[b], values[b], visible.of(b), scale=scale, window=window) for b in rows_of]
         return torch.cat(parts)
     number = B * Hkv * tiles * (1 + chunks)
-    if sight.counters is None or len(sight.counters) < number:  # zero before and after every call
-        sight.counters = torch.zeros(number, dtype=torch.int32, device=q.device)
+    if visible.counters is None or len(visible.counters) < number:  # zero before and after every call
+        visible.counters = torch.zeros(number, dtype=torch.int32, device=q.device)
     sums = q.new_empty(B, splits + chunks, N, H, d, dtype=torch.float32)
     tops = q.new_empty(2, B, splits + chunks, N, H, dtype=torch.float32)
     out = torch.empty(B, N, H, d, dtype=q.dtype, device=q.device)
     _attention[(B * Hkv, splits, tiles)](
-        q, keys, values, sight.words, sight.length, sight.depths, sums, tops[0], tops[1], out, sight.counters,
-        scale, N, sight.behind, S, Hkv, splits, window or 0,
+        q, keys, values, visible.words, visible.length, visible.depths, sums, tops[0], tops[1], out, visible.counters,
+        scale, N, visible.behind, S, Hkv, splits, window or 0,
         q.stride(0), q.stride(1), q.stride(2),
         keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2),
-        G=G, W=sight.words.shape[2],
+        G=G, W=visible.words.shape[2],
         SPLIT=split, FINE=FINE, COARSE=COARSE, CHUNK=CHUNK, ROWS=rows, SLOTS=32 if small else 64,
         D=d, PAD_D=max(16, next_power_of_2(d)),
-        WINDOW=window is not None, BY_SLOT=window is not None and sight.by_slot,
+        WINDOW=window is not None, BY_SLOT=window is not None and visible.by_slot,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

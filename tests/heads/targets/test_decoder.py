@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads.targets.cached_decoder import CacheSpec
 from heads.targets.decoder import Experts, NativeDecoder, native_stack, why_not_native
 from heads.targets.model import Features, FrozenTarget
-from heads.targets.slots import Observed, Verified, ancestors
+from heads.targets.slots import PrefillSlots, TreeSlots, ancestors
 from tests.closeness import assert_close
 from tests.small_targets import BASE, with_plain_experts
 from tests.switches import kernels_on_cpu
@@ -79,10 +79,10 @@ def run(target: FrozenTarget, prompts: list[Tensor], tokens: Tensor, parents: Te
     for row, prompt in enumerate(prompts):
         for span in (slice(0, 3), slice(3, len(prompt))):
             chunk = prompt[None, span]
-            known = Observed(torch.tensor([span.start]), None, decoder.slot, chunk.shape[1])
+            known = PrefillSlots(torch.tensor([span.start]), None, decoder.slot, chunk.shape[1])
             decoder.forward(chunk, known, extent=64, row=row)
     length, above = torch.tensor([len(prompt) for prompt in prompts]), ancestors(parents, 4)
-    tree = Verified(length, parents, above.sum(-1) - 1, above, decoder.slot)
+    tree = TreeSlots(length, parents, above.sum(-1) - 1, above, decoder.slot)
     return decoder.forward(tokens, tree, extent=64)
 
 

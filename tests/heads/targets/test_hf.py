@@ -14,7 +14,7 @@ from heads.targets import forward
 from heads.targets.cached_decoder import CacheSpec
 from heads.targets.hf import HFDecoder
 from heads.targets.model import Features, FrozenTarget
-from heads.targets.slots import Drafted, Observed, Verified, ancestors
+from heads.targets.slots import DraftSlots, PrefillSlots, TreeSlots, ancestors
 from tests.closeness import assert_close
 from tests.heads.targets.test_model import make_model
 from tests.switches import kernels_on_cpu
@@ -36,13 +36,13 @@ def run(target: FrozenTarget) -> list[Features]:
     lengths, made = (23, 9), []
     for row, count in enumerate(lengths):
         tokens = torch.randint(3, 40, (1, count), generator=draw)
-        known = Observed(torch.zeros(1, dtype=torch.int64), None, decoder.slot, count)
+        known = PrefillSlots(torch.zeros(1, dtype=torch.int64), None, decoder.slot, count)
         made.append(decoder.forward(tokens, known, extent=64, row=row, prompt=True))
     tokens, length = torch.randint(3, 40, (2, 6), generator=draw), torch.tensor(lengths)
-    level = Drafted(length, torch.arange(4).expand(2, 4)[..., None], decoder.slot, chain=False, scratch=6)
+    level = DraftSlots(length, torch.arange(4).expand(2, 4)[..., None], decoder.slot, chain=False, scratch=6)
     made.append(decoder.forward(tokens[:, :4], level, extent=64))
     above = ancestors(PARENTS, 4)
-    tree = Verified(length, PARENTS, above.sum(-1) - 1, above, decoder.slot)
+    tree = TreeSlots(length, PARENTS, above.sum(-1) - 1, above, decoder.slot)
     return [*made, decoder.forward(tokens, tree, extent=64)]
 
 

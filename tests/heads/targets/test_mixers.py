@@ -23,7 +23,7 @@ class Layer:
     def read(self, x: Tensor, starts: list[int], *, row: int | None = None, prompt: bool = False) -> Tensor:
         """Outputs of tokens x (B, N, D) behind the first `starts` of each row."""
         slots = torch.tensor(starts)[:, None] + torch.arange(x.shape[1])
-        self.cache.aim(slots, extent=64, row=row, prompt=prompt)
+        self.cache.set_slots(slots, extent=64, row=row, prompt=prompt)
         made: Tensor = self.mixer(x, **{str(state_name(self.mixer)): self.cache})
         return made
 

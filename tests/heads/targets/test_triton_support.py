@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.targets.choose_token import choose_in_tiles, logits_in_tiles
 from heads.targets.gumbel import gumbel
-from heads.targets.slots import Sight, ancestors, bits
+from heads.targets.slots import VisibleSlots, ancestors, bits
 from heads.targets.tree_attention import tree_attention
 from tests.switches import kernels_on_cpu
 
@@ -34,22 +34,22 @@ def random_tree(B: int, N: int) -> tuple[Tensor, Tensor]:
     return parents, depths
 
 
-def sight_of(parents: Tensor, depths: Tensor, length: Tensor) -> Sight:
-    return Sight(length, bits(ancestors(parents, parents.shape[1])), depths, parents.shape[1])
+def seen_by(parents: Tensor, depths: Tensor, length: Tensor) -> VisibleSlots:
+    return VisibleSlots(length, bits(ancestors(parents, parents.shape[1])), depths, parents.shape[1])
 
 
 def tree_attention_twin(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    sight: Sight,
+    visible: VisibleSlots,
     *,
     window: int | None = None,
 ) -> Tensor:
     """Return the attention of a tree's nodes, computed in float32 or wider."""
     (B, N, H, _), (S, Hkv) = q.shape, keys.shape[1:3]
     wide = torch.promote_types(q.dtype, torch.float32)
-    words, length, depths = sight.words, sight.length, sight.depths
+    words, length, depths = visible.words, visible.length, visible.depths
     slot = torch.arange(S, device=q.device)
     node = (slot - length[:, None])[:, None]  # (B, 1, S), the tree's node in each slot
     at = node.clamp(0, N - 1).expand(B, N, S)
@@ -87,19 +87,19 @@ def test_tree_attention(B: int, N: int, heads: tuple[int, int], d: int, S: int, 
     length[0] = S - N  # a full cache
     for b in range(B):
         keys[b, length[b] + N :] = torch.nan  # what is past the tree is never read
-    sight = sight_of(parents, depths, length)
-    out = tree_attention(q, keys, values, sight, window=window)
+    visible = seen_by(parents, depths, length)
+    out = tree_attention(q, keys, values, visible, window=window)
     with backwards():
-        again = tree_attention(q, keys, values, sight, window=window)
-    assert sight.counters is not None and not sight.counters.any() and torch.equal(again, out)
+        again = tree_attention(q, keys, values, visible, window=window)
+    assert visible.counters is not None and not visible.counters.any() and torch.equal(again, out)
     broken = q.clone()
     broken[0, N - 1, 0, 0] = torch.nan
-    spoilt = tree_attention(broken, keys, values, sight, window=window)
+    spoilt = tree_attention(broken, keys, values, visible, window=window)
     assert spoilt[0, N - 1, 0].isnan().all()
     spoilt[0, N - 1, 0] = out[0, N - 1, 0]
     assert torch.equal(spoilt, out)
     k, v = (torch.nan_to_num(x.double(), nan=0.0) for x in (keys, values))
-    expected = tree_attention_twin(q.double(), k, v, sight, window=window)
+    expected = tree_attention_twin(q.double(), k, v, visible, window=window)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
 
 
@@ -128,11 +128,11 @@ def test_slots_that_no_query_sees_may_hold_anything(length: int, P: int) -> None
     for i in range(N):
         seen[0, i, torch.randperm(P)[:3]] = True
     q, cache = torch.randn(1, N, 4, 16), torch.randn(2, 1, S, 2, 16)
-    sight = Sight(torch.tensor([length]), bits(seen), torch.zeros(1, N, dtype=torch.int64), P)
-    clean = tree_attention(q, cache[0], cache[1], sight)
+    visible = VisibleSlots(torch.tensor([length]), bits(seen), torch.zeros(1, N, dtype=torch.int64), P)
+    clean = tree_attention(q, cache[0], cache[1], visible)
     cache[:, :, length : length + P][:, :, ~seen[0].any(0)] = torch.nan
     cache[:, :, length + P :] = torch.nan
-    assert torch.equal(tree_attention(q, cache[0], cache[1], sight), clean)
+    assert torch.equal(tree_attention(q, cache[0], cache[1], visible), clean)
 
 
 @pytest.mark.parametrize("start", [62, 1022])
@@ -141,10 +141,10 @@ def test_a_node_of_a_chain_gets_what_plain_decoding_gives_it(start: int) -> None
     depths = torch.arange(3)[None]
     parents = (depths - 1).clamp_min(0)
     q, (keys, values) = torch.randn(1, 3, 2, 16), torch.randn(2, 1, start + 64, 1, 16)
-    chain = tree_attention(q, keys, values, sight_of(parents, depths, torch.tensor([start])))
+    chain = tree_attention(q, keys, values, seen_by(parents, depths, torch.tensor([start])))
     for j in (0, 2):
-        sight = sight_of(parents, depths, torch.tensor([start + j]))
-        alone = tree_attention(q[:, [j] * 3].contiguous(), keys, values, sight)
+        visible = seen_by(parents, depths, torch.tensor([start + j]))
+        alone = tree_attention(q[:, [j] * 3].contiguous(), keys, values, visible)
         assert torch.equal(alone[:, 0], chain[:, j])
 
 
