@@ -344,8 +344,6 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
     for name in ("regenerate", "on_policy"):
         if getattr(recipe.data, name) is not None and getattr(recipe.data, name).temperature == 0:
             useless["data", name, "seed"] = f"at data.{name}.temperature 0"
-    if recipe.data.on_policy is not None and recipe.head.kind != "draft":
-        useless["data", "on_policy", "train_on_prompts"] = f"with head.kind {recipe.head.kind}: prompts are not drafted"
     if all(source.kind != "chat" for source in recipe.data.sources):
         useless["data", "template"] = "without a source of kind chat"
     for n, source in enumerate(recipe.data.sources):
@@ -371,10 +369,11 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
         yield ("head", "depth"), f"expected less than data.context_length ({data.context_length})"
     if train.max_steps is not None:
         yield from _beyond_the_end(recipe)
-    kind, fitting = recipe.features.kind, ["process", "sharded"] if recipe.head.kind == "draft" else ["process"]
-    if data.on_policy and kind not in fitting:
-        use = " or ".join(fitting)
-        yield ("features", "kind"), f"data.on_policy generates rows along the way, got {kind}; use {use}"
+    kind = recipe.features.kind
+    if data.on_policy and recipe.head.kind != "draft":
+        yield ("data", "on_policy"), f"is for draft models (head.kind draft), got {recipe.head.kind}; leave it out"
+    elif data.on_policy and kind not in ("process", "sharded"):
+        yield ("features", "kind"), f"data.on_policy generates rows along the way, got {kind}; use process or sharded"
     if getattr(recipe.head, "layers", None) is not None and recipe.head.init_from is None and kind != "process":
         yield ("features", "kind"), f"head.layers copies layers of the target, got {kind}; use process"
     weights = [source.weight is not None for source in data.sources]

@@ -136,7 +136,6 @@ def make_batch(options: argparse.Namespace, device: torch.device) -> Batch:
         loss_mask=slot // STRETCH % 2 == 1 if half else slot >= 0,
         positions=slot,
         documents=torch.zeros_like(slot),
-        depths=torch.full_like(slot, -1),
         embeddings=table[tokens],
         aux_hidden_states=torch.randn(1, T, NUM_AUX_LAYERS * D, device=device),
         hidden=torch.randn(1, T, D, device=device),

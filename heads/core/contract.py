@@ -43,7 +43,6 @@ class Rows:
     loss_mask: Tensor  # (B, T) bool, indexed by the label: True where token x_t is to be predicted
     positions: Tensor  # (B, T) int64, counted from the start of each document, which may be in another row
     documents: Tensor  # (B, T) int64, the number of the document in its row; -1 = padding
-    depths: Tensor  # (B, T) int64, indexed by the label: the only depth at which it is to be predicted; -1 = all
 
 
 @dataclass(frozen=True)

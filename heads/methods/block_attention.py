@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from heads.core.contract import Rows
-from heads.methods.labels import at_depth, supervised
+from heads.methods.labels import supervised
 from heads.targets.masks import TILE, compiled_flex_attention, document_starts
 
 PIECE = 256
@@ -174,16 +174,14 @@ class Blocks:
 
     def labels(self, rows: Rows, depth: int) -> tuple[Tensor, Tensor]:
         """Return the slots (B, N, K) int64 of the tokens that each block predicts, clamped to the row, and valid (B, N,
-        K) bool, True for labels up to the first token that is not one at its depth. All labels are in the root's
+        K) bool, True for labels up to the first token that is not one. All labels are in the root's
         document."""
         k = torch.arange(depth, device=self.anchors.device)
         slots = self.anchors[..., None] + 1 + k  # (B, N, K)
         inside = slots.clamp_max(rows.tokens.shape[1] - 1)
-        is_label, document, depths = (
-            x.gather(1, inside.flatten(1)).view_as(inside) for x in (rows.loss_mask, rows.documents, rows.depths)
-        )
+        is_label, document = (x.gather(1, inside.flatten(1)).view_as(inside) for x in (rows.loss_mask, rows.documents))
         own = document == rows.documents.gather(1, self.anchors)[..., None]
-        valid = is_label & own & at_depth(depths, k) & (slots == inside) & self.live[..., None]
+        valid = is_label & own & (slots == inside) & self.live[..., None]
         return inside, valid.cumprod(2).bool()
 
 
@@ -193,7 +191,7 @@ def draw_blocks(rows: Rows, count: int) -> Blocks:
     The first token of a document is never a root, because drafting begins after a prompt.
     """
     B, T = rows.tokens.shape
-    may = (supervised(rows, 2, pad=True) & at_depth(rows.depths, 0)).roll(-1, dims=1)
+    may = supervised(rows, 2, pad=True).roll(-1, dims=1)
     # Drawn on the CPU for every device, because the labels are counted there before the batch is moved. float64 avoids
     # ties.
     draw = torch.Generator().manual_seed(torch.initial_seed())

@@ -33,27 +33,20 @@ def supervised(rows: Rows, ahead: int, *, pad: bool = False) -> Tensor:
     return padded(mask, (min(ahead, T), 0)) if pad else mask
 
 
-def at_depth(depths: Tensor, depth: int | Tensor) -> Tensor:
-    """Return True for labels with these `Rows.depths` that are predicted at a depth."""
-    return (depths < 0) | (depths == depth)
-
-
 def counts_by_depth(rows: Rows, ahead: int, depth: int) -> Tensor:
     """Return (K,) float32: the number of labels of each depth k, whose slots are ahead + k tokens before them."""
-    labels = (supervised(rows, ahead + k) & at_depth(rows.depths[:, ahead + k :], k) for k in range(depth))
-    return torch.stack([of_depth.sum() for of_depth in labels]).float()
+    return torch.stack([supervised(rows, ahead + k).sum() for k in range(depth)]).float()
 
 
 def label_slots(batch: Batch, ahead: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the labels of depth 0 (row and position, (R,) each), and for each depth k the slot ahead + k tokens
-    before: slots (K, R), clamped to the row, and valid (K, R) bool, True if the slot is in the label's document, and
-    the label is predicted at the depth."""
+    before: slots (K, R), clamped to the row, and valid (K, R) bool, True if the slot is in the label's document."""
     row, label = supervised(batch, ahead, pad=True).nonzero(as_tuple=True)
     k = torch.arange(depth, device=label.device)[:, None]
     slots = label - ahead - k
     inside = slots.clamp_min(0)
     own = (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
-    return row, label, inside, own & at_depth(batch.depths[row, label], k)
+    return row, label, inside, own
 
 
 def chain_metrics(

@@ -61,7 +61,7 @@ def random_rows(documents: list[list[int]], vocab: int, labels_from: int = 0) ->
     tokens = torch.randint(2, vocab, (len(documents), sum(documents[0])))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
     ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in documents])
-    return Rows(tokens, positions >= labels_from, positions, ids, torch.full_like(tokens, -1))
+    return Rows(tokens, positions >= labels_from, positions, ids)
 
 
 def target_batch(
@@ -90,13 +90,6 @@ def random_batch(
             embed_tokens=lambda ids: table[ids], lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out
         ),
     )
-
-
-def in_rounds(batch: Batch, *lengths: int) -> Batch:
-    """The batch with the last labels of its second row in recorded rounds that emitted `lengths` tokens."""
-    depths = batch.depths.clone()
-    depths[1, -sum(lengths) :] = torch.cat([torch.arange(n) for n in lengths])
-    return dataclasses.replace(batch, depths=depths)
 
 
 def probe_of(batch: Batch, norm: Tensor, scales: Tensor | None = None) -> TargetProbe:

@@ -182,7 +182,7 @@ def test_what_is_planned_is_within_a_tenth_of_a_measured_step(
     tokens = torch.zeros(2, 384, dtype=torch.int64)
     positions = torch.arange(384).expand(2, -1)
     everywhere = torch.ones(2, 384, dtype=torch.bool)
-    rows = Rows(tokens, everywhere, positions, torch.zeros_like(tokens), torch.full_like(tokens, -1))
+    rows = Rows(tokens, everywhere, positions, torch.zeros_like(tokens))
     batch = make_batch(target, rows, head.aux_layer_ids, torch.float32)
     with Measured() as made:
         there = [*target.model.parameters(), *target.model.buffers(), *trained.parameters(), *trained.buffers()]

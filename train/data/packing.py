@@ -26,7 +26,6 @@ def empty_rows(B: int, T: int) -> Rows:
         loss_mask=torch.zeros(B, T, dtype=torch.bool),
         positions=torch.zeros(B, T, dtype=torch.int64),
         documents=torch.full((B, T), -1),
-        depths=torch.full((B, T), -1),
     )
 
 
@@ -48,18 +47,10 @@ class Pool:
     position of the first token, and the number of tokens that are only context of the piece's labels.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        row_length: int,
-        num_positions: int | None = None,
-        *,
-        packs: bool = True,
-        depths: NDArray[np.int64] | None = None,
-    ):
+    def __init__(self, corpus: Corpus, row_length: int, num_positions: int | None = None, *, packs: bool = True):
         """`num_positions`: the number of positions of the models; None: enough for any document. `packs`: several
-        documents may share a row. `depths`: of all tokens of the corpus, as in `Rows`; None: all depths."""
-        self.corpus, self.row_length, self.packs, self.depths = corpus, row_length, packs, depths
+        documents may share a row."""
+        self.corpus, self.row_length, self.packs = corpus, row_length, packs
         pieces, self.num_left_out = _pieces(corpus, row_length, num_positions or corpus.num_tokens)
         rows = best_fit(pieces[:, 1], row_length) if packs else np.arange(len(pieces))
         order = np.argsort(rows, kind="stable")
@@ -85,8 +76,6 @@ class Pool:
             out.loss_mask[row, at : at + context] = False
             out.positions[row, piece] = torch.arange(position, position + length)
             out.documents[row, piece] = number
-            if self.depths is not None:
-                out.depths[row, piece] = torch.from_numpy(self.depths[start : start + length])
             at += length
 
     def digest(self) -> str:

@@ -1,4 +1,4 @@
-"""Training rows for a recipe's `data`: from its sources, the target's answers, and what the draft does."""
+"""Training rows for a recipe's `data`: from its sources, the target's answers, and a draft model's own samples."""
 
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def load_data(
         return mixture, None
     found = find_prompts(data, seed, data.on_policy, "data.on_policy", reader, recorded=True, quiet=True)
     prompts = [document.ids.tolist() for each in found for document in each.documents]
-    return mixture, Samples(mixture, prompts, data.on_policy, head, target, folder / "on_policy")
+    return mixture, Samples(mixture, prompts, data.on_policy, target, folder / "on_policy")
 
 
 def check_reserved(head: DraftHead, mixture: Mixture, tokenizer: PreTrainedTokenizerBase) -> None:

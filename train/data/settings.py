@@ -64,10 +64,7 @@ class Regenerate(Answers):
 
 
 class OnPolicy(Answers):
-    """Train on what the head does in decoding. A draft model (`head.kind: draft`) learns from text that it generates
-    (arXiv 2310.08461, section 4). Other heads learn from rounds of a chain as deep as they are trained, in text that
-    the target generates with them (arXiv 2605.29343): only from the rounds' roots, and only the tokens that were
-    accepted and the first one that was rejected. The paper begins with a trained head (`head.init_from`)."""
+    """Train a draft model (`head.kind: draft`) on text that it generates (arXiv 2310.08461, section 4)."""
 
     every: Count
     """Steps between two renewals of the samples. The first samples are generated after this many steps."""
@@ -76,8 +73,7 @@ class OnPolicy(Answers):
     temperature: Temperature = 1.0
     """Sampling temperature of the samples; 0 is greedy."""
     share: Share = 0.5
-    """Fraction of the training rows that are samples. The rest are the other data. A row of rounds has fewer labels
-    than another, since each of its tokens is one at one depth only."""
+    """Fraction of the training rows that are samples. The rest are the other data."""
 
 
 class Data(Settings):
@@ -94,4 +90,4 @@ class Data(Settings):
     regenerate: Regenerate | None = None
     """Train on the target's answers. Null: train on the unchanged sources."""
     on_policy: OnPolicy | None = None
-    """Train on samples that the draft, or the target with the head, generates during training. Null: none."""
+    """Train a draft model on samples that it generates during training. Null: none."""

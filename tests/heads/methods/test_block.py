@@ -29,7 +29,6 @@ from tests.heads.small_heads import (
     BLOCK_HEADS,
     BLOCK_SIZES,
     greedy,
-    in_rounds,
     observe,
     random_batch,
     rope,
@@ -41,7 +40,6 @@ from tests.refusals import refused
 V, D = 40, 16
 SCALED = {"rope_type": "linear", "factor": 3.0}
 ROWS = [[11, 3, 7], [2, 1, 18]]
-ROUNDS = 1, 4, 3, 2, 5
 
 
 def make_head(kind: str, **changes: Any) -> DraftBlockHead:
@@ -258,7 +256,7 @@ def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Ten
                 label = anchor + 1 + k
                 if label >= batch.tokens.shape[1] or not batch.loss_mask[b, label]:
                     break
-                if batch.documents[b, label] != batch.documents[b, anchor] or batch.depths[b, label] not in (-1, k):
+                if batch.documents[b, label] != batch.documents[b, anchor]:
                     break
                 token = int(batch.tokens[b, label])
                 p = batch.shared.lm_head(batch.hidden[b, label - 1]).softmax(-1)
@@ -338,7 +336,7 @@ def test_loss_and_gradients_equal_the_plain_formula(
     kind: str, changes: dict[str, Any], few_rows: Callable[[int], None]
 ) -> None:
     few_rows(8)  # chunks of a few blocks
-    head, batch = make_head(kind, **changes), in_rounds(make_batch(), *ROUNDS)
+    head, batch = make_head(kind, **changes), make_batch()
     torch.manual_seed(5)
     weighted, weights, plain = plain_terms(head, batch)
     (weighted.sum() / weights.sum()).backward()
@@ -399,13 +397,6 @@ def test_anchors_are_followed_by_a_label_and_labels_stay_in_their_document() -> 
         expected = [a + k < 21 and bool(batch.documents[b, a + k] == batch.documents[b, a]) for k in (1, 2, 3)]
         assert valid[b, n].tolist() == expected
     assert not valid[~blocks.live].any()
-
-
-def test_recorded_rounds_are_learnt_from_their_roots_up_to_their_last_token() -> None:
-    batch = in_rounds(make_batch(), *ROUNDS)  # the labels of the second row begin at 6
-    blocks = draw_blocks(batch, 21)
-    assert blocks.anchors[1][blocks.live[1]].tolist() == [5, 6, 10, 13, 15]
-    assert blocks.labels(batch, 4)[1][1].sum(1)[blocks.live[1]].tolist() == [1, 4, 3, 2, 4]
 
 
 def test_blocks_without_labels_or_context_give_no_nan() -> None:

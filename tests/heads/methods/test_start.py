@@ -41,8 +41,7 @@ def batch_of(tokens: Tensor, target: FrozenTarget, aux_layer_ids: tuple[int, ...
     features = target.packed_features(tokens, positions, documents, aux_layer_ids)
     embeddings, everywhere = target.shared.embed_tokens(tokens), torch.ones_like(tokens, dtype=torch.bool)
     streams = features.aux_hidden_states, features.hidden
-    all_depths = torch.full_like(tokens, -1)
-    return Batch(tokens, everywhere, positions, documents, all_depths, embeddings, *streams, target.shared)
+    return Batch(tokens, everywhere, positions, documents, embeddings, *streams, target.shared)
 
 
 @torch.no_grad()

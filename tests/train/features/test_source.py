@@ -15,7 +15,7 @@ def test_products_are_in_the_dtype_of_autocast() -> None:
     documents = (torch.arange(30) >= 20).long().expand(2, -1)
     tokens = torch.randint(61, (2, 30), generator=torch.Generator().manual_seed(0))
     everywhere, positions = torch.ones_like(tokens, dtype=torch.bool), torch.arange(30) - 20 * documents
-    rows = Rows(tokens, everywhere, positions, documents, torch.full_like(tokens, -1))
+    rows = Rows(tokens, everywhere, positions, documents)
     plain = make_batch(target, rows, AUX_LAYER_IDS, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         narrow = make_batch(target, rows, AUX_LAYER_IDS, torch.float32)
