@@ -74,12 +74,10 @@ TINY = {
     "scripts/regenerate.py": ANSWERS,
     "scripts/cache_features.py": f"{TRAIN} data.regenerate=null data.sources.0.limit=2",
     "eval/bench.py": MEASURE,
-    "eval/compare.py": MEASURE,
     "eval/sweep.py": "--count 1",
     "eval/chat.py": "--max-new-tokens 4",
     "scripts/bench_backends.py": "--num-prompts 1 --max-new-tokens 4 --repeats 1 --tree chain:2",
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 4 --repeats 1",
-    "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1",
 }
 """Program -> options that make it fast."""
 
@@ -146,10 +144,9 @@ def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPat
     elif command.program == "scripts/cache_features.py":
         assert load_recipe(command.arguments[0], command.arguments[1:])
     else:
-        program = command.program.replace("eval/compare.py", "eval/bench.py")  # two names of one command
-        module: Any = import_module(program.removesuffix(".py").replace("/", "."))
+        module: Any = import_module(command.program.removesuffix(".py").replace("/", "."))
         options = module.parse_arguments(command.arguments)
-        if program == "eval/bench.py":
+        if command.program == "eval/bench.py":
             assert to_settings(options)
 
 

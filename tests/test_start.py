@@ -116,16 +116,13 @@ def test_a_mistake_is_the_last_line_of_both_forms_of_a_launch(change: str, tiny_
 
 @pytest.mark.slow
 def test_no_library_speaks_before_a_command_does(tmp_path: Path) -> None:
-    """The command loads a model. Both streams have only our own lines, and torchao is not imported."""
+    """The command loads a model. Both streams have only our own lines."""
     (tmp_path / "prompts.jsonl").write_text('{"text": "import os"}\n{"text": "def main("}\n')
     options = ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4", "--repeats", "1"]
     done = run(
-        *("-X", "importtime", "eval/bench.py", "lookup:2", "--target", "recipes/quickstart/target"),
+        *("eval/bench.py", "lookup:2", "--target", "recipes/quickstart/target"),
         *("--out", str(tmp_path / "out"), "--tree", "chain:2", *options),
     )
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     ours = ("written to", "this machine", "measuring chain:2")
-    assert all("decodes in" in line or line.startswith(ours) for line in said)
-    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "transformers" in names and "torchao.quantization" not in names
+    assert all("decodes in" in line or line.startswith(ours) for line in done.stderr.splitlines())

@@ -8,6 +8,7 @@ transformers (tests/test_start.py). The entry's `main` imports the rest once the
 import argparse
 import io
 import json
+import logging
 import os
 import select
 import signal
@@ -215,12 +216,9 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
     """Return the result of `act`, or the exit status of its exception: 2, with one line, for an error that the user can
     fix; 130 for an interrupt; 141, silently, if the reader of standard output has closed it; else 1."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are ten lines before the one that says why
-    # If torchao is installed, transformers imports it, which takes seconds and prints four lines of warnings.
-    # `heads.targets.quantization`, which needs torchao, restores it.
-    sys.modules.setdefault("torchao", None)  # type: ignore[arg-type] # typeshed does not know that None hides a module
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # in a locale without the lines of tables, figures are printed without them
+    for name in ("torchao", "torch.utils._pytree"):  # if torchao is installed, transformers imports it, and it warns
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may lack the lines of tables
         sys.stdout.reconfigure(errors="replace")
     try:
         try:

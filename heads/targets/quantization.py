@@ -8,7 +8,6 @@ changed. Quantisation uses torchao, an optional package.
 """
 
 import logging
-import sys
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
     torchao is missing."""
     if scheme not in SCHEMES:
         raise UserError(f"target.quantize: expected {' or '.join(SCHEMES)}, got {scheme!r}")
-    if sys.modules.get("torchao", torch) is None:  # a command hid it from libraries that import it needlessly
-        del sys.modules["torchao"]
     logging.disable(logging.WARNING)  # importing torchao logs four, about kernels for other machines
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_

@@ -5,7 +5,6 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -101,31 +100,18 @@ class PairHead(nn.Module, Drafter):
         return grown
 
 
-LIMITS = {"BOUND": math.inf, "BUSY": 8.0, "FEWEST_TOKENS": 1}
-"""Limits by which the few tokens of a test on a busy machine are reliable, unless a test says otherwise."""
-TRUE_LIMITS = {name: getattr(reliability, name) for name in LIMITS}
-
-
-@contextmanager
-def known_pairs() -> Iterator[None]:
-    """Have reports find the head of word pairs where they find all others, and state speedups."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(UNTRAINED, "pairs", PairHead)
-        for name, limit in LIMITS.items():
-            patch.setattr(reliability, name, limit)
-        yield
-
-
 @pytest.fixture
-def true_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limits of a real measurement."""
-    for name, limit in TRUE_LIMITS.items():
+def lenient_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits by which the few tokens of a test on a busy machine are reliable."""
+    for name, limit in {"BOUND": math.inf, "BUSY": 8.0, "FEWEST_TOKENS": 1}.items():
         monkeypatch.setattr(reliability, name, limit)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def known_kind() -> Iterator[None]:
-    with known_pairs():
+    """Have reports find the head of word pairs where they find all others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(UNTRAINED, "pairs", PairHead)
         yield
 
 
@@ -206,8 +192,7 @@ def bench(
 def measured(tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> tuple[dict[str, Any], str, Path]:
     """Two drafts at two temperatures: results, the text in the terminal, and the folder."""
     out = tmp_path_factory.mktemp("measured") / "run"
-    with known_pairs():
-        results, text = bench(out, trees=("chain:2", "tree:2x2x4"), temperatures=(0.0, 1.0))
+    results, text = bench(out, trees=("chain:2", "tree:2x2x4"), temperatures=(0.0, 1.0))
     return results, text, out
 
 

@@ -235,7 +235,6 @@ VERDICTS: list[tuple[list[Results], str]] = [
 ]
 
 
-@pytest.mark.usefixtures("true_limits")
 def test_the_verdict_is_of_the_fastest_that_is_reliable() -> None:
     for measurements, verdict in VERDICTS:
         assert "; ".join(verdicts({"exact": {"divergences": []}, "measurements": measurements})) == verdict

@@ -66,7 +66,6 @@ def measured(tree: str, speedup: float | None) -> dict[str, Any]:
     return {"tree": tree, "speedup": None if speedup is None else {"measured": speedup}, **times}
 
 
-@pytest.mark.usefixtures("true_limits")
 def test_nothing_is_concluded_from_a_speedup_that_is_not_reliable() -> None:
     search = Search([parse_shape("chain:6"), parse_shape("chain:5")])
     search.take([measured("chain:6", 9.0), measured("chain:5", 1.2)])

@@ -17,7 +17,6 @@ from eval.pages.format import robust_text, speedup_text
 from eval.pages.html import render_page
 from eval.pages.report import print_report
 
-pytestmark = pytest.mark.usefixtures("true_limits")
 BOUND = 1.05
 
 
