@@ -24,7 +24,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator
 
 from eval.measure.command import (
     OFF,
@@ -34,10 +36,12 @@ from eval.measure.command import (
     check_depths,
     exit_status,
     print_line,
+    typed,
 )
 from eval.measure.folders import BENCH, own_folder, plain_name, short_name
 from eval.measure.prompts import check_suites
 from eval.measure.results import Results, write_record, write_results
+from eval.measure.server import check_url
 from eval.measure.settings import BenchSettings, add_measure_options, to_settings
 from heads.core.contract import HEAD_TREE
 
@@ -48,7 +52,7 @@ if TYPE_CHECKING:
     from heads.core.contract import Drafter
     from heads.targets.model import FrozenTarget
 
-TREES = ("chain:5",)
+DEFAULTS = BenchSettings()
 TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
 """Default trees for several heads. They include one for heads with a depth below 5."""
 COMPARISONS = Path("runs/compare")
@@ -59,6 +63,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add_head_options(parser, several=True)
     parser.add_argument("--head", metavar="HEAD", help="the head, as wandb's sweep agent passes it")
     add_measure_options(parser)
+    address = typed(Annotated[str, AfterValidator(check_url)])
+    parser.add_argument(
+        "--server", type=address, metavar="URL", help="measure this running vLLM or SGLang, with or without a head"
+    )
+    parser.add_argument(
+        "--plain-server", type=address, metavar="URL", help="the same target served without a draft, for the speedup"
+    )
     parser.add_argument(
         "--roofline", action="store_true", help="compare the time of every part of a round with its lower bound"
     )
@@ -67,27 +78,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if (options.heads and options.head) or not (options.heads or options.head or options.server):
         parser.error("expected a head, or several")
     options.heads = options.heads or [options.head][: bool(options.head)]
-    check_server_options(options, parser)
-    for name, is_on in (("roofline", options.roofline), ("wandb", options.wandb != OFF)):
-        if is_on and (len(options.heads) > 1 or not options.timing):
-            parser.error(f"--{name}: needs one head and its times; name one head, and leave --no-timing out")
-    check_depths(options.trees, options.max_new_tokens)
-    options.trees = options.trees or (TREES if len(options.heads) == 1 else TREES_OF_SEVERAL)
-    return options
-
-
-def check_server_options(options: argparse.Namespace, parser: Parser) -> None:
+    used = {"tree": "trees", "context": "contexts", "rule": "rule", "no-timing": "timing"}
+    given = [name for name, setting in used.items() if setting in options]
+    given += ["roofline"] * options.roofline + ["wandb"] * (options.wandb != OFF)
     if options.plain_server and not options.server:
-        parser.error("--plain-server: is compared with a --server; name one")
-    if not options.server:
-        return
-    if len(options.heads) > 1:
-        parser.error("--server: has one draft; name at most one head")
-    ours = {name: getattr(options, name) for name in ("trees", "contexts", "roofline")}
-    ours |= {"wandb": options.wandb != OFF, "rule": options.rule != BenchSettings.rule, "no_timing": not options.timing}
-    if name := next((name for name, given in ours.items() if given), None):
-        option = "tree" if name == "trees" else name.removesuffix("s").replace("_", "-")
-        parser.error(f"--{option}: is of a measurement here; leave it out with --server")
+        parser.error("--plain-server: requires --server")
+    if options.server and (given or len(options.heads) > 1):
+        parser.error(f"{f'--{given[0]}' if given else 'several heads'}: not supported with --server")
+    if {"roofline", "wandb"}.intersection(given) and (len(options.heads) > 1 or "no-timing" in given):
+        parser.error(f"--{given[-1]}: requires exactly one head and timing")
+    check_depths(getattr(options, "trees", ()), getattr(options, "max_new_tokens", DEFAULTS.max_new_tokens))
+    vars(options).setdefault("trees", DEFAULTS.trees if len(options.heads) < 2 else TREES_OF_SEVERAL)
+    return options
 
 
 def hyphenated(word: str) -> str:

@@ -26,14 +26,12 @@ from eval.measure.command import (
     Parser,
     add_head_options,
     check_depths,
-    count,
     draft_shapes,
     exit_status,
     print_line,
-    seed,
-    trees,
+    typed,
 )
-from eval.measure.settings import SERVED, served_sampling
+from eval.measure.settings import SERVED, Count, Seed, Temperature, Trees, served_sampling
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 
@@ -199,14 +197,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add(
         "--tree",
         dest="trees",
-        type=trees,
+        type=typed(Trees),
         default=DEFAULT_TREES,
         help="draft: chain:5, tree:5x8x24, static:3.2.1 or head; of several, the first that the head can draft",
     )
-    add("--temperature", type=float, help="0, the default, is greedy")
+    add("--temperature", type=typed(Temperature), help="0, the default, is greedy")
     add("--sampling", choices=[SERVED], help=f"{SERVED}: as servers of the target sample by default")
-    add("--seed", type=seed, default=0, help="seed of the sampling; each further answer adds 1")
-    add("--max-new-tokens", type=count, default=256, help="most new tokens of each answer")
+    add("--seed", type=typed(Seed), default=0, help="seed of the sampling; each further answer adds 1")
+    add("--max-new-tokens", type=typed(Count), default=256, help="most new tokens of each answer")
     options = parser.parse_args(arguments)
     check_depths(options.trees if options.trees != DEFAULT_TREES else (), options.max_new_tokens)
     return options

@@ -35,12 +35,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from eval.bench import parse_arguments as parse_bench
-from eval.measure.command import OFF, Parser, add_wandb_option, count, exit_status, seed
+from eval.measure.command import OFF, Parser, add_wandb_option, exit_status, typed
 from eval.measure.folders import plain_name
 from eval.measure.progress import Progress
 from eval.measure.prompts import split_prompts
 from eval.measure.results import Results, figures_of, read_results
-from eval.measure.settings import to_settings
+from eval.measure.settings import Count, Seed, to_settings
 from eval.pages.format import busy_warning, exact_cell
 from heads.core.errors import UserError, first_line
 from heads.core.files import check_folder, is_file, read_given, write_json, write_text
@@ -112,8 +112,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=Path,
         help="folder for the results; default: runs/sweep-NAME, after the file's `name`, or else the file's own",
     )
-    add("--count", type=count, help="most settings to measure; default: run_cap of the file")
-    add("--seed", type=seed, default=0, help="seed with which method random draws settings")
+    add("--count", type=typed(Count), help="most settings to measure; default: run_cap of the file")
+    add("--seed", type=typed(Seed), default=0, help="seed with which method random draws settings")
     add_wandb_option(parser, "log each setting as a wandb run; online: a wandb server chooses the settings")
     return parser.parse_args(arguments)
 

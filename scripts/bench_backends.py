@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from eval.measure.command import Parser, add_head_options, count, exit_status, trees
-from eval.measure.settings import add_prompt_options
+from eval.measure.command import Parser, add_head_options, exit_status, typed
+from eval.measure.settings import Count, Trees, add_prompt_options
 
 VARIANTS = (("torch", "float32"), ("torch", "bfloat16"), ("oneDNN", "float32"), ("C", "float32"), ("C", "bfloat16"))
 TEMPERATURES = (0.0, 1.0)
@@ -30,8 +30,10 @@ BASE, NEEDED = "torch float32", 1.3
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Whole rounds with each product of a CPU.")
     add_head_options(parser)
-    parser.add_argument("--tree", dest="trees", type=trees, default="chain:5,tree:5x6x16", help="drafts to measure")
-    parser.add_argument("--repeats", type=count, default=3, help="times that each variant decodes each prompt")
+    parser.add_argument(
+        "--tree", dest="trees", type=typed(Trees), default="chain:5,tree:5x6x16", help="drafts to measure"
+    )
+    parser.add_argument("--repeats", type=typed(Count), default=3, help="times that each variant decodes each prompt")
     add_prompt_options(parser, num_prompts=4, max_prompt_tokens=256, max_new_tokens=48)
     return parser.parse_args(arguments)
 

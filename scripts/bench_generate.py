@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from eval.measure.command import Parser, add_target_options, count, exit_status
+from eval.measure.command import Parser, add_target_options, exit_status, typed
 from eval.measure.prompts import prompts_hash
-from eval.measure.settings import add_prompt_options
+from eval.measure.settings import Count, add_prompt_options
 from heads.core.files import check_file
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add: Any = parser.add_argument
     add("target", help="a folder or a hub id")
     add_target_options(parser)
-    add("--repeats", type=count, default=3, help="times that each decodes each prompt")
+    add("--repeats", type=typed(Count), default=3, help="times that each decodes each prompt")
     add_prompt_options(parser, num_prompts=16, max_prompt_tokens=512, max_new_tokens=128)
     return parser.parse_args(arguments)
 

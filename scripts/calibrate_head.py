@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.measure.command import Parser, add_head_options, count, exit_status
+from eval.measure.command import Parser, add_head_options, exit_status, typed
 from eval.measure.prompts import check_suites
-from eval.measure.settings import add_prompt_options
+from eval.measure.settings import Count, add_prompt_options
 from heads.core.errors import UserError
 from heads.core.files import check_file, write_json
 
@@ -23,7 +23,7 @@ from heads.core.files import check_file, write_json
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Fit the temperatures of a DSpark head's confidence, for SGLang.")
     add_head_options(parser)
-    parser.add_argument("--depth", type=count, help="draft tokens a round, as served; default: as trained")
+    parser.add_argument("--depth", type=typed(Count), help="draft tokens a round, as served; default: as trained")
     add_prompt_options(parser, num_prompts=64, max_prompt_tokens=512, max_new_tokens=256)
     parser.set_defaults(out=Path("sts.json"))
     return parser.parse_args(arguments)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from eval.measure.command import Parser, count
+from eval.measure.command import Parser, typed
 from eval.measure.prompts import split_prompts, spread
+from eval.measure.settings import Count
 from eval.pages.format import count as short
 from eval.pages.format import number, plural, with_interval
 from heads.methods.recycling import total_memory
@@ -223,7 +224,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("recipe")
     add("overrides", nargs="*")
     add("--plan", action="store_true")
-    add("--processes", type=count, default=int(os.environ.get("WORLD_SIZE", "1")))
+    add("--processes", type=typed(Count), default=int(os.environ.get("WORLD_SIZE", "1")))
     add("--sharing", choices=list(SHARINGS), default=launched)
     add("--features", choices=FEATURES)
     add("--memory", type=_positive)

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from eval.measure.command import AUTO
 from eval.measure.prompts import HELD_OUT_SUITE
 from eval.measure.records import has_splits, has_subsets, is_local
-from eval.measure.settings import IN_A_RECIPE, BenchSettings
+from eval.measure.settings import BenchSettings, MeasureSettings
 from eval.runtime.sampling_params import check_rule
 from heads.core.contract import HEAD_TREE
 from heads.core.errors import UserError
@@ -36,7 +36,7 @@ from train.core.strict_yaml import (
 from train.data.settings import Data
 from train.data.sources import RecordSource
 from train.features.settings import AnyFeatures, ProcessFeatures
-from train.head_settings import AnyHead, section
+from train.head_settings import AnyHead
 
 
 def _check_project(name: str) -> str:
@@ -179,11 +179,7 @@ class Report(Settings):
     """Number of times that each prompt is decoded with each setting."""
 
 
-Measured: Any = section(BenchSettings, names=IN_A_RECIPE)
-"""The settings of eval/bench.py that a recipe gives by the same names, with the same defaults."""
-
-
-class Eval(Measured):  # type: ignore[misc] # made from a dataclass
+class Eval(MeasureSettings):
     """Measurements of tau during training. The head with the best tau is kept."""
 
     prompts: Name
@@ -206,9 +202,9 @@ class Eval(Measured):  # type: ignore[misc] # made from a dataclass
     def final(self) -> BenchSettings:
         """Return the settings of the final measurement. If prompts are drawn with a seed, they are other prompts than
         those on which the best head was chosen."""
-        own = self.model_dump(include={"prompts", "num_prompts", "max_prompt_tokens", *IN_A_RECIPE})
-        own |= {"trees": (self.tree,), "temperatures": (self.temperature,), "seed": self.seed + 1}
-        return BenchSettings(**own | self.report.model_dump(exclude_none=True))
+        shared = self.model_dump(exclude={"tree", "temperature", "report", "batch_size"})
+        shared |= {"trees": (self.tree,), "temperatures": (self.temperature,), "seed": self.seed + 1}
+        return BenchSettings(**shared | self.report.model_dump(exclude_none=True))
 
 
 class Tracking(Settings):

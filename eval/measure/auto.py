@@ -7,7 +7,7 @@ nothing is concluded from a speedup that is not reliable.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from eval.measure.command import AUTO
 from eval.measure.measure import check_decoded, compare
@@ -92,7 +92,8 @@ def look_at(
 ) -> list[Results]:
     """Decode a few prompts once with each shape, in turns with plain decoding. Speedups on so few prompts rank drafts
     and are not printed."""
-    brief = replace(settings, max_new_tokens=min(settings.max_new_tokens, LOOK_TOKENS), repeats=1)
+    tokens = min(settings.max_new_tokens, LOOK_TOKENS)
+    brief = settings.model_copy(update={"max_new_tokens": tokens, "repeats": 1})
     drafts, where = [(head, shape) for shape in shapes], f", a search on {len(prompts)} prompts"
     found = compare(target, drafts, prompts, temperature, brief, where, phases=False)
     check_decoded(found.plain.outputs[0].values(), f"--tree {AUTO}, on the first {len(prompts)} prompts")

@@ -60,7 +60,7 @@ def bench_heads(
     }
     found = Found()
     for context, batch_size in settings.points:
-        at = replace(settings, batch_size=batch_size)
+        at = settings.model_copy(update={"batch_size": batch_size})
         try:
             measure_point(found, target, list(heads.values()), tokenizer, at, prompts[context], shapes, context)
         except Exception as error:
@@ -140,7 +140,7 @@ def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: Ben
     """Return the trees of the settings that this head, one of several, can draft. Raise UserError if there are none."""
     own = settings.rule == "match" and head.own_tree is not None and head.own_tree.tree
     texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or own)
-    shapes = replace(settings, trees=texts).shapes(head, target)
+    shapes = settings.model_copy(update={"trees": texts}).shapes(head, target)
     fitting = [shape for shape in shapes if can_draft(head, target, shape, settings.rule)]
     if not fitting and not settings.is_auto:
         raise UserError(f"{path}: drafts none of {', '.join(settings.trees)}; name a tree that it can")
@@ -161,7 +161,7 @@ def parts_of_headline(
 ) -> Results:
     """Return the roofline of the headline setting, in the middle of an output after a prompt of median length."""
     (shape,) = draft_shapes([results["tree"]], head)
-    settings = replace(settings, batch_size=results.get("batch_size", settings.batch_size))
+    settings = settings.model_copy(update={"batch_size": results.get("batch_size", settings.batch_size)})
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     room = lengths[-1] + settings.max_new_tokens + shape.nodes
     length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2

@@ -7,19 +7,21 @@ tokens that came out per round, as everywhere.
 """
 
 import argparse
+import asyncio
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.measure import metrics
 from eval.measure.chat_template import with_arguments
+from eval.measure.engine_server import DRAFTS, Answer, EngineServer, RoundCounts, count_rounds
 from eval.measure.environment import dtype_options, head_facts, machine, target_facts
 from eval.measure.figures import top_two_margin
 from eval.measure.loading import fitting_head, open_target, open_target_of, read_prompts
@@ -27,7 +29,6 @@ from eval.measure.measure import split_units, units_by_suite
 from eval.measure.progress import Progress
 from eval.measure.prompts import HELD_OUT_SUITE, Prompt
 from eval.measure.results import SCHEMA_VERSION, Results
-from eval.measure.server import DRAFTS, Answer, Rounds, Server, count_rounds
 from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.identity import FAR, find_flips, first_difference
@@ -51,16 +52,16 @@ class Group:
     indices: list[int]
     answers: list[list[Answer]] = field(default_factory=list)
     plain: list[list[Answer]] = field(default_factory=list)
-    rounds: list[Rounds] = field(default_factory=list)
+    rounds: list[RoundCounts] = field(default_factory=list)
     """By repeat: those of each answer, or those of all together."""
 
     def units(self) -> list[tuple[int, int]]:
         """Return the tokens and the rounds after the first token of each prompt, or of all together."""
         step = len(self.rounds) // len(self.answers)
-        made = [[a.decoded for a in repeat] for repeat in self.answers]
-        made = made if step == len(self.indices) else [[sum(tokens)] for tokens in made]
         numbers = [sum(part.number for part in self.rounds[n::step]) for n in range(step)]
-        return list(zip(map(sum, zip(*made, strict=True)), numbers, strict=True))
+        repeats = [[answer.decoded for answer in answers] for answers in self.answers]
+        tokens = [sum(of_prompt) for of_prompt in zip(*repeats, strict=True)]
+        return list(zip(tokens if step == len(self.indices) else [sum(tokens)], numbers, strict=True))
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ class Reference:
         length = max(len(request.prompt) + request.max_new_tokens for request in requests) + 1
         return Engine(self.target, None, EngineOptions(max_length=length))
 
-    def check(self, server: Server, prompt: Prompt) -> None:
+    async def check(self, server: EngineServer, prompt: Prompt) -> None:
         """Raise UserError if the server's greedy answer cannot be the target's."""
-        tokens = server.ask(prompt, Sampling(), CHECKED_TOKENS, self.target.eos_token_ids).tokens
+        tokens = (await server.ask(prompt, Sampling(), CHECKED_TOKENS, self.target.eos_token_ids)).tokens
         (request,) = requests = self.requests([prompt], CHECKED_TOKENS)
         if tokens and max(tokens) < self.target.vocab_size:
             flips = find_flips(self.engine(requests), request, tokens)
@@ -98,7 +99,8 @@ class Reference:
         """Return where greedy texts of a server differ from plain decoding here. One is a `near_tie` if each of its
         tokens is within rounding of the target's choice."""
         requests = self.requests(prompts, max_new_tokens)
-        engine, found = self.engine(requests), []
+        engine = self.engine(requests)
+        differences: list[Results] = []
         for prompt, request, text in zip(prompts, requests, texts, strict=True):
             (output,) = engine.generate([request])
             position = first_difference(output.tokens, text)
@@ -111,46 +113,107 @@ class Reference:
                 for token in pair
             ]
             before = [*prompt.ids, *text[:position]]
-            found.append(
+            differences.append(
                 {"suite": prompt.suite, "prompt": prompt.id, "tree": tree, "against": "plain", "temperature": 0.0}
                 | {"position": position, "plain_text": shown[0], "text": shown[1]}
                 | {"top_two_margin": top_two_margin(self.target, before, Sampling())}
                 | {"near_tie": None not in pair and all(flip.is_within(FAR) for flip in flips)}
                 | {"flips": [asdict(flip) for flip in flips]}
             )
-        return found
+        return differences
 
 
 def bench_server(options: argparse.Namespace, settings: BenchSettings) -> Results:
     """Measure the server `--server`, beside `--plain-server` if there is one. The target is loaded if a head or
     `--target` names it; else only its tokenizer, if the folder that the server names is here."""
-    server = Server(options.server)
-    plain = Server(options.plain_server, plain=True) if options.plain_server else None
-    if plain and plain.root != server.root:
+    with asyncio.Runner() as runner:
+        server, plain = runner.run(open_servers(options))
+        try:
+            return measure_server(options, settings, server, plain, runner.run)
+        finally:
+            for each in filter(None, (server, plain)):
+                runner.run(each.client.aclose())
+
+
+async def open_servers(options: argparse.Namespace) -> tuple[EngineServer, EngineServer | None]:
+    server = await EngineServer.open(options.server)
+    if not server.depth:
+        draft = "--speculative-config" if server.engine == "vLLM" else "--speculative-algorithm"
+        raise server.error(f"does not speculate; start it with {draft}")
+    if not options.plain_server:
+        return server, None
+    plain = await EngineServer.open(options.plain_server)
+    if plain.depth:
+        raise plain.error("--plain-server: it speculates; start it without a draft")
+    if plain.root != server.root:
         raise plain.error(f"serves {plain.root}, where {server.url} serves {server.root}; serve the same target")
+    return server, plain
+
+
+def measure_server(
+    options: argparse.Namespace,
+    settings: BenchSettings,
+    server: EngineServer,
+    plain: EngineServer | None,
+    run: Callable[[Coroutine[Any, Any, Any]], Any],
+) -> Results:
+    """Return the contents of results.json. `run` runs a coroutine in the event loop of the clients."""
     (head,) = options.heads or [None]
     reference = tokenizer = drafter = None
     if head or options.target:
         target, tokenizer = open_target_of(head, options) if head else open_target(options.target, options)
         reference = Reference(target, tokenizer)
         drafter = fitting_head(head, target) if head else None
-    elif is_here(server.root):
-        tokenizer = load_tokenizer(server.root, trust_remote_code=options.trust_remote_code)
-        tokenizer = with_arguments(tokenizer, options.template or {})
-    settings = replace(settings, trees=(f"chain:{server.depth}",))
-    if reference:
-        settings = settings.as_served(reference.target)
-    elif settings.sampling:
-        raise server.error(f"--sampling {settings.sampling}: is read from the target here; name it with --target")
-    prompts = choose(server, tokenizer, settings, reference.target.vocab_size if reference else None)
+        settings = settings.as_served(target)
+    else:
+        if is_here(server.root):
+            tokenizer = load_tokenizer(server.root, trust_remote_code=options.trust_remote_code)
+            tokenizer = with_arguments(tokenizer, options.template or {})
+        elif HELD_OUT_SUITE in settings.prompts:
+            raise server.error(
+                f"{HELD_OUT_SUITE} is cut by tokens, and the tokenizer of {server.root} is not here; name the target "
+                "with --target, or other --prompts"
+            )
+        if settings.sampling:
+            raise server.error(f"--sampling {settings.sampling}: is read from the target here; name it with --target")
+    settings = settings.model_copy(update={"trees": (f"chain:{server.depth}",)})
+
+    def answer(prompts: Sequence[Prompt]) -> list[str]:
+        return [run(server.ask(prompt, Sampling(), settings.max_new_tokens)).text for prompt in prompts]
+
+    room = server.context_length - settings.max_new_tokens - server.depth - 1
+    vocab_size = reference.target.vocab_size if reference else None
+    prompts = read_prompts(settings, tokenizer, min(settings.max_prompt_tokens or room, room), answer, vocab_size)
     if reference is not None:
-        reference.check(server, prompts[0])
-    measured = measure_server(server, plain, reference, prompts, settings)
+        run(reference.check(server, prompts[0]))
+    measurements: list[Results] = []
+    suites: dict[str, Results] = {}
+    for temperature in settings.temperatures:
+        for _, concurrency in settings.points:
+            at = settings.model_copy(update={"batch_size": concurrency})
+            groups = run(ask_all(server, plain, reference, prompts, at, temperature))
+            differences = None
+            answers = {i: answer for group in groups for i, answer in zip(group.indices, group.answers[0], strict=True)}
+            if reference is not None and temperature == 0 and all(answer.tokens for answer in answers.values()):
+                texts = [answers[i].tokens for i in range(len(prompts))]
+                with Progress(f"decoding {len(prompts)} prompts here, to compare the texts", announced=True):
+                    differences = reference.differences(prompts, texts, settings.max_new_tokens, settings.trees[0])
+            take = partial(figures, server.depth, prompts, temperature, differences)
+            point = {"batch_size": concurrency} if settings.batch_sizes else {}
+            measurements.append(take(groups) | point)
+            if not suites:
+                units = units_by_suite(prompts, [group.indices for group in groups])
+                suites = {name: take([groups[n] for n in own]) for name, own in units.items()}
+    exact = pooled([measurement["exact"] for measurement in measurements])
+    if exact["divergences"]:
+        for figures_of_part in (*measurements, *suites.values()):
+            figures_of_part["speedup"] = None
     facts = machine(torch.device("cpu"))
     facts["versions"] |= {server.engine.lower(): server.version}
-    named = ["--server", server.url, *(["--plain-server", plain.url] if plain else [])]
+    command = ["python", "eval/bench.py", *([head] if head else []), "--server", server.url]
+    command += ["--plain-server", plain.url] if plain else []
     if reference:
-        named += ["--target", reference.target.name, *dtype_options(reference.target)]
+        command += ["--target", reference.target.name, *dtype_options(reference.target)]
     return {
         "schema_version": SCHEMA_VERSION,
         "target": target_facts(reference.target) if reference else {"name": server.root},
@@ -159,78 +222,32 @@ def bench_server(options: argparse.Namespace, settings: BenchSettings) -> Result
         "dtype": "its own dtype",
         "server": {"name": server.name, "url": server.url, "model": server.model, "plain_url": plain and plain.url},
         "settings": settings.record(prompts),
-        "command": ["python", "eval/bench.py", *([head] if head else []), *named, *settings.options()[2:]],
-        **measured,
+        "command": [*command, *settings.options()[2:]],
+        **measurements[0],
+        "exact": exact,
+        "suites": suites,
+        "measurements": measurements,
+        "samples": [],
         "head": head_facts(drafter, head)
         if drafter
         else {"kind": "draft", "path": server.url, "sha256": None, "parameters": 0, "aux_layer_ids": [], "config": {}},
     }
 
 
-def choose(
-    server: Server, tokenizer: PreTrainedTokenizerBase | None, settings: BenchSettings, vocab_size: int | None
-) -> list[Prompt]:
-    """Return the prompts, including later turns, which follow the server's own greedy answers. `vocab_size`: number of
-    the target's tokens, if it is here."""
-    if tokenizer is None and HELD_OUT_SUITE in settings.prompts:
-        raise server.error(
-            f"{HELD_OUT_SUITE} is cut by tokens, and the tokenizer of {server.root} is not here; name the target with "
-            "--target, or other --prompts"
-        )
-
-    def answer(prompts: Sequence[Prompt]) -> list[str]:
-        return [server.ask(prompt, Sampling(), settings.max_new_tokens).text for prompt in prompts]
-
-    room = server.context_length - settings.max_new_tokens - server.depth - 1
-    return read_prompts(settings, tokenizer, min(settings.max_prompt_tokens or room, room), answer, vocab_size)
-
-
-def measure_server(
-    server: Server,
-    plain: Server | None,
-    reference: Reference | None,
-    prompts: Sequence[Prompt],
-    settings: BenchSettings,
-) -> Results:
-    """Return the measured part of results.json: the figures of every temperature and concurrency, and those of the
-    first one's suites."""
-    measurements: list[Results] = []
-    suites: dict[str, Results] = {}
-    for temperature in settings.temperatures:
-        for _, concurrency in settings.points:
-            at = replace(settings, batch_size=concurrency)
-            groups = ask_all(server, plain, reference, prompts, at, temperature)
-            answers = {i: answer for group in groups for i, answer in zip(group.indices, group.answers[0], strict=True)}
-            differences = None
-            if reference is not None and temperature == 0 and all(answer.tokens for answer in answers.values()):
-                with Progress(f"decoding {len(prompts)} prompts here, to compare the texts", announced=True):
-                    texts = [answers[i].tokens for i in range(len(prompts))]
-                    differences = reference.differences(
-                        prompts, texts, settings.max_new_tokens, f"chain:{server.depth}"
-                    )
-            take = partial(figures, server.depth, prompts, temperature, differences)
-            point = {"batch_size": concurrency} if settings.batch_sizes else {}
-            measurements.append(take(groups) | point)
-            if not suites:
-                units = units_by_suite(prompts, [group.indices for group in groups])
-                suites = {name: take([groups[n] for n in own]) for name, own in units.items()}
-    exacts = [m["exact"] for m in measurements]
+def pooled(exacts: Sequence[Results]) -> Results:
+    """Return the record `exact` of all settings: of those whose texts were compared, if there are any."""
     compared = [exact for exact in exacts if exact["identical"] is not None]
-    exact = (compared or exacts)[0] | {
+    return (compared or exacts)[0] | {
         "prompts": sum(exact["prompts"] for exact in compared or exacts),
         "identical": sum(exact["identical"] for exact in compared) if compared else None,
-        "divergences": [found for exact in exacts for found in exact["divergences"]],
-        "near_ties": [found for exact in exacts for found in exact["near_ties"]],
+        "divergences": [difference for exact in exacts for difference in exact["divergences"]],
+        "near_ties": [difference for exact in exacts for difference in exact["near_ties"]],
     }
-    if exact["divergences"]:
-        for m in (*measurements, *suites.values()):
-            m["speedup"] = None
-    return measurements[0] | {"exact": exact, "suites": suites, "measurements": measurements, "samples": []}
 
 
-def ask_all(
-    server: Server,
-    plain: Server | None,
+async def ask_all(
+    server: EngineServer,
+    plain: EngineServer | None,
     reference: Reference | None,
     prompts: Sequence[Prompt],
     settings: BenchSettings,
@@ -241,39 +258,40 @@ def ask_all(
     stop_ids = reference.target.eos_token_ids if reference else ()
     size = concurrency if concurrency == 1 else WAVES * concurrency
     groups = [Group(indices) for indices in split_units(prompts, size)]
-    what = (
-        f"asking {server.url} {'greedily' if temperature == 0 else f'at T = {temperature:g}'}, {concurrency} in flight"
-    )
+    mode = "greedily" if temperature == 0 else f"at T = {temperature:g}"
     total = settings.repeats * len(prompts) * (2 if plain else 1)
-    with ThreadPoolExecutor(concurrency) as pool, Progress(f"{what}: answer", total) as progress:
+    slots = asyncio.Semaphore(concurrency)
+    with Progress(f"asking {server.url} {mode}, {concurrency} in flight: answer", total) as progress:
 
-        def send(asked: Server, indices: Sequence[int]) -> list[Answer]:
-            def one(i: int) -> Answer:
+        async def ask(asked: EngineServer, i: int) -> Answer:
+            async with slots:
                 own = replace(sampling, seed=sampling.seed + i)
-                return asked.ask(prompts[i], own, settings.max_new_tokens, stop_ids)
+                answer = await asked.ask(prompts[i], own, settings.max_new_tokens, stop_ids)
+            progress.advance()
+            return answer
 
-            answers = list(pool.map(one, indices))
-            progress.advance(len(indices))
-            return answers
+        async def ask_group(asked: EngineServer, indices: Sequence[int]) -> list[Answer]:
+            return await asyncio.gather(*(ask(asked, i) for i in indices))
 
-        counted = server.counters() if server.engine == "vLLM" else Counter()
-        for asked in filter(None, (plain, server)):
-            warm = asked.ask(prompts[0], sampling, settings.max_new_tokens)  # not measured: a first answer is slow
+        counters = await server.counters() if server.engine == "vLLM" else Counter()
+        for each in filter(None, (plain, server)):
+            warm = await each.ask(prompts[0], sampling, settings.max_new_tokens)  # not measured: a first answer is slow
         if is_counting := server.engine == "vLLM" and not warm.rounds:
-            counted = server.settled(counted, [warm])
+            counters = await server.counters_after(counters, [warm])
         for repeat in range(settings.repeats):
             for n, group in enumerate(groups):
                 if plain and (repeat + n) % 2:
-                    group.plain.append(send(plain, group.indices))
-                group.answers.append(send(server, group.indices))
+                    group.plain.append(await ask_group(plain, group.indices))
+                answers = await ask_group(server, group.indices)
+                group.answers.append(answers)
                 if is_counting:
-                    before, counted = counted, server.settled(counted, group.answers[-1])
-                    accepted = [counted[str(k)] - before[str(k)] for k in range(server.depth)]
-                    group.rounds.append(count_rounds(counted[DRAFTS] - before[DRAFTS], accepted, group.answers[-1]))
+                    before, counters = counters, await server.counters_after(counters, answers)
+                    accepted = [counters[str(k)] - before[str(k)] for k in range(server.depth)]
+                    group.rounds.append(count_rounds(counters[DRAFTS] - before[DRAFTS], accepted, answers))
                 else:
-                    group.rounds += [server.rounds_of(answer) for answer in group.answers[-1]]
+                    group.rounds += [server.rounds_of(answer) for answer in answers]
                 if plain and not (repeat + n) % 2:
-                    group.plain.append(send(plain, group.indices))
+                    group.plain.append(await ask_group(plain, group.indices))
     if not any(answer.decoded for group in groups for answer in group.answers[0]):
         raise server.error("every answer ended with its first token; use other prompts, or allow more new tokens")
     return groups

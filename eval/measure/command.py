@@ -14,13 +14,11 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import NoReturn
-from urllib.parse import urlsplit
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
-from eval.runtime.sampling_params import Sampling
+from pydantic import TypeAdapter, ValidationError
+
 from heads.core.contract import HEAD_TREE, Drafter, shape_for
 from heads.core.errors import UserError, first_line
 from heads.core.files import is_full_disk
@@ -30,29 +28,8 @@ AUTO = "auto"
 """Value of an option that lets the program choose: search for the fastest tree."""
 OFF = "off"
 """Value of --wandb, the default."""
-KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
-"""Name of the environment variable with the key of a server."""
 UNREAD = 128 + signal.SIGPIPE
 """Exit status if the reader of the output has closed it: the one that shells report for other programs."""
-
-
-def server_key() -> str:
-    return os.environ.get(KEY_VARIABLE, "").strip()
-
-
-def without_key(text: str) -> str:
-    """Return a server's words without its key. They are cut after this, since part of a key would not be found."""
-    key = server_key()
-    return text.replace(key, "...") if key else text
-
-
-def check_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError("expected an address such as http://localhost:8000")
-    if "@" in parts.netloc or parts.query:
-        raise UserError(f"expected an address without a key; put the key in the environment, as {KEY_VARIABLE}")
-    return url
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -76,39 +53,22 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
 
 
-def whole_number(least: int, text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-    if number < least:
-        raise argparse.ArgumentTypeError(f"expected at least {least}, got {number}")
-    return number
+def is_tuple(hint: Any) -> bool:
+    return get_origin(get_args(hint)[0] if get_origin(hint) is Annotated else hint) is tuple
 
 
-count, seed = partial(whole_number, 1), partial(whole_number, 0)
+def typed(hint: Any) -> Callable[[str], Any]:
+    """Return a function that parses an option as a type, with its bounds. Items of a tuple are separated by commas."""
+    adapter = TypeAdapter(hint)
 
+    def parse(text: str) -> Any:
+        try:
+            return adapter.validate_python(text.split(",") if is_tuple(hint) else text)
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]["msg"]
+            raise argparse.ArgumentTypeError(fault.removeprefix("Value error, ")) from None
 
-def counts(text: str) -> tuple[int, ...]:
-    return tuple(count(part) for part in text.split(","))
-
-
-def temperatures(text: str) -> tuple[float, ...]:
-    with _shown():
-        return tuple(Sampling(float(part)).temperature for part in text.split(","))
-
-
-def address(text: str) -> str:
-    with _shown():
-        return check_url(text)
-
-
-def trees(text: str) -> tuple[str, ...]:
-    """Parse the names of trees with draft tokens, or `auto`, separated by commas."""
-    parts = [part.strip() for part in text.split(",")]
-    with _shown():
-        draft_shapes([part for part in parts if part not in (AUTO, HEAD_TREE)])
-    return tuple(parts)
+    return parse
 
 
 def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[TreeShape]:
@@ -142,15 +102,6 @@ def template_arguments(text: str) -> dict[str, bool | int | float | str]:
             read = value
         arguments[name] = read if isinstance(read, bool | int | float) else value
     return arguments
-
-
-@contextmanager
-def _shown() -> Iterator[None]:
-    """Turn a UserError into ArgumentTypeError, because argparse hides the text of any other ValueError."""
-    try:
-        yield
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_target_options(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,6 @@ import argparse
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -63,11 +62,9 @@ def measurement_name(settings: BenchSettings, options: argparse.Namespace) -> st
     if settings.sampling is None:
         words.append("+".join("greedy" if t == 0 else f"T{t:g}" for t in settings.temperatures))
     words.append("+".join(map(suite_name, split_prompts(settings.prompts))))
-    for setting in fields(settings):
-        value = getattr(settings, setting.name)
-        if setting.name not in ("trees", "temperatures", "prompts") and value != setting.default:
-            text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words.append(f"{setting.name}-{text}".replace("_", "-"))
+    for name, value in settings.model_dump(exclude_defaults=True, exclude={"trees", "temperatures", "prompts"}).items():
+        text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words.append(f"{name}-{text}".replace("_", "-"))
     words += ["served"] * served
     words += [word for word in (options.dtype, options.quantize) if word not in (None, "auto")]
     return plain_name("_".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *words]))

@@ -1,28 +1,17 @@
-"""Settings of eval/bench.py and eval/compare.py, and the command-line options of measurements."""
+"""How to measure: one model of settings, from which a recipe's `eval`, the command's options and the record in
+results.json are made."""
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from eval.measure.command import (
-    AUTO,
-    Parser,
-    address,
-    count,
-    counts,
-    draft_shapes,
-    print_line,
-    seed,
-    temperatures,
-    trees,
-)
-from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES, LATER_TURN, Prompt, prompts_hash, split_prompts
-from eval.runtime.sampling_params import RULES, Rule, Sampling, check_rule
+from eval.measure.command import AUTO, draft_shapes, is_tuple, print_line, typed
+from eval.measure.prompts import HELD_OUT_SUITE, LATER_TURN, Prompt, prompts_hash, split_prompts
+from eval.runtime.sampling_params import Rule, Sampling, check_rule
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError
 from heads.core.tree import TreeShape
@@ -31,13 +20,23 @@ if TYPE_CHECKING:
     from heads.targets.model import FrozenTarget
 
 
-MOST = 2**31
+MAX_NUMBER = 2**31
 """Bound of counts, steps and seeds: the product of two smaller numbers does not overflow."""
-Count = Annotated[int, Field(ge=1, lt=MOST)]
-Seed = Annotated[int, Field(ge=0, lt=MOST)]
+Count = Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
+Seed = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
+
+
+def check_tree(text: str) -> str:
+    if text not in (AUTO, HEAD_TREE):
+        draft_shapes([text])
+    return text
+
+
+Tree = Annotated[str, AfterValidator(str.strip), AfterValidator(check_tree)]
+Trees = Annotated[tuple[Tree, ...], Field(min_length=1)]
 SERVED = "model"
 """Value of an option that takes the sampling from the target (`served_sampling`)."""
 SAMPLED = ("temperatures", "top_k", "top_p", "min_p")
@@ -50,45 +49,57 @@ UNAPPLIED = (
 apply the repetition penalty."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchSettings:
-    """Settings of a measurement. All of them are recorded in results.json. A recipe's `eval` has those of
-    `IN_A_RECIPE` too."""
+class MeasureSettings(BaseModel):
+    """Settings of every measurement: of one during training, which a recipe's `eval` describes, and of the bench."""
 
-    prompts: str = HELD_OUT_SUITE
-    """Suites or files, separated by commas."""
-    num_prompts: int | None = None
-    """Number of prompts of each suite; None: the whole suite, or 64 held-out prompts."""
-    max_prompt_tokens: int | None = None
-    """Maximum number of tokens of a prompt; None: as many as fit in the target's context."""
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
     skip_long: bool = False
     """Skip prompts that are too long, instead of stopping with an error."""
-    trees: tuple[str, ...] = ("chain:5",)
-    """Names of the draft trees; `auto` searches for the fastest."""
     rule: Rule = "match"
-    """Acceptance rule when sampling (see eval/README.md). At temperature 0 all rules are the same."""
-    sampling: Literal["model"] | None = None
-    """`model`: sample as a server of the target does by default (`served_sampling`)."""
-    temperatures: tuple[float, ...] = (0.0,)
-    top_k: Annotated[int, Field(ge=0, lt=MOST)] = 0
+    """Acceptance rule when sampling: `match`, `ratio` or `block` (see eval/README.md). All are the same at
+    temperature 0."""
+    top_k: Annotated[int, Field(ge=0, lt=MAX_NUMBER)] = 0
     """Sample from this many most likely tokens; 0 keeps all."""
     top_p: Share = 1.0
     """Sample from the most likely tokens that together have this probability; 1 keeps all."""
-    min_p: Fraction = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Leave out tokens whose probability is below this fraction of the largest one; 0 keeps all."""
     max_new_tokens: Count = 128
     """Maximum number of tokens of an answer."""
-    batch_size: int = 1
-    repeats: int = 2
-    """Number of times that each variant decodes each prompt."""
     seed: Seed = 0
     """Seed for choosing held-out prompts and for sampling."""
-    batch_sizes: tuple[int, ...] = ()
-    """Several batch sizes, each of which is measured; empty: `batch_size` alone."""
-    contexts: tuple[int, ...] = ()
-    """Numbers of tokens to which prompts are cut, each of which is measured; empty: the prompts as they are."""
+
+
+class BenchSettings(MeasureSettings):
+    """Settings of the bench and of the final measurement of a run. All of them are recorded in results.json."""
+
+    prompts: str = HELD_OUT_SUITE
+    """Suites (python-heldout, spec_bench, mt_bench, humaneval, mbpp, gsm8k) or files, separated by commas."""
+    num_prompts: Count | None = None
+    """Number of prompts of each suite, evenly spread. Default: all, or 64 held-out prompts."""
+    max_prompt_tokens: Count | None = None
+    """Maximum number of tokens of a prompt; a longer one is an error. Default: as the context allows."""
+    trees: Trees = ("chain:5",)
+    """Draft trees, such as chain:5, tree:5x8x24 or static:3.2.1; head: the head's own static tree; auto: search for the
+    fastest."""
+    sampling: Literal["model"] | None = None
+    """model: temperature and filters of the target's generation_config, as servers sample by default."""
+    temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0,)
+    """Sampling temperatures; 0 is greedy."""
+    batch_size: Count = 1
+    """Prompts decoded together, if `batch_sizes` is empty."""
+    batch_sizes: tuple[Count, ...] = ()
+    """Prompts decoded together, or requests in flight to a server. Each of several sizes is measured."""
+    contexts: tuple[Count, ...] = ()
+    """Numbers of tokens to which prompts are cut, from the texts of the suites. Each is measured. Default: the prompts
+    as they are."""
+    repeats: Count = 2
+    """Number of times that each setting decodes each prompt."""
     timing: bool = True
-    """False: only compare tokens. Each prompt is then decoded once, and EOS tokens are ignored."""
+    """Without timing, only tokens are compared, past EOS, each prompt once; writes audit.json."""
 
     @property
     def points(self) -> list[tuple[int | None, int]]:
@@ -111,20 +122,22 @@ class BenchSettings:
         return shapes
 
     def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        distinct = len({prompt.ids or prompt.text for prompt in prompts})
-        conversations = sum(not LATER_TURN.search(prompt.id) for prompt in prompts)
-        counts = {"num_prompts": len(prompts), "distinct_prompts": distinct, "conversations": conversations}
-        given = {"suites": split_prompts(self.prompts), "prompts_hash": prompts_hash(prompts)}
-        return {**asdict(self), **counts, **given}
+        return {
+            **self.model_dump(),
+            "num_prompts": len(prompts),
+            "distinct_prompts": len({prompt.ids or prompt.text for prompt in prompts}),
+            "conversations": sum(not LATER_TURN.search(prompt.id) for prompt in prompts),
+            "suites": split_prompts(self.prompts),
+            "prompts_hash": prompts_hash(prompts),
+        }
 
     def options(self) -> list[str]:
         """Return the options of eval/bench.py that give these settings, without those that have their defaults."""
         words = ["--tree", ",".join(self.trees)]
-        for field in fields(BenchSettings):
-            value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
-            known = ("trees", "sampling", "batch_size" if self.batch_sizes else None)  # `as_served` resolved `sampling`
-            if value == field.default or field.name in known:
-                continue
+        # `as_served` resolved `sampling`.
+        known = {"trees", "sampling"} | ({"batch_size"} if self.batch_sizes else set())
+        for name, value in self.model_dump(exclude_defaults=True, exclude=known).items():
+            option = f"--{name.replace('_', '-')}"
             match value:
                 case bool():
                     words.append(option if value else "--no-timing")
@@ -143,7 +156,7 @@ class BenchSettings:
             return self
         served = served_sampling(target)
         own = {name: getattr(served, name) for name in ("top_k", "top_p", "min_p")}
-        return replace(self, temperatures=(served.temperature,), **own)
+        return self.model_copy(update={"temperatures": (served.temperature,), **own})
 
 
 def served_sampling(target: "FrozenTarget") -> Sampling:
@@ -156,7 +169,7 @@ def served_sampling(target: "FrozenTarget") -> Sampling:
     try:
         served = Sampling(**neutral | said | {"top_k": max(said.get("top_k", 0), 0)})  # -1 also keeps all
     except UserError as error:
-        raise UserError(f"{target.name}: generation_config.json: {error}; leave --sampling {SERVED} out") from None
+        raise UserError(f"{target.name}: generation_config.json: {error}; do not use --sampling {SERVED}") from None
     values = ", ".join(f"{name} {getattr(served, name):g}" for name in neutral)
     unapplied = [f"{name} {value}" for name in UNAPPLIED if (value := getattr(config, name, None)) not in (None, 0, 1)]
     rest = f"; not applied: {', '.join(unapplied)}" if unapplied else ""
@@ -164,85 +177,33 @@ def served_sampling(target: "FrozenTarget") -> Sampling:
     return served
 
 
-IN_A_RECIPE = ("skip_long", "rule", "top_k", "top_p", "min_p", "max_new_tokens", "seed")
+HINTS = get_type_hints(BenchSettings, include_extras=True)
 
 
-def add_measure_options(parser: Parser) -> None:
-    known = BenchSettings()
-    add = parser.add_argument
-    suites = ", ".join([HELD_OUT_SUITE, *HUB_SUITES])
-    add("--prompts", default=known.prompts, help=f"suites or files, separated by commas: {suites}")
-    add("--num-prompts", type=count, help="prompts of each suite, evenly spread; default: all (64 of python-heldout)")
-    add("--max-prompt-tokens", type=count, help="a longer prompt is an error; default: as the context allows")
-    add("--skip-long", action="store_true", help="skip prompts over --max-prompt-tokens instead")
-    add(
-        "--tree",
-        dest="trees",
-        type=trees,
-        help=f"drafts to measure, separated by commas: chain:5,tree:5x8x24,static:3.2.1; {HEAD_TREE}: the head's own "
-        f"static tree; {AUTO}: search for the fastest; default: chain:5, for several heads chain:5,chain:3,{HEAD_TREE}",
-    )
-    given: Any = {"default": argparse.SUPPRESS}  # absent unless given, since --sampling replaces them
-    add(
-        "--temperature",
-        dest="temperatures",
-        type=temperatures,
-        help="0, the default, is greedy; separate several with commas",
-        **given,
-    )
-    add(
-        "--sampling",
-        choices=[SERVED],
-        help=f"{SERVED}: temperature and filters of the target's generation_config, as servers sample by default",
-    )
-    add(
-        "--rule",
-        default=known.rule,
-        choices=RULES,
-        help="acceptance rule; ratio and block keep the distribution of sampled text, match every token",
-    )
-    add("--top-k", type=int, help="sample from this many likeliest tokens; default: 0, all", **given)
-    add("--top-p", type=float, help="sample from the likeliest tokens up to this sum; default: 1, all", **given)
-    add("--min-p", type=float, help="least probability, relative to the likeliest; default: 0, all", **given)
-    add("--max-new-tokens", type=count, default=known.max_new_tokens, help="most new tokens of each prompt")
-    add(
-        "--batch-size",
-        dest="batch_sizes",
-        type=counts,
-        default="1",
-        help="prompts decoded together, or requests in flight to --server; separate several with commas, and each is "
-        "measured",
-    )
-    add(
-        "--context",
-        dest="contexts",
-        type=counts,
-        default=(),
-        metavar="TOKENS",
-        help="cut prompts of so many tokens from the texts of --prompts; separate several with commas; default: the "
-        "prompts as they are",
-    )
-    add(
-        "--server",
-        type=address,
-        metavar="URL",
-        help="measure this running vLLM or SGLang, with or without a head named",
-    )
-    add(
-        "--plain-server",
-        type=address,
-        metavar="URL",
-        help="the same target served without a draft, for the speedup of --server",
-    )
-    add("--repeats", type=count, default=known.repeats, help="times that each setting decodes each prompt")
-    add(
-        "--no-timing",
-        dest="timing",
-        action="store_false",
-        help="only compare every token with plain decoding's, past EOS; writes audit.json",
-    )
-    add("--seed", type=seed, default=known.seed, help="seed of the sampling and of the held-out prompts")
-    add(
+def add_settings_options(parser: argparse.ArgumentParser, names: Iterable[str], **defaults: Any) -> None:
+    """Add the options for some settings, which are absent from the parsed ones unless they are given on the command
+    line or in `defaults`. An option that takes several values has its setting's name in the singular."""
+    for name in names:
+        field, option = BenchSettings.model_fields[name], name.replace("_", "-")
+        default = defaults.get(name, field.default)
+        meaning = str(field.description).replace("`", "").replace("\n", " ")
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        if is_tuple(HINTS[name]):
+            meaning = f"{meaning} Separate several with commas."
+        if not (default is None or isinstance(default, bool) or shown == ""):
+            meaning = f"{meaning} Default: {shown}."
+        settings: dict[str, Any] = {"dest": name, "default": defaults.get(name, argparse.SUPPRESS), "help": meaning}
+        if isinstance(default, bool):
+            flag = f"--no-{option}" if default else f"--{option}"
+            parser.add_argument(flag, action="store_const", const=not default, **settings)
+        else:
+            option = option.removesuffix("s") if is_tuple(HINTS[name]) else option
+            parser.add_argument(f"--{option}", type=typed(HINTS[name]), metavar="VALUE", **settings)
+
+
+def add_measure_options(parser: argparse.ArgumentParser) -> None:
+    add_settings_options(parser, (name for name in BenchSettings.model_fields if name != "batch_size"))
+    parser.add_argument(
         "--out",
         type=Path,
         help="folder for the results; earlier results in it are replaced; default: a new folder, named after the time "
@@ -251,31 +212,27 @@ def add_measure_options(parser: Parser) -> None:
     )
 
 
-def add_prompt_options(parser: Parser, *, num_prompts: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    add = parser.add_argument
-    add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
-    add("--num-prompts", type=count, default=num_prompts, help="prompts, evenly spread over the suite")
-    add("--max-prompt-tokens", type=count, default=max_prompt_tokens, help="longer prompts are skipped")
-    add("--max-new-tokens", type=count, default=max_new_tokens, help="most new tokens of each prompt")
-    add("--seed", type=seed, default=0, help="seed of the sampling and of the held-out prompts")
-    add("--out", type=Path, help="JSON file to write the record to")
+def add_prompt_options(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    names = ("prompts", "num_prompts", "max_prompt_tokens", "max_new_tokens", "seed")
+    add_settings_options(parser, names, prompts=HELD_OUT_SUITE, seed=0, **defaults)
+    parser.add_argument("--out", type=Path, help="JSON file to write the record to")
 
 
 def to_settings(options: argparse.Namespace) -> BenchSettings:
     """Return the settings of a command. Raise UserError if they contradict each other."""
-    given = {field.name: getattr(options, field.name) for field in fields(BenchSettings) if field.name in options}
-    for name in SAMPLED if options.sampling else ():
-        if name in given:
+    given = {name: value for name, value in vars(options).items() if name in BenchSettings.model_fields}
+    if "sampling" in given:
+        for name in (name for name in SAMPLED if name in given):
             option = name.removesuffix("s").replace("_", "-")
-            raise UserError(f"--{option}: --sampling {SERVED} takes it from the target; leave one of the two out")
-    if not options.sampling and not any(given.get("temperatures", ())):
+            raise UserError(f"--{option}: --sampling {SERVED} takes it from the target; use one of the two")
+    elif not any(given.get("temperatures", ())):
         for name in ("rule", "top_k", "top_p", "min_p"):
-            if given.get(name, getattr(BenchSettings, name)) != getattr(BenchSettings, name):
-                raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
-    if AUTO in options.trees and not options.timing:
-        raise UserError(f"--tree {AUTO}: searches by time; leave --no-timing out, or name trees")
-    given |= {"batch_size": options.batch_sizes[0], "repeats": options.repeats if options.timing else 1}
-    settings = BenchSettings(**given | {"batch_sizes": options.batch_sizes if len(options.batch_sizes) > 1 else ()})
-    for temperature in settings.temperatures:
-        settings.sampling_at(temperature)  # raises for a filter out of its range
-    return settings
+            if given.get(name, BenchSettings.model_fields[name].default) != BenchSettings.model_fields[name].default:
+                raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; do not give it")
+    if not given.get("timing", True):
+        if AUTO in given.get("trees", ()):
+            raise UserError(f"--tree {AUTO}: searches by time; name trees, or do not use --no-timing")
+        given["repeats"] = 1
+    if len(given.get("batch_sizes", ())) == 1:
+        (given["batch_size"],) = given.pop("batch_sizes")
+    return BenchSettings(**given)

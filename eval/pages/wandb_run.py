@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Result
         run: Any = wandb.init(
             project=None if in_sweep else os.environ.get("WANDB_PROJECT") or "draftsmith",
             name=os.environ.get("WANDB_NAME") or f"{short_name(head)} {' '.join(options.trees)}",
-            config=None if in_sweep else {"head": head, **asdict(to_settings(options))},
+            config=None if in_sweep else {"head": head, **to_settings(options).model_dump()},
             mode=mode,
             dir=str(out),
             settings=quiet_settings(),
@@ -50,7 +49,7 @@ def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Result
     def log(results: Results) -> None:
         nonlocal status
         status = 1 if results["exact"]["divergences"] else 0
-        if options.sampling and not in_sweep:
+        if "sampling" in options and not in_sweep:
             run.config.update({name: results["settings"][name] for name in SAMPLED}, allow_val_change=True)
         log_outcome(run, results, out)
 

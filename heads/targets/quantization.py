@@ -10,7 +10,6 @@ changed. Quantisation uses torchao, an optional package.
 import logging
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

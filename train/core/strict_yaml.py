@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from yaml import YAMLError
 
-from eval.measure.settings import MOST
+from eval.measure.settings import MAX_NUMBER
 from eval.measure.settings import Count as Count
 from eval.measure.settings import Fraction as Fraction
 from eval.measure.settings import Seed as Seed
@@ -35,7 +35,7 @@ def _check_name(name: str) -> str:
     return name
 
 
-Step = Annotated[int, Field(ge=0, lt=MOST)]
+Step = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 Weight = Positive | None
 Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name)]

@@ -10,19 +10,16 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from eval.measure.command import KEY_VARIABLE, server_key, without_key
-from heads.core.errors import UserError, first_line, shown
+from eval.measure.server import ServerClient, sampling_parameters
+from heads.core.errors import UserError
 from train.data.chats import Dialogue
 from train.data.corpus import AnswerStore
 
 if TYPE_CHECKING:
     from eval.runtime.request import Request
 
-RETRIES = 90
-"""Retries of a request while the server is unreachable or overloaded: about ten minutes, at most 8 seconds apart."""
 TRIALS = 3
 """Requests for an answer that comes back broken off."""
-CONNECT_SECONDS = 10.0
 SLOWEST = 1.0
 """Time limit of an answer in seconds per token. One minute is added to it."""
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
@@ -34,78 +31,10 @@ Check = Callable[[Sequence[int], Sequence[int]], str | None]
 """(prompt, greedy answer) -> what is wrong with the answer, or None."""
 
 
-class ServerClient:
-    """A client of one server, in one event loop. It does not limit the number of concurrent requests."""
-
-    def __init__(self, url: str, retries: int = RETRIES) -> None:
-        from openai import AsyncOpenAI
-
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.checking = asyncio.Lock()
-        """A lock for the time in which the server is checked."""
-        self._openai = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=server_key() or "none", max_retries=retries)
-
-    async def aclose(self) -> None:
-        await self._openai.close()
-
-    def error(self, what: str) -> UserError:
-        return UserError(f"{self.url}: {what}")
-
-    async def models(self) -> list[str]:
-        """Return the names of the models on the server. It is not waited for."""
-        reply = await self.send("/v1/models", retries=0)
-        try:
-            return [str(model["id"]) for model in reply["data"]] or [""]
-        except (LookupError, TypeError):
-            raise self.error(f"/v1/models lists no models, but {shown(reply)}; start the server, or mend it") from None
-
-    async def send(self, path: str, body: Any = None, seconds: float = 60.0, retries: int | None = None) -> Any:
-        """Return the server's JSON reply to a POST of `body`, or to a GET without it, within `seconds` a trial.
-        UserError if it is refused, or fails in all trials."""
-        import openai
-
-        client = self._openai if retries is None else self._openai.with_options(max_retries=retries)
-        options: Any = {"timeout": openai.Timeout(seconds, connect=CONNECT_SECONDS)}
-        try:
-            if body is None:
-                return await client.get(self.url + path, cast_to=object, options=options)
-            return await client.post(self.url + path, cast_to=object, body=body, options=options)
-        except openai.APIStatusError as error:
-            status = error.status_code
-            if status in (404, 405):
-                raise self.error(
-                    f"status {status} of {path}; give the server's own address, such as http://localhost:8000"
-                ) from None
-            if status >= 500 or status in (408, 409, 429):
-                fault = f"status {status}"
-            else:
-                told = without_key(" ".join(error.response.text.split()))[:300]
-                remedy = f"put its key in {KEY_VARIABLE}" if status in (401, 403) else "let it take such requests"
-                raise self.error(f"{path}: refused, status {status} ({told}); {remedy}") from None
-        except openai.APIConnectionError as error:
-            fault = first_line(error.__cause__ or error)
-        except ValueError as error:
-            fault = f"{path} gives no JSON: {first_line(error)}"
-        raise self.error(
-            f"no answer in {client.max_retries + 1} trials ({without_key(fault)}); start the server, or mend it, and "
-            "the same command goes on"
-        )
-
-
 def _body(path: str, model: str, request: "Request", eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the body of a request for token ids from the target's own distribution. It sets all sampling parameters,
-    since servers take missing ones from the model's generation_config.json."""
+    """Return the body of a request for token ids from the target's own distribution."""
     prompt, length, seed = list(request.prompt), request.max_new_tokens, request.sampling.seed
-    sampling = {
-        "temperature": request.sampling.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": list(eos_token_ids),
-    }
+    sampling = sampling_parameters(request.sampling, eos_token_ids)
     if path == GENERATE:
         length_and_seed = {"max_new_tokens": length, "sampling_seed": seed}
         return {"input_ids": prompt, "sampling_params": sampling | length_and_seed}
@@ -132,11 +61,11 @@ class AnsweringServer:
             if ids and (len(ids) == request.max_new_tokens or ids[-1] in self.eos_token_ids):
                 return ids
         what = f"an answer of {len(ids)} tokens broke off" if ids else f"{self.path} gives no token ids"
-        raise self.client.error(f"{what}; mend the server, and the same command goes on")
+        raise self.client.error(f"{what}; fix the server, and run the same command again")
 
     async def _check_server(self, request: "Request") -> str:
         """Check that the server is reachable and has the target, and return its path. The trial answer is not kept."""
-        models = await self.client.models()
+        models = [card["id"] for card in await self.client.models()]
         if self.model not in models:
             raise self.client.error(
                 f"expected a server of {self.model}, it serves {', '.join(models) or 'none'}; name the target there "

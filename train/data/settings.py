@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from eval.measure.command import check_url
+from eval.measure.server import check_url
 from train.core.strict_yaml import Count, Name, Seed, Settings, Share, Temperature
 from train.data.sources import AnySource
 

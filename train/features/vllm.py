@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eval.measure.server import RETRIES, ServerClient
 from heads.core.contract import Rows
 from heads.core.errors import UserError, first_line
 from heads.core.files import lock
@@ -36,7 +37,7 @@ from heads.targets.families import final_norm
 from heads.targets.model import Features, FrozenTarget
 from train.core.processes import on_main
 from train.data.packing import Mixture
-from train.data.server import COMPLETIONS, RETRIES, TRIALS, ServerClient
+from train.data.server import COMPLETIONS, TRIALS
 from train.features.settings import VllmFeatures
 from train.features.source import FeatureSource
 
@@ -134,7 +135,9 @@ class HiddenStatesServer:
 
     async def _complete(self, tokens: list[int], **more: Any) -> Any:
         async with self.client.checking:
-            self.model = self.model or (await self.client.models())[0]
+            if not self.model:
+                models = await self.client.models()
+                self.model = models[0]["id"] if models else ""
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 0, **more}
         return await self.client.send(COMPLETIONS, body, SECONDS)
 

@@ -11,9 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from eval import bench, report
-from eval.measure.command import KEY_VARIABLE, exit_status
+from eval.measure.command import exit_status
+from eval.measure.engine_server import Answer, count_rounds
 from eval.measure.prompts import Prompt, load_prompts
-from eval.measure.server import Answer, count_rounds
+from eval.measure.server import KEY_VARIABLE
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from eval.measure.command import KEY_VARIABLE
+from eval.measure.server import KEY_VARIABLE, ServerClient
 from eval.runtime.engine import Request
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
@@ -19,7 +19,7 @@ from tests.answering import Stub, serving
 from train.core.interrupts import Interrupted, Interrupts
 from train.data.chats import Dialogue, Prompts, lone
 from train.data.corpus import AnswerStore
-from train.data.server import AnsweringServer, ServerClient, answer_by_server
+from train.data.server import AnsweringServer, answer_by_server
 
 EOS = 1
 TOKENS = 6
@@ -119,7 +119,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no JSON": ({"fault": lambda n: (200, b"<html>")}, "gives no JSON"),
     "500 later": (
         {"fault": lambda n: (500, b"") if n > 4 else None},
-        r"no answer in 2 trials \(status 500\); .* and the same command goes on",
+        r"no answer in 2 trials \(status 500\); .* and run the same command again",
     ),
     "refused": (
         {"fault": lambda n: (400, b'{"error": {"message": "too\\nlong"}}')},
@@ -141,7 +141,7 @@ def test_what_a_server_cannot_do_is_one_line(fault: str, stub: Stub, tmp_path: P
 
 
 def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"http://127.0.0.1:9: no answer in 1 trials .*; start the server"):
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9: /v1/models: no answer in 1 trials .*; start the server"):
         ask(Stub(made_up, url="http://127.0.0.1:9"), prompts(3), tmp_path, retries=60)
 
 
