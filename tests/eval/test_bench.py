@@ -83,6 +83,7 @@ def test_a_rule_that_is_exact_in_distribution_is_reported_as_such(tmp_path: Path
     assert "in distribution" in text and results["speedup"] is not None
 
 
+@pytest.mark.usefixtures("lenient_limits")
 def test_auto_records_what_it_measured_and_its_choice(tmp_path: Path, bench: Bench, pair_head: Any) -> None:
     results, text = bench(tmp_path, altered(pair_head, deepest=2), trees=("auto", "static:2.1"))
     (search,) = read_results(tmp_path / "results.json")["auto"]

@@ -20,6 +20,7 @@ from heads.targets.model import FrozenTarget
 from tests.eval.conftest import Bench
 
 
+@pytest.mark.usefixtures("lenient_limits")
 def test_all_heads_run_in_one_comparison_with_the_trees_they_can_draft(
     tiny_target: FrozenTarget, pair_head: Any, bench: Bench, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def check_alone(page: str, scripts: int) -> None:
         assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{named}'" in page
 
 
+@pytest.mark.usefixtures("lenient_limits")
 def test_both_texts_appear_at_their_measured_pace(results: Results) -> None:
     for sample in results["samples"]:
         texts = ["".join(piece["text"] for piece in side["pieces"]) for side in (sample, sample["plain"])]
@@ -67,6 +68,7 @@ def test_texts_are_no_markup(results: Results) -> None:
         assert page.count("<script") == page.count("</script>") <= 1
 
 
+@pytest.mark.usefixtures("lenient_limits")
 def test_several_results_are_one_page(
     results: Results, tmp_path: Path, bench: Bench, pair_head: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
