@@ -236,7 +236,7 @@ def test_faults_of_a_server_are_named(server: StubServer, tmp_path: Path) -> Non
         states(server.url, server.ids, tokens.repeat(40))
     with pytest.raises(ValueError, match="expected an address such as"):
         VllmFeatures(kind="vllm", url="nowhere")
-    with pytest.raises(UserError, match=r"no answer in 1 trials .* and the same command goes on"):
+    with pytest.raises(UserError, match=r"no answer in 1 trials .* and run the same command again"):
         states("http://127.0.0.1:9", server.ids)
     with pytest.raises(UserError, match=f"{server.url}/no: status 404 of /v1/models; give the server's own address"):
         states(f"{server.url}/no", server.ids)
