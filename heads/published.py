@@ -5,15 +5,13 @@ names. The first format that recognises the folder converts it (`heads.formats.e
 it is a head like any other.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
 from typing import Any
 
 from torch import Tensor
 
-from heads.core.contract import Origin, from_plain
+from heads.core.contract import Origin
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import file_hash
 from heads.formats.source import Source, foreign_config, open_source
@@ -100,7 +98,7 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     token_counts (V,).
     """
     found = open_any(path, target)
-    method, was, own = HEADS[kind], kind_of(found), json.loads(json.dumps(asdict(found.config)))
+    method, was, own = HEADS[kind], kind_of(found), found.config.model_dump(mode="json")
     if was != kind and not (isinstance(found, DraftBlockHead) and issubclass(method.head, DraftBlockHead)):
         raise UserError(f"head.kind: {path} holds a head of kind {was}, the recipe says {kind}")
     if isinstance(found, DraftBlockHead) and found.kept is not None:
@@ -113,7 +111,7 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
         if own.get("causal") and not hasattr(method.head.Config, "causal"):
             raise UserError(f"head.init_from: {path} is causal, which a {kind} is not; start from one that is not")
         free |= {"initial_weights"}
-        own = {field.name: own[field.name] for field in fields(method.head.Config) if field.name in own}
+        own = {name: own[name] for name in method.head.Config.model_fields if name in own}
         own["block_size"] = found.depth + method.head.first_row
         if not own.get("conv_kernel_size"):  # without convolutions there is nothing to be like
             own = {name: value for name, value in own.items() if not name.startswith("conv_")}
@@ -124,11 +122,12 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
             if was != kind and name == "block_size":
                 has = f"drafts {found.depth} tokens, for which a {kind} has {own[name]} rows"
             raise UserError(f"head.{name}: the head in {path} {has}, got {value}; leave it out")
-    defaults = {field.name: field.default for field in fields(SETTINGS[kind]) if field.default is not None}
+    known = SETTINGS[kind].model_fields
+    defaults = {name: field.default for name, field in known.items() if field.default is not None}
     config = own | {name: value for name, value in {**defaults, **given}.items() if name in free}
     if was == kind:
         return method.head.from_checkpoint(config, found.to_checkpoint())
-    head = method.head(from_plain(method.head.Config, config | given))
+    head = method.head(method.head.Config.from_plain(config | given))
     begin(head, target, token_counts, closely=True)
     ours, theirs = head.state_dict(), found.state_dict()
     taken = {name: theirs[name] for name in ours.keys() & theirs.keys()}

@@ -1,11 +1,10 @@
 """Registry of the heads, with functions that build them for a target."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from heads.core.contract import from_plain
 from heads.core.errors import UserError
 from heads.formats import blocks, draft_model, eagle3, medusa, mtp
 from heads.formats.engine_folder import Format
@@ -71,9 +70,7 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
     from it.
     """
     chosen = {name: value for name, value in settings.items() if value is not None}
-    if others := chosen.keys() - {field.name for field in fields(SETTINGS[kind])}:
-        raise UserError(f"head.{min(others)}: decided by the target, or no setting at all; take it out of the recipe")
-    return HEADS[kind].head.for_target(from_plain(SETTINGS[kind], chosen), target, token_counts)
+    return HEADS[kind].head.for_target(SETTINGS[kind].from_plain(chosen), target, token_counts)
 
 
 def untrained_kind(text: str) -> str | None:

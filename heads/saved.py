@@ -9,7 +9,6 @@ A save is complete or absent: the new folder is written beside the old one, and 
 
 import json
 import os
-from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def save_head(
     ours: dict[str, Any] = {
         "format": FORMAT,
         "kind": kind,
-        "config": with_names(asdict(head.config)),
+        "config": with_names(head.config.model_dump()),
         "target": {key: value for key, value in target.items() if key not in NOT_SAVED},
         "provenance": with_names({key: value for key, value in (provenance or {}).items() if key != "command"}),
     }

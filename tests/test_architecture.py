@@ -10,7 +10,14 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself and the ones before it
-LEAN = {"torch", "transformers", "safetensors", "numpy", "triton"}  # what heads/ and eval/runtime/ may import
+LEAN = {
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "pydantic",
+    "triton",
+}  # what heads/ and eval/runtime/ may import
 OPTIONAL = {"heads/targets/quantization.py": {"torchao"}, "heads/targets/load.py": {"peft"}}
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 

@@ -16,7 +16,7 @@ A head's layers count their own cost (`DraftHead.step_cost`). The loss forms log
 tensors exist at a time.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
         copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in saved.values())
         record, form = target_record(target), HEADS[section.kind].format
         dtype = str(target.dtype).removeprefix("torch.")
-        config = form.engine_config(head.config, record, dtype) | {"draftsmith": {"config": asdict(head.config)}}
+        config = form.engine_config(head.config, record, dtype) | {"draftsmith": {"config": head.config.model_dump()}}
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
         verdicts = check_contents(config, shapes, form, section.kind, record)
         add_adapters(head)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import nn
 from eval.measure.results import Results, read_curve
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
+from heads.core.strict_settings import Settings
 from heads.formats.engine_folder import why_unserved
 from heads.registry import kind_of
 from heads.saved import check_loaders, find_head, read_config, weights_hash
@@ -74,7 +75,7 @@ def head_facts(head: Drafter, path: str) -> dict[str, Any]:
         "budget_tokens": round(tokens * steps / step) if tokens and step and steps else tokens,
         "data_sha256": made.get("data", {}).get("sha256"),
         "curve": curve,
-        "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
+        "config": config.model_dump() if isinstance(config, Settings) else {},
         "origin": None if head.origin is None else asdict(head.origin),
         "unserved": unserved,
     }

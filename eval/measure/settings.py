@@ -7,22 +7,20 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from eval.measure.command import AUTO, draft_shapes, is_tuple, print_line, typed
 from eval.measure.prompts import HELD_OUT_SUITE, LATER_TURN, Prompt, prompts_hash, split_prompts
 from eval.runtime.sampling_params import Rule, Sampling, check_rule
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError
+from heads.core.strict_settings import MAX_NUMBER, Count, Settings
 from heads.core.tree import TreeShape
 
 if TYPE_CHECKING:
     from heads.targets.model import FrozenTarget
 
 
-MAX_NUMBER = 2**31
-"""Bound of counts, steps and seeds: the product of two smaller numbers does not overflow."""
-Count = Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
 Seed = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -49,12 +47,8 @@ UNAPPLIED = (
 apply the repetition penalty."""
 
 
-class MeasureSettings(BaseModel):
+class MeasureSettings(Settings):
     """Settings of every measurement: of one during training, which a recipe's `eval` describes, and of the bench."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
     skip_long: bool = False
     """Skip prompts that are too long, instead of stopping with an error."""

@@ -6,9 +6,9 @@ Letters: B batch, T tokens, D hidden, V target vocabulary, L auxiliary layers, K
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from heads.core.errors import UserError
 from heads.core.tree import Pick as Pick
@@ -263,26 +263,6 @@ class DraftHead(Drafter, Protocol):
     def language_model(self) -> PreTrainedModel | None:
         """Causal LM that the head consists of, or None. Such a head can generate text, and its config has `lora`."""
         return None
-
-
-def given(settings: Any) -> dict[str, Any]:
-    """Return the settings that are not None. None leaves a setting to the target."""
-    return {field.name: value for field in fields(settings) if (value := getattr(settings, field.name)) is not None}
-
-
-def from_plain(made: type[Made], values: Mapping[str, Any]) -> Made:
-    """Return a dataclass from values as YAML and JSON give them: lists for tuples, objects for dataclasses."""
-    hints = get_type_hints(made)
-    return made(**{name: _typed(value, hints.get(name)) for name, value in values.items()})
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_typed(item, None) for item in value)
-    part = next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
-    if isinstance(value, dict) and isinstance(part, type):
-        return from_plain(part, {name: inner for name, inner in value.items() if inner is not None})
-    return value
 
 
 KEPT_SHARE = 1 / 8

@@ -18,11 +18,12 @@ cache slots that are read.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from heads.core.contract import (
@@ -35,19 +36,16 @@ from heads.core.contract import (
     Rows,
     SharedLayers,
     StepCost,
-    from_plain,
-    given,
 )
-from heads.core.errors import UserError, expect, expect_one_of
-from heads.core.tree import MOST_NODES, Proposal, TreeShape, check_width
+from heads.core.errors import UserError
+from heads.core.strict_settings import Count, Number
+from heads.core.tree import Proposal, TreeShape, check_width
 from heads.methods.block_attention import Blocks, Reach, Sight, all_blocks, block_attention, draw_blocks
 from heads.methods.block_loss import BlockLoss, BlockTask, block_loss, chunks_of
 from heads.methods.growth import SlotState, grow, take_newest
 from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
 from heads.methods.layers import (
     FULL,
-    LAYER_TYPES,
-    MOST,
     SLIDING,
     Attention,
     BlockConfig,
@@ -58,7 +56,7 @@ from heads.methods.layers import (
 )
 from heads.methods.losses import matmul
 from heads.methods.rotary import CosSin, rotary_of
-from heads.methods.settings import D_PACE, EXPONENTIAL, DraftBlockSettings
+from heads.methods.settings import D_PACE, DraftBlockSettings, LayerIds
 from heads.methods.start import AttentionProbe, TargetProbe, begin, copy_by_root
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.methods.vocab import read_vocab, vocab_tables
@@ -66,8 +64,6 @@ from heads.targets.masks import additive
 from heads.targets.model import FrozenTarget
 from heads.targets.slots import PrefillSlots
 from heads.targets.tree_attention import Attend
-
-MOST_LAYERS = 64
 
 Follow = Callable[[Tensor], Tensor]
 """(tokens (M, W, k) of W paths in each of M blocks, from the root on) -> logits (M, W, V) of the token after them, the
@@ -90,13 +86,12 @@ class BlockState(SlotState):
     newest: Tensor  # (B, D), see `BlockStates`
 
 
-@dataclass(frozen=True, kw_only=True)
 class DraftBlockConfig(BlockConfig, DraftBlockSettings):
     """Everything that the function of such a head depends on."""
 
-    aux_layer_ids: tuple[int, ...] = field()
-    mask_token_id: int = field()
-    draft_vocab_size: int | None = None
+    aux_layer_ids: LayerIds
+    mask_token_id: Number
+    draft_vocab_size: Count | None = None
     """Published heads: number of tokens that can be drafted; their logits use their rows of the target's output head.
     Null: all."""
     sliding_causal: bool = True
@@ -117,31 +112,22 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
     def columns(self) -> int:
         return self.draft_vocab_size or self.vocab_size
 
-    def check(self, fewest_rows: int) -> None:
-        """Raise UserError for an invalid config."""
-        self.check_block()
-        self.check_start()
-        rows, most, types, window = self.block_size, self.max_position_embeddings, self.layer_types, self.sliding_window
-        expect(fewest_rows <= rows <= MOST_NODES, "head.block_size", f"{fewest_rows} to {MOST_NODES}", rows)
-        expect(rows <= most, "head.block_size", f"no more than the target's context of {most}", rows)
-        expect(1 <= self.num_layers <= MOST_LAYERS, "head.num_layers", f"1 to {MOST_LAYERS}", self.num_layers)
-        fits = types is None or (len(types) == self.num_layers and set(types) <= {*LAYER_TYPES})
-        what = f"{' or '.join(LAYER_TYPES)} for each of {self.num_layers} layers"
-        expect(fits, "head.layer_types", what, types)
-        fits = window is None or (isinstance(window, int) and rows <= window < MOST)
-        what = f"a whole number from head.block_size ({rows}) to below 2^53"
-        expect(fits, "head.sliding_window", what, window)
+    @model_validator(mode="after")
+    def check_block(self) -> Self:
+        rows, window, types = self.block_size, self.sliding_window, self.layer_types
+        if rows > self.max_position_embeddings:
+            longest = self.max_position_embeddings
+            raise ValueError(f"block_size: expected at most the target's context of {longest}, got {rows}")
+        if types is not None and len(types) != self.num_layers:
+            raise ValueError(f"layer_types: expected one for each of {self.num_layers} layers, got {list(types)}")
+        if window is not None and window < rows:
+            raise ValueError(f"sliding_window: expected at least block_size ({rows}), got {window}")
         if (window is not None) is not (SLIDING in self.kinds):
             has = "a window, and no layer slides" if window else "layers that slide, and no window"
-            raise UserError(f"head.sliding_window, head.layer_types: expected both or none, got {has}")
-        expect(self.num_anchors >= 1, "head.num_anchors", "1 or more", self.num_anchors)
-        expect(0 < self.gamma < math.inf, "head.gamma", "a number above 0", self.gamma)
-        expect_one_of((EXPONENTIAL, D_PACE), "head.weights", self.weights)
-        is_id = type(self.mask_token_id) is int and 0 <= self.mask_token_id < self.vocab_size
-        what = f"an id below the target's {self.vocab_size} tokens"
-        expect(is_id, "head.mask_token_id", what, self.mask_token_id)
-        are_ids = all(isinstance(aux, int) for aux in self.aux_layer_ids)
-        expect(are_ids, "head.aux_layer_ids", "numbers of layers", self.aux_layer_ids)
+            raise ValueError(f"sliding_window, layer_types: expected both or none, got {has}")
+        if self.mask_token_id >= self.vocab_size:
+            raise ValueError(f"mask_token_id: expected an id below {self.vocab_size}, got {self.mask_token_id}")
+        return self
 
 
 class DraftBlockHead(nn.Module, DraftHead):
@@ -159,7 +145,6 @@ class DraftBlockHead(nn.Module, DraftHead):
     def __init__(self, config: Any, kept: Tensor | None = None) -> None:
         """kept (Vd,) int64: the target ids of a draft vocabulary, ascending."""
         super().__init__()
-        config.check(1 + self.first_row)
         D, L = config.hidden_size, len(config.aux_layer_ids)
         self.config, self.aux_layer_ids = config, config.aux_layer_ids
         self.depth = config.block_size - self.first_row
@@ -189,13 +174,13 @@ class DraftBlockHead(nn.Module, DraftHead):
         )
         defaults = block_settings(target, settings.num_attention_heads, settings.rope_scaling, settings.head_dim)
         own = {"aux_layer_ids": aux_layer_ids, "mask_token_id": mask_token(target, settings.mask_token_id)}
-        head = cls(cls.Config(**{**defaults, **given(settings), **own}))
+        head = cls(cls.Config.from_plain(defaults | settings.model_dump(exclude_none=True) | own))
         begin(head, target, token_counts, closely=True)
         return head
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
-        made = from_plain(cls.Config, config)
+        made = cls.Config.from_plain(config)
         part = made.draft_vocab_size is not None
         head = cls(made, read_vocab(weights, made.columns, made.vocab_size) if part else None)
         check_tensors(head.to_checkpoint(), weights)

@@ -7,24 +7,16 @@ the likeliest tokens of its row, the same below every node. `causal: true` gives
 Loss: `heads.methods.block`, on the tokens of the text or on the target's distribution.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from heads.core.errors import expect_one_of
 from heads.methods.block import DraftBlockConfig, DraftBlockHead
-from heads.methods.labels import LABELS
-from heads.methods.losses import LOSSES
 from heads.methods.settings import DFlashSettings
 
 
-@dataclass(frozen=True, kw_only=True)
 class DFlashConfig(DraftBlockConfig, DFlashSettings):
     """Everything that the head's function and its training loss depend on."""
-
-    def __post_init__(self) -> None:
-        expect_one_of([LABELS, *LOSSES], "head.loss", self.loss)
 
 
 class DFlash(DraftBlockHead):

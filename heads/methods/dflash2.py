@@ -16,44 +16,47 @@ which leaves out rows whose label is not a candidate.
 Letters: D hidden, r rank, B batch, N blocks, R rows of a block, t taps, G groups of channels, c channels of a group.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heads.core.contract import RoundReads
-from heads.core.errors import UserError, expect
 from heads.core.tree import TreeShape, check_width
 from heads.methods.block import BlockState
 from heads.methods.block_loss import Candidates
 from heads.methods.dflash import DFlash, DFlashConfig
-from heads.methods.layers import MOST, Attention, DecoderLayer
+from heads.methods.layers import Attention, DecoderLayer
 from heads.methods.rotary import CosSin
 from heads.methods.settings import DFlash2Settings
 from heads.methods.start import TargetProbe
 from heads.targets.tree_attention import Attend
 
 
-@dataclass(frozen=True, kw_only=True)
 class DFlash2Config(DFlashConfig, DFlash2Settings):
     """Everything that the head's function and its training loss depend on."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
-            value = getattr(self, name)
-            counts = type(value) is int and 1 <= value < MOST
-            expect(counts, f"head.{name}", "a whole number from 1 to below 2^53", value)
-        rows, group, D = self.conv_kernel_size, self.conv_group_size, self.hidden_size
-        expect(rows <= self.block_size, "head.conv_kernel_size", f"at most a block's {self.block_size} rows", rows)
-        expect(D % group == 0, "head.conv_group_size", f"a divisor of the target's width, {D}", group)
-        most, known = self.vocab_size, self.selector_top_k
-        expect(known <= most, "head.selector_top_k", f"at most the target's {most} tokens", known)
-        expect(self.selector_weight >= 0, "head.selector_weight", "0 or more", self.selector_weight)
-        if self.draft_vocab_size is not None:
-            raise UserError("head.draft_vocab_size: a DFlash2 head drafts all tokens of its target")
+    draft_vocab_size: None = None
+
+    @model_validator(mode="after")
+    def check_selector(self) -> Self:
+        check_convolutions(self)
+        if self.selector_top_k > self.vocab_size:
+            raise ValueError(
+                f"selector_top_k: expected at most the target's {self.vocab_size} tokens, got {self.selector_top_k}"
+            )
+        return self
+
+
+def check_convolutions(config: Any) -> None:
+    rows, group, D = config.conv_kernel_size, config.conv_group_size, config.hidden_size
+    if rows > config.block_size:
+        raise ValueError(f"conv_kernel_size: expected at most the block's {config.block_size} rows, got {rows}")
+    if rows and D % group:
+        raise ValueError(f"conv_group_size: expected a divisor of the target's width, {D}, got {group}")
 
 
 class BlockConvolution(nn.Module):

@@ -33,10 +33,9 @@ from heads.core.contract import (
     Rows,
     SharedLayers,
     StepCost,
-    from_plain,
-    given,
 )
 from heads.core.errors import UserError
+from heads.core.strict_settings import Count
 from heads.core.tree import Proposal, TreeShape, check_width, level_widths, scratch_slots
 from heads.methods.growth import grow, take_newest
 from heads.methods.labels import LABELS, certain_of_labels, counts_by_depth, supervised
@@ -64,15 +63,14 @@ from heads.targets.smaller import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class DraftConfig(DraftSettings):
     """Everything that the head's function and its training loss depend on."""
 
     model: dict[str, Any]
     """The draft's own config, from which its model is rebuilt."""
-    vocab_size: int
+    vocab_size: Count
     """Size of the target's vocabulary, and number of rows of the draft's embeddings."""
-    common_size: int
+    common_size: Count
     """Number of tokens that can be drafted, counted from id 0. The draft's original vocabulary may have been
     smaller."""
 
@@ -130,7 +128,7 @@ class Draft(nn.Module, DraftHead):
 
     @classmethod
     def for_target(cls, settings: DraftSettings, target: FrozenTarget, token_counts: Tensor) -> "Draft":
-        said = given(settings)
+        said = settings.model_dump(exclude_none=True)
         sources = [name for name in SOURCES if name in said]
         if len(sources) != 1:
             raise UserError(
@@ -145,12 +143,13 @@ class Draft(nn.Module, DraftHead):
         model = make[sources[0]]()
         check_takes_back(model)
         common = fit_vocabulary(model, target.vocab_size)
-        config = DraftConfig(**said, model=model_record(model), vocab_size=target.vocab_size, common_size=common)
+        own = {"model": model_record(model), "vocab_size": target.vocab_size, "common_size": common}
+        config = DraftConfig.from_plain(said | own)
         return cls(config, model)
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Draft":
-        made = from_plain(DraftConfig, config)
+        made = DraftConfig.from_plain(config)
         model: Any = empty_model(made.model)
         if not 0 < made.common_size <= made.vocab_size == model.get_output_embeddings().weight.shape[0]:
             raise UserError(

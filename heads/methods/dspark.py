@@ -14,30 +14,21 @@ draft token before. Loss of a row = ce_weight * cross-entropy of the label + kl_
 Letters: D hidden, M blocks, K depth, r rank.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from heads.core.contract import RoundReads
-from heads.core.errors import UserError, expect
 from heads.methods.block import BlockState, DraftBlockConfig, DraftBlockHead
 from heads.methods.labels import LABELS
 from heads.methods.settings import DSparkSettings
 from heads.methods.start import TargetProbe, bigrams
 
 
-@dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DraftBlockConfig, DSparkSettings):
     """Everything that the head's function and its training loss depend on."""
-
-    def __post_init__(self) -> None:
-        expect(self.markov_rank >= 1, "head.markov_rank", "1 or more (without it take dflash)", self.markov_rank)
-        for name in ("ce_weight", "kl_weight", "l1_weight", "confidence_weight"):
-            expect(getattr(self, name) >= 0, f"head.{name}", "0 or more", getattr(self, name))
-        if self.ce_weight + self.kl_weight + self.l1_weight == 0:
-            raise UserError("head.ce_weight, head.kl_weight, head.l1_weight: one of them must be above 0")
 
 
 class MarkovHead(nn.Module):

@@ -16,18 +16,18 @@ Letters: B batch, T tokens, D width of the head, Dt width of the target, Vd draf
 depth.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from heads.core.contract import SharedLayers, from_plain, given
-from heads.core.errors import UserError, expect
+from heads.core.contract import SharedLayers
+from heads.core.strict_settings import Count
 from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, default_aux_layer_ids
 from heads.methods.layers import (
     MLP,
-    MOST,
     Attention,
     BlockConfig,
     DecoderLayer,
@@ -35,25 +35,23 @@ from heads.methods.layers import (
     RMSNorm,
     check_tensors,
 )
-from heads.methods.losses import check_loss_settings
 from heads.methods.recycling import Recycling
 from heads.methods.rotary import CosSin, rotary_of
-from heads.methods.settings import Eagle3Settings
+from heads.methods.settings import Eagle3Settings, LayerIds
 from heads.methods.start import UNSURE, AttentionProbe, TargetProbe, begin, directions, principal_axes, resized
 from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
 from heads.targets.model import FrozenTarget
 from heads.targets.tree_attention import Attend
 
 
-@dataclass(frozen=True, kw_only=True)
 class Eagle3Config(BlockConfig, Eagle3Settings):
     """Everything that the head's function and its training loss depend on."""
 
-    aux_layer_ids: tuple[int, ...] = field()
-    draft_vocab_size: int = field()
-    target_hidden_size: int | None = None
+    aux_layer_ids: LayerIds
+    draft_vocab_size: Count
+    target_hidden_size: Count | None = None
     """Width of the target's hidden states. None: `hidden_size`."""
-    num_layers: int = 1
+    num_layers: Count = 1
     """Published heads: decoder layers. Those after the first read no embeddings."""
     qk_norm: bool = False
     """Published heads: attention norms each head of queries and keys, as in Qwen3."""
@@ -64,17 +62,13 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
     own_embeddings: bool = False
     """The head has an embedding table that differs from the target's. It is used, and not trained."""
 
-    def __post_init__(self) -> None:
-        check_loss_settings(self)
-        are_ids = all(isinstance(aux, int) for aux in self.aux_layer_ids)
-        expect(are_ids, "head.aux_layer_ids", "numbers of layers", self.aux_layer_ids)
+    @model_validator(mode="after")
+    def check(self) -> Self:
         if self.fc_norm and self.norm_before_fc:
-            raise UserError("head.fc_norm, head.norm_before_fc: expected one of them at most")
-        self.check_block()
-        self.check_start()
-        window, what = self.sliding_window, f"a whole number above head.depth ({self.depth}) and below 2^53"
-        fits = window is None or (isinstance(window, int) and self.depth < window < MOST)
-        expect(fits, "head.sliding_window", what, window)
+            raise ValueError("fc_norm, norm_before_fc: expected at most one of them")
+        if self.sliding_window is not None and self.sliding_window <= self.depth:
+            raise ValueError(f"sliding_window: expected more than depth ({self.depth}), got {self.sliding_window}")
+        return self
 
 
 class Eagle3Layer(nn.Module):
@@ -145,7 +139,8 @@ class Eagle3(Recycling):
         }
         if settings.hidden_size not in (None, target.hidden_size):
             defaults |= {"target_hidden_size": target.hidden_size, "own_embeddings": True}
-        config = Eagle3Config(**{**defaults, **given(settings), "aux_layer_ids": aux_layer_ids})
+        own = settings.model_dump(exclude_none=True) | {"aux_layer_ids": aux_layer_ids}
+        config = Eagle3Config.from_plain(defaults | own)
         head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
         if head.embed_tokens is not None and token_counts.any():
             ids = torch.arange(target.vocab_size, device=target.device)
@@ -156,7 +151,7 @@ class Eagle3(Recycling):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Eagle3":
-        made = from_plain(Eagle3Config, config)
+        made = Eagle3Config.from_plain(config)
         head = cls(made, read_vocab(weights, made.draft_vocab_size, made.vocab_size))
         check_tensors(head.to_checkpoint(), weights)
         head.load_state_dict({name: weights[name] for name in head.state_dict()})

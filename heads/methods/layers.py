@@ -4,56 +4,51 @@ Letters: B batch, T tokens, D hidden, H query heads, d head dimension.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from typing import Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from heads.core.errors import UserError, expect
+from heads.core.errors import UserError
+from heads.core.strict_settings import Count, Positive
 from heads.methods.rotary import CosSin, rotate
 from heads.methods.settings import BlockSettings
 from heads.targets.tree_attention import Attend
-
-MOST = 2**53
-"""Upper limit of a setting. Larger whole numbers are not exact as floating-point numbers."""
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of a layer's attention, as named in transformers."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BlockConfig(BlockSettings):
     """Settings of one decoder block, and the sizes of the target that it drafts for."""
 
-    hidden_size: int
+    hidden_size: Count
     """Width of the residual stream, the same as the target's except in some EAGLE-3 heads."""
-    vocab_size: int
+    vocab_size: Count
     """Size of the target's vocabulary, the width of its logits."""
-    num_target_layers: int
+    num_target_layers: Count
     """Number of decoder layers of the target."""
-    max_position_embeddings: int
+    max_position_embeddings: Count
     """Context length, for engines. The block itself has no limit."""
-    intermediate_size: int = field()
-    num_attention_heads: int = field()
-    num_key_value_heads: int = field()
-    head_dim: int = field()
-    rms_norm_eps: float = field()
-    rope_theta: float = field()
+    intermediate_size: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count
+    rms_norm_eps: Positive
+    rope_theta: Positive
 
-    def check_block(self) -> None:
-        """Raise UserError for invalid settings of the block: wrong types, or sizes that are not positive."""
-        for part in fields(BlockConfig):
-            value, whole = getattr(self, part.name), part.type is int
-            is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-            what = f"a {'whole ' * whole}number above 0 and below 2^53"
-            expect(is_number and 0 < value < MOST, f"head.{part.name}", what, value)
+    @model_validator(mode="after")
+    def check_attention(self) -> Self:
         if self.num_attention_heads % self.num_key_value_heads:
-            raise UserError(
-                f"head.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"head.num_key_value_heads ({self.num_key_value_heads})"
+            raise ValueError(
+                f"num_attention_heads: expected a multiple of num_key_value_heads ({self.num_key_value_heads}), got "
+                f"{self.num_attention_heads}"
             )
-        expect(self.head_dim % 2 == 0, "head.head_dim", "an even number, for rotary positions", self.head_dim)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: expected an even number, for rotary positions, got {self.head_dim}")
+        return self
 
 
 class RMSNorm(nn.Module):

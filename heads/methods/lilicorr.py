@@ -27,65 +27,48 @@ Letters: M blocks, K depth, k candidates, D hidden, h width of the lattice, H it
 the vectors.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize, scaled_dot_product_attention, silu
 
 from heads.core.contract import StepCost
-from heads.core.errors import UserError, expect
 from heads.core.tree import TreeShape, check_width
 from heads.methods.block import BlockStates, Follow
 from heads.methods.block_loss import BlockLoss, BlockTask, block_loss
 from heads.methods.dflash import DFlash, DFlashConfig
-from heads.methods.dflash2 import ConvolvedLayer, reset_convolutions
+from heads.methods.dflash2 import ConvolvedLayer, check_convolutions, reset_convolutions
 from heads.methods.labels import LABELS
-from heads.methods.layers import MOST, Attention, DecoderLayer, RMSNorm
+from heads.methods.layers import Attention, DecoderLayer, RMSNorm
 from heads.methods.settings import LiLiCorrSettings
 from heads.methods.start import TargetProbe
 from heads.methods.step_cost import flops
 
-MOST_CANDIDATES = 16
 STEADY = 4.0
 """Size of what a new lattice is meant to compute, compared with what is random in it."""
 FEATURES = 5
 """Number of a candidate's features: log q, q, log q less the likeliest's, rank, and whether it is the likeliest."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LiLiCorrConfig(DFlashConfig, LiLiCorrSettings):
     """Everything that the head's function and its training loss depend on."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("candidate_topk", "num_layers", "num_heads", "factor_dim"):
-            value = getattr(self, f"lilicorr_{name}")
-            expect(type(value) is int and 1 <= value < MOST, f"head.lilicorr_{name}", "1 or more", value)
-        for name in ("mlp_ratio", "vector_eps", "logit_scale"):
-            value = getattr(self, f"lilicorr_{name}")
-            expect(0 < value < MOST, f"head.lilicorr_{name}", "a number above 0", value)
-        k, most, h, H = self.lilicorr_candidate_topk, self.vocab_size, self.lattice_width, self.lilicorr_num_heads
-        fits = k <= min(MOST_CANDIDATES, most) and k & (k - 1) == 0
-        what = f"a power of two up to {MOST_CANDIDATES}, at most the target's {most} tokens"
-        expect(fits, "head.lilicorr_candidate_topk", what, k)
-        expect(type(h) is int and h > 0 and h % H == 0, "head.lilicorr_hidden_size", f"a multiple of its {H} heads", h)
-        rows, group, D = self.conv_kernel_size, self.conv_group_size, self.hidden_size
-        what = f"0, or at most a block's {self.block_size} rows"
-        expect(type(rows) is int and 0 <= rows <= self.block_size, "head.conv_kernel_size", what, rows)
-        fits = rows == 0 or (type(group) is int and group > 0 and D % group == 0)
-        expect(fits, "head.conv_group_size", f"a divisor of the target's width, {D}", group)
-        for name in ("ce_weight", "margin_weight", "penalty_weight", "margin"):
-            value = getattr(self, f"lattice_{name}")
-            expect(value >= 0, f"head.lattice_{name}", "0 or more", value)
-        if self.lattice_ce_weight + self.lattice_margin_weight + self.lattice_penalty_weight == 0:
-            raise UserError(
-                "head.lattice_ce_weight, head.lattice_margin_weight, head.lattice_penalty_weight: one of them must be "
-                "above 0, or the lattice learns nothing"
+    draft_vocab_size: None = None
+
+    @model_validator(mode="after")
+    def check_lattice(self) -> Self:
+        check_convolutions(self)
+        if self.lilicorr_candidate_topk > self.vocab_size:
+            raise ValueError(f"lilicorr_candidate_topk: expected at most the target's {self.vocab_size} tokens")
+        if self.lattice_width % self.lilicorr_num_heads:
+            raise ValueError(
+                f"lilicorr_hidden_size: expected a multiple of its {self.lilicorr_num_heads} heads, got "
+                f"{self.lattice_width}"
             )
-        if self.draft_vocab_size is not None:
-            raise UserError("head.draft_vocab_size: a LiLiCorr head drafts all tokens of its target")
+        return self
 
     @property
     def lattice_width(self) -> int:

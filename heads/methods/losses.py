@@ -16,9 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.linalg import vecdot
 
-from heads.core.errors import expect, expect_one_of
-from heads.core.tree import MOST_NODES
-
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Size of one float32 (C, V) tensor. A few of them exist at a time."""
 LEAST_ROWS = 256
@@ -150,14 +147,6 @@ LOSSES: dict[str, Divergence] = {
     "jsd": jsd(),
     "kl_tv": kl_tv,
 }
-
-
-def check_loss_settings(config: Any, also: str | None = None) -> None:
-    """Raise UserError for an invalid `depth`, `depth_decay` or `loss` of a head's config. `also` is one more valid
-    loss."""
-    expect(1 <= config.depth <= MOST_NODES, "head.depth", f"1 to {MOST_NODES}", config.depth)
-    expect(0 < config.depth_decay <= 1, "head.depth_decay", "a number in (0, 1]", config.depth_decay)
-    expect_one_of([*LOSSES] if also is None else [also, *LOSSES], "head.loss", config.loss)
 
 
 def draft_loss(

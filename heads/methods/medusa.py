@@ -14,7 +14,7 @@ Letters: B batch, T tokens, D hidden, Vd draft vocabulary, K depth, R labels.
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,16 +32,15 @@ from heads.core.contract import (
     Rows,
     SharedLayers,
     StepCost,
-    from_plain,
-    given,
 )
-from heads.core.errors import UserError, expect
-from heads.core.tree import MOST_NODES, Proposal, TreeShape, check_width
+from heads.core.errors import UserError
+from heads.core.strict_settings import Count
+from heads.core.tree import Proposal, TreeShape, check_width
 from heads.methods.growth import grow, take_newest
 from heads.methods.head_shape import check_one_width
 from heads.methods.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.methods.layers import check_tensors
-from heads.methods.losses import check_loss_settings, draft_loss
+from heads.methods.losses import draft_loss
 from heads.methods.settings import MedusaSettings
 from heads.methods.start import UNSURE
 from heads.methods.step_cost import flops
@@ -75,29 +74,19 @@ def grow_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, 
     return tuple(sorted(found, key=lambda path: (len(path), path)))
 
 
-MOST_LAYERS = 64
 AHEAD = 2
 """Depth 0, head 1 in the paper, predicts the token at t + AHEAD."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class MedusaConfig(MedusaSettings):
     """Everything that the head's function and its training loss depend on, and its static tree."""
 
-    hidden_size: int
-    vocab_size: int
+    hidden_size: Count
+    vocab_size: Count
     """Size of the target's vocabulary, the width of its logits."""
-    draft_vocab_size: int = field()
+    draft_vocab_size: Count
     tree: tuple[Path, ...] | None = None
     """Static tree, each node except the root as the ranks on its path; None before it is measured."""
-
-    def __post_init__(self) -> None:
-        check_loss_settings(self, also=LABELS)
-        expect(1 <= self.num_layers <= MOST_LAYERS, "head.num_layers", f"1 to {MOST_LAYERS}", self.num_layers)
-        are_ranks = all(isinstance(rank, int) for path in self.tree or () for rank in path)
-        expect(are_ranks, "head.tree", "paths of ranks", self.tree)
-        is_size = self.tree_nodes == 0 or 2 <= self.tree_nodes <= MOST_NODES
-        expect(is_size, "head.tree_nodes", f"2 to {MOST_NODES}, or 0 for no tree", self.tree_nodes)
 
 
 @dataclass
@@ -150,7 +139,7 @@ class Medusa(nn.Module, DraftHead):
         check_one_width(target, "medusa")
         D, V = target.hidden_size, target.vocab_size
         defaults = {"hidden_size": D, "vocab_size": V, "draft_vocab_size": V}
-        config = MedusaConfig(**{**defaults, **given(settings)})
+        config = MedusaConfig.from_plain(defaults | settings.model_dump(exclude_none=True))
         head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
         head.initialise(target.lm_head_weight)
         for made in head.heads:
@@ -159,7 +148,7 @@ class Medusa(nn.Module, DraftHead):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
-        made = from_plain(MedusaConfig, config)
+        made = MedusaConfig.from_plain(config)
         kept = torch.arange(made.vocab_size)
         if made.draft_vocab_size != made.vocab_size:
             check_table(weights, "token_map", (made.draft_vocab_size,), torch.int64)
@@ -302,4 +291,4 @@ class Medusa(nn.Module, DraftHead):
                 hits[k] += found.bincount(minlength=most)[:most]
                 labels[k] += len(found)
         accuracies = hits / labels.clamp_min(1)[:, None]
-        self.config = replace(self.config, tree=grow_tree(accuracies.tolist(), self.config.tree_nodes))
+        self.config = self.config.model_copy(update={"tree": grow_tree(accuracies.tolist(), self.config.tree_nodes)})

@@ -29,29 +29,30 @@ Letters: D hidden, Vd draft vocabulary.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from heads.core.contract import SharedLayers, from_plain, given
-from heads.core.errors import UserError, expect, expect_one_of, first_line
+from heads.core.contract import SharedLayers
+from heads.core.errors import UserError, first_line
+from heads.core.strict_settings import Count
 from heads.methods.family_layers import BlockMaker, block_record
 from heads.methods.head_shape import block_settings, check_one_width
 from heads.methods.layers import Attention, BlockConfig, DecoderLayer, RMSNorm, check_tensors, is_float
-from heads.methods.losses import check_loss_settings
 from heads.methods.recycling import Recycling
 from heads.methods.rotary import CosSin, rotary_of, rotation_by
-from heads.methods.settings import BlockSettings, MtpSettings
+from heads.methods.settings import BlockSettings, Depth, MtpSettings
 from heads.methods.start import UNSURE, AttentionProbe, TargetProbe, begin, directions
 from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
 from heads.targets.hub import read_tensors, tensor_files
 from heads.targets.model import FrozenTarget
 from heads.targets.tree_attention import Attend
 
-OF_THE_CHECKPOINT = {part.name for part in fields(BlockSettings)} | {"num_modules", "layout"}
+OF_THE_CHECKPOINT = BlockSettings.model_fields.keys() | {"num_modules", "layout"}
 """Settings that native modules determine."""
 TOKEN_SHARE = 0.5
 """Weight of the token's embedding in the input of a module that begins by copying; the state has weight 1."""
@@ -99,31 +100,28 @@ LAYOUTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class MtpConfig(BlockConfig, MtpSettings):
     """Everything that the head's function and its training loss depend on."""
 
     decoder: dict[str, Any] | None = None
     """Native modules: the record that their blocks are made from (`heads.methods.family_layers.block_record`)."""
-    draft_vocab_size: int = field()
-    layout: str = "mimo"
-    num_modules: int = 1
-    depth: int = 3
+    draft_vocab_size: Count
+    layout: Literal["mimo", "deepseek", "qwen"] = "mimo"
+    num_modules: Count = 1
+    depth: Depth = 3
     rope_scaling: dict[str, Any] | None = None
     """Scaling of rotary positions, the target's, since engines read them from its config. Native modules have their
     decoder's."""
 
-    def __post_init__(self) -> None:
-        check_loss_settings(self)
-        what = f"1 to head.depth ({self.depth}), as each step trains one"
-        expect(1 <= self.num_modules <= self.depth, "head.num_modules", what, self.num_modules)
-        expect_one_of(LAYOUTS, "head.layout", self.layout)
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.num_modules > self.depth:
+            raise ValueError(f"num_modules: expected at most depth ({self.depth}), got {self.num_modules}")
         if self.layout == "qwen" and self.num_modules > 1:
-            raise UserError(f"head.num_modules: the layout qwen names one module, got {self.num_modules}")
+            raise ValueError(f"num_modules: expected 1 with the layout qwen, got {self.num_modules}")
         if self.native != (self.decoder is not None):
-            raise UserError("native modules and the record of their decoder go together")
-        self.check_block()
-        self.check_start()
+            raise ValueError("native: expected together with the record of the modules' decoder")
+        return self
 
 
 class MtpModule(nn.Module):
@@ -180,7 +178,7 @@ class Mtp(Recycling):
     @classmethod
     def for_target(cls, settings: MtpSettings, target: FrozenTarget, token_counts: Tensor) -> "Mtp":
         check_one_width(target, "mtp")
-        weights, said = None, given(settings)
+        weights, said = None, settings.model_dump(exclude_none=True)
         defaults = {
             "draft_vocab_size": target.vocab_size,
             **block_settings(target, None if settings.native else settings.num_attention_heads),
@@ -195,7 +193,7 @@ class Mtp(Recycling):
                         f"head.{name}: the checkpoint's own modules have {defaults[name]}, got {said[name]}; "
                         "leave it out, or leave head.native out"
                     )
-        config = MtpConfig(**{**defaults, **said})
+        config = MtpConfig.from_plain(defaults | said)
         try:
             head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
         except (TypeError, AttributeError, LookupError) as error:  # raised by layers of unknown families
@@ -216,7 +214,7 @@ class Mtp(Recycling):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
-        made = from_plain(MtpConfig, config)
+        made = MtpConfig.from_plain(config)
         head = cls(made, read_vocab(weights, made.draft_vocab_size, made.vocab_size))
         tables = vocab_tables(head.kept, made.vocab_size)
         head.load_modules({name: value for name, value in weights.items() if name not in tables})

@@ -1,54 +1,56 @@
-"""Settings of the heads, as a recipe's section `head` has them: one dataclass for each kind.
+"""Settings of the heads, as a recipe's section `head` has them: one model for each kind, with the bounds that do not
+depend on the target. Null is the target's value.
 
 A recipe is checked, and its keys are listed, before torch is imported, so this file does not import torch.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from heads.core.errors import UserError, expect, expect_one_of
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from heads.core.strict_settings import Count, Factor, Number, Positive, Settings
+from heads.core.tree import MOST_NODES
 
 LABELS = "labels"
 """The loss that is the cross-entropy of the data's own tokens."""
-DIVERGENCES = ("kl", "cross_entropy", "reverse_kl", "total_variation", "negative_log_acceptance", "jsd", "kl_tv")
+Divergence = Literal["kl", "cross_entropy", "reverse_kl", "total_variation", "negative_log_acceptance", "jsd", "kl_tv"]
 """Names of `heads.methods.losses.LOSSES`."""
-COPYING, TARGET, RANDOM = INITIAL_WEIGHTS = ("copying", "target", "random")
-EXPONENTIAL, D_PACE = "exponential", "d_pace"
+Loss = Literal["labels", Divergence]
+COPYING, RANDOM = "copying", "random"
+D_PACE = "d_pace"
+Decay = Annotated[float, Field(gt=0, le=1)]
+Depth = Annotated[int, Field(ge=1, le=MOST_NODES)]
+Layers = Annotated[int, Field(ge=1, le=64)]
+LayerIds = Annotated[tuple[Number, ...], Field(min_length=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockSettings:
+class BlockSettings(Settings):
     """Settings of a head's decoder block."""
 
-    intermediate_size: int | None = None
+    intermediate_size: Count | None = None
     """Width of the MLP. Null: the target's."""
-    num_attention_heads: int | None = None
+    num_attention_heads: Count | None = None
     """Number of attention heads. Null: the target's."""
-    num_key_value_heads: int | None = None
+    num_key_value_heads: Count | None = None
     """Number of key and value heads, each shared by a group of attention heads. Null: the target's."""
-    head_dim: int | None = None
+    head_dim: Count | None = None
     """Width of one attention head. Null: the target's."""
-    rms_norm_eps: float | None = None
+    rms_norm_eps: Positive | None = None
     """Epsilon of the norms. Null: the target's."""
-    rope_theta: float | None = None
+    rope_theta: Positive | None = None
     """Base of the rotary frequencies. Null: the target's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartSettings:
+class StartSettings(Settings):
     """Setting of heads whose first weights can be computed from the target's features."""
 
-    initial_weights: str = COPYING
+    initial_weights: Literal["copying", "target", "random"] = COPYING
     """Weights before training. `target`: the head passes on the target's highest auxiliary hidden state and decodes it
     as the target would. `copying`: in addition, its first attention finds the token that followed earlier occurrences
     of the newest one. `random`: PyTorch's, as in other trainers."""
 
-    def check_start(self) -> None:
-        expect_one_of(INITIAL_WEIGHTS, "head.initial_weights", self.initial_weights)
 
-
-@dataclass(frozen=True, kw_only=True)
-class RotarySettings:
+class RotarySettings(Settings):
     """Setting of heads whose rotary positions may be scaled."""
 
     rope_scaling: dict[str, Any] | None = None
@@ -57,22 +59,21 @@ class RotarySettings:
     for plain positions. Null: the target's."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
-    hidden_size: int | None = None
+    hidden_size: Count | None = None
     """Width of the head. Null: the target's. A head of another width has embeddings of its own: the target's along
     their principal axes, not trained."""
-    aux_layer_ids: tuple[int, ...] | None = None
+    aux_layer_ids: LayerIds | None = None
     """Layers whose auxiliary hidden states the head reads, ascending, numbered by the layer that a state enters; 0 is
     the embeddings. Null: layers 2, n/2 and n - 3 of a target with n layers."""
-    draft_vocab_size: int | None = None
+    draft_vocab_size: Count | None = None
     """Tokens the head can draft: the most frequent in the training data. Null: 32,000, or the target's whole vocabulary
     if it is smaller."""
-    depth: int = 7
+    depth: Depth = 7
     """Number of steps of the training-time test."""
-    depth_decay: float = 0.8
+    depth_decay: Decay = 0.8
     """Weight of step k in the loss is depth_decay^k, k from 0."""
-    loss: str = "kl"
+    loss: Divergence = "kl"
     """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
     `negative_log_acceptance`, `jsd` or `kl_tv`."""
     fc_norm: bool = False
@@ -80,227 +81,230 @@ class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
     norm_output: bool = False
     """EAGLE-3.1: recycle the state after the final norm instead of before it. The EAGLE repository supports neither
     `fc_norm` nor `norm_output`."""
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     """Number of positions that attention sees, the token's own included, so that the draft's time and memory do not
     grow with the text. Null: all. vLLM reads it from the config; SGLang takes it as an option of its command;
     the EAGLE repository would attend to all positions."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class MtpSettings(StartSettings, BlockSettings):
     """Settings of the head in a recipe. `initial_weights` has no effect on native modules."""
 
-    draft_vocab_size: int | None = None
+    draft_vocab_size: Count | None = None
     """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. Null: the
     target's whole vocabulary, which is all that engines support."""
     native: bool = False
     """Start from the modules in the target's checkpoint. They determine the head's shape."""
-    layout: str | None = None
+    layout: Literal["mimo", "deepseek", "qwen"] | None = None
     """Model family that determines the tensor names and the order of the projection's inputs: `mimo`, `deepseek` or
     `qwen`. Null: `mimo`, or the family of the native modules."""
-    num_modules: int | None = None
+    num_modules: Count | None = None
     """Number of modules. The last one is applied at all remaining steps. Null: 1, or the number of native modules."""
-    depth: int | None = None
+    depth: Depth | None = None
     """Number of steps to train. Null: 3, or the number of native modules if that is larger."""
-    depth_decay: float = 0.6
+    depth_decay: Decay = 0.6
     """Weight of step k in the loss is depth_decay^(k - 1), as a fraction of the sum of all weights."""
-    loss: str = "kl"
+    loss: Divergence = "kl"
     """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
     `negative_log_acceptance`, `jsd` or `kl_tv`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MedusaSettings:
-    draft_vocab_size: int | None = None
+class MedusaSettings(Settings):
+    draft_vocab_size: Count | None = None
     """Tokens the head can draft: the most frequent in the training data. Null: the target's whole vocabulary, as in
     the paper."""
-    depth: int = 5
+    depth: Depth = 5
     """Number of Medusa heads. The k-th head drafts the k-th draft token."""
-    num_layers: int = 1
+    num_layers: Layers = 1
     """Number of residual blocks in each head."""
-    depth_decay: float = 0.8
+    depth_decay: Decay = 0.8
     """Weight of head k in the loss is depth_decay^k, k from 0."""
-    loss: str = LABELS
+    loss: Loss = LABELS
     """`labels`: cross-entropy on the text, as in the paper. Or a divergence between the distributions of target and
     draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
-    tree_nodes: int = 64
+    tree_nodes: Annotated[int, Field(ge=0, le=MOST_NODES)] = 64
     """Number of nodes of the static tree, root included. The tree is grown from measured accuracies; 0 grows none."""
 
+    @field_validator("tree_nodes")
+    @classmethod
+    def check_tree_nodes(cls, nodes: int) -> int:
+        if nodes == 1:
+            raise ValueError(f"expected 2 to {MOST_NODES}, or 0 for no tree")
+        return nodes
 
-@dataclass(frozen=True, kw_only=True)
+
 class DraftBlockSettings(RotarySettings, StartSettings, BlockSettings):
     """Settings that all such heads have in a recipe."""
 
-    block_size: int = 8
+    block_size: Annotated[int, Field(ge=2, le=MOST_NODES)] = 8
     """Number of rows of a block, the root's included. Tau is best when as many are drafted as in training."""
-    num_layers: int = 5
+    num_layers: Layers = 5
     """Number of decoder layers."""
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     """Number of positions that a row of a sliding layer sees, its own included; it sees no later rows. Null: no layer
     slides."""
-    layer_types: tuple[str, ...] | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
     """Attention of each layer, `full_attention` or `sliding_attention`. Null: with a window, all layers except the last
     slide; otherwise none."""
-    aux_layer_ids: tuple[int, ...] | None = None
+    aux_layer_ids: LayerIds | None = None
     """Layers whose auxiliary hidden states the head reads, ascending, numbered by the layer that a state enters. Null:
     one for each layer of the head, spread from layer 2 to layer n - 2 of a target of n layers; n/2 + 1 for a head with
     one layer."""
-    mask_token_id: int | None = None
+    mask_token_id: Number | None = None
     """Token whose embedding represents tokens that are not drafted yet. The data must not contain it. Null: an id that
     the target's tokenizer does not use."""
-    num_anchors: int = 512
+    num_anchors: Count = 512
     """Maximum number of blocks in a row of training data. Their positions are drawn again in each step."""
-    gamma: float = 4.0
+    gamma: Positive = 4.0
     """The k-th draft token, from 0, has the weight exp(-k / gamma) in the loss. Use 4 for blocks of 7 or 8, 7 for
     16."""
-    weights: str = EXPONENTIAL
+    weights: Literal["exponential", "d_pace"] = "exponential"
     """Weights of a block's rows: `exponential`, from gamma, or `d_pace`, from the probability that a draft gets that
     far."""
-    initial_weights: str = COPYING
+    initial_weights: Literal["copying", "target", "random"] = COPYING
     """Weights before training. `target`: the context is the target's highest auxiliary hidden state, and the final norm
     has the target's scale. `copying`: the first draft token is the one that followed the root before, and the others
     follow token frequencies; for a head with one layer the same as `target`. `random`: PyTorch's defaults, as in other
     trainers."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DFlashSettings(DraftBlockSettings):
-    loss: str = "kl"
+    loss: Loss = "kl"
     """`labels`: cross-entropy on the text. Or a divergence between the distributions of target and draft: `kl`,
     `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
     causal: bool = False
     """A row does not see later rows of its block (JetSpec)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DFlash2Settings(DFlashSettings):
-    conv_kernel_size: int = 2
+    conv_kernel_size: Count = 2
     """Number of rows that a convolution reads: a row's own and those before it in its block."""
-    conv_group_size: int = 16
+    conv_group_size: Count = 16
     """Number of channels that share a coefficient computed from the state; a divisor of the target's width."""
-    selector_rank: int = 256
+    selector_rank: Count = 256
     """Rank of the matrix from the previous token to the addition to the candidates' logits."""
-    selector_top_k: int = 16
+    selector_top_k: Count = 16
     """Number of candidates of each row, and maximum number of children of a tree node."""
-    selector_weight: float = 1.0
+    selector_weight: Factor = 1.0
     """Factor of the cross-entropy among the candidates in the loss."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LiLiCorrSettings(DFlashSettings):
-    lilicorr_candidate_topk: int = 8
+    lilicorr_candidate_topk: Literal[1, 2, 4, 8, 16] = 8
     """Number of candidates of each row, and maximum number of children of a tree node. A power of two up to 16, which
     is what engines take."""
-    lilicorr_hidden_size: int | None = None
+    lilicorr_hidden_size: Count | None = None
     """Width of the lattice. Null: the target's."""
-    lilicorr_num_layers: int = 2
+    lilicorr_num_layers: Count = 2
     """Number of layers over the lattice."""
-    lilicorr_num_heads: int = 8
+    lilicorr_num_heads: Count = 8
     """Number of attention heads in the lattice."""
-    lilicorr_mlp_ratio: float = 2.0
+    lilicorr_mlp_ratio: Positive = 2.0
     """Width of the lattice's MLPs, relative to the lattice's."""
-    lilicorr_factor_dim: int = 1024
+    lilicorr_factor_dim: Count = 1024
     """Width of the two vectors of a candidate whose cosine is its score."""
-    lilicorr_vector_eps: float = 1e-4
+    lilicorr_vector_eps: Positive = 1e-4
     """Smallest length by which such a vector is divided."""
-    lilicorr_logit_scale: float = 8.0
+    lilicorr_logit_scale: Positive = 8.0
     """Factor of the cosines, which makes them logits."""
-    conv_kernel_size: int = 0
+    conv_kernel_size: Number = 0
     """Number of rows that DFlash2's convolutions read, in the layers of the backbone. 0: no convolutions."""
-    conv_group_size: int = 16
+    conv_group_size: Count = 16
     """Number of channels that share a coefficient of these convolutions; a divisor of the target's width."""
-    lattice_ce_weight: float = 0.25
+    lattice_ce_weight: Factor = 0.25
     """Factor of the cross-entropy among the candidates in the loss."""
-    lattice_margin_weight: float = 0.0
+    lattice_margin_weight: Factor = 0.0
     """Factor of the hinge in the loss."""
-    lattice_margin: float = 2.0
+    lattice_margin: Factor = 2.0
     """Lead over the next candidate, in logits, from which the hinge is 0."""
-    lattice_penalty_weight: float = 0.25
+    lattice_penalty_weight: Factor = 0.25
     """Factor of the penalty on candidates that the target finds less likely than the label in the loss."""
 
+    @model_validator(mode="after")
+    def check_weights(self) -> Self:
+        if self.lattice_ce_weight + self.lattice_margin_weight + self.lattice_penalty_weight == 0:
+            raise ValueError("lattice_ce_weight, lattice_margin_weight, lattice_penalty_weight: one must be above 0")
+        return self
 
-@dataclass(frozen=True, kw_only=True)
+
 class XPressSettings(DFlashSettings):
-    xpress_rank: int = 256
+    xpress_rank: Count = 256
     """Width of the refiner, and rank of what it adds to the logits. vLLM takes powers of two from 16 on."""
-    xpress_mlp_hidden: int = 512
+    xpress_mlp_hidden: Count = 512
     """Width of the refiner's MLP. vLLM takes multiples of 64."""
-    xpress_topc: int = 512
+    xpress_topc: Number = 512
     """Number of tokens of each row that can be drafted: the likeliest before the refiner. 0: all."""
-    consistency_weight: float = 0.3
+    consistency_weight: Factor = 0.3
     """Factor of the loss of rounds in which the refiner reads the tokens that it chose in the round before."""
-    consistency_passes: int = 3
+    consistency_passes: Number = 3
     """Number of these rounds."""
-    base_weight: float = 0.6
+    base_weight: Factor = 0.6
     """Factor of the loss of the logits without the refiner."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DSparkSettings(DraftBlockSettings):
-    block_size: int = 7
+    block_size: Annotated[int, Field(ge=1, le=MOST_NODES)] = 7
     """Number of rows of a block, the root's included, and of tokens that are drafted. Tau is best when as many are
     drafted as in training."""
-    markov_rank: int = 256
+    markov_rank: Count = 256
     """Rank of the matrix from the previous token to the logits of the next."""
-    ce_weight: float = 0.1
+    ce_weight: Factor = 0.1
     """Factor of the labels' cross-entropy in the loss."""
-    kl_weight: float = 0.0
+    kl_weight: Factor = 0.0
     """Factor of the KL divergence between the distributions of target and draft in the loss. On the target's own
     answers its gradient equals that of the cross-entropy on average, without the noise of single tokens."""
-    l1_weight: float = 0.9
+    l1_weight: Factor = 0.9
     """Factor of the L1 distance between the distributions of target and draft in the loss."""
-    confidence_weight: float = 1.0
+    confidence_weight: Factor = 1.0
     """Factor of the confidence's cross-entropy in the loss. With 0 the head has no confidence head."""
 
+    @model_validator(mode="after")
+    def check_weights(self) -> Self:
+        if self.ce_weight + self.kl_weight + self.l1_weight == 0:
+            raise ValueError("ce_weight, kl_weight, l1_weight: one must be above 0")
+        return self
 
-@dataclass(frozen=True, kw_only=True)
-class LoraSettings:
+
+class LoraSettings(Settings):
     """Low-rank adapters, trained in place of whole matrices (LoRA, arXiv 2106.09685). Saved heads contain them
     merged."""
 
-    rank: int = 16
+    rank: Count = 16
     """Rank of the low-rank matrices."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """Scale of the update, which is alpha / rank times the product of the two matrices."""
-    modules: tuple[str, ...] | None = None
+    modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Layers that get an adapter, by the last part of their names, such as `q_proj`. Null: every linear layer but the
     output head."""
 
-    def __post_init__(self) -> None:
-        if self.rank < 1 or not self.alpha > 0 or self.modules == ():
-            raise UserError(
-                f"head.lora: expected a rank of at least 1, alpha above 0 and some modules, got rank {self.rank}, "
-                f"alpha {self.alpha}, modules {None if self.modules is None else list(self.modules)}"
-            )
 
-
-@dataclass(frozen=True, kw_only=True)
-class DraftSettings:
+class DraftSettings(Settings):
     """Settings of the head in a recipe. Exactly one of `path`, `layers` and `fresh` is given."""
 
     path: str | None = None
     """Smaller model with the target's tokenizer: a folder or a Hub id."""
-    layers: tuple[int, ...] | None = None
+    layers: LayerIds | None = None
     """Layers of the target to keep, ascending. The draft is a copy of the target with only these layers."""
     fresh: dict[str, Any] | None = None
     """Settings of a randomly initialised model of the target's family, such as hidden_size. Settings left out are the
     target's."""
-    loss: str = "kl"
+    loss: Loss = "kl"
     """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
     `negative_log_acceptance`, `jsd` or `kl_tv`. Or `labels`: cross-entropy on the text."""
-    beta: float | None = None
+    beta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """`jsd` only: weight of the target's distribution in the mixture. Null: 0.5."""
     lora: LoraSettings | None = None
     """LoRA adapters to train. Null: all weights are trained."""
 
-    def __post_init__(self) -> None:
-        expect_one_of([*DIVERGENCES, LABELS], "head.loss", self.loss)
-        if self.beta is not None and self.loss != "jsd":
-            raise UserError(f"head.beta: has no effect with loss {self.loss}; leave it out, or set head.loss=jsd")
-        expect(self.beta is None or 0 < self.beta < 1, "head.beta", "a number between 0 and 1", self.beta)
+    @field_validator("beta")
+    @classmethod
+    def check_beta(cls, beta: float | None, info: ValidationInfo) -> float | None:
+        if beta is not None and info.data.get("loss") != "jsd":
+            raise ValueError("needs head.loss=jsd")
+        return beta
 
 
-SETTINGS: dict[str, type[Any]] = {
+SETTINGS: dict[str, type[Settings]] = {
     "eagle3": Eagle3Settings,
     "medusa": MedusaSettings,
     "mtp": MtpSettings,
@@ -311,4 +315,4 @@ SETTINGS: dict[str, type[Any]] = {
     "xpress": XPressSettings,
     "draft": DraftSettings,
 }
-"""Settings by kind, frozen dataclasses with defaults. A null is replaced with the target's value."""
+"""Settings by kind, the name in recipes and in saved heads."""

@@ -19,42 +19,27 @@ finds), plus base_weight times DFlash's own, without the refiner.
 Letters: M blocks, R rows of a block, K depth, D hidden, r rank, V vocabulary, W paths.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from heads.core.contract import RoundReads, StepCost
-from heads.core.errors import UserError, expect
 from heads.core.tree import TreeShape, check_width
 from heads.methods.block import BlockState, BlockStates, Follow
 from heads.methods.block_loss import BlockLoss, BlockTask, block_loss, chunks_of
 from heads.methods.dflash import DFlash, DFlashConfig
-from heads.methods.layers import MLP, MOST
+from heads.methods.layers import MLP
 from heads.methods.losses import matmul
 from heads.methods.settings import XPressSettings
 from heads.methods.step_cost import flops
 
 
-@dataclass(frozen=True, kw_only=True)
 class XPressConfig(DFlashConfig, XPressSettings):
     """Everything that the head's function and its training loss depend on."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, least in (
-            ("xpress_rank", 1),
-            ("xpress_mlp_hidden", 1),
-            ("xpress_topc", 0),
-            ("consistency_passes", 0),
-        ):
-            value = getattr(self, name)
-            expect(type(value) is int and least <= value < MOST, f"head.{name}", f"{least} or more", value)
-        for name in ("consistency_weight", "base_weight"):
-            expect(getattr(self, name) >= 0, f"head.{name}", "0 or more", getattr(self, name))
-        if self.draft_vocab_size is not None:
-            raise UserError("head.draft_vocab_size: an XPress head drafts all tokens of its target")
+    draft_vocab_size: None = None
 
     @property
     def candidates(self) -> int:

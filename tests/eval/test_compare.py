@@ -1,7 +1,6 @@
 """Several heads in one comparison: the table, the record, and what is refused."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ def test_heads_of_different_targets_are_refused(
 def test_without_a_tree_named_every_head_finds_one(tiny_target: FrozenTarget, pair_head: Any) -> None:
     """A head of three depths and one that cannot branch, as the README compares them."""
     short = build_head("medusa", {"depth": 3}, tiny_target, torch.ones(128, dtype=torch.int64))
-    short.config = replace(short.config, tree=((0,), (1,), (0, 0)))
+    short.config = short.config.model_copy(update={"tree": ((0,), (1,), (0, 0))})
     heads = {"short": short, "pairs": pair_head, "lookup": build_untrained("lookup:2", tiny_target)}
     shapes = {}
     for rule in ("match", "block"):

@@ -1,6 +1,5 @@
 """Heads on disk: what was saved comes back bit for bit or not at all, in the form that engines read."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -155,8 +154,8 @@ def test_configs_that_are_not_ours(text: str, folder: Path) -> None:
     [
         ({"format": 99}, "format"),
         ({"provenance": None}, ""),
-        ({"config": dataclasses.asdict(make_head().config) | {"rms_norm_eps": "a"}}, ""),
-        ({"config": dataclasses.asdict(make_head().config) | {"surplus": 1}}, ""),
+        ({"config": make_head().config.model_dump() | {"rms_norm_eps": "a"}}, ""),
+        ({"config": make_head().config.model_dump() | {"surplus": 1}}, ""),
         ({"target": TARGET | {"hidden_size": "16"}}, "draftsmith.target.hidden_size"),
     ],
 )

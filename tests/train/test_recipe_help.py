@@ -1,14 +1,14 @@
 """--help lists every key of the schema, with what a user needs to know of it."""
 
 import re
-from dataclasses import fields
+from typing import get_args
 
 import pytest
 
 from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES
 from heads.methods.losses import LOSSES
 from heads.methods.mtp import LAYOUTS
-from heads.methods.settings import DIVERGENCES, SETTINGS
+from heads.methods.settings import SETTINGS, Divergence
 from heads.registry import HEADS
 from train.entry import attempt
 from train.recipe import KINDS, Recipe
@@ -24,14 +24,14 @@ def listed(kind: str) -> dict[str, tuple[str, str, str]]:
 
 
 def test_every_kind_of_head_has_settings() -> None:
-    assert SETTINGS.keys() == HEADS.keys() and LOSSES.keys() == set(DIVERGENCES)
+    assert SETTINGS.keys() == HEADS.keys() and LOSSES.keys() == set(get_args(Divergence))
 
 
 @pytest.mark.parametrize(("entry", "kind"), KINDS.items())
 def test_help_lists_the_settings_of_the_entry_s_kind(entry: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert attempt(entry, ["--help"]) == 0
     assert {key[0] for key in KEY.findall(capsys.readouterr().out)} == listed(kind).keys()
-    own = {"kind", "init_from", *(field.name for field in fields(SETTINGS[kind]))}
+    own = {"kind", "init_from", *SETTINGS[kind].model_fields}
     assert {key.split(".")[1] for key in listed(kind) if key.startswith("head.")} == own
 
 
@@ -41,7 +41,7 @@ def test_every_key_has_a_meaning_in_sentences_and_the_schema_s_type_and_default(
     assert keys["train.betas"][:2] == ("list of 2 numbers >= 0, < 1", "default [0.9, 0.95]")
     assert keys["eval.report.trees"][:2] == ("list of texts or null", "default null")
     assert keys["data.sources"][:2] == ("list of sections", "required")
-    assert keys["head.lora.rank"][:2] == ("integer", "default 16")
+    assert keys["head.lora.rank"][:2] == ("integer >= 1", "default 16")
     assert keys["eval.rule"][:2] == ("match or ratio or block", "default match")
 
 

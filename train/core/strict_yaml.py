@@ -13,17 +13,18 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from yaml import YAMLError
 
-from eval.measure.settings import MAX_NUMBER
-from eval.measure.settings import Count as Count
 from eval.measure.settings import Fraction as Fraction
 from eval.measure.settings import Seed as Seed
 from eval.measure.settings import Share as Share
 from eval.measure.settings import Temperature as Temperature
 from heads.core.errors import UserError, shown
 from heads.core.files import read_given
+from heads.core.strict_settings import MAX_NUMBER, error_text
+from heads.core.strict_settings import Count as Count
+from heads.core.strict_settings import Settings as Settings
 
 Key = tuple[str | int, ...]
 M = TypeVar("M", bound=BaseModel)
@@ -39,14 +40,6 @@ Step = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 Weight = Positive | None
 Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
-
-
-class Settings(BaseModel):
-    """A strict, frozen section: unknown keys are errors, and no value is converted to another type."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 @dataclass
@@ -153,7 +146,7 @@ def _describe(source: Source, model: type[BaseModel], key: Key, errors: list[dic
     """Return the line of a key's errors, of which there are several if its value fits no type of a union."""
     error = errors[0]
     given, context = error["input"], error.get("ctx", {})
-    choices = re.findall(r"'([^']+)'", context.get("expected_tags", context.get("expected", "")))
+    choices = re.split(", | or ", str(context.get("expected_tags", context.get("expected", ""))).replace("'", ""))
     match error["type"]:
         case "extra_forbidden":
             return source.line(key, _unknown(source, model, key))
@@ -166,7 +159,7 @@ def _describe(source: Source, model: type[BaseModel], key: Key, errors: list[dic
             return source.line((*key, "kind"), f"got {shown(given['kind'])}" + suggest(context["tag"], choices))
         case "literal_error":
             return source.line(key, f"got {shown(given)}" + suggest(str(given), choices))
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = error_text(error["msg"])
     message += "".join(f" or {other['msg'].removeprefix('Input should be ')}" for other in errors[1:])
     return source.line(key, message if isinstance(given, dict) else f"{message}, got {shown(given)}")
 

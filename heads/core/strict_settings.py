@@ -1,0 +1,42 @@
+"""Settings as pydantic models, of which recipes and heads are made. This file does not import torch."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from heads.core.errors import UserError, shown
+
+MAX_NUMBER = 2**31
+"""Bound of whole numbers: the product of two smaller ones does not overflow."""
+Count = Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
+Number = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
+Positive = Annotated[float, Field(gt=0)]
+Factor = Annotated[float, Field(ge=0)]
+
+
+class Settings(BaseModel):
+    """Settings that do not change. Unknown keys are errors, and no value is converted to another type."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any], prefix: str = "head") -> Self:
+        """Return the settings with these values, as YAML and JSON give them. UserError names the first wrong one, with
+        `prefix` before its key."""
+        try:  # as JSON, whose lists are tuples where a setting has a tuple
+            return cls.model_validate_json(json.dumps(values))
+        except ValidationError as failure:
+            error = failure.errors(include_url=False)[0]
+            if not error["loc"]:  # by a validator of the whole, whose message begins with a key
+                raise UserError(f"{prefix}.{error_text(error['msg'])}") from None
+            key = ".".join(map(str, error["loc"]))
+            raise UserError(f"{prefix}.{key}: {error_text(error['msg'])}, got {shown(error['input'])}") from None
+
+
+def error_text(message: str) -> str:
+    """Return a message of pydantic as a part of a sentence that begins with the key."""
+    return message.replace("Extra inputs are not", "is not").removeprefix("Value error, ").removeprefix("Input ")
