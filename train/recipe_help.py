@@ -19,7 +19,10 @@ Key = tuple[str, str, str, str]
 def keys_of(recipe: type[BaseModel], kind: str | None = None) -> str:
     """Return every key of a recipe with its type, default and meaning. `kind`: of the sections for heads, list only
     that one."""
-    lines = ["Keys of the recipe. Any of them may be given on the command line, as in train.max_steps=100."]
+    lines = [
+        "Keys of the recipe. Any of them may be given on the command line, as in train.max_steps=100.",
+        "With the key extends, a file names another one, whose settings it takes over and changes.",
+    ]
     schema = recipe.model_json_schema()
     for title, section, prefix in _sections(schema, schema["$defs"], "", "Top level"):
         if kind is not None and title.startswith("head") and not title.endswith(f"kind {kind}"):
@@ -48,6 +51,7 @@ def keys_page(recipe: type[BaseModel]) -> str:
         "# Keys of a recipe",
         "",
         "`python scripts/write_pages.py` writes this page. `python train/eagle.py --help` lists the keys of one kind.",
+        "With `extends`, a file names [another one](README.md), whose settings it takes over and changes.",
     ]
     for title, (meaning, keys) in sections.items():
         tables = [("head, several kinds", "Settings that kinds of head share.", shared)] * (title == heads[0])

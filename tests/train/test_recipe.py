@@ -134,6 +134,27 @@ def test_files_that_are_no_recipe(text: str, fault: str, tmp_path: Path) -> None
     assert line.startswith("r.yaml: ") and fault in line, line
 
 
+def test_a_recipe_extends_another(tmp_path: Path) -> None:
+    """Mappings are merged, lists are replaced, and a fault names the file that has the key."""
+    (tmp_path / "base").mkdir()
+    path, base = tmp_path / "r.yaml", tmp_path / "base/target.yaml"
+    base.write_text(GOOD.replace("output_dir: runs/x\n", "extends: ../all.yaml\n").replace("depth: 3", "depth: 2"))
+    (tmp_path / "all.yaml").write_text("train: {lr: 1, seed: 4}\neval: {report: {trees: [chain:2, chain:1]}}\n")
+    text = "extends: base/target.yaml\noutput_dir: runs/x\neval: {report: {trees: [chain:3]}}\nhead: {depth: 3}\n"
+    path.write_text(text)
+    recipe = load_recipe(path, ["train.lr=2e-4"])
+    assert recipe.head.model_dump(exclude_unset=True) == {"kind": "eagle3", "depth": 3, "aux_layer_ids": (1, 2, 3)}
+    assert (recipe.train.lr, recipe.train.seed, recipe.eval.report.trees) == (2e-4, 4, ("chain:3",))
+    path.write_text(dump_recipe(plain_settings(recipe)))
+    assert load_recipe(path) == recipe
+    (tmp_path / "all.yaml").write_text("train: {sead: 4}\n")
+    assert faults(tmp_path, text) == ["all.yaml: train.sead: unknown key; did you mean 'seed'?"]
+    (tmp_path / "all.yaml").write_text("extends: base/target.yaml\n")
+    assert faults(tmp_path, text) == ["all.yaml: extends: base/target.yaml: extends this file itself"]
+    (tmp_path / "all.yaml").unlink()
+    assert faults(tmp_path, text) == ["base/target.yaml: extends: all.yaml: no such file"]
+
+
 def test_an_interpolation_is_text(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(GOOD.replace("runs/x", "'runs/${oc.env:HOME}'"))

@@ -3,9 +3,10 @@ dotted key and a suggestion."""
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from types import UnionType
@@ -27,6 +28,8 @@ from heads.core.strict_settings import Count as Count
 from heads.core.strict_settings import Settings as Settings
 
 Key = tuple[str | int, ...]
+EXTENDS = "extends"
+"""Key of the file whose settings a recipe takes over."""
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -44,16 +47,31 @@ Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
 
 @dataclass
 class Source:
-    """A tree of plain values, the file it is from, and the command line's overrides by key."""
+    """A tree of plain values, the file it is from, the files that this one extends, and the command line's overrides by
+    key."""
 
     tree: Any
     file: str
     overrides: dict[str, str]
+    bases: dict[str, Any] = field(default_factory=dict)
+    """Settings by file: those of `file`, then those of each file that the one before it extends."""
 
     def line(self, key: Key, what: str) -> str:
+        """Return a line about a key that names the override or the file which has it."""
         name = dotted(key)
-        place = next((text for given, text in self.overrides.items() if f"{name}.".startswith(f"{given}.")), self.file)
+        places = [text for override, text in self.overrides.items() if f"{name}.".startswith(f"{override}.")]
+        places += [file for file, settings in self.bases.items() if _has_key(settings, key)]
+        place = [*places, self.file][0]
         return f"{place}: {name}: {what}" if key else f"{place}: {what}"
+
+
+def _has_key(settings: Any, key: Key) -> bool:
+    try:
+        for part in key:
+            settings = settings[part]
+    except (LookupError, TypeError):
+        return False
+    return True
 
 
 def dotted(key: Key) -> str:
@@ -62,15 +80,39 @@ def dotted(key: Key) -> str:
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
     """Read a YAML file and apply `key.sub=value` overrides, in which a value replaces what was there. `--key=value` is
-    the same, as W&B's sweeps write it. Interpolations (`${...}`) stay text. UserError with a line for each fault."""
-    text = read_given(path, "a recipe in YAML")
+    the same, as W&B's sweeps write it. Interpolations (`${...}`) stay text. UserError with a line for each fault.
+
+    A file may have the key `extends`, the path of another file from its own folder: its settings are merged over those
+    of the other file. A list replaces a list.
+    """
+    configs: dict[str, Any] = {}
+    file: str | None = str(path)
+    while file is not None:
+        configs[file] = config = _read_file(file)
+        base = config.pop(EXTENDS, None)
+        if base is not None:
+            base = os.path.normpath(Path(file).parent / str(base))
+            if base in configs or not os.path.isfile(base):
+                fault = "extends this file itself" if base in configs else "no such file"
+                raise UserError(f"{file}: {EXTENDS}: {base}: {fault}")
+        file = base
+    try:
+        merged = OmegaConf.merge(*reversed(configs.values()))
+    except UNREADABLE as error:
+        raise UserError(f"{path}: {_in_one_line(error)}") from None
+    source = overridden(merged, str(path), overrides)
+    return replace(source, bases={name: _plain(config) for name, config in configs.items()})
+
+
+def _read_file(file: str) -> Any:
+    text = read_given(Path(file), "a recipe in YAML")
     try:
         config: Any = OmegaConf.load(StringIO(text))
         if not OmegaConf.is_dict(config):
             raise ValueError("expected settings, each as `name: value`, got a list")
     except UNREADABLE as error:
-        raise UserError(f"{path}: {_in_one_line(error)}") from None
-    return overridden(config, str(path), overrides)
+        raise UserError(f"{file}: {_in_one_line(error)}") from None
+    return config
 
 
 def overridden(config: Any, file: str, overrides: Sequence[str]) -> Source:
