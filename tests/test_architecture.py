@@ -133,7 +133,9 @@ def test_every_recipe_loads(path: Path) -> None:
     "target", ["Qwen/Qwen3-8B", "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-3.1-8B-Instruct"]
 )
 def test_the_recipes_of_one_public_target_share_data_context_and_tokens(target: str) -> None:
-    recipes = [yaml.safe_load(path.read_text()) for path in RECIPES]
+    from train.core.strict_yaml import read_settings
+
+    recipes = [read_settings(path).tree for path in RECIPES]
     recipes = [recipe for recipe in recipes if recipe["target"]["path"] == target]
     assert len(recipes) >= 3
     for recipe in recipes:
