@@ -20,7 +20,7 @@ from eval.measure.progress import Progress
 from eval.measure.prompts import Prompt
 from eval.measure.roofline import phase_seconds
 from eval.measure.settings import BenchSettings
-from eval.runtime.engine import PHASES, Engine, EngineOptions, Output, Request, Timings
+from eval.runtime.engine import Engine, EngineOptions, Output, Request, Timings
 from eval.runtime.round import read_prompts
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
@@ -29,10 +29,7 @@ from heads.targets.model import FrozenTarget
 from heads.targets.slots import round_up
 
 WARM_UP_TOKENS = 24
-PROFILED_PROMPTS, PROFILED_TOKENS = 4, 32
-"""Prompts, and new tokens of each, over which the phases of a round are timed."""
-
-LONGEST_NAMES = 22
+MAX_NAMES = 22
 """Number of letters up to which a line of progress names its drafts: it stays under 100 letters."""
 TURNS_PER_SLOW_ONE = 10
 """Of so many turns the slowest is left out."""
@@ -139,7 +136,7 @@ def compare(
     """Decode `prompts` plainly and with every draft in turns, `settings.repeats` times. `where`: more words for the
     lines of progress. `phases`: also measure the phases of a round."""
     names = ", ".join(dict.fromkeys(str(shape) for _, shape in drafts))
-    if len(names) > LONGEST_NAMES:
+    if len(names) > MAX_NAMES:
         names = f"{len(drafts)} drafts"
     what = f"measuring {names} {'greedy' if temperature == 0 else f'at T = {temperature:g}'}{where}"
     with Progress(f"{what}: output", settings.repeats * (1 + len(drafts)) * len(prompts), cold=True) as progress:
@@ -153,7 +150,7 @@ def compare(
                     progress.advance(len(indices))
     if phases:
         with Progress(f"{what}: phases of a round", announced=True):
-            result.breakdowns = replayed_phases(result) or profile(result)
+            result.breakdowns = round_phases(result)
     return result
 
 
@@ -218,47 +215,20 @@ def units_by_suite(prompts: Sequence[Prompt], units: Sequence[Sequence[int]]) ->
     return groups
 
 
-def profile(comparison: Comparison) -> list[dict[str, float]]:
-    """Return seconds of one round by phase for each drafting variant, over the first tokens of the first prompts that
-    have rounds. The rounds run without graphs, and the host waits after each phase.
-
-    Plain decoding runs on the same prompts and is timed by the same phases, so that the two can be compared. A phase
-    takes the median of its rounds.
-    """
-    variants = [comparison.plain, *comparison.drafting]
-    seconds: list[dict[str, list[float]]] = [{phase: [] for phase in PHASES} for _ in variants]
-    profiled, tokens = 0, min(PROFILED_TOKENS, comparison.requests[0].max_new_tokens)
-    for indices in comparison.units:
-        requests = [replace(comparison.requests[i], max_new_tokens=tokens) for i in indices]
-        for variant, by_phase in zip(variants, seconds, strict=True):
-            variant.engine.profile = True
-            outputs = variant.engine.generate(requests)
-            variant.engine.profile = False
-            for phase, spent in variant.engine.timings.breakdown.items():
-                by_phase[phase] += spent
-        profiled += sum(output.rounds > 0 for output in outputs)
-        if profiled >= PROFILED_PROMPTS:
-            break
-    typical = [{phase: median(spent or [0.0]) for phase, spent in by_phase.items()} for by_phase in seconds]
-    plain = sum(typical[0].values())
-    return [{**phases, "plain": plain} for phases in typical[1:]]
-
-
 @torch.inference_mode()
-def replayed_phases(comparison: Comparison) -> list[dict[str, float]] | None:
-    """Return what `profile` returns, from replays of each phase after the first prompts: the times of the device alone.
-    None if rounds are not replayed."""
+def round_phases(comparison: Comparison) -> list[dict[str, float]]:
+    """Return the seconds of one round by phase for each drafting variant, after the first prompts; under `plain`, those
+    of a plain step. On a GPU they are the times of the device alone."""
     engines = [variant.engine for variant in (comparison.plain, *comparison.drafting)]
-    if any(engine.rounds.capture is None for engine in engines):
-        return None
-    found = []
+    requests = dict(enumerate(comparison.requests[i] for i in comparison.units[0]))
+    longest = max(len(request.prompt) for request in requests.values())
+    phases = []
     for engine in engines:
-        prompts = [comparison.requests[i] for i in comparison.units[0]]
         engine.decoder.state.done.fill_(True)
-        read_prompts(engine.decoder, dict(enumerate(prompts)))
-        longest = max(len(request.prompt) for request in prompts)
-        found.append(phase_seconds(engine, min(round_up(longest + engine.nodes), engine.decoder.step.capacity)))
-    return [phases | {"plain": sum(found[0].values())} for phases in found[1:]]
+        read_prompts(engine.decoder, requests)
+        phases.append(phase_seconds(engine, min(round_up(longest + engine.nodes), engine.decoder.step.capacity)))
+    plain = sum(phases[0].values())
+    return [of_draft | {"plain": plain} for of_draft in phases[1:]]
 
 
 def check_decoded(outputs: Iterable[Output], suite: str) -> None:

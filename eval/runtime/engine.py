@@ -49,9 +49,6 @@ class Timings:
     decode_seconds: float = 0.0
     round_seconds: list[float] = field(default_factory=list)
     """Seconds of each round of the whole batch. Rounds between two polls by the host share their time evenly."""
-    breakdown: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
-    """Seconds of each round by phase, measured only if `Engine.profile` is set, which synchronises after each phase.
-    The phase "commit" includes the head's `extend`."""
 
     @property
     def rounds(self) -> int:
@@ -114,7 +111,6 @@ class Engine:
         self.target, self.head, self.options, self.tokenizer = target, head, options, tokenizer
         self.nodes = max(options.shape.nodes, options.pinned)
         self.on_host = on_host = target.device.type != "cuda"
-        self.profile = False
         self.timings = Timings()
         if not on_host:  # kernels are launched on the current device, whatever the device of their tensors
             torch.cuda.set_device(target.device)
@@ -231,26 +227,12 @@ class Engine:
         extent = min(round_up(max(state.most_tokens for state in running) + N), decoder.step.capacity)
         for state in running:
             state.launch(M)
-        if self.profile:
-            self._profiled_round(decoder, extent)
-        else:
-            self.rounds(extent)
+        self.rounds(extent)
         self._launch(True, request_states)
 
     def _launch(self, is_round: bool, request_states: list[RequestState | None]) -> None:
         self.reports.send()
         self.launched.append((is_round, list(request_states)))
-
-    def _profiled_round(self, decoder: Decoder, extent: int) -> None:
-        last = self.clock()
-
-        def mark(phase: str) -> None:
-            nonlocal last
-            now = self.clock()
-            self.timings.breakdown[phase].append(now - last)
-            last = now
-
-        decoder.round(extent, mark)
 
     def clock(self) -> float:
         """Wait for the device to finish. Return the time in seconds."""

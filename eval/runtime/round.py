@@ -14,7 +14,6 @@ Letters: B rows, N nodes, M = depth + 1 tokens a round can emit, or the longest 
 chunk, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +33,6 @@ from heads.targets.slots import PrefillSlots, TreeSlots, ancestors, round_up
 
 CHUNK = 256
 """Maximum number of prompt tokens in one prefill step."""
-Mark = Callable[[str], None]
-"""Called after each phase of a round with its name: draft, verify, accept, commit."""
 
 
 class TargetStep:
@@ -113,16 +110,12 @@ class Decoder:
     pinned: int = 1
     """Number of nodes of a plain step. All but the root are padding."""
 
-    def round(self, extent: int, mark: Mark = lambda phase: None) -> None:
+    def round(self, extent: int) -> None:
         """Advance every row that is not done. Attention sees `extent` slots, at least length + N of every row."""
         proposal = self.propose()
-        mark("draft")
         features, judged = self.verify(proposal, extent)
-        mark("verify")
         acceptance = self.rule.accept(*judged)
-        mark("accept")
         self.commit(judged[0], acceptance, features)
-        mark("commit")
 
     def verify(
         self, proposal: Proposal, extent: int
