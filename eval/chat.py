@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -42,14 +43,13 @@ if TYPE_CHECKING:
     from heads.core.tree import TreeShape
 
 DEFAULT_TREES = ("chain:5", "chain:3", "chain:1")
-LEAST_ROOM = 1024
+MIN_SLOTS = 1024
 """Minimum number of slots of an engine. If a conversation needs more, a new engine with the next power of two is
 built."""
 DRAFTED, QUIET = "green", "dim"
-QUIT, RESET, HELP = "/quit", "/reset", "/help"
 USAGE = (
-    f"{QUIT} or Ctrl-D ends, {RESET} forgets what was said, {HELP} prints this line; {DRAFTED} text was drafted and "
-    "accepted; tau: tokens per pass of the target"
+    f"Ctrl-D ends, /reset forgets what was said; {DRAFTED} text was drafted and accepted; tau: tokens per pass of the "
+    "target"
 )
 PROBE = 16
 """Tokens of the first answer that are also decoded plainly, for plain decoding's speed."""
@@ -87,15 +87,11 @@ class Conversation:
         from eval.measure.prompts import render, unknown_token
         from eval.runtime.engine import Request
 
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise UserError("the prompt: expected UTF-8 text, got bytes of another encoding; convert it") from None
-        talks = self.tokenizer.chat_template is not None
-        messages = [*self.messages, {"role": "user", "content": prompt}] if talks else [{"content": prompt}]
+        has_template = self.tokenizer.chat_template is not None
+        messages = [*self.messages, {"role": "user", "content": prompt}] if has_template else [{"content": prompt}]
         _, ids = render(messages, self.tokenizer)
         if fault := unknown_token(ids, self.tokenizer, self.target.vocab_size):
-            raise UserError(f"the prompt: {fault}; leave it out")
+            raise UserError(f"the prompt: {fault}; remove it")
         room = prompt_room(self.target, self.max_new_tokens, self.shape.nodes)
         if not 1 <= len(ids) <= room:
             raise UserError(
@@ -105,18 +101,19 @@ class Conversation:
         engine = self.engine_for(len(ids) + self.max_new_tokens + self.shape.nodes)
         sampling = replace(self.sampling, seed=self.sampling.seed + self.answers)
         request = Request(ids, self.max_new_tokens, sampling)
-        if not talks:
+        if not has_template:
             self.show(prompt, QUIET)
         output = self.stream(engine, request, is_asked_to_stop)
         self.answers += 1
-        if talks:
+        if has_template:
             self.messages = [*messages, {"role": "assistant", "content": output.text(self.tokenizer)}]
         speed = output.decoded / max(engine.timings.decode_seconds, 1e-9)
         if self.plain_speed is None and output.decoded > 1 and not is_asked_to_stop():
             self.plain_speed = self.decode_plainly(ids, sampling)
-        beside = "" if self.plain_speed is None else f" (plain decoding {self.plain_speed:,.1f})"
-        count, length = len(output.tokens), f"{tau([output]):.2f}" if output.rounds else "-"
-        figures = f"{count} token{'s' * (count != 1)}, tau {length}, {speed:,.1f} tokens/s{beside}"
+        length = f"{tau([output]):.2f}" if output.rounds else "-"
+        figures = f"{len(output.tokens)} tokens, tau {length}, {speed:,.1f} tokens/s"
+        if self.plain_speed is not None:
+            figures += f" (plain decoding {self.plain_speed:,.1f})"
         if self.console.is_terminal:
             self.console.print(figures, style=QUIET, highlight=False)
         else:
@@ -129,27 +126,26 @@ class Conversation:
         from eval.runtime.request import Detokenizer
 
         detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=True)
-        marks: list[bool] = []
-        held: list[int] = []
+        self.marks = []
+        last: list[int] = []
 
         def add(token: int, drafted: bool) -> None:
-            marks.append(drafted)
+            self.marks.append(drafted)
             if token not in self.target.eos_token_ids:
                 self.show(detokenizer.push(token), DRAFTED if drafted else "")
 
         def take(_: int, tokens: list[int]) -> bool:
-            if len(marks) + len(tokens) == self.max_new_tokens or tokens[-1] in self.target.eos_token_ids:
-                held.extend(tokens)
+            if len(self.marks) + len(tokens) == self.max_new_tokens or tokens[-1] in self.target.eos_token_ids:
+                last.extend(tokens)
             else:
                 for n, token in enumerate(tokens, start=1):
                     add(token, n < len(tokens))
             return is_asked_to_stop()
 
         (output,) = engine.generate([request], on_tokens=take)
-        for token, drafted in zip(held, output.drafted()[len(marks) :], strict=True):
+        for token, drafted in zip(last, output.drafted()[len(self.marks) :], strict=True):
             add(token, drafted)
         self.show(f"{detokenizer.flush()}\n")
-        self.marks = marks
         return output
 
     def decode_plainly(self, ids: Sequence[int], sampling: Sampling) -> float | None:
@@ -165,7 +161,7 @@ class Conversation:
 
         if self.engine is None or self.engine.options.max_length < needed:
             self.engine = None  # frees its caches before new ones are allocated
-            length = max(LEAST_ROOM, 1 << (needed - 1).bit_length())
+            length = max(MIN_SLOTS, 1 << (needed - 1).bit_length())
             options = EngineOptions(shape=self.shape, max_length=min(length, self.target.context_length))
             self.engine = Engine(self.target, self.head, options)
         return self.engine
@@ -174,17 +170,16 @@ class Conversation:
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True once Ctrl-C was pressed. A second Ctrl-C raises KeyboardInterrupt."""
-    asked = False
+    is_interrupted = Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+        if is_interrupted.is_set():
             raise KeyboardInterrupt
-        asked = True
+        is_interrupted.set()
 
-    before: Any = signal.signal(signal.SIGINT, handle)
+    before = signal.signal(signal.SIGINT, handle)
     try:
-        yield lambda: asked
+        yield is_interrupted.is_set
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -216,14 +211,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eval.measure.loading import open_head
 
     if options.sampling and options.temperature is not None:
-        raise UserError(f"--temperature: --sampling {SERVED} takes it from the target; leave one of the two out")
-    given = Sampling(options.temperature or 0.0)
-    if options.prompt is None and sys.stdin is None:
-        raise UserError("standard input is closed, and prompts are read from it; name one with --prompt")
-    if isinstance(sys.stdin, io.TextIOWrapper):  # of bytes that are not UTF-8, only their prompt is refused
-        sys.stdin.reconfigure(errors="surrogateescape")
+        raise UserError(f"--temperature: --sampling {SERVED} takes it from the target; use one of the two")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     opened = open_head(options)
-    sampling = served_sampling(opened.target) if options.sampling else given
+    sampling = served_sampling(opened.target) if options.sampling else Sampling(options.temperature or 0.0)
     sampling = replace(sampling, seed=options.seed)
     shapes = draft_shapes(options.trees, opened.head)
     fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
@@ -241,11 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prompt = input(f"\n{opened.target.name}> " if sys.stdin.isatty() else "")
         except EOFError:
             return 0
-        if prompt.strip() == QUIT:
-            return 0
-        if prompt.strip() == HELP:
-            print_line(USAGE)
-        elif prompt.strip() == RESET:
+        if prompt.strip() == "/reset":
             conversation.messages.clear()
         elif prompt.strip():
             try:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from eval.measure.records import Message, Record, RecordError
 from heads.core.errors import shown
 
-ROLES = dict.fromkeys(["user", "human", "prompter"], "user")
-ROLES |= dict.fromkeys(
-    ["assistant", "ai_assistant", "gpt", "chatgpt", "model", "ai", "llm", "bot", "chatbot"], "assistant"
-)
-ROLES |= dict.fromkeys(["bing", "bard", "claude"], "assistant")
-ROLES |= dict.fromkeys(["system", "developer"], "system")
-ROLES |= dict.fromkeys(["tool", "function", "observation", "ipython", "tool_response", "function_response"], "tool")
+NAMES_OF_ROLES = {
+    "user": "user human prompter",
+    "assistant": "assistant ai_assistant gpt chatgpt model ai llm bot chatbot bing bard claude",
+    "system": "system developer",
+    "tool": "tool function observation ipython tool_response function_response",
+}
+ROLES = {name: role for role, names in NAMES_OF_ROLES.items() for name in names.split()}
 """The roles of chat templates by the names that records have for them, in any case, without the signs around them."""
 WEIGHTS = frozenset(
     ["weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask"]
@@ -49,21 +49,15 @@ ARGUMENTS = "chat_template_kwargs"
 TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|User|Assistant):")
 """Names of the speakers in one text of a conversation, as Anthropic's preference data have it."""
 
-Form = tuple[str, str | None]
-"""Columns of a conversation's first turns and of its last ones. None: all turns are in the first column."""
-FORMS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "LMSYS", "data": "UltraChat"}
-"""Columns with turns, and the names of their forms."""
+Form = tuple[str, ...]
+"""The column of a conversation's turns, or the columns of its first turns and of its last ones."""
+TURNS = ("messages", "conversations", "conversation", "data")
+"""Columns with turns."""
 QUESTIONS = ("instruction", "question", "prompt", "query", "input")
 """Columns with a question, or with the turns before the last answer."""
 ANSWERS = ("response", "output", "answer", "completion", "chosen", "preferred_output")
-PAIRS: dict[Form, str] = {
-    ("instruction", "output"): "Alpaca",
-    ("question", "response"): "Orca",
-    ("prompt", "completion"): "TRL",
-}
-"""Names of some forms of a question and its answer."""
 SYSTEM = ("system", "system_prompt")
-BESIDES = (*SYSTEM, "history", "tools", "functions", ARGUMENTS)
+CONTEXT = (*SYSTEM, "history", "tools", "functions", ARGUMENTS)
 """Columns that are read in every form."""
 
 
@@ -74,7 +68,7 @@ class Chat(NamedTuple):
     tools: list[Any] | None
     """The tools that it may call, as chat templates expect them."""
     form: str
-    """Name of the record's form."""
+    """The columns of the conversation."""
     unread: tuple[str, ...]
     """Columns with text, lists or mappings that the form does not read."""
     notes: tuple[str, ...] = ()
@@ -86,76 +80,70 @@ class Chat(NamedTuple):
 @lru_cache(maxsize=1024)
 def _forms(columns: tuple[str, ...]) -> list[Form]:
     """Return the forms of a record with these columns."""
-    turns = [key for key in FORMS if key in columns]
+    turns = [(key,) for key in TURNS if key in columns]
     questions = [key for key in QUESTIONS[:-1] if key in columns] or [key for key in QUESTIONS[-1:] if key in columns]
     answers = [key for key in ANSWERS if key in columns]
-    forms: list[Form] = [(question, answer) for question in questions for answer in answers]
     if "chosen" in answers and not questions:  # of a preference set: after the turns, or whole conversations
-        forms = [(key, "chosen") for key in turns] or [("chosen", None)]
-    else:
-        forms = [*((key, None) for key in turns), *forms]
-    return forms
+        return [(key, "chosen") for (key,) in turns] or [("chosen",)]
+    return [*turns, *((question, answer) for question in questions for answer in answers)]
 
 
 def read_chat(record: Record) -> Chat:
     """Return the conversation of a record in any of the common forms. Leading answers, which no prompt asks for, are
     dropped. RecordError for a record without a conversation, or with two."""
     place, fields = record
-    columns = tuple(key for key, value in fields.items() if value and (key not in FORMS or isinstance(value, list)))
+    columns = tuple(key for key, value in fields.items() if value and (key not in TURNS or isinstance(value, list)))
     forms = _forms(columns) or _forms(tuple(fields))  # the latter of empty columns
     if not forms:
-        expected = "'messages', 'conversations', or 'instruction' with 'response'"
-        got = ", ".join(sorted(fields)) or "none"
+        expected = "a record with 'messages', 'conversations', or 'instruction' with 'response'"
+        keys = ", ".join(sorted(fields)) or "none"
         remedy = "; kind text reads texts" if isinstance(fields.get("text"), str) else ""
-        raise RecordError(f"{place}: expected a record with {expected}, got keys {got}{remedy}", NO_CONVERSATION)
+        raise RecordError(f"{place}: expected {expected}, got keys {keys}{remedy}", NO_CONVERSATION)
     if fields.get("label") is False or fields.get("kto_tag") is False:
         raise RecordError(f"{place}: its label says that its answer is bad", "an answer that its label calls bad")
     messages: list[Message] = []
-    for first, last in forms:
+    for first, *last in forms:
         turns = read_turns(record, first)
-        if last is not None:
-            answer = read_turns(record, last, "assistant")
+        if last:
+            answer = read_turns(record, last[0], "assistant")
             is_next = answer[0]["role"] == "assistant" != turns[-1]["role"]
             if is_next and _is_transcript(fields[first]):
                 answer[0]["content"] = answer[0]["content"].strip()
             # Some preference sets repeat the prompt in each answer.
-            turns = [*turns, *answer] if is_next else _one_of(place, forms, turns, answer)
-        messages = _one_of(place, forms, messages, turns) if messages else turns
+            turns = [*turns, *answer] if is_next else _longer(place, forms, turns, answer)
+        messages = _longer(place, forms, messages, turns)
     messages, notes = with_context(record, messages)
-    read = {*BESIDES, *(key for form in forms for key in form)}
-    read |= {"input"} if any(isinstance(fields[first], str) for first, _ in forms) else set()  # behind a question
-    return Chat(
-        messages,
-        _read_tools(record, messages),
-        _name(forms[0]),
-        tuple(
-            key for key, value in fields.items() if value and key not in read and isinstance(value, str | list | dict)
-        ),
-        notes,
-        read_arguments(record),
-    )
+    read = {*CONTEXT, *(key for form in forms for key in form)}
+    if any(isinstance(fields[form[0]], str) for form in forms):
+        read.add("input")  # behind a question
+    unread = [
+        key for key, value in fields.items() if key not in read and value and isinstance(value, str | list | dict)
+    ]
+    tools = _read_tools(record, messages)
+    return Chat(messages, tools, ", ".join(forms[0]), tuple(unread), notes, read_arguments(record))
 
 
-@lru_cache
-def _name(form: Form) -> str:
-    columns = ", ".join(filter(None, form))
-    if {"chosen", "preferred_output"}.intersection(form):
-        name = "preferences"
-    else:
-        name = PAIRS.get(form) or FORMS.get(form[0], "question and answer")
-    return name if name == columns else f"{name} ({columns})"
-
-
-def _one_of(place: str, forms: Sequence[Form], one: list[Message], other: list[Message]) -> list[Message]:
+def _longer(place: str, forms: Sequence[Form], a: list[Message], b: list[Message]) -> list[Message]:
     """Return the longer of two conversations, which begins with the other one."""
-    said = [[(turn["role"], turn["content"]) for turn in turns if turn["role"] != "system"] for turns in (one, other)]
-    if any(a != b for a, b in zip(*said, strict=False)):
-        columns = " and in ".join(" with ".join(filter(None, form)) for form in forms)
+    texts = [[(turn["role"], turn["content"]) for turn in turns if turn["role"] != "system"] for turns in (a, b)]
+    if any(one != other for one, other in zip(*texts, strict=False)):
+        columns = " and in ".join(" with ".join(form) for form in forms)
         raise RecordError(
-            f"{place}: expected one conversation, got two that differ, in {columns}; leave out the columns of one",
+            f"{place}: expected one conversation, got two that differ, in {columns}; remove the columns of one",
             "two forms at once",
         )
-    return max(one, other, key=len)
+    return max(a, b, key=len)
+
+
+def _unexpected(place: str, expected: str, got: object, reason: str) -> RecordError:
+    return RecordError(f"{place}: expected {expected}, got {shown(got)}", reason)
+
+
+def _parsed(value: Any) -> Any:
+    """Return what a JSON text holds, and any other value unchanged."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
 
 
 def read_turns(record: Record, column: str, role: str = "user") -> list[Message]:
@@ -168,7 +156,7 @@ def read_turns(record: Record, column: str, role: str = "user") -> list[Message]
     turns = _as_list(turns, *ROLE, *CONTENT)
     if isinstance(turns, dict) and not turns.keys().isdisjoint(ROLE):
         turns = [turns]
-    if role == "assistant" and column not in FORMS and isinstance(turns, list) and not any(map(_is_turn, turns)):
+    if role == "assistant" and column not in TURNS and isinstance(turns, list) and not any(map(_is_turn, turns)):
         turns = json.dumps(turns, ensure_ascii=False) if turns else turns
     if isinstance(turns, list) and turns:
         if isinstance(turns[0], str):
@@ -180,16 +168,17 @@ def read_turns(record: Record, column: str, role: str = "user") -> list[Message]
         # A table has a name for every turn or for none, and null where a turn did not have it.
         named = WEIGHTS.intersection(*turns) if all(isinstance(turn, dict) for turn in turns) else WEIGHTS
         return [_read_turn(f"{place}[{n}]", turn, nullable=named) for n, turn in enumerate(turns)]
-    if column in FORMS or isinstance(turns, list):
-        raise RecordError(f"{place}: expected a list of turns, got {shown(turns)}", "no turns")
+    if column in TURNS or isinstance(turns, list):
+        raise _unexpected(place, "a list of turns", turns, "no turns")
     if role == "assistant" and turns is None:
         raise RecordError(f"{place}: expected an answer, got none", "without an answer")
     text = _text(place, turns)
     if _is_transcript(text) and (role == "user" or any(_is_transcript(fields.get(key)) for key in QUESTIONS)):
         _, *parts = TRANSCRIPT.split(text.strip())
-        said = [*zip(parts[::2], map(str.strip, parts[1::2]), strict=True)]
-        said = said[:-1] if said[-1] == ("Assistant", "") else said  # it asks for the answer
-        return [{"role": ROLES[name.lower()], "content": content} for name, content in said]
+        speeches = [*zip(parts[::2], map(str.strip, parts[1::2]), strict=True)]
+        if speeches[-1] == ("Assistant", ""):  # it asks for the answer
+            speeches.pop()
+        return [{"role": ROLES[name.lower()], "content": content} for name, content in speeches]
     if column != "input" and role == "user" and fields.get("input"):
         text = f"{text}\n\n{_text(f'{record[0]}: input', fields['input'])}"
     return [{"role": role, "content": text}]
@@ -218,15 +207,10 @@ def _is_transcript(text: Any) -> bool:
 def read_arguments(record: Record) -> Mapping[str, Any]:
     """Return the arguments of the chat template that a record has, as a mapping or as JSON text."""
     place, fields = record
-    arguments = fields.get(ARGUMENTS) or {}
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments) or {}
+    arguments = _parsed(fields.get(ARGUMENTS) or {}) or {}
     if not isinstance(arguments, dict):
-        raise RecordError(
-            f"{place}: {ARGUMENTS}: expected a mapping, or one as JSON, got {shown(arguments)}",
-            "unreadable arguments of the chat template",
-        )
+        what = "a mapping, or one as JSON"
+        raise _unexpected(f"{place}: {ARGUMENTS}", what, arguments, "unreadable arguments of the chat template")
     return arguments
 
 
@@ -235,36 +219,34 @@ def with_context(record: Record, messages: list[Message]) -> tuple[list[Message]
     answers, and what was done to it."""
     place, fields = record
     systems = {_text(f"{place}: {key}", fields[key]): key for key in SYSTEM if fields.get(key)}
-    own, rest = (messages[:1], messages[1:]) if messages and messages[0]["role"] == "system" else ([], messages)
-    if own and own[0]["content"]:
-        systems[own[0]["content"]] = "the turns"
+    system, rest = (messages[:1], messages[1:]) if messages and messages[0]["role"] == "system" else ([], messages)
+    if system and system[0]["content"]:
+        systems[system[0]["content"]] = "the turns"
     if len(systems) > 1:
         places = " and in ".join(systems.values())
         raise RecordError(
             f"{place}: expected one system prompt, got two that differ, in {places}", "two system prompts"
         )
     if systems:
-        own = [{"role": "system", "content": text} for text in systems]
+        system = [{"role": "system", "content": text} for text in systems]
     if history := fields.get("history"):
-        if not isinstance(history, list) or not all(
-            isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-            for pair in history
-        ):
-            raise RecordError(
-                f"{place}: history: expected a list of pairs of a question and its answer, got {shown(history)}",
-                "a history that is no list of pairs",
-            )
+        is_pairs = isinstance(history, list) and all(
+            isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in history
+        )
+        if not is_pairs:
+            what, reason = "a list of pairs of a question and its answer", "a history that is no list of pairs"
+            raise _unexpected(f"{place}: history", what, history, reason)
         roles = ("user", "assistant")
         past = [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
         rest = [*past, *rest]
-    asked = next((n for n, message in enumerate(rest) if message["role"] in ("user", "system")), len(rest))
     speakers = [message["role"] for message in rest]
-    notes = {
-        "records begin with an answer, which is dropped": asked > 0,
-        "records have turns of the user without an answer between them, which are one prompt": ("user", "user")
-        in pairwise(speakers),
-    }
-    return [*own, *rest[asked:]], tuple(note for note, holds in notes.items() if holds)
+    start = next((n for n, role in enumerate(speakers) if role in ("user", "system")), len(rest))
+    notes = []
+    if start > 0:
+        notes.append("records begin with an answer, which is dropped")
+    if ("user", "user") in pairwise(speakers):
+        notes.append("records have turns of the user without an answer between them, which are one prompt")
+    return [*system, *rest[start:]], tuple(notes)
 
 
 def _read_tools(record: Record, messages: Sequence[Message]) -> list[Any] | None:
@@ -273,16 +255,12 @@ def _read_tools(record: Record, messages: Sequence[Message]) -> list[Any] | None
     tools = _as_list(fields.get("tools") or fields.get("functions"), "function", "name")
     if tools is None and isinstance(fields.get("input"), dict):
         tools = fields["input"].get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            raise RecordError(f"{place}: tools: expected JSON, got {shown(tools)}", "unreadable tools") from None
+    tools = _parsed(tools)
     # Hermes' files also have them in the system prompt.
     if not tools or (messages and "<tools>" in messages[0]["content"]):
         return None
     if not isinstance(tools, list):
-        raise RecordError(f"{place}: tools: expected a list, got {shown(tools)}", "unreadable tools")
+        raise _unexpected(f"{place}: tools", "a list, or one as JSON", tools, "unreadable tools")
     return [
         {"type": "function", "function": tool} if isinstance(tool, dict) and "name" in tool else tool for tool in tools
     ]
@@ -292,38 +270,37 @@ def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message
     """Return a turn with `role` and `content`, and `weight` 0 if it is an answer that is not to be trained on.
     `nullable`: names of weights of which null says nothing."""
     if not isinstance(turn, dict):
-        raise RecordError(f"{place}: expected a turn with 'role' and 'content', got {shown(turn)}", "no turns")
-    named, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
-    role = re.sub(r"[\W_]+", "_", named.lower()).strip("_0123456789") if isinstance(named, str) else ""
+        raise _unexpected(place, "a turn with 'role' and 'content'", turn, "no turns")
+    name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    role = re.sub(r"[\W_]+", "_", name.lower()).strip("_0123456789") if isinstance(name, str) else ""
     if role in (CALL, "tool_call"):
         role, content, turn = "assistant", None, {**turn, CALL: content}
     if role not in ROLES:
-        known = ", ".join(dict.fromkeys(ROLES.values()))
-        raise RecordError(f"{place}: expected a role of {known}, got {shown(named)}", f"unknown role {shown(named)}")
-    role = ROLES[role]
-    rest = {
+        raise _unexpected(place, f"a role of {', '.join(NAMES_OF_ROLES)}", name, f"unknown role {shown(name)}")
+    message = {
         key: value
         for key, value in turn.items()
         if key not in READ and value is not None and (key, value) != ("tool_calls", [])
     }
-    if role == "assistant" and not _is_trained(place, turn, nullable):
-        rest["weight"] = 0
-    if CALL in rest:  # also a key of OpenAI's turns, before there were tools
-        rest["tool_calls"] = _read_calls(place, rest.pop(CALL))
-    if "tool_calls" in rest:
-        rest["tool_calls"] = _as_list(rest["tool_calls"], "function", "name")
-    if role == "assistant":
+    if CALL in message:  # also a key of OpenAI's turns, before there were tools
+        message["tool_calls"] = _read_calls(place, message.pop(CALL))
+    if "tool_calls" in message:
+        message["tool_calls"] = _as_list(message["tool_calls"], "function", "name")
+    if ROLES[role] == "assistant":
+        if not _is_trained(place, turn, nullable):
+            message["weight"] = 0
         content, thoughts = _without_thoughts(place, content)
-        if thoughts and not any(rest.get(key) for key in REASONING):
-            rest[REASONING[0]] = thoughts
+        has_reasoning = any(message.get(key) for key in REASONING)
+        if thoughts and not has_reasoning:
+            message[REASONING[0]] = thoughts
         if content in (None, []):
-            if not rest.get("tool_calls"):
-                if any(rest.get(key) for key in REASONING):
+            if not message.get("tool_calls"):
+                if thoughts or has_reasoning:
                     what = "expected an answer, got its reasoning alone"
                     raise RecordError(f"{place}: {what}", "with reasoning but no answer")
                 raise RecordError(f"{place}: expected an answer, got none", "without an answer")
             content = ""
-    return {**rest, "role": role, "content": _text(place, content)}
+    return {**message, "role": ROLES[role], "content": _text(place, content)}
 
 
 def _without_thoughts(place: str, content: Any) -> tuple[Any, str]:
@@ -331,36 +308,27 @@ def _without_thoughts(place: str, content: Any) -> tuple[Any, str]:
     parts = _as_list(content, "type")
     if not isinstance(parts, list):
         return content, ""
-    is_thought = [isinstance(part, dict) and part.get("type") in THOUGHTS for part in parts]
-    thoughts = [part for part, thinks in zip(parts, is_thought, strict=True) if thinks]
+    thoughts = [part for part in parts if isinstance(part, dict) and part.get("type") in THOUGHTS]
     texts = [next((part[key] for key in (*THOUGHTS, "text", "summary") if part.get(key)), "") for part in thoughts]
-    return [part for part, thinks in zip(parts, is_thought, strict=True) if not thinks], "\n\n".join(
-        _text(place, text) for text in texts if text
-    )
+    rest = [part for part in parts if part not in thoughts]
+    return rest, "\n\n".join(_text(place, text) for text in texts if text)
 
 
 def _is_trained(place: str, turn: Message, nullable: Collection[str]) -> bool:
-    weights = [(name, turn[name]) for name in WEIGHTS & turn.keys() if turn[name] is not None or name not in nullable]
-    for name, weight in weights:
-        if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
-            got = "null" if weight is None else shown(weight)
-            raise RecordError(
-                f"{place}: {name}: expected 0 (not to be trained on) or 1, got {got}", "a weight other than 0 or 1"
-            )
-    return all(weight for _, weight in weights)
+    weights = {name: turn[name] for name in WEIGHTS & turn.keys() if turn[name] is not None or name not in nullable}
+    for name, weight in weights.items():
+        if not isinstance(weight, bool | int | float) or weight not in (0, 1):
+            what = "0 (not to be trained on) or 1"
+            raise _unexpected(f"{place}: {name}", what, weight, "a weight other than 0 or 1")
+    return all(weights.values())
 
 
-def _read_calls(place: str, given: Any) -> list[Any]:
+def _read_calls(place: str, text: Any) -> list[Any]:
     """Return the calls of tools in a turn of ShareGPT's: JSON text of one or of several, with name and arguments."""
-    try:
-        calls = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        calls = None
+    calls = _parsed(text)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise RecordError(
-            f"{place}: expected a call as JSON with name and arguments, got {shown(given)}", "unreadable tool calls"
-        )
+        raise _unexpected(place, "a call as JSON with name and arguments", text, "unreadable tool calls")
     return [{"type": "function", "function": call} for call in calls]
 
 

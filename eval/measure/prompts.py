@@ -30,7 +30,7 @@ from eval.measure.chat_template import (
     without_second_bos,
 )
 from eval.measure.command import print_line
-from eval.measure.forms import FORMS, QUESTIONS, read_arguments, read_turns, with_context
+from eval.measure.forms import QUESTIONS, TURNS, read_arguments, read_turns, with_context
 from eval.measure.python_source import read_split
 from eval.measure.records import Message, Record, is_local, read_hub, read_records
 from heads.core.errors import UserError, shown
@@ -58,15 +58,15 @@ HUB_SUITES: dict[str, dict[str, Any]] = {
 HELD_OUT_TOKENS = (64, 128)  # minimum and maximum number of tokens of a prompt cut from a module
 HELD_OUT_REST = 64  # minimum number of tokens of the excerpt after the prompt, so that there is text to continue
 EXCERPT_CHARACTERS = 4_000
-MOST_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
+MAX_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
 PREPARED = {"speed_bench": "data/speed/qualitative/test.parquet"}
 """Files of suites that may not be shared, where their own scripts put them: NVIDIA's prepare_data.py, of
 Model-Optimizer's examples/specdec_bench."""
 ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
 LATER_TURN = re.compile(r"#\d+$")
 """End of the id of a prompt that `follow_up` made."""
-KNOWN = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")
-TEXT_KEYS = tuple(dict.fromkeys([*KNOWN, *FORMS, *QUESTIONS]))
+COMMON_KEYS = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")
+TEXT_KEYS = tuple(dict.fromkeys([*COMMON_KEYS, *TURNS, *QUESTIONS]))
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 """Start of the text in the rows of SPEED-Bench whose prompts may not be shared with it."""
 
@@ -105,32 +105,32 @@ def load_prompts(
     """
     if suite_or_path == HELD_OUT_SUITE:
         assert tokenizer is not None
-        prompts = held_out_prompts(tokenizer, num_prompts or 64, max_prompt_tokens, seed)
-    else:
-        suite = suite_name(suite_or_path)
-        prompts, unknown = [], []
-        records = spread(list(suite_records(suite_or_path)), num_prompts)
-        for record in records:
-            prompt = to_prompt(record, suite, tokenizer)
-            later = () if tokenizer is None else (encode(turn, tokenizer) for turn in prompt.later_turns)
-            if fault := unknown_token([*prompt.ids, *chain.from_iterable(later)], tokenizer, vocab_size):
-                unknown.append(f"{record[0]}: {fault}")
-            elif len(prompt.ids) <= max_prompt_tokens:
-                prompts.append(prompt)
-            elif not skip_long:
-                what = f"the prompt has {len(prompt.ids)} tokens where at most {max_prompt_tokens} fit"
-                raise UserError(f"{record[0]}: {what}; {remedy}")
-        if unknown:
-            line = f"{len(unknown)} of {len(records)} prompts have a token that the target has no row for"
-            if len(unknown) == len(records):
-                raise UserError(f"{suite_or_path}: {line}, such as {unknown[0]}; take them out")
-            print_line(f"{suite_or_path}: {line} and are left out; the first is {unknown[0]}")
-        if longer := len(records) - len(unknown) - len(prompts):
-            said = f"{longer} of {len(records)} prompts have more than {max_prompt_tokens} tokens and are left out"
-            print_line(f"{suite_or_path}: {said}")
-        describe_prompts(suite_or_path, prompts, tokenizer)
+        return held_out_prompts(tokenizer, num_prompts or 64, max_prompt_tokens, seed)
+    suite = suite_name(suite_or_path)
+    prompts: list[Prompt] = []
+    unknown: list[str] = []
+    records = spread(list(suite_records(suite_or_path)), num_prompts)
+    for record in records:
+        prompt = to_prompt(record, suite, tokenizer)
+        later = [] if tokenizer is None else [encode(turn, tokenizer) for turn in prompt.later_turns]
+        if fault := unknown_token([*prompt.ids, *chain.from_iterable(later)], tokenizer, vocab_size):
+            unknown.append(f"{record[0]}: {fault}")
+        elif len(prompt.ids) <= max_prompt_tokens:
+            prompts.append(prompt)
+        elif not skip_long:
+            what = f"the prompt has {len(prompt.ids)} tokens where at most {max_prompt_tokens} fit"
+            raise UserError(f"{record[0]}: {what}; {remedy}")
+    if unknown:
+        line = f"{len(unknown)} of {len(records)} prompts have a token that the target has no row for"
+        if len(unknown) == len(records):
+            raise UserError(f"{suite_or_path}: {line}, such as {unknown[0]}; remove them")
+        print_line(f"{suite_or_path}: {line} and are skipped; the first is {unknown[0]}")
+    if long := len(records) - len(unknown) - len(prompts):
+        line = f"{long} of {len(records)} prompts have more than {max_prompt_tokens} tokens and are skipped"
+        print_line(f"{suite_or_path}: {line}")
     if not prompts:
         raise UserError(f"{suite_or_path}: no prompt of at most {max_prompt_tokens} tokens; nothing to measure")
+    describe_prompts(suite_or_path, prompts, tokenizer)
     return prompts
 
 
@@ -154,23 +154,20 @@ def windows(
 ) -> list[Prompt]:
     """Return `count` prompts of `length` tokens, cut one after another from the texts of a suite: whole modules for the
     held-out suite, else its prompts."""
-    ids: list[int] = []
+    texts: Iterator[Sequence[int]]
     if suite == HELD_OUT_SUITE:
-        texts: Iterator[Sequence[int]] = (encode(text, tokenizer) for _, text in read_split(held_out=True))
+        texts = (encode(text, tokenizer) for _, text in read_split(held_out=True))
     else:
-        texts = (
-            prompt.ids
-            for prompt in load_prompts(suite, tokenizer, max_prompt_tokens=sys.maxsize, vocab_size=vocab_size)
+        prompts = load_prompts(suite, tokenizer, max_prompt_tokens=sys.maxsize, vocab_size=vocab_size)
+        texts = (prompt.ids for prompt in prompts)
+    ids = tuple(islice(chain.from_iterable(texts), length * count))
+    if len(ids) < length * count:
+        raise UserError(
+            f"{suite}: its texts have {len(ids)} tokens, {count} prompts of {length} need {length * count}; ask "
+            "for fewer prompts, a shorter --context or another suite"
         )
-    while len(ids) < length * count:
-        if (text := next(texts, None)) is None:
-            raise UserError(
-                f"{suite}: its texts have {len(ids)} tokens, {count} prompts of {length} need {length * count}; ask "
-                "for fewer prompts, a shorter --context or another suite"
-            )
-        ids += text
-    cuts = [tuple(ids[i * length : (i + 1) * length]) for i in range(count)]
     name = suite_name(suite)
+    cuts = [ids[begin : begin + length] for begin in range(0, length * count, length)]
     return [
         Prompt(str(i), name, name, str(tokenizer.decode(list(cut), clean_up_tokenization_spaces=False)), cut)
         for i, cut in enumerate(cuts)
@@ -178,14 +175,8 @@ def windows(
 
 
 def split_prompts(text: str) -> list[str]:
-    """Split a list of suites and files at its commas. The name of an existing file may contain commas."""
-    parts, found = text.split(","), []
-    while parts:
-        joined = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]
-        name = next(filter(is_file, joined), joined[-1])
-        found.append(name)
-        del parts[: len(parts) - joined.index(name)]
-    return found
+    """Split a list of suites and files at its commas."""
+    return [part.strip() for part in text.split(",")]
 
 
 def absolute_prompts(text: str) -> str:
@@ -203,8 +194,8 @@ def prompts_hash(prompts: Sequence[Prompt]) -> str:
 def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     """Return the prompt of the next turn: the conversation, the target's own answer, and the user's next turn."""
     assert prompt.later_turns, f"{prompt.id} has no further turn"
-    said, *later = prompt.later_turns
-    messages = [*prompt.messages, {"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+    question, *later = prompt.later_turns
+    messages = [*prompt.messages, {"role": "assistant", "content": answer}, {"role": "user", "content": question}]
     text, ids = render(messages, tokenizer, arguments=prompt.arguments)
     turn = sum(message["role"] == "user" for message in messages)
     number = f"{prompt.id.split('#')[0]}#{turn}"
@@ -219,21 +210,19 @@ def held_out_prompts(
     The line and the length depend only on the seed, the module's path and the number of the prompt from this module. If
     there are fewer modules than prompts, modules are used several times.
     """
-    if count > MOST_HELD_OUT:
-        raise UserError(f"{HELD_OUT_SUITE}: expected at most {MOST_HELD_OUT} prompts, got {count}")
+    if count > MAX_HELD_OUT:
+        raise UserError(f"{HELD_OUT_SUITE}: expected at most {MAX_HELD_OUT} prompts, got {count}")
     modules = list(read_split(held_out=True, root=root))
     prompts: list[Prompt] = []
     for visit in range(count):
         rngs = [np.random.default_rng([seed, visit, zlib.crc32(name.encode())]) for name, _ in modules]
-        cut = (cut_prompt(*module, tokenizer, max_tokens, rng) for module, rng in zip(modules, rngs, strict=True))
-        fresh = list(islice(filter(None, cut), count - len(prompts)))
+        cuts = (cut_prompt(*module, tokenizer, max_tokens, rng) for module, rng in zip(modules, rngs, strict=True))
+        fresh = list(islice(filter(None, cuts), count - len(prompts)))
         prompts += fresh
         if not fresh or len(prompts) == count:
             break
     if not prompts:
-        raise UserError(
-            f"{HELD_OUT_SUITE}: no held-out module found in the standard library; name a prompt file instead"
-        )
+        raise UserError(f"{HELD_OUT_SUITE}: no module of the standard library gives a prompt; name a prompt file")
     return prompts
 
 
@@ -283,46 +272,42 @@ def check_suites(names: str) -> None:
 
 def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     """Return a record as a prompt: its first user turn, after its system message if it has one."""
-    where, fields = record
+    place, fields = record
     key = next((key for key in TEXT_KEYS if fields.get(key)), None)
     if key is None:
-        if empty := next((key for key in TEXT_KEYS if key in fields), None):
-            got = shown(fields[empty])
-            raise UserError(f"{where}: {empty}: expected a prompt, got {got}; write one, or take the record out")
-        raise UserError(
-            f"{where}: expected one of {', '.join(TEXT_KEYS)}, got {', '.join(fields) or 'an empty object'}"
-        )
-    system, turns = read_opening(record, key)
+        keys = ", ".join(fields) or "an empty object"
+        raise UserError(f"{place}: expected a prompt in one of {', '.join(TEXT_KEYS)}, got {keys}")
+    system, turns = first_turns(record, key)
     if any(turn.startswith(PLACEHOLDER) for turn in turns):
         raise UserError(
-            f"{where}: {key}: expected a prompt, got SPEED-Bench's placeholder; fill the rows in with NVIDIA's "
-            "prepare_data.py, or take them out"
+            f"{place}: {key}: expected a prompt, got SPEED-Bench's placeholder; fill the rows in with NVIDIA's "
+            "prepare_data.py, or remove them"
         )
     messages = [*system, {"role": "user", "content": turns[0]}]
     arguments = read_arguments(record)
-    text, ids = render(messages, tokenizer, where, arguments)
+    text, ids = render(messages, tokenizer, place, arguments)
     if not ids and tokenizer is not None:
-        raise UserError(f"{where}: {key}: the prompt has no tokens; write some text, or take it out")
-    name = next((str(fields[k]) for k in ID_KEYS if k in fields), where.rsplit(":", 1)[1].strip())
+        raise UserError(f"{place}: {key}: the prompt has no tokens; write some text, or remove it")
+    name = next((str(fields[key]) for key in ID_KEYS if key in fields), place.rsplit(":", 1)[1].strip())
     category = str(fields.get("category") or suite)
     return Prompt(name, suite, category, text, ids, tuple(messages), tuple(turns[1:]), arguments)
 
 
-def read_opening(record: Record, key: str) -> tuple[list[Message], list[str]]:
+def first_turns(record: Record, key: str) -> tuple[list[Message], list[str]]:
     """Return a record's system message, if any, and its user turns. A conversation with recorded answers yields only
     its first turn, because the answers are not the target's."""
-    where, fields = record
+    place, fields = record
     value = fields[key]
-    if key not in FORMS and isinstance(value, list) and not isinstance(value[0], dict):  # as MT-Bench has them
+    if key not in TURNS and isinstance(value, list) and not isinstance(value[0], dict):  # as MT-Bench has them
         if not all(isinstance(turn, str) and turn for turn in value):
-            raise UserError(f"{where}: {key}: expected text or a list of texts, got {shown(value)}")
+            raise UserError(f"{place}: {key}: expected text or a list of texts, got {shown(value)}")
         return with_context(record, [])[0], value
-    said, _ = with_context(record, read_turns(record, key))
-    answered = any(message["role"] == "assistant" for message in said)
-    opening = [message["content"] for message in said if message["role"] == "user"][: 1 if answered else None]
-    if not opening:
-        raise UserError(f"{where}: {key}: expected a message of role user, got none")
-    return [message for message in said[:1] if message["role"] == "system"], opening
+    messages, _ = with_context(record, read_turns(record, key))
+    turns = [message["content"] for message in messages if message["role"] == "user"]
+    if not turns:
+        raise UserError(f"{place}: {key}: expected a message of role user, got none")
+    is_answered = any(message["role"] == "assistant" for message in messages)
+    return [message for message in messages[:1] if message["role"] == "system"], turns[:1] if is_answered else turns
 
 
 def render(

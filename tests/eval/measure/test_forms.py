@@ -37,7 +37,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"messages": {"role": ["user", "assistant"], "content": ["hi", "ho"]}}, TALK, ""),
         ({"messages": [U, {**A, "content": {"at": 1}}]}, 'user hi, assistant {"at": 1}', ""),
     ],
-    "preferences (input, preferred_output)": [
+    "input, preferred_output": [
         (
             {"input": {"messages": [U]}, "preferred_output": [A], "non_preferred_output": [U]},
             TALK,
@@ -45,7 +45,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ),
     ],
     # FastChat, SlimOrca, LLaMA-Factory, Hermes
-    "ShareGPT (conversations)": [
+    "conversations": [
         ({"id": "1", "conversations": [HUMAN, GPT]}, TALK, "id"),
         ({"conversations": [HUMAN, GPT], "system": "be"}, f"system be, {TALK}", ""),
         ({"conversations": [BE, HUMAN, GPT], "system_prompt": "be"}, f"system be, {TALK}", ""),
@@ -69,12 +69,12 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ),
         ({"instruction": "hi", "response": "ho", "conversations": [HUMAN, GPT] * 2}, f"{TALK}, {TALK}", ""),
     ],
-    "preferences (conversations, chosen)": [
+    "conversations, chosen": [
         ({"conversations": [HUMAN], "chosen": GPT, "rejected": HUMAN}, TALK, "rejected"),
     ],
-    "LMSYS (conversation)": [({"conversation": [U, A], "model": "x"}, TALK, "model")],
-    "UltraChat (data)": [({"id": "0", "data": ["hi", "ho", "and", "no"]}, f"{TALK}, user and, assistant no", "id")],
-    "Alpaca (instruction, output)": [
+    "conversation": [({"conversation": [U, A], "model": "x"}, TALK, "model")],
+    "data": [({"id": "0", "data": ["hi", "ho", "and", "no"]}, f"{TALK}, user and, assistant no", "id")],
+    "instruction, output": [
         (
             {"instruction": "And?", "input": "", "output": "no", "system": "be", "history": [["hi", "ho"]]},
             f"system be, {TALK}, user And?, assistant no",
@@ -82,28 +82,26 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ),
         ({"instruction": "Add", "input": "2", "output": "4"}, "user Add\n\n2, assistant 4", ""),
     ],
-    "Orca (question, response)": [
-        ({"system_prompt": "be", "question": "hi", "response": "ho"}, f"system be, {TALK}", "")
-    ],
+    "question, response": [({"system_prompt": "be", "question": "hi", "response": "ho"}, f"system be, {TALK}", "")],
     # Dolly
-    "question and answer (instruction, response)": [
+    "instruction, response": [
         ({"instruction": "hi", "context": "x", "response": "ho"}, TALK, "context"),
         ({"instruction": "hi", "response": "ho", "data": "x", "conversation": "y"}, TALK, "data conversation"),
     ],
-    "question and answer (question, answer)": [
+    "question, answer": [
         (
             {"messages": None, "conversations": [], "prompt": "", "tools": "[]", "question": "hi", "answer": "ho"},
             TALK,
             "",
         ),
     ],
-    "TRL (prompt, completion)": [
+    "prompt, completion": [
         ({"prompt": "hi", "completion": "ho", "label": True}, TALK, ""),
         ({"prompt": [U], "completion": [A]}, TALK, ""),
         ({"prompt": [U], "input": "2", "completion": [A]}, TALK, "input"),
     ],
-    "preferences (prompt, chosen)": [({"prompt": [U], "chosen": [A], "rejected": [U]}, TALK, "rejected")],
-    "preferences (chosen)": [
+    "prompt, chosen": [({"prompt": [U], "chosen": [A], "rejected": [U]}, TALK, "rejected")],
+    "chosen": [
         ({"chosen": [U, A], "rejected": [U, U]}, TALK, "rejected"),
         ({"chosen": "\n\nHuman: hi\n\nAssistant: ho", "rejected": "..."}, TALK, "rejected"),
     ],
@@ -172,8 +170,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{**U, "content": [{"type": "video"}]}, A]}, "content parts of type text, got type 'video'"),
     ({"messages": [U, {**A, "content": [{"type": "thinking", "thinking": "so"}]}]}, "got its reasoning alone"),
     ({"messages": [U, A], "chat_template_kwargs": "calm"}, "chat_template_kwargs: expected a mapping, or one as JSON"),
-    ({"messages": [U, A], "tools": "look"}, "tools: expected JSON, got 'look'"),
-    ({"messages": [U, A], "tools": TOOL}, "tools: expected a list"),
+    ({"messages": [U, A], "tools": "look"}, "tools: expected a list, or one as JSON, got 'look'"),
+    ({"messages": [U, A], "tools": TOOL}, "tools: expected a list, or one as JSON"),
 ]
 
 

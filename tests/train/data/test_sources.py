@@ -69,7 +69,7 @@ def test_one_odd_record_is_left_out_and_given(reason: str, tmp_path: Path, token
 
 @pytest.mark.parametrize(
     ("name", "weight", "got"),
-    [("weight", "yes", "'yes'"), ("weight", 2, "2"), ("weight", None, "null"), ("loss", [], "[]")],
+    [("weight", "yes", "'yes'"), ("weight", 2, "2"), ("weight", None, "None"), ("loss", [], "[]")],
 )
 def test_a_weight_is_0_or_1(
     name: str, weight: Any, got: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
@@ -137,7 +137,7 @@ def test_a_record_with_a_token_that_the_target_lacks_is_left_out(
 
 SCREEN = """\
 data.sources.0: FILE
-  form: Orca (question, response): 18 records; ShareGPT (conversations): 1 records
+  form: question, response: 18 records; conversations: 1 records
   20 records: 19 conversations, 281 tokens, 114 labels
   1 of 20 records are left out: 1 without an answer; the first is FILE: record 20: expected an answer of the \
 assistant, got none
