@@ -24,7 +24,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
 
@@ -137,17 +137,12 @@ def measure_served(options: argparse.Namespace, settings: BenchSettings) -> int:
 
     from eval.measure.bench_server import bench_server
     from eval.pages.format import is_exact
-    from eval.pages.report import print_report, write_report
 
-    place = default_out(options.heads[0]) if options.heads else Path("runs", plain_name(f"bench-{options.server}"))
+    parent = default_out(options.heads[0]) if options.heads else Path("runs", plain_name(f"bench-{options.server}"))
     check_suites(settings.prompts)
-    with own_folder(place, settings, options) as out:
+    with own_folder(parent, settings, options) as out:
         results = bench_server(options, settings)
-        try:
-            write_results(results, out / "results.json")
-            write_report(results, out)
-        finally:  # of a measurement that cannot be saved, the figures are shown
-            print_report(results, Console())
+        report(results, out, Console())
     print(f"written to {out}", file=sys.stderr)
     return 0 if is_exact(results) else 1
 
@@ -167,9 +162,8 @@ def run_bench(
     from rich.console import Console
 
     from eval.measure.bench_heads import bench_heads
-    from eval.measure.progress import Progress
     from eval.measure.roofline import lines
-    from eval.pages.report import print_audit_report, print_report, write_report
+    from eval.pages.report import print_audit_report
 
     console = console or Console()
     results = bench_heads(target, heads, tokenizer, settings, with_roofline=with_roofline)
@@ -178,17 +172,25 @@ def run_bench(
         if out is not None:
             write_record(results, out / "audit.json")
         return results
+    report(results, out, console)
+    if with_roofline:
+        console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
+    return results
+
+
+def report(results: Results, out: Path | None, console: "Console") -> None:
+    """Write the results and their pages into a folder, if there is one, and print them."""
+    from eval.measure.progress import Progress
+    from eval.pages.report import print_report, write_report
+
     try:
         if out is not None:
-            write: Any = write_record if "heads" in results else write_results
-            write(results, out / ("compare.json" if "heads" in results else "results.json"))
+            write, name = (write_record, "compare.json") if "heads" in results else (write_results, "results.json")
+            write(results, out / name)
             with Progress("writing the report", announced=True):
                 write_report(results, out)
     finally:  # of a measurement that cannot be saved, the figures are shown
         print_report(results, console)
-    if with_roofline:
-        console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
-    return results
 
 
 def default_out(head: str) -> Path:

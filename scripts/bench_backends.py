@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from eval.measure.command import Parser, add_head_options, exit_status, typed
-from eval.measure.settings import Count, Trees, add_prompt_options
+from eval.measure.settings import Count, Trees, add_prompt_options, to_settings
 
 VARIANTS = (("torch", "float32"), ("torch", "bfloat16"), ("oneDNN", "float32"), ("C", "float32"), ("C", "bfloat16"))
 TEMPERATURES = (0.0, 1.0)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from eval.measure.command import draft_shapes
     from eval.measure.environment import machine, target_facts
-    from eval.measure.loading import chosen_prompts, open_target_of
+    from eval.measure.loading import choose_prompts, open_target_of
     from eval.measure.results import write_record
     from eval.runtime.engine import Request
     from eval.runtime.sampling_params import Sampling
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("no C compiler was found, and the products in C are what is compared; install one")
     target, tokenizer = open_target_of(options.head, options)
     nodes = max(shape.nodes for shape in draft_shapes(options.trees))
-    prompts = chosen_prompts(options, target, tokenizer, most_nodes=nodes)
+    prompts = choose_prompts(target, tokenizer, to_settings(options), nodes)
     length = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens + nodes
     variants = {" ".join(each): open_engines(*each, options, length) for each in VARIANTS}
     names = list(variants)

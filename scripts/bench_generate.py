@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.measure.command import Parser, add_target_options, exit_status, typed
 from eval.measure.prompts import prompts_hash
-from eval.measure.settings import Count, add_prompt_options
+from eval.measure.settings import Count, add_prompt_options, to_settings
 from heads.core.files import check_file
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from eval.measure.environment import environment, target_facts
-    from eval.measure.loading import chosen_prompts, open_target
+    from eval.measure.loading import choose_prompts, open_target
     from eval.measure.metrics import rate_ratio, rate_ratio_interval
     from eval.measure.results import write_record
     from eval.pages.format import with_interval
@@ -45,24 +45,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out:
         check_file(options.out, "--out")
     target, tokenizer = open_target(options.target, options)
-    prompts = chosen_prompts(options, target, tokenizer, most_nodes=1)
+    prompts = choose_prompts(target, tokenizer, to_settings(options), 1)
     longest = max(len(prompt.ids) for prompt in prompts)
     engine = Engine(target, None, EngineOptions(max_length=longest + options.max_new_tokens + 1))
-    ways: list[Callable[[Sequence[int], int], list[int]]] = [
-        lambda ids, most: engine.generate([Request(ids, most)])[0].tokens,
-        lambda ids, most: run_generate(target, ids, most),
+    decoders: list[Callable[[Sequence[int], int], list[int]]] = [
+        lambda ids, count: engine.generate([Request(ids, count)])[0].tokens,
+        lambda ids, count: run_generate(target, ids, count),
     ]
-    for way in ways:
-        way(prompts[0].ids, min(WARM_UP_TOKENS, options.max_new_tokens))
-    seconds = [[0.0] * len(prompts) for _ in ways]
-    tokens = [[0] * len(prompts) for _ in ways]
+    for decode in decoders:
+        decode(prompts[0].ids, min(WARM_UP_TOKENS, options.max_new_tokens))
+    seconds = [[0.0] * len(prompts) for _ in decoders]
+    tokens = [[0] * len(prompts) for _ in decoders]
     different = 0
     for repeat in range(options.repeats):
         for i, prompt in enumerate(prompts):
             texts: list[list[int]] = [[], []]
             for n in (0, 1) if (repeat + i) % 2 == 0 else (1, 0):  # so that neither always finds the caches warm
                 started = time.perf_counter()
-                texts[n] = ways[n](prompt.ids, options.max_new_tokens)
+                texts[n] = decoders[n](prompt.ids, options.max_new_tokens)
                 seconds[n][i] += time.perf_counter() - started
                 tokens[n][i] += len(texts[n])
             different += texts[0] != texts[1]
@@ -75,11 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"texts that differ       {different} of {len(prompts) * options.repeats}")
     if options.out:
         record = {
-            **{"target": target_facts(target), **environment(target)},
-            **{"prompts": options.prompts, "num_prompts": len(prompts), "prompts_hash": prompts_hash(prompts)},
-            **{"max_new_tokens": options.max_new_tokens, "tokens": sum(ours[0])},
-            **{"engine_seconds": sum(ours[1]), "generate_seconds": sum(theirs[1])},
-            **{"ratio": {"mean": ratio, "ci95": interval}, "different": different},
+            "target": target_facts(target),
+            **environment(target),
+            "prompts": options.prompts,
+            "num_prompts": len(prompts),
+            "prompts_hash": prompts_hash(prompts),
+            "max_new_tokens": options.max_new_tokens,
+            "tokens": sum(ours[0]),
+            "engine_seconds": sum(ours[1]),
+            "generate_seconds": sum(theirs[1]),
+            "ratio": {"mean": ratio, "ci95": interval},
+            "different": different,
         }
         write_record(record, options.out)
     return 1 if different else 0

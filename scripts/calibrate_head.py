@@ -15,7 +15,7 @@ from typing import Any
 
 from eval.measure.command import Parser, add_head_options, exit_status, typed
 from eval.measure.prompts import check_suites
-from eval.measure.settings import Count, add_prompt_options
+from eval.measure.settings import Count, add_prompt_options, to_settings
 from heads.core.errors import UserError
 from heads.core.files import check_file, write_json
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from eval.measure.calibration import fit_temperatures, record_confidence
     from eval.measure.folders import short_name
-    from eval.measure.loading import chosen_prompts, open_head
+    from eval.measure.loading import choose_prompts, open_head
     from eval.runtime.engine import Engine, EngineOptions, Request
     from heads.core.tree import parse_shape
     from heads.published import is_published
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if getattr(head, "confidence_head", None) is None:
         raise other
     shape = parse_shape(f"chain:{options.depth or head.depth}")
-    prompts = chosen_prompts(options, opened.target, opened.tokenizer, most_nodes=shape.nodes)
+    prompts = choose_prompts(opened.target, opened.tokenizer, to_settings(options), shape.nodes)
     length = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens + shape.nodes
     engine = Engine(opened.target, head, EngineOptions(shape=shape, max_length=length))
     logits, accepted = record_confidence(engine, [Request(prompt.ids, options.max_new_tokens) for prompt in prompts])

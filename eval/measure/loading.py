@@ -148,12 +148,12 @@ def load_pair(
         transformers_logging.set_verbosity(level)
 
 
-def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> int:
+def prompt_room(target: FrozenTarget, max_new_tokens: int, max_nodes: int) -> int:
     """Return the maximum length of a prompt. Raise UserError if it is less than 1."""
-    room = target.context_length - max_new_tokens - most_nodes
+    room = target.context_length - max_new_tokens - max_nodes
     if room < 1:
         raise UserError(
-            f"{max_new_tokens} new tokens and a tree of {most_nodes} nodes leave no room for a prompt in the "
+            f"{max_new_tokens} new tokens and a tree of {max_nodes} nodes leave no room for a prompt in the "
             f"{target.context_length} positions of {target.name}; ask for fewer new tokens"
         )
     return room
@@ -163,18 +163,18 @@ def choose_prompts(
     target: FrozenTarget,
     tokenizer: PreTrainedTokenizerBase,
     settings: BenchSettings,
-    most_nodes: int,
+    max_nodes: int,
     context: int | None = None,
 ) -> list[Prompt]:
-    """Return the prompts of every suite that fit with their output and a tree of `most_nodes`, including later turns of
+    """Return the prompts of every suite that fit with their output and a tree of `max_nodes`, including later turns of
     conversations. A later turn follows the target's own greedy answers. With a `context`, return prompts of so many
     tokens, cut from the suites' texts: `num_prompts` of each, or two of the largest batches."""
-    room = prompt_room(target, settings.max_new_tokens, most_nodes)
+    room = prompt_room(target, settings.max_new_tokens, max_nodes)
     limit = min(settings.max_prompt_tokens or room, room)
     if context is not None:
         if context > room:
             raise UserError(
-                f"--context {context}: with {settings.max_new_tokens} new tokens and a tree of {most_nodes} nodes "
+                f"--context {context}: with {settings.max_new_tokens} new tokens and a tree of {max_nodes} nodes "
                 f"{target.name} has room for {room}; ask for shorter ones"
             )
         count = settings.num_prompts or 2 * max(batch_size for _, batch_size in settings.points)
@@ -211,30 +211,16 @@ def read_prompts(
             skip_long=settings.skip_long,
             vocab_size=vocab_size,
         )
-    open_turns = [prompt for prompt in prompts if prompt.later_turns]
-    while open_turns:
-        grown = [
-            follow_up(prompt, text, tokenizer) for prompt, text in zip(open_turns, answer(open_turns), strict=True)
-        ]
+    unfinished = [prompt for prompt in prompts if prompt.later_turns]
+    while unfinished:
+        answers = zip(unfinished, answer(unfinished), strict=True)
+        following = [follow_up(prompt, text, tokenizer) for prompt, text in answers]
         # Not an error: the file's first turn fits. An answer may spell a token that the target has no row for.
-        known = (prompt for prompt in grown if not unknown_token(prompt.ids, tokenizer, vocab_size))
-        grown = [prompt for prompt in known if len(prompt.ids) <= limit]
-        prompts += grown
-        open_turns = [prompt for prompt in grown if prompt.later_turns]
+        following = [
+            prompt
+            for prompt in following
+            if len(prompt.ids) <= limit and not unknown_token(prompt.ids, tokenizer, vocab_size)
+        ]
+        prompts += following
+        unfinished = [prompt for prompt in following if prompt.later_turns]
     return prompts
-
-
-def chosen_prompts(
-    options: argparse.Namespace, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, most_nodes: int
-) -> list[Prompt]:
-    """Return the prompts that the options name and that fit with their output and a tree of `most_nodes`."""
-    room = prompt_room(target, options.max_new_tokens, most_nodes)
-    return load_prompts(
-        options.prompts,
-        tokenizer,
-        num_prompts=options.num_prompts,
-        max_prompt_tokens=min(room, options.max_prompt_tokens),
-        seed=options.seed,
-        skip_long=True,
-        vocab_size=target.vocab_size,
-    )

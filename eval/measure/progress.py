@@ -9,8 +9,12 @@ from typing import Any, ClassVar, Self
 
 from tqdm import tqdm
 
-LOGGED, SILENT, LEAST_WAIT = 12.0, 15.0, 1.0
-"""Seconds: the fewest between two lines with figures, the most without any line, and the fewest between two looks."""
+MIN_GAP = 12.0
+"""Seconds between two lines with figures."""
+MAX_SILENCE = 15.0
+"""Seconds without any line."""
+MIN_WAIT = 1.0
+"""Seconds between two checks of whether a line is due."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} {bar} {desc}"
 """The numbers come before the bar: they fit into 80 columns, and the bar takes the remaining width."""
 
@@ -19,8 +23,8 @@ class Progress:
     """Progress of one phase, from its creation to `close` or the end of a `with` block. Only rank 0 of a launch shows
     it, and of nested phases only the innermost one prints lines."""
 
-    opened: ClassVar[list["Progress"]] = []
-    told: ClassVar[float] = time.monotonic()
+    open_phases: ClassVar[list["Progress"]] = []
+    last_line: ClassVar[float] = time.monotonic()
     """When the newest line of any phase was printed, or this module was imported."""
 
     def __init__(
@@ -39,12 +43,10 @@ class Progress:
         if os.environ.get("RANK", "0") != "0":
             self._ended.set()
             return
-        Progress.opened.append(self)
+        Progress.open_phases.append(self)
         if sys.stderr.isatty():
-            form = BAR_FORMAT if total is not None else "{desc}"
-            self._bar = tqdm(
-                total=total, initial=done, desc=what, file=sys.stderr, dynamic_ncols=True, leave=False, bar_format=form
-            )
+            self._bar = tqdm(total=total, initial=done, desc=what, file=sys.stderr, dynamic_ncols=True, leave=False)
+            self._bar.bar_format = BAR_FORMAT if total is not None else "{desc}"
             return
         if not announced:
             self._print()
@@ -71,13 +73,13 @@ class Progress:
         if self._bar is not None:
             self.note = figures
             self._bar.set_description_str(self._with_time(figures))
-        elif self._logged is None or self.done == self.total or now - self._logged >= LOGGED:
+        elif self._logged is None or self.done == self.total or now - self._logged >= MIN_GAP:
             self._logged = now
             self._print(figures)
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
-        Progress.told = time.monotonic()
+        Progress.last_line = time.monotonic()
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:
@@ -86,35 +88,37 @@ class Progress:
     def close(self) -> None:
         """End the phase. May be called twice."""
         self._ended.set()
-        if self in Progress.opened:
-            Progress.opened.remove(self)
+        if self in Progress.open_phases:
+            Progress.open_phases.remove(self)
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def seconds_left(self) -> float | None:
-        made = self.done - self._base
-        if self.total is None or made == 0:
+        units = self.done - self._base
+        if self.total is None or units == 0:
             return None
-        left = (self._last - self._since) / made * (self.total - self.done)
+        left = (self._last - self._since) / units * (self.total - self.done)
         return max(0.0, left - (time.monotonic() - self._last))
 
     def _print(self, figures: str | None = None) -> None:
         place = "" if self.total is None else f" {self.done:,}/{self.total:,}"
         line = self._with_time(self.what + place, self.note if figures is None else figures)
-        Progress.told = time.monotonic()
+        Progress.last_line = time.monotonic()
         sys.stderr.write(line + "\n")  # in one piece, since two threads print
         sys.stderr.flush()
 
     def _with_time(self, *parts: str) -> str:
         left, spent = self.seconds_left(), time.monotonic() - self._since
-        took = f"{tqdm.format_interval(left)} left" if left is not None else ""
-        if left is None and spent >= 1 and self._base == self.done:
-            took = f"{tqdm.format_interval(spent)} so far"
-        return ", ".join(part for part in (*parts, took) if part)
+        clock = ""
+        if left is not None:
+            clock = f"{tqdm.format_interval(left)} left"
+        elif spent >= 1 and self._base == self.done:
+            clock = f"{tqdm.format_interval(spent)} so far"
+        return ", ".join(part for part in (*parts, clock) if part)
 
     def _watch(self) -> None:
         """Print a line whenever there has been none for a while. It shows that a long unit is still at work."""
-        while not self._ended.wait(max(LEAST_WAIT, Progress.told + SILENT - time.monotonic())):
-            if Progress.opened[-1:] == [self] and time.monotonic() - Progress.told >= SILENT:
+        while not self._ended.wait(max(MIN_WAIT, Progress.last_line + MAX_SILENCE - time.monotonic())):
+            if Progress.open_phases[-1:] == [self] and time.monotonic() - Progress.last_line >= MAX_SILENCE:
                 self._print()

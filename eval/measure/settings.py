@@ -207,9 +207,11 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt_options(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Add options for prompts, of which long ones are skipped, and for the file of a record."""
     names = ("prompts", "num_prompts", "max_prompt_tokens", "max_new_tokens", "seed")
-    add_settings_options(parser, names, prompts=HELD_OUT_SUITE, seed=0, **defaults)
+    add_settings_options(parser, names, prompts=HELD_OUT_SUITE, **defaults)
     parser.add_argument("--out", type=Path, help="JSON file to write the record to")
+    parser.set_defaults(skip_long=True)
 
 
 def to_settings(options: argparse.Namespace) -> BenchSettings:
