@@ -36,4 +36,4 @@ def test_only_one_process_of_a_launch_speaks(
     monkeypatch.setenv("RANK", "1")
     with Progress("loading") as phase:
         phase.advance()
-    assert not said(capsys) and not Progress.opened
+    assert not said(capsys) and not Progress.open_phases
