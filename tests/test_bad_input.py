@@ -237,7 +237,7 @@ def test_results_are_of_the_head_that_is_there_and_of_the_settings_asked_for(her
 
 def test_no_memory_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(lambda: len(torch.empty(2**50))) == 2
-    assert capsys.readouterr().err.startswith("error: the memory does not suffice (")
+    assert capsys.readouterr().err.startswith("error: out of memory (")
 
 
 ODD: tuple[Any, ...] = (

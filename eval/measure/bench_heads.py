@@ -66,9 +66,9 @@ def bench_heads(
         except Exception as error:
             if len(settings.points) == 1 or not is_out_of_memory(error):
                 raise
-            print_line(f"batch {batch_size}, context {context or 'of the prompts'}: left out, {first_line(error)}")
+            print_line(f"batch {batch_size}, context {context or 'of the prompts'}: skipped, {first_line(error)}")
     if not found.measured:
-        raise UserError("the memory does not suffice at any batch size and context; ask for smaller ones")
+        raise UserError("out of memory at every batch size and context; use smaller ones")
     exact = pooled_exactness([m.figures for m in found.measured], found.unrepeatable)
     if exact["divergences"] and settings.timing:
         for m in found.measured:

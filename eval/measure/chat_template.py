@@ -143,9 +143,9 @@ def apply_template(
         raise
     except Exception as error:  # a template is a program, and may raise anything
         what = f"turns 1 to {len(messages)}" if messages else "an empty conversation"
-        said = str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
         raise RecordError(
-            f"{place}: the chat template refuses {what} ({said}); mend the record or the template",
+            f"{place}: the chat template refuses {what} ({reason}); fix the record or the template",
             "refused by the chat template",
         ) from None
 
@@ -156,18 +156,17 @@ def check_rendered(
     """Raise RecordError if a rendered text lacks the text of one of the numbered turns. Spaces, escapes of JSON and the
     reasoning may differ, and of turns of the assistant other than number `answer` only the end is looked for. `name`:
     that of the template."""
-    letters: str | None = None
     for number, message in messages:
-        said = message["content"].rpartition(REASONING_END)[2].strip()
+        content = message["content"].rpartition(REASONING_END)[2].strip()
         if message["role"] == "assistant" and number != answer:
-            said = said[-TAIL:]
-        if said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text or json.dumps(said)[1:-1] in text:
+            content = content[-TAIL:]
+        escaped = (json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1])
+        if any(form in text for form in (content, *escaped)):
             continue
-        letters = _letters(text) if letters is None else letters
-        if not _letters(said) or _letters(said) not in letters:
+        if not _letters(content) or _letters(content) not in _letters(text):
             raise RecordError(
-                f"{place}: {name} leaves out the text of turn {number} ({message['role']}, {shown(said)}); use one "
-                "that renders it, or mend the record",
+                f"{place}: {name} leaves out the text of turn {number} ({message['role']}, {shown(content)}); use one "
+                "that renders it, or fix the record",
                 "with a turn that the chat template leaves out",
             )
 

@@ -181,7 +181,7 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
         print(end="", flush=True)  # here, because at exit the interpreter would only print an error
         return status
     except UserError as error:
-        refusal = str(error)
+        message = str(error)
     except KeyboardInterrupt:
         say("interrupted")
         return 130
@@ -192,11 +192,11 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
         from eval.runtime.graph import is_out_of_memory  # imports torch, which a failed command has usually done
 
         if is_full_disk(error):
-            refusal = f"no space left on the device ({error}); free some and run the same command again"
+            message = f"no space left on the device ({error}); free some and rerun the command"
         elif is_out_of_memory(error):
-            refusal = f"the memory does not suffice ({first_line(error)}); ask for less, or for smaller batches"
+            message = f"out of memory ({first_line(error)}); use smaller batches"
         else:
             say(traceback.format_exc().rstrip())
             return 1
-    say("\n".join(f"error: {line}" for line in refusal.splitlines()))
+    say("\n".join(f"error: {line}" for line in message.splitlines()))
     return 2

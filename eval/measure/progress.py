@@ -67,7 +67,7 @@ class Progress:
             self._bar.update(count)
 
     def log(self, figures: str) -> None:
-        """Show figures of the units done. A line is left out if the one before it was printed a moment ago, unless it
+        """Show figures of the units done. A line is skipped if the one before it was printed a moment ago, unless it
         is the first or the last one."""
         now = time.monotonic()
         if self._bar is not None:

@@ -94,7 +94,7 @@ def load_prompts(
     max_prompt_tokens: int,
     seed: int = 0,
     skip_long: bool = False,
-    remedy: str = "leave long prompts out (--skip-long), or ask for fewer new tokens",
+    remedy: str = "skip long prompts (--skip-long), or ask for fewer new tokens",
     vocab_size: int | None = None,
 ) -> list[Prompt]:
     """Return the prompts of one suite or file: at most `num_prompts`, spread evenly over the suite.
