@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import os
-import select
 import signal
 import sys
 import traceback
@@ -156,13 +155,6 @@ def print_line(text: str | None) -> None:
         print(text, file=sys.stderr)
 
 
-def _is_unread() -> bool:
-    """Return True if the reader of standard output has closed it, as the shell's `head` does after its last line."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)  # 0: only errors, which are always reported
-    return bool(poll.poll(0))
-
-
 def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line) -> int:
     """Return the result of `act`, or the exit status of its exception: 2, with one line, for an error that the user can
     fix; 130 for an interrupt; 141, silently, if the reader of standard output has closed it; else 1."""
@@ -185,10 +177,10 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
     except KeyboardInterrupt:
         say("interrupted")
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the output
+        return UNREAD
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_unread():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the output
-            return UNREAD
         from eval.runtime.graph import is_out_of_memory  # imports torch, which a failed command has usually done
 
         if is_full_disk(error):
