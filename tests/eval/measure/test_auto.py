@@ -1,6 +1,5 @@
 """The search for the fastest draft: looks at a grid, halved until few are left, which are measured."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def test_a_look_decodes_a_few_prompts_with_every_draft(
     assert all(look["speedup"] > 0 and look["tokens"] > 1.1 for look in looks)
     assert looks[0]["tokens"] < looks[1]["tokens"]
     with pytest.raises(UserError, match="every output ended with its first token"):
-        auto.look_at(tiny_target, pair_head, shapes, tiny_prompts[:3], 0.0, replace(settings, max_new_tokens=1))
+        auto.look_at(tiny_target, pair_head, shapes, tiny_prompts[:3], 0.0, BenchSettings(max_new_tokens=1))
 
 
 def test_only_what_a_head_drafts_is_looked_at(
