@@ -37,10 +37,8 @@ from scripts.write_pages import pages as generated
 from tests.chats import encode_chat
 from tests.runs import forget_accelerator
 from tests.switches import forget_library
-from train.derive import begin, is_derived
-from train.derive import parse_arguments as derivation
-from train.entry import attempt
-from train.plan import parse_arguments as plan_arguments
+from train.derive import begin
+from train.entry import attempt, parse_arguments
 from train.recipe import KINDS, checked, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,12 +133,12 @@ def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPat
     assert (ROOT / command.program).is_file(), f"{command.page} runs {command.program}, which is not there"
     if command.arguments == ["--help"]:
         return
-    if is_derived(command.arguments):
-        options, words = derivation(command.arguments)
-        assert checked(begin(options, KINDS[Path(command.program).stem], words))
-    elif command.program.startswith("train/") or command.program == "scripts/regenerate.py":
-        options = plan_arguments([*command.arguments, "--plan"])
-        assert load_recipe(options.recipe, options.overrides)
+    if command.program.startswith("train/") or command.program == "scripts/regenerate.py":
+        options = parse_arguments(command.arguments)
+        if options.model:
+            assert checked(begin(options, KINDS[Path(command.program).stem]))
+        else:
+            assert load_recipe(options.overrides[0], options.overrides[1:])
     elif command.program == "scripts/cache_features.py":
         assert load_recipe(command.arguments[0], command.arguments[1:])
     else:

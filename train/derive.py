@@ -7,18 +7,18 @@ resumes its run.
 
 import argparse
 import hashlib
+import heapq
 import json
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eval.measure.command import Parser, print_line
+from eval.measure.command import print_line
 from eval.measure.folders import plain_name, short_name
 from eval.measure.forms import ARGUMENTS
 from eval.measure.progress import Progress
@@ -32,19 +32,19 @@ from train.data.sources import ASKED, ChatSource, opening, read_asked
 from train.recipe import KINDS, OWN, Recipe, check_kind, checked, dump_recipe
 
 if TYPE_CHECKING:
+    from train.counting import Launch, Plan
     from train.data.templates import ChatTemplate
-    from train.plan import Launch, Plan
 
 HELD_OUT = "held-out.jsonl"
-SHARE, FEWEST, MOST = 0.05, 16, 80
-"""Fraction of the conversations that is held out, and the least and largest number of them."""
-LARGEST_SHARE, FEW = 0.2, 8
+SHARE, MIN_HELD_OUT, MAX_HELD_OUT = 0.05, 16, 80
+"""Fraction of the conversations that is held out, and the bounds of their number."""
+MAX_SHARE, FEW = 0.2, 8
 """Largest fraction that is held out of few conversations, but for so many of them."""
-LEAST = 20
+MIN_CONVERSATIONS = 20
 """A run needs this many conversations, those held out included."""
-EPOCHS, MOST_EPOCHS, FEW_STEPS = 8, 20, 1_000
+EPOCHS, MAX_EPOCHS, FEW_STEPS = 8, 20, 1_000
 """Times that a run reads its data: more, up to a bound, where it would take fewer steps than `FEW_STEPS`."""
-LEAST_EVERY = 50
+MIN_CHECKPOINT_STEPS = 50
 """Least steps between checkpoints, of which there are four in a run of many steps."""
 DEPTH = 5
 """Tokens that a draft model drafts in a round."""
@@ -78,8 +78,18 @@ SIZES = {
     "cuda": Size(1024, 1024, 16384, 32, 256, (1, 4, 16), 2, 0.9),
 }
 
-Asked = tuple[str, ...]
+Turns = tuple[str, ...]
 """The turns before a conversation's first answer (`opening`)."""
+
+
+class Candidate(NamedTuple):
+    """A conversation that may be held out. Those with the smallest hashes are."""
+
+    hash: bytes
+    record: int
+    turns: Turns
+    text: str
+    """The conversation as a line of JSON, without answers that are to be given."""
 
 
 @dataclass
@@ -87,31 +97,46 @@ class Survey:
     """The conversations of all sources that can be answered."""
 
     records: int = 0
-    counts: Counter[Asked] = field(default_factory=Counter)
-    lengths: dict[Asked, int] = field(default_factory=dict)
+    counts: Counter[Turns] = field(default_factory=Counter)
+    lengths: dict[Turns, int] = field(default_factory=dict)
     """Tokens of the first prompt."""
     with_turns: int = 0
     """Conversations with several answers."""
+    candidates: list[Candidate] = field(default_factory=list)
+    """At least the `MAX_HELD_OUT` conversations with the smallest hashes."""
     notes: Counter[str] = field(default_factory=Counter)
     """Number of records of which each note is made."""
     fault: str = ""
     """Why the first record that cannot be used is left out."""
 
+    def add(self, record: Any, length: int, notes: str) -> None:
+        """Add a record whose first prompt has `length` tokens."""
+        turns, chat = opening(record), read_asked(record)
+        assert turns is not None
+        if turns not in self.counts:
+            arguments = {ARGUMENTS: chat.arguments} if chat.arguments else {}
+            messages = [message for message in chat.messages if message is not ASKED]
+            text = json.dumps({"messages": messages, **arguments}, ensure_ascii=False)
+            digest = hashlib.sha256("\0".join(turns).encode()).digest()
+            self.candidates.append(Candidate(digest, self.records, turns, text))
+            if len(self.candidates) > 2 * MAX_HELD_OUT:
+                self.candidates = heapq.nsmallest(MAX_HELD_OUT, self.candidates)
+        self.counts[turns] += 1
+        self.lengths[turns] = length
+        self.notes.update(notes.splitlines())
+        self.with_turns += sum(message["role"] == "assistant" for message in chat.messages) > 1
 
-def is_derived(arguments: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] in ("--model", "--data") for word in arguments)
+    def held_out(self) -> list[Candidate]:
+        """Return the conversations to hold out, in the order of the data."""
+        fewest = min(MIN_HELD_OUT, max(FEW, int(MAX_SHARE * len(self.counts))))
+        number = min(max(round(SHARE * len(self.counts)), fewest), MAX_HELD_OUT)
+        return sorted(heapq.nsmallest(number, self.candidates), key=lambda candidate: candidate.record)
 
 
-def run_derived(arguments: Sequence[str], name: str) -> int:
+def run_derived(options: argparse.Namespace, name: str) -> int:
     """Derive a recipe for train/NAME.py, print it and its plan, save it in the run's folder, and train it unless the
-    arguments have --plan."""
-    options, words = parse_arguments(arguments)
-    overrides = words
-    if options.plan:
-        from train.plan import parse_arguments as parse_plan
-
-        overrides = parse_plan([OWN, *words]).overrides
-    source = begin(options, KINDS[name], overrides)
+    options have --plan."""
+    source = begin(options, KINDS[name])
     first = checked(source)
     check_kind(first, source.file, name)
     if not all(isinstance(each, ChatSource) for each in first.data.sources):
@@ -120,18 +145,17 @@ def run_derived(arguments: Sequence[str], name: str) -> int:
     check_folder(folder, "output_dir")
 
     from eval.pages.card import check_card
-    from train.plan import GIB, launch_of, print_plan
-    from train.plan import parse_arguments as parse_plan
+    from train.counting import GIB
+    from train.plan import launch_of, print_plan
     from train.run import train_head
     from train.run_folder import RunFolder
 
     check_card(folder, "output_dir")
-    planned = parse_plan([OWN, *(words if options.plan else ())])
-    launch = launch_of(planned, first)
-    made, held_out = derive(source, first, launch)
+    launch = launch_of(options, first)
+    plan, held_out = derive(source, first, launch)
     if os.environ.get("RANK", "0") == "0":
         print(f"\n{dump_recipe(source.tree)}")
-    print_plan(made, planned)
+    print_plan(plan, options.tflops)
     has_begun = any((folder / "checkpoints").glob("step-*"))
     if os.environ.get("LOCAL_RANK", "0") == "0" and not has_begun:
         if held_out:
@@ -141,34 +165,24 @@ def run_derived(arguments: Sequence[str], name: str) -> int:
     if options.plan:
         print_line(f"the recipe is in {folder / OWN}; the same command without --plan trains it")
         return 0
-    if (missing := sum(made.device.values()) - launch.memory_bytes) > 0:
+    if (missing := sum(plan.device().values()) - launch.memory_bytes) > 0:
         raise UserError(
             f"the run needs {missing / GIB:.1f} GiB more than the device has; its plan says what saves memory"
         )
-    return train_head(made.recipe)
+    return train_head(plan.recipe)
 
 
-def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser("Derive a recipe.")
-    parser.allow_abbrev = False
-    for option in ("--model", "--data"):
-        parser.add_argument(option)
-    parser.add_argument("--plan", action="store_true")
-    options, words = parser.parse_known_args(list(arguments))
+def begin(options: argparse.Namespace, kind: str) -> Source:
+    """Return the settings with which a derivation begins: the options, the overrides, and what else `checked` asks
+    for."""
     for option, what in (("model", "a folder or a Hub id"), ("data", "a file, a folder or the Hub id of a data set")):
         if not getattr(options, option):
             raise UserError(f"--{option}: is missing, {what}; give --model and --data, or a recipe")
-    if recipe := next((word for word in words if re.fullmatch(r"[^=]+\.ya?ml", word)), None):
+    if recipe := next((word for word in options.overrides if re.fullmatch(r"[^=]+\.ya?ml", word)), None):
         raise UserError(
             f"{recipe}: --model and --data are in place of a recipe; leave it out, or leave them out and give it "
             f"target.path={options.model} 'data.sources=[{{kind: chat, path: {options.data}}}]'"
         )
-    return options, words
-
-
-def begin(options: argparse.Namespace, kind: str, overrides: Sequence[str]) -> Source:
-    """Return the settings with which a derivation begins: the options, the overrides, and what else `checked` asks
-    for."""
     model, data = (plain_name(short_name(path)) for path in (options.model, options.data))
     tree: dict[str, Any] = {
         "output_dir": f"runs/{kind}-{model}-{re.sub(DATA_ENDING, '', data)}",
@@ -178,7 +192,7 @@ def begin(options: argparse.Namespace, kind: str, overrides: Sequence[str]) -> S
         "train": {"optimizer": "muon", "min_lr_ratio": 0.02},
         "eval": {"skip_long": True},
     }
-    source = overridden(tree, "the derived recipe", overrides)
+    source = overridden(tree, "the derived recipe", options.overrides)
     fill(source.tree, "eval", prompts=os.path.join(str(source.tree["output_dir"]), HELD_OUT))
     train = source.tree["train"]
     if isinstance(train, dict) and train.get("max_steps") is None:
@@ -200,53 +214,55 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     text of its file of held-out conversations, which is empty if `eval.prompts` is another file or a suite."""
     from heads.targets.hf import positions_of
     from heads.targets.load import load_config
+    from train.counting import Plan
     from train.open_run import fit_template, rendering_of, tokenizer_of
-    from train.plan import Plan
 
     tree, target, data, train, size = source.tree, first.target, first.data, first.train, SIZES[launch.device]
-    opened: dict[str, Any] = {"trust_remote_code": target.trust_remote_code, "gguf_file": target.gguf_file}
-    config = load_config(target.path, **opened).get_text_config()
+    files: dict[str, Any] = {"trust_remote_code": target.trust_remote_code, "gguf_file": target.gguf_file}
+    config = load_config(target.path, **files).get_text_config()
     tokenizer = tokenizer_of(target)
     for each in data.sources:
         assert isinstance(each, ChatSource)
         if "enable_thinking" in (each.template(rendering_of(first, tokenizer)).arguments_read() or ()):
             fill(tree, "data.template", enable_thinking=False)
-    first = fit_template(checked(source), source.overrides)
+    template = data.model_copy(update={"template": tree["data"].get("template") or {}})
+    rendering = rendering_of(fit_template(first.model_copy(update={"data": template}), source.overrides), tokenizer)
 
     # Tokens
     answers: Any = data.regenerate or Answers()
     room = data.context_length if "context_length" in data.model_fields_set else positions_of(config)
-    new, most = answers.new_tokens, answers.prompt_tokens
+    new_tokens, prompt_tokens = answers.new_tokens, answers.prompt_tokens
     if "new_tokens" not in answers.model_fields_set:
-        new = min(size.new_tokens, room // 2)
-    if new >= room:
-        raise UserError(f"data.regenerate.new_tokens: expected less than {room}, the tokens of a row, got {new}")
+        new_tokens = min(size.new_tokens, room // 2)
+    if new_tokens >= room:
+        raise UserError(f"data.regenerate.new_tokens: expected less than {room}, the tokens of a row, got {new_tokens}")
     if "prompt_tokens" not in answers.model_fields_set:
-        most = max(1, min(size.prompt_tokens, room - new))
-    survey = read_conversations(data.sources, rendering_of(first, tokenizer), most)
+        prompt_tokens = max(1, min(size.prompt_tokens, room - new_tokens))
+    survey = read_conversations(data.sources, rendering, prompt_tokens)
     unread = [line for each in data.sources for line in each.unread()]
     for line in [*unread, *(f"{count:,} {note}" for note, count in survey.notes.items())]:
         print_line(line)
-    if "prompt_tokens" not in answers.model_fields_set and survey.lengths and 10 * survey.with_turns < survey.records:
-        most = min(most, up_to(64, max(survey.lengths.values())))  # those of later turns follow from the answers
-    context = data.context_length if "context_length" in data.model_fields_set else min(room, up_to(128, most + new))
+    if len(survey.counts) < MIN_CONVERSATIONS:
+        why = f"; the first that cannot be used: {survey.fault}" if survey.fault else ""
+        raise UserError(
+            f"{', '.join(map(str, data.sources))}: expected at least {MIN_CONVERSATIONS} conversations with different "
+            f"first prompts of at most {prompt_tokens} tokens, got {len(survey.counts)} in {survey.records} records"
+            f"{why}"
+        )
+    if "prompt_tokens" not in answers.model_fields_set and 10 * survey.with_turns < survey.records:
+        longest = max(survey.lengths.values())
+        prompt_tokens = min(prompt_tokens, up_to(64, longest))  # those of later turns follow from the answers
+    context = min(room, up_to(128, prompt_tokens + new_tokens))
+    if "context_length" in data.model_fields_set:
+        context = data.context_length
     fill(tree, "data", context_length=context)
 
     # Conversations
-    asked = {asked: length for asked, length in survey.lengths.items() if length <= most}
-    if len(asked) < LEAST:
-        why = f"; the first that cannot be used: {survey.fault}" if survey.fault else ""
-        raise UserError(
-            f"{', '.join(map(str, data.sources))}: expected at least {LEAST} conversations with different first "
-            f"prompts of at most {most} tokens, got {len(asked)} in {survey.records} records{why}"
-        )
     prompts, held_out = first.eval.prompts, ""
     if prompts == os.path.join(first.output_dir, HELD_OUT):
-        by_hash = sorted(asked, key=lambda turns: hashlib.sha256("\0".join(turns).encode()).digest())
-        fewest = min(FEWEST, max(FEW, int(LARGEST_SHARE * len(asked))))
-        chosen = set(by_hash[: min(max(round(SHARE * len(asked)), fewest), MOST)])
-        texts = (json.dumps(record, ensure_ascii=False) for record in first_of(data.sources, chosen))
-        held_out = "".join(f"{text}\n" for text in texts)
+        candidates = survey.held_out()
+        chosen = {candidate.turns for candidate in candidates}
+        held_out = "".join(f"{candidate.text}\n" for candidate in candidates)
     elif not is_file(prompts) and any(map(is_file, split_prompts(prompts))):
         raise UserError(f"eval.prompts {prompts}: expected suites, or one file, whose conversations are held out")
     else:
@@ -254,14 +270,15 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
         chosen = {turns for record in records if (turns := opening(record)) is not None}
     for each in tree["data"]["sources"] if is_file(prompts) or held_out else ():
         each.setdefault("held_out", prompts)
-    trained = {turns: length for turns, length in asked.items() if turns not in chosen}
+    trained = {turns: length for turns, length in survey.lengths.items() if turns not in chosen}
     if not trained:
         raise UserError(f"eval.prompts {prompts}: holds all conversations of the data, so none is left to train on")
     number = sum(survey.counts[turns] for turns in trained)
     print_line(f"{number:,} of {survey.records:,} records are trained on, {len(chosen)} conversations are held out")
-    fill(tree, "data.regenerate", prompt_tokens=most, new_tokens=new, batch_size=size.answered)
+    regenerate = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "batch_size": size.answered}
     if len(data.sources) == 1:
-        fill(tree, "data.regenerate", prompts=number)
+        regenerate["prompts"] = number
+    fill(tree, "data.regenerate", **regenerate)
 
     # Head and steps
     kind, layers, width, vocabulary = first.head.kind, config.num_hidden_layers, config.hidden_size, config.vocab_size
@@ -269,91 +286,80 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     if not SHAPED & first.head.model_fields_set:
         fill(tree, "head", **head_settings(kind, layers, vocabulary, context))
     rows = max(1, (train.tokens_per_step or size.step_tokens) // (context * launch.processes))  # of one process
+    batch_sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
     if "batch_size" in train.model_fields_set:
-        rows = up_to(train.batch_size, rows)
+        rows, batch_sizes = up_to(train.batch_size, rows), [train.batch_size]
     if not {"grad_accum", "tokens_per_step"} & train.model_fields_set:
         fill(tree, "train", tokens_per_step=rows * launch.processes * context)
-    tokens = sum(survey.counts[turns] * (length + new / 2) for turns, length in trained.items())
+    tokens = sum(survey.counts[turns] * (length + new_tokens / 2) for turns, length in trained.items())
     epoch = tokens / (rows * launch.processes * context)  # in steps
     if train.max_steps is None and not {"train", "train.epochs"} & source.overrides.keys():
-        tree["train"]["epochs"] = min(max(EPOCHS, math.ceil(FEW_STEPS / epoch)), MOST_EPOCHS)
+        tree["train"]["epochs"] = min(max(EPOCHS, math.ceil(FEW_STEPS / epoch)), MAX_EPOCHS)
     steps = train.max_steps or math.ceil(tree["train"]["epochs"] * epoch)
-    print_line(f"about {steps:,} steps, if the answers have {new // 2} tokens on average; the plan counts the most")
+    print_line(
+        f"about {steps:,} steps, if the answers have {new_tokens // 2} tokens on average; the plan counts the most"
+    )
     rate = float(f"{RATES.get(kind, RATE) / width:.1e}")
-    every = max(LEAST_EVERY, -(-steps // 4))
-    fill(tree, "train", lr=rate, warmup_steps=steps // 20, checkpoint_every=every)
+    every = max(MIN_CHECKPOINT_STEPS, -(-steps // 4))
+    fill(tree, "train", lr=rate, warmup_steps=steps // 20, checkpoint_every=every, batch_size=batch_sizes[0])
 
-    # Memory
-    batches = [size for size in range(rows, 0, -1) if rows % size == 0]
-    for batch_size in [train.batch_size] if "batch_size" in train.model_fields_set else batches:
+    # Memory: the largest batch that fits
+    plan = Plan(checked(source), launch)
+    for batch_size in batch_sizes:
         tree["train"]["batch_size"] = batch_size
-        plan = Plan(checked(source), launch)
-        if sum(plan.device.values()) <= size.memory * launch.memory_bytes:
+        settings = plan.recipe.train.model_copy(update={"batch_size": batch_size})
+        plan.recipe = plan.recipe.model_copy(update={"train": settings})
+        if sum(plan.device().values()) <= size.memory * launch.memory_bytes:
             break
 
     # Measurements
-    depth = DEPTH if kind == "draft" else plan.head.depth
+    depth = DEPTH if kind == "draft" else len(plan.head.depth_weights)
     chains = [f"chain:{k}" for k in dict.fromkeys([depth, -(-depth // 2), 2, 1]) if k <= depth]
     trees = ["head", *chains] if tree["head"].get("tree_nodes") else chains
-    fill(tree, "eval", num_prompts=FEWEST, max_prompt_tokens=most, max_new_tokens=size.measured, tree=trees[0])
-    fill(tree, "eval.report", num_prompts=len(chosen) or FEWEST, trees=trees, temperatures=[0, 1])
+    fill(
+        tree,
+        "eval",
+        num_prompts=MIN_HELD_OUT,
+        max_prompt_tokens=prompt_tokens,
+        max_new_tokens=size.measured,
+        tree=trees[0],
+    )
+    fill(tree, "eval.report", num_prompts=len(chosen) or MIN_HELD_OUT, trees=trees, temperatures=[0, 1])
     fill(tree, "eval.report", batch_sizes=list(size.batch_sizes), repeats=size.repeats)
     plan.recipe = checked(source)
     return plan, held_out
 
 
-def read_conversations(sources: Sequence[Any], rendering: "ChatTemplate", most: int) -> Survey:
-    """Return the conversations of sources whose first prompt has at most `most` tokens."""
+def read_conversations(sources: Sequence[Any], rendering: "ChatTemplate", prompt_tokens: int) -> Survey:
+    """Return the conversations of sources whose first prompt has at most `prompt_tokens` tokens."""
     survey = Survey()
     with Progress("reading the conversations"):
         for source in sources:
             template = source.template(rendering)
             for record in source.records():
                 survey.records += 1
-                found = source.dialogue(template, record, most=most, last_only=source.answers == "last")
-                if isinstance(found, RecordError):
-                    survey.fault = survey.fault or str(found) or f"{record[0]}: its first prompt has more tokens"
-                    continue
-                turns, messages = opening(record), read_asked(record).messages
-                assert turns is not None and found.prompt is not None
-                survey.counts[turns] += 1
-                survey.notes.update(found.about["notes"].splitlines())
-                survey.lengths[turns] = len(found.prompt)
-                survey.with_turns += sum(message["role"] == "assistant" for message in messages) > 1
+                dialogue = source.dialogue(template, record, most=prompt_tokens, last_only=source.answers == "last")
+                if isinstance(dialogue, RecordError):
+                    survey.fault = survey.fault or str(dialogue) or f"{record[0]}: its first prompt has more tokens"
+                else:
+                    survey.add(record, len(dialogue.prompt), dialogue.about["notes"])
     return survey
-
-
-def first_of(sources: Sequence[Any], chosen: Collection[Asked]) -> Iterator[dict[str, Any]]:
-    """Yield the first conversation that begins with each of the chosen turns, without answers that are to be given."""
-    left = set(chosen)
-    for record in chain.from_iterable(source.records() for source in sources):
-        if not left:
-            return
-        if (turns := opening(record)) in left:
-            left.remove(turns)
-            chat = read_asked(record)
-            arguments = {ARGUMENTS: chat.arguments} if chat.arguments else {}
-            yield {"messages": [message for message in chat.messages if message is not ASKED], **arguments}
 
 
 def head_settings(kind: str, layers: int, vocabulary: int, context: int) -> dict[str, Any]:
     """Return the settings of a head that are not the defaults of its kind, for a target of so many layers and tokens
     and for rows of `context` tokens."""
-    match kind:
-        case "eagle3":
-            found: dict[str, Any] = {"depth": 5, "fc_norm": True, "norm_output": True}
-        case "medusa":
-            found = {"depth": 4, "loss": "kl", "tree_nodes": 32}
-        case "dflash" | "dflash2" | "dspark" | "lilicorr" | "xpress":
-            found = {"num_layers": min(5, max(1, layers // 6)), "num_anchors": min(512, context // 2)}
-        case "draft":  # a copy of layers that are spread over the target's
-            count = min(max(3, layers // 8), max(1, layers // 2))
-            found = {"layers": [n * (layers - 1) // max(1, count - 1) for n in range(count)]}
-        case _:
-            found = {}
+    draft_layers = min(max(3, layers // 8), max(1, layers // 2))  # spread over the target's
+    block = {"num_layers": min(5, max(1, layers // 6)), "num_anchors": min(512, context // 2)}
+    settings: dict[str, Any] = {
+        "eagle3": {"depth": 5, "fc_norm": True, "norm_output": True},
+        "mtp": {},
+        "medusa": {"depth": 4, "loss": "kl", "tree_nodes": 32},
+        "draft": {"layers": [n * (layers - 1) // max(1, draft_layers - 1) for n in range(draft_layers)]},
+    }.get(kind, block)
     if kind in ("eagle3", "medusa") and vocabulary > SMALL_VOCABULARY:
-        found["draft_vocab_size"] = min(32000, vocabulary // 3)
-    return found
+        settings["draft_vocab_size"] = min(32000, vocabulary // 3)
+    return settings
 
 
 def up_to(multiple: int, number: int) -> int:

@@ -1,17 +1,20 @@
 """Arguments and exit status of the entries train/*.py, and of scripts that `accelerate launch` may start."""
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-from eval.measure.command import asks_usage, exit_status, print_line
-from train.derive import is_derived, run_derived
+from eval.measure.command import Parser, asks_usage, exit_status, print_line, typed
+from eval.measure.settings import Count
+from heads.core.errors import UserError
+from train.core.strict_yaml import Positive
+from train.derive import run_derived
 from train.recipe import KINDS, Recipe, check_kind, load_recipe
 from train.recipe_help import keys_of
 
-PLAN = "--plan"
 USAGE = (
-    f"usage: python train/{{name}}.py RECIPE.yaml [key.sub=value ...] [{PLAN}], or without a recipe: python "
+    "usage: python train/{name}.py RECIPE.yaml [key.sub=value ...] [--plan], or without a recipe: python "
     "train/{name}.py --model ID_OR_FOLDER --data FILE_OR_ID ...; several processes: accelerate launch train/{name}.py "
     "..."
 )
@@ -22,7 +25,7 @@ DERIVING = """Without a recipe, one is derived, printed and saved in the run's f
                             but at least 8): the head is measured on them and never trained on them.
                             data.sources.0.limit=N reads only the first N
 Keys given as key=value are kept; the same command resumes the run."""
-PLANNING = f"""{PLAN} prints the memory, operations and hours of a run, computed from the configs. Options:
+PLANNING = """--plan prints the memory, operations and hours of a run, computed from the configs. Options:
   --processes N             number of processes, one for each device
   --sharing MODE            how processes share the head's training state: ddp, fsdp, zero2 or zero3
   --features PLACE          where the target runs: process (whole in each process), sharded, vllm or cache
@@ -43,22 +46,57 @@ def run_script(main: Callable[[Sequence[str]], int]) -> None:
 
 def attempt(name: str, arguments: Sequence[str]) -> int:
     def run() -> int:
-        asked = ["--help"] if "--help" in arguments else arguments
-        if asks_usage(USAGE.format(name=name), asked, keys=lambda: _help(name)):
+        words = ["--help"] if "--help" in arguments else arguments
+        if asks_usage(USAGE.format(name=name), words, keys=lambda: _help(name)):
             return 0
-        if is_derived(arguments):
-            return run_derived(arguments, name)
-        if PLAN in arguments:
-            from train.plan import plan
+        options = parse_arguments(arguments)
+        if options.model or options.data:
+            return run_derived(options, name)
+        if not options.overrides:
+            raise UserError(f"{USAGE.format(name=name)}; --help lists the keys")
+        path, *overrides = options.overrides
+        recipe = load_recipe(path, overrides)
+        check_kind(recipe, path, name)
+        from train.open_run import fit_template  # imports torch, which takes seconds, once the recipe is right
 
-            return plan(arguments, name)
-        check_kind(load_recipe(arguments[0], arguments[1:]), arguments[0], name)  # before torch is imported
-        from train.open_run import read_recipe
+        recipe = fit_template(recipe, overrides)
+        if options.plan:
+            from train.plan import Plan, launch_of, print_plan
+
+            print_plan(Plan(recipe, launch_of(options, recipe)), options.tflops)
+            return 0
         from train.run import train_head
 
-        return train_head(read_recipe(arguments))
+        return train_head(recipe)
 
     return exit_status(run, say_why)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of an entry. The other words, a recipe and overrides, are its `overrides`."""
+    parser = Parser("Train a head.")
+    parser.allow_abbrev = False
+    add = parser.add_argument
+    add("overrides", nargs="*")
+    add("--model")
+    add("--data")
+    add("--plan", action="store_true")
+    planning = [
+        add("--processes", type=typed(Count)),
+        add("--sharing", choices=("ddp", "fsdp", "zero2", "zero3")),
+        add("--features", choices=("process", "sharded", "vllm", "cache")),
+        add("--memory", type=typed(Positive)),
+        add("--tflops", type=typed(Positive), action="append"),
+    ]
+    options, unknown = parser.parse_known_intermixed_args(list(arguments))
+    for word in unknown:  # --key=value is key=value
+        if not word.startswith("--") or "=" not in word:
+            parser.error(f"unrecognized arguments: {word}")
+    options.overrides += unknown
+    for option in planning:
+        if getattr(options, option.dest) is not None and not options.plan:
+            parser.error(f"--{option.dest}: is an option of --plan")
+    return options
 
 
 def _help(name: str) -> str:

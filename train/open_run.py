@@ -1,6 +1,6 @@
 """An open run: its folder, its processes, its tracker, and the signals that may stop it."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,17 +60,16 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
 
 
 def read_recipe(arguments: Sequence[str]) -> Recipe:
-    """Read the recipe of a command line. Arguments of its chat template that the target's template does not read are
-    left out with one line, since a recipe may be used for another target. On the command line they are a UserError."""
+    """Read the recipe of a command line, for its target's chat template."""
     path, *overrides = arguments
-    given = {override.removeprefix("--").partition("=")[0] for override in overrides}
-    return fit_template(load_recipe(path, overrides), given)
+    return fit_template(load_recipe(path, overrides), overrides)
 
 
-def fit_template(recipe: Recipe, given: Collection[str]) -> Recipe:
-    """Return a recipe without the arguments that its target's chat template does not read. UserError if one of them is
-    `given` on the command line."""
+def fit_template(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
+    """Return a recipe without the arguments that its target's chat template does not read, since a recipe may be used
+    for another target, and print which these are. UserError if one of them is in the command line's overrides."""
     data, target = recipe.data, recipe.target
+    overridden = {override.removeprefix("--").partition("=")[0] for override in overrides}
     chats = [source for source in data.sources if isinstance(source, ChatSource)]
     if not data.template or not chats:
         return recipe
@@ -85,7 +84,7 @@ def fit_template(recipe: Recipe, given: Collection[str]) -> Recipe:
     known = sorted({name for names in read for name in names or ()})
     unread = [name for name in data.template if name not in known and None not in read]
     for name in unread:
-        if {"data", "data.template", f"data.template.{name}"}.intersection(given):
+        if {"data", "data.template", f"data.template.{name}"}.intersection(overridden):
             raise UserError(
                 f"data.template.{name}: the chat template reads no such argument"
                 f"{suggest(name, known) if known else ', and no other'}; leave it out"

@@ -14,15 +14,15 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.core.contract import Rows
-from heads.targets.load import load_shape, load_target
+from heads.targets.load import load_target
 from tests.runs import BLOCK, Settings, the_error, write_recipe
 from train.adapter import add_adapters
-from train.counting import Shapes, count_run, count_target
+from train.counting import COPIES, STATE, Launch, Plan
 from train.entry import attempt
 from train.features.source import make_batch
 from train.head_settings import make_head
 from train.parallel import Trained
-from train.plan import SHARINGS, STATE, Launch, Plan
+from train.plan import advice, decoding_hours, device_tflops, flops_per_token, hours
 from train.recipe import KINDS, load_recipe
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -45,17 +45,6 @@ def write_config(folder: Path, config: dict[str, Any]) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("name", "total", "active"), [("Llama-3.1-8B", 8.03, 8.03), ("DeepSeek-V3", 671.03, 37.55)])
-def test_a_target_has_its_published_size(name: str, total: float, active: float, tmp_path: Path) -> None:
-    config = SHAPES[name] | {"num_nextn_predict_layers": 1}  # in DeepSeek-V3's config; no part of the model
-    with Shapes():
-        counted = count_target(load_shape(write_config(tmp_path, config)), batch_size=2, length=2048, aux_layers=3)
-    assert (round(counted.total / 1e9, 2), round(counted.active / 1e9, 2)) == (total, active)
-    assert counted.bytes == 2 * counted.total
-    ends = 2 * config["vocab_size"] * config["hidden_size"]
-    assert counted.flops == pytest.approx(2 * (counted.active - ends), rel=0.15)  # and attention
-
-
 def plan_of(settings: Settings, *overrides: str, **launch: Any) -> Plan:
     return Plan(load_recipe(write_recipe(settings), overrides), Launch(**launch))
 
@@ -68,20 +57,34 @@ def eagle(settings: Settings) -> Settings:
     return settings
 
 
+@pytest.mark.parametrize(("name", "total", "active"), [("Llama-3.1-8B", 8.03, 8.03), ("DeepSeek-V3", 671.03, 37.55)])
+def test_a_target_has_its_published_size(
+    name: str, total: float, active: float, settings: Settings, tmp_path: Path
+) -> None:
+    config = SHAPES[name] | {"num_nextn_predict_layers": 1}  # in DeepSeek-V3's config; no part of the model
+    settings["target"]["path"] = write_config(tmp_path / "target", config)
+    settings["data"]["context_length"] = 2048
+    plan = plan_of(settings, memory=80.0)
+    assert (round(plan.parameters / 1e9, 2), round(plan.active / 1e9, 2)) == (total, active)
+    assert plan.target_bytes == 2 * plan.parameters
+    ends = 2 * config["vocab_size"] * config["hidden_size"]
+    assert plan.target_cost()[1] == pytest.approx(2 * (plan.active - ends), rel=0.15)  # and attention
+
+
 def test_a_heads_state_is_the_sum_by_hand(eagle: Settings, tmp_path: Path) -> None:
     eagle["target"]["path"] = write_config(tmp_path / "target", SHAPES["Llama-3.1-8B"])
     plan = plan_of(eagle, memory=80.0)
     D, I, kv = 4096, 14336, 1024  # noqa: E741
     parameters = 3 * D * D + 2 * D * (D + 2 * kv) + D * D + 3 * D * I + 4 * D + 32000 * D
     tensors = 13
-    rows = plan.device
-    assert plan.head.trained == parameters
+    rows = plan.device()
+    assert sum(p.numel() for p in plan.trained) == parameters
     assert rows["head, float32"] == rows["gradients, float32"] == 4 * parameters
     assert rows["optimizer"] == 8 * parameters + 4 * tensors
     tables = 8 * 32000 + 128256  # of the draft vocabulary
     assert rows["the head as it is measured"] == 2 * parameters + tables
     assert plan.step_tokens == 2 * 2 * 48
-    assert plan.hours(100.0) == pytest.approx(6 * 192 * sum(plan.flops_per_token()) / 1e14 / 3600)
+    assert hours(plan, 100.0, 1e9) == pytest.approx(1e9 * sum(flops_per_token(plan)) / 1e14 / 3600)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +94,12 @@ def test_processes_hold_their_shares(sharing: str, share: int, extra: int, eagle
     eagle["head"]["draft_vocab_size"] = 64
     alone = plan_of(eagle, memory=80.0)
     plan = plan_of(eagle, memory=80.0, processes=8, sharing=sharing, features="sharded")
-    rows = plan.device
+    rows = plan.device()
     for name in STATE:
-        assert rows[name] == -(-alone.device[name] // share)
-    assert rows[SHARINGS[sharing]] == extra * plan.head.trained
-    assert rows["target"] == -(-plan.target.bytes // 8) + plan.target.layer_bytes
-    assert plan.step_tokens == 8 * alone.step_tokens and plan.hours(1.0) == alone.hours(1.0)
+        assert rows[name] == -(-alone.device()[name] // share)
+    assert rows[COPIES[sharing]] == extra * sum(p.numel() for p in plan.trained)
+    assert rows["target"] == -(-plan.target_bytes // 8) + max(plan.layer_bytes(None))
+    assert plan.step_tokens == 8 * alone.step_tokens and 8 * hours(plan, 1, 1e9) == pytest.approx(hours(alone, 1, 1e9))
 
 
 HEADS_OF: dict[str, dict[str, Any]] = {
@@ -168,17 +171,18 @@ ADAPTED = [("draft", ["head.lora={rank: 4}"])]
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "overrides"), [*((kind, []) for kind in KINDS.values()), *ADAPTED])
 def test_what_is_planned_is_within_a_tenth_of_a_measured_step(
-    kind: str, overrides: list[str], settings: Settings, wide_target: str
+    kind: str, overrides: list[str], settings: Settings, wide_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings["head"] = {"kind": kind, **HEADS_OF[kind]}
     settings["target"]["path"], settings["data"]["context_length"] = wide_target, 384
-    recipe = load_recipe(write_recipe(settings), overrides)
-    _, counted = count_run(recipe, "cpu", 2**40, 1, bf16=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("train.counting.total_memory", lambda _: 2**40)
+    plan = plan_of(settings, *overrides)
     target = load_target(wide_target)
-    head = make_head(recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
+    head = make_head(plan.recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     add_adapters(head)
     trained = Trained(head)
-    assert counted.trained == sum(p.numel() for p in trained.parameters() if p.requires_grad)
+    assert len(plan.trained) == sum(p.requires_grad for p in trained.parameters())
     tokens = torch.zeros(2, 384, dtype=torch.int64)
     positions = torch.arange(384).expand(2, -1)
     everywhere = torch.ones(2, 384, dtype=torch.bool)
@@ -191,10 +195,11 @@ def test_what_is_planned_is_within_a_tenth_of_a_measured_step(
                 made.watch(tensor.untyped_storage())
         before = made.live
         trained(batch, torch.ones(len(head.depth_weights)), False)[0].backward()
-    assert counted.flops * 2 * 384 == pytest.approx(made.flops, rel=0.1)
-    whole = before + counted.features  # weights, target and features exist before the step
-    planned = whole + counted.gradients + max(0, counted.activations - counted.features)
-    assert planned == pytest.approx(whole + max(made.peak - before, counted.gradients), rel=0.1)
+    activations, flops = plan.head_cost()
+    assert flops * 2 * 384 == pytest.approx(made.flops, rel=0.1)
+    whole = before + plan.features_bytes  # weights, target and features exist before the step
+    planned = whole + plan.gradients + activations - plan.features_bytes
+    assert planned == pytest.approx(whole + max(made.peak - before, plan.gradients), rel=0.1)
 
 
 def test_a_plan_needs_the_config_alone_and_writes_nothing(
@@ -208,7 +213,9 @@ def test_a_plan_needs_the_config_alone_and_writes_nothing(
     assert "fits" in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before
     assert attempt("eagle", [path, "--plan", "--memory", "a lot"]) == 2
-    assert "a lot" in the_error(capsys)
+    assert "--memory" in the_error(capsys)
+    assert attempt("eagle", [path, "--memory", "24"]) == 2
+    assert "--memory: is an option of --plan" in the_error(capsys)
     assert attempt("medusa", [path, "--plan"]) == 2
     assert "train/eagle.py" in the_error(capsys)
     assert attempt("eagle", [path, "--plan", "target.path=nowhere"]) == 2
@@ -221,9 +228,9 @@ def test_hours_are_those_of_the_device_that_is_planned_for(
     """A CPU's speed is measured, and its processes share its cores; only a GPU is taken for an H100."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     eagle["head"]["draft_vocab_size"] = 64
-    assert plan_of(eagle, memory=80).tflops() == pytest.approx(396, rel=0.01)
-    alone, shared = plan_of(eagle), plan_of(eagle, processes=1000)
-    assert 1e-4 < alone.tflops() < 100 and shared.tflops() < alone.tflops() / 2
+    assert device_tflops(plan_of(eagle, memory=80)) == pytest.approx(396, rel=0.01)
+    alone, shared = (device_tflops(plan_of(eagle, processes=number)) for number in (1, 1000))
+    assert 1e-4 < alone < 100 and shared < alone / 2
     assert attempt("eagle", [str(write_recipe(eagle)), "--plan"]) == 0
     said = capsys.readouterr().out
     assert "hours at" in said and "396" not in said and " 0.0\n" not in said
@@ -256,9 +263,9 @@ def test_answers_and_measurements_take_the_time_that_weights_take_to_be_read(
     (tmp_path / "a.json").write_text(json.dumps(record))
     (tmp_path / "b.json").write_text(json.dumps(record | {"method": "mtp"}))
     plan = plan_of(eagle, memory=80.0)
-    assert plan.decoding_hours(6400, 32, 32) == pytest.approx(6400 * 8e-3 / 3600, rel=0.02)
-    assert plan.decoding_hours(6400, 32, 1) == pytest.approx(32 * plan.decoding_hours(6400, 32, 32))
-    assert plan_of(eagle).decoding_hours(1, 1, 1) > 0
+    assert decoding_hours(plan, 6400, 32, 32) == pytest.approx(6400 * 8e-3 / 3600, rel=0.02)
+    assert decoding_hours(plan, 6400, 32, 1) == pytest.approx(32 * decoding_hours(plan, 6400, 32, 32))
+    assert decoding_hours(plan_of(eagle), 1, 1, 1) > 0
     assert attempt("eagle", [str(write_recipe(eagle)), "--plan", "--memory=80", "train.max_steps=100"]) == 0
     said = capsys.readouterr().out.splitlines()
     rows = {line.strip().rpartition("  ")[0].strip(): line.split()[-1] for line in said}
@@ -273,13 +280,13 @@ def test_answers_and_measurements_take_the_time_that_weights_take_to_be_read(
 def test_advice_leaves_what_it_says(eagle: Settings) -> None:
     eagle["head"]["draft_vocab_size"] = 64
     plenty = plan_of(eagle, memory=1e-4)  # so little that activations are not kept
-    memory = (sum(plenty.device.values()) - 1) / 2**30
+    memory = (sum(plenty.device().values()) - 1) / 2**30
     plan = plan_of(eagle, memory=memory)
-    whole = sum(plan.device.values())
+    whole = sum(plan.device().values())
     assert whole > plan.launch.memory_bytes
-    advised = dict(plan.advice())
-    assert sum(plan_of(eagle, INT8, memory=memory).device.values()) == advised[INT8]
+    advised = dict(advice(plan))
+    assert sum(plan_of(eagle, INT8, memory=memory).device().values()) == advised[INT8]
     text, divided = next((text, size) for text, size in advised.items() if "--features sharded" in text)
     processes = int(text.rpartition(" ")[2].rstrip(")"))
     shared = plan_of(eagle, processes=processes, features="sharded", memory=memory)
-    assert shared.device["target"] == divided - whole + plan.device["target"]
+    assert shared.device()["target"] == divided - whole + plan.device()["target"]
