@@ -26,7 +26,7 @@ def forget_library() -> None:
     """Forget the compiler, the library and the products made with it, so that all are made anew."""
     for loader in LOADERS:
         loader.cache_clear()
-    decoder._made.clear()
+    decoder._stacks.clear()
 
 
 @contextmanager

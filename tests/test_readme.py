@@ -74,7 +74,6 @@ TINY = {
     "eval/bench.py": MEASURE,
     "eval/sweep.py": "--count 1",
     "eval/chat.py": "--max-new-tokens 4",
-    "scripts/bench_backends.py": "--num-prompts 1 --max-new-tokens 4 --repeats 1 --tree chain:2",
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 4 --repeats 1",
 }
 """Program -> options that make it fast."""

@@ -31,7 +31,7 @@ from eval.measure.prompts import HELD_OUT_SUITE, Prompt
 from eval.measure.results import SCHEMA_VERSION, Results
 from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.identity import FAR, find_flips, first_difference
+from eval.runtime.identity import FAR, find_mismatches, first_difference
 from eval.runtime.sampling_params import Sampling
 from heads.targets.hub import is_here
 from heads.targets.load import load_tokenizer
@@ -83,8 +83,8 @@ class Reference:
         tokens = (await server.ask(prompt, Sampling(), CHECKED_TOKENS, self.target.eos_token_ids)).tokens
         (request,) = requests = self.requests([prompt], CHECKED_TOKENS)
         if tokens and max(tokens) < self.target.vocab_size:
-            flips = find_flips(self.engine(requests), request, tokens)
-            if all(flip.gap <= FOREIGN for flip in flips):
+            mismatches = find_mismatches(self.engine(requests), request, tokens)
+            if all(mismatch.gap <= FOREIGN for mismatch in mismatches):
                 return
         elif not tokens:
             return
@@ -106,7 +106,7 @@ class Reference:
             position = first_difference(output.tokens, text)
             if position is None:
                 continue
-            flips = find_flips(engine, request, text)
+            mismatches = find_mismatches(engine, request, text)
             pair = [ids[position] if position < len(ids) else None for ids in (output.tokens, text)]
             shown = [
                 None if token is None else self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
@@ -117,8 +117,8 @@ class Reference:
                 {"suite": prompt.suite, "prompt": prompt.id, "tree": tree, "against": "plain", "temperature": 0.0}
                 | {"position": position, "plain_text": shown[0], "text": shown[1]}
                 | {"top_two_margin": top_two_margin(self.target, before, Sampling())}
-                | {"near_tie": None not in pair and all(flip.is_within(FAR) for flip in flips)}
-                | {"flips": [asdict(flip) for flip in flips]}
+                | {"near_tie": None not in pair and all(mismatch.is_within(FAR) for mismatch in mismatches)}
+                | {"flips": [asdict(mismatch) for mismatch in mismatches]}
             )
         return differences
 

@@ -42,11 +42,11 @@ def record_confidence(engine: Engine, requests: Sequence[Request]) -> tuple[Tens
             while not state.done[0]:
                 proposal = decoder.propose()
                 logits.append(head.confidence(decoder.head_state, proposal.tokens))
-                extent = min(round_up(int(state.length[0]) + engine.nodes), decoder.step.capacity)
-                features, judged = decoder.verify(proposal, extent)
-                acceptance = decoder.rule.accept(*judged)
+                extent = min(round_up(int(state.length[0]) + engine.nodes), decoder.target.spec.capacity)
+                features, verified = decoder.verify(proposal, extent)
+                acceptance = decoder.rule.accept(*verified)
                 accepted.append(acceptance.accepted)
-                decoder.commit(judged[0], acceptance, features)
+                decoder.commit(proposal, acceptance, features)
             progress.advance()
     if not accepted:
         raise UserError(

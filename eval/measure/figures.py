@@ -21,10 +21,11 @@ from eval.measure.measure import Comparison, Variant, check_decoded, units_by_su
 from eval.measure.metrics import round_seconds
 from eval.measure.prompts import spread
 from eval.measure.results import Results
+from eval.measure.roofline import bytes_read
 from eval.measure.speedup_checks import why_unreliable
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import PHASES, Output
-from eval.runtime.identity import Judge, first_difference
+from eval.runtime.identity import check_near_tie, first_difference
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling_params import Sampling
 from heads.targets.gumbel import gumbel
@@ -79,14 +80,15 @@ def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTra
     found = find_divergences(comparison, variant, tokenizer)
     if not found:
         return found
-    judge, plain = Judge(variant.engine, comparison.plain.engine), comparison.plain.outputs[0]
+    plain = comparison.plain.outputs[0]
     by_id = {(prompt.suite, prompt.id): i for i, prompt in enumerate(comparison.prompts)}
     for divergence in found:
         i = by_id[divergence["suite"], divergence["prompt"]]
         texts = {tuple(outputs[i].tokens) for outputs in variant.outputs} - {tuple(plain[i].tokens)}
-        verdicts = [judge.compare(comparison.requests[i], plain[i].tokens, text) for text in sorted(texts)]
-        divergence["near_tie"] = all(verdict.is_near_tie for verdict in verdicts)
-        divergence["flips"] = [asdict(flip) for verdict in verdicts for flip in verdict.flips]
+        given = variant.engine, comparison.plain.engine, comparison.requests[i], plain[i].tokens
+        checks = [check_near_tie(*given, text) for text in sorted(texts)]
+        divergence["near_tie"] = all(check.is_near_tie for check in checks)
+        divergence["flips"] = [asdict(mismatch) for check in checks for mismatch in check.mismatches]
     return found
 
 
@@ -170,9 +172,7 @@ def figures(
     identical = len(indices) - len({(d["suite"], d["prompt"]) for d in own if not d.get("near_tie")})
     exact = exactness(len(indices), len(indices), identical, own, in_distribution=comparison.in_distribution)
     outputs = [variant.outputs[0][i] for i in indices]
-    tau, head = metrics.tau(outputs), variant.engine.head
-    assert head is not None
-    reads = head.bytes_per_round(variant.engine.decoder.head_state)
+    tau = metrics.tau(outputs)
     record: Results = {
         "tree": str(variant.shape),
         "depth": variant.shape.depth,
@@ -191,7 +191,7 @@ def figures(
         "loop_share": metrics.loop_share([output.tokens for output in outputs]),
         "tokens": sum(len(output.tokens) for output in outputs),
         "undecoded": sum(len(output.tokens) == 1 for output in outputs),
-        "draft_bytes": reads.propose + reads.extend,
+        "draft_bytes": sum(bytes_read(variant.engine)),
     }
     if comparison.breakdowns:
         record |= speeds(comparison, variant, units, tau, is_exact=identical == len(indices))

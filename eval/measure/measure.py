@@ -226,7 +226,7 @@ def round_phases(comparison: Comparison) -> list[dict[str, float]]:
     for engine in engines:
         engine.decoder.state.done.fill_(True)
         read_prompts(engine.decoder, requests)
-        phases.append(phase_seconds(engine, min(round_up(longest + engine.nodes), engine.decoder.step.capacity)))
+        phases.append(phase_seconds(engine, min(round_up(longest + engine.nodes), engine.decoder.target.spec.capacity)))
     plain = sum(phases[0].values())
     return [of_draft | {"plain": plain} for of_draft in phases[1:]]
 

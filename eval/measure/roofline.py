@@ -20,6 +20,7 @@ from eval.runtime.request import Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
+from heads.targets.product import Product
 from heads.targets.quantization import weight_bytes
 from heads.targets.slots import round_up
 
@@ -57,56 +58,58 @@ def best_seconds(engine: Engine, work: Callable[[], Any]) -> float:
 def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidth: float) -> dict[str, Any]:
     """Return the phases of a round of `engine` and of a step of `plain` after `length` tokens, and speedups at
     `tau`."""
-    found: dict[str, Any] = {}
+    sides: dict[str, Any] = {}
     for name, each in (("round", engine), ("plain", plain)):
         fill_batch(each, length)
-        extent = min(round_up(length + (ROUNDS[each.target.device.type] + 1) * each.nodes), each.decoder.step.capacity)
+        longest = length + (ROUNDS[each.target.device.type] + 1) * each.nodes
+        extent = min(round_up(longest), each.decoder.target.spec.capacity)
         parts, seconds = parts_of(each, length, bandwidth), best_seconds(each, partial(each.rounds, extent))
         left = max(0.0, 1e6 * seconds - sum(part["us"] for part in parts))
         parts.append({"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": left, "over_floor": None})
         floor = sum(part["floor_us"] for part in parts)
-        found |= {name: parts, f"{name}_us": 1e6 * seconds, f"{name}_floor_us": floor}
+        sides |= {name: parts, f"{name}_us": 1e6 * seconds, f"{name}_floor_us": floor}
     return {
         "tree": str(engine.options.shape),
         "batch_size": engine.options.batch_size,
         "length": length,
         "copy_bandwidth": bandwidth,
         "tau": tau,
-        **found,
-        "plain_share_of_bandwidth": found["plain_floor_us"] / found["plain_us"],
+        **sides,
+        "plain_share_of_bandwidth": sides["plain_floor_us"] / sides["plain_us"],
         "speedup": {
-            "now": tau * found["plain_us"] / found["round_us"],
-            "floor": tau * found["plain_floor_us"] / found["round_floor_us"],
+            "now": tau * sides["plain_us"] / sides["round_us"],
+            "floor": tau * sides["plain_floor_us"] / sides["round_floor_us"],
         },
     }
 
 
 def fill_batch(engine: Engine, length: int) -> None:
     """Give every row a prompt of `length` tokens, and let its output be as long as its slots allow."""
-    most = engine.options.max_length - engine.nodes - length
-    if most < 2:
+    max_new_tokens = engine.options.max_length - engine.nodes - length
+    if max_new_tokens < 2:
         raise UserError(
             f"a context of {length} tokens leaves no room in {engine.options.max_length} slots; raise max_length"
         )
     ids = [3 + (7 * i) % (engine.target.vocab_size - 3) for i in range(length)]
-    request = Request(ids, most, Sampling(), ignore_eos=True)
+    request = Request(ids, max_new_tokens, Sampling(), ignore_eos=True)
     engine.decoder.state.done.fill_(True)
     read_prompts(engine.decoder, dict.fromkeys(range(engine.options.batch_size), request))
 
 
 def parts_of(engine: Engine, length: int, bandwidth: float) -> list[dict[str, Any]]:
-    """Return the phases of a round in order: the least bytes to read and write (weights, and the cache of all tokens),
+    """Return the phases of a round in order: the bytes that they read and write (weights, and the cache of all tokens),
     their time at the bandwidth, and the time that the phase takes."""
-    head, target = engine.decoder.head, engine.target
-    seconds = phase_seconds(engine, min(round_up(length + engine.nodes), engine.decoder.step.capacity))
-    cache = length * engine.decoder.step.decoder.slot_bytes + (1 + engine.nodes) * target.state_bytes
-    reads = None if head is None else head.bytes_per_round(engine.decoder.head_state)
+    target = engine.target
+    drafted, committed = bytes_read(engine)
+    seconds = phase_seconds(engine, min(round_up(length + engine.nodes), engine.decoder.target.spec.capacity))
+    cache = length * engine.decoder.target.slot_bytes + (1 + engine.nodes) * target.state_bytes
     verified = weight_bytes(target.model) + engine.options.batch_size * cache
     phases = [
-        *([("draft", reads.propose, seconds["draft"])] if reads is not None else []),
         ("verify and choose", verified, seconds["verify"]),
-        ("accept and commit", 0 if reads is None else reads.extend, seconds["accept"] + seconds["commit"]),
+        ("accept and commit", committed, seconds["accept"] + seconds["commit"]),
     ]
+    if engine.head is not None:
+        phases.insert(0, ("draft", drafted, seconds["draft"]))
     return [
         {
             **{"part": name, "bytes": moved, "floor_us": 1e6 * moved / bandwidth, "us": 1e6 * spent},
@@ -117,18 +120,34 @@ def parts_of(engine: Engine, length: int, bandwidth: float) -> list[dict[str, An
 
 
 @torch.inference_mode()
+def bytes_read(engine: Engine) -> tuple[int, int]:
+    """Return the bytes of weights that products read to draft and to commit, counted in a round that changes no row."""
+    decoder = engine.decoder
+    with preserved(decoder.state):
+        decoder.state.done.fill_(True)
+        before = Product.bytes_read
+        proposal = decoder.propose()
+        drafted = Product.bytes_read - before
+        features, verified = decoder.verify(proposal, decoder.target.spec.capacity)
+        acceptance = decoder.rule.accept(*verified)
+        before = Product.bytes_read
+        decoder.commit(proposal, acceptance, features)
+        return drafted, Product.bytes_read - before
+
+
+@torch.inference_mode()
 def phase_seconds(engine: Engine, extent: int) -> dict[str, float]:
     """Return the seconds of each phase of a round of the engine's rows. On a GPU each is replayed from a graph of its
     own, without the time of launches."""
     decoder, state, capture = engine.decoder, engine.decoder.state, engine.rounds.capture
     proposal = decoder.propose()
-    features, judged = decoder.verify(proposal, extent)
-    acceptance = decoder.rule.accept(*judged)
+    features, verified = decoder.verify(proposal, extent)
+    acceptance = decoder.rule.accept(*verified)
     phases: dict[str, Callable[[], Any]] = {
         "draft": decoder.propose,
         "verify": lambda: decoder.verify(proposal, extent),
-        "accept": lambda: decoder.rule.accept(*judged),
-        "commit": lambda: decoder.commit(judged[0], acceptance, features),
+        "accept": lambda: decoder.rule.accept(*verified),
+        "commit": lambda: decoder.commit(proposal, acceptance, features),
     }
     with preserved(state):
         state.done.fill_(True)  # so that a commit changes no row
@@ -137,29 +156,29 @@ def phase_seconds(engine: Engine, extent: int) -> dict[str, float]:
 
 
 def lines(record: dict[str, Any]) -> list[str]:
-    made = [
+    rows = [
         f"copy bandwidth {record['copy_bandwidth'] / 1e9:.1f} GB/s, {record['length']} tokens of context, "
         f"batch {record['batch_size']}, draft {record['tree']}, tau {record['tau']:.2f}"
     ]
     for name in ("plain", "round"):
-        made.append(f"{name + ' step':24}{'MB':>10}{'floor us':>12}{'us':>12}{'ratio':>8}")
+        rows.append(f"{name + ' step':24}{'MB':>10}{'floor us':>12}{'us':>12}{'ratio':>8}")
         for part in record[name]:
             ratio = "" if part["over_floor"] is None else f"{part['over_floor']:.2f}"
-            made.append(
+            rows.append(
                 f"  {part['part']:22}{part['bytes'] / 1e6:>10.1f}{part['floor_us']:>12.1f}{part['us']:>12.1f}{ratio:>8}"
             )
-        made.append(f"  {'whole':22}{'':>10}{record[name + '_floor_us']:>12.1f}{record[name + '_us']:>12.1f}")
+        rows.append(f"  {'whole':22}{'':>10}{record[name + '_floor_us']:>12.1f}{record[name + '_us']:>12.1f}")
     speedup = {
         name: f"{value:.2f}" if is_believable(value, record["tau"]) else "not measured"
         for name, value in record["speedup"].items()
     }
-    made.append(
+    rows.append(
         f"speedup now {speedup['now']}, at the floor {speedup['floor']}; plain decoding at "
         f"{record['plain_share_of_bandwidth']:.0%} of the bandwidth"
     )
     if record["plain_share_of_bandwidth"] > BELIEVABLE:
-        made.append(
+        rows.append(
             "plain decoding reads faster than memory was copied: the target lies in the processor's cache, or others "
             "used the memory while it was copied; the floors say little here"
         )
-    return [line.rstrip() for line in made]
+    return [line.rstrip() for line in rows]

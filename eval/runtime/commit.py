@@ -74,50 +74,44 @@ class Commit:
         levels.
         """
         state, count = self.state, accepted + 1
-        kept, ended = self.cut(emitted, count)
+        emitted_count, ended = self.cut(emitted, count)
         active = ~state.done
-        kept = kept * active
+        emitted_count = emitted_count * active
         state.done.logical_or_(ended)
         result = CommitResult(
             torch.cat([state.root[:, None], emitted], dim=1), state.length.clone(), torch.where(state.done, 0, count)
         )
-        if self.depth > 0:
-            self.record(accepted, kept, depths)
+        if self.depth > 0:  # if the output ends in the round, only the levels up to its end count
+            index = state.rounds[:, None]
+            state.accepted.scatter_(1, index, torch.minimum(accepted, emitted_count)[:, None])
+            levels = self.depth if depths is None else depths.amax(dim=1)
+            state.reached.scatter_(1, index, torch.minimum(count, emitted_count).clamp(max=levels)[:, None])
         state.output.scatter_(1, state.output_length[:, None] + self.offsets, emitted)
-        state.output_length.add_(kept)
+        state.output_length.add_(emitted_count)
         state.rounds.add_(active)
         state.length.add_(result.count)
         # A row that is done may have any root, since it is never read.
         state.root.copy_(emitted.gather(1, accepted[:, None])[:, 0])
-        self.publish()
+        self.write_report()
         return result
 
     def cut(self, emitted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many of the first count[b] tokens the output keeps, and True if the output ends with them; (B,)
+        """Return how many of the first count[b] tokens the output takes, and True if the output ends with them; (B,)
         each."""
         state = self.state
         room = state.limit - state.output_length
-        kept = torch.minimum(count, room)
+        taken = torch.minimum(count, room)
         ended = count >= room
         if len(self.eos):
             M = emitted.shape[1]
             is_eos = (emitted[..., None] == self.eos).any(dim=-1) & state.stops_at_eos[:, None]  # (B, M)
             upto_eos = torch.where(is_eos, self.offsets + 1, M + 1).amin(dim=1)
-            ended = ended | (upto_eos <= kept)
-            kept = torch.minimum(kept, upto_eos)
-        return kept, ended
+            ended = ended | (upto_eos <= taken)
+            taken = torch.minimum(taken, upto_eos)
+        return taken, ended
 
-    def record(self, accepted: Tensor, kept: Tensor, depths: Tensor | None) -> None:
-        """Record the number of accepted tokens and the deepest level verified in the round. If the output ends in the
-        round, only the levels up to its end count."""
+    def write_report(self) -> None:
         state = self.state
-        at, tested = state.rounds[:, None], torch.minimum(accepted + 1, kept)
-        state.accepted.scatter_(1, at, torch.minimum(accepted, kept)[:, None])
-        levels = self.depth if depths is None else depths.amax(dim=1)
-        state.reached.scatter_(1, at, tested.clamp(max=levels)[:, None])
-
-    def publish(self) -> None:
-        state = self.state
-        place = (state.output_length[:, None] - len(self.shown) + self.shown).clamp_min(0)
+        index = (state.output_length[:, None] - len(self.shown) + self.shown).clamp_min(0)
         facts = [state.done.long()[:, None], state.output_length[:, None], state.length[:, None]]
-        state.report.copy_(torch.cat([*facts, state.output.gather(1, place)], dim=1))
+        state.report.copy_(torch.cat([*facts, state.output.gather(1, index)], dim=1))

@@ -47,31 +47,45 @@ class RowSampling:
         self.temperature[row] = sampling.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p
         self.seed[row] = sampling.seed
-        warm = [s for s in self._rows if s is not None and s.temperature > 0]
-        self.random = bool(warm)
-        self.filtered = any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in warm)
+        sampled = [s for s in self._rows if s is not None and s.temperature > 0]
+        self.random = bool(sampled)
+        self.filtered = any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in sampled)
 
     def filters(self) -> Tensor:
         """Return (B,) bool, True for rows with filters."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     def row(self, row: int) -> "RowSampling":
+        """Return the sampling of one row alone."""
         alone, settings = type(self)(1, self.seed.device), self._rows[row]
         if settings is not None:
             alone.set_row(0, settings)
         return alone
 
     def log_distribution(self, logits: Tensor) -> Tensor:
-        """Return log p (B, W, V) in float32 of logits (B, W, V); -inf where a filter excludes the token."""
-        return log_distribution(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
+        """Return log p (B, W, V) in float32 of logits (B, W, V): temperature, then top-k, top-p and min-p, each
+        renormalizing the result of the previous one; -inf where a filter excludes the token. Every draw of a token uses
+        this distribution."""
+        return self._scaled(logits).log_softmax(dim=-1)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Return `log_distribution` up to a constant per position, with 0 at the likeliest token."""
+        is_sampled = (self.temperature > 0)[:, None, None]  # (B, 1, 1)
+        top = logits.argmax(dim=-1, keepdim=True)
+        greedy = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, top, 0.0)
+        # Subtract the maximum first: logits divided by a very low temperature would overflow to inf - inf.
+        divisor = torch.where(is_sampled, self.temperature[:, None, None], 1.0)
+        scores = (logits - logits.gather(-1, top)).float() / divisor
+        if self.filtered:
+            scores = scores.masked_fill(~_passes_filters(scores, self.top_k, self.top_p, self.min_p), -torch.inf)
+        return torch.where(is_sampled, scores, greedy)
 
     def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return the chosen token ids (B, W), given logits (B, W, V) and positions (B, W) of the tokens to choose."""
         if not self.random:
             return logits.argmax(dim=-1)
-        perturbation = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
-        scores = scaled(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
-        return perturbation.add_(scores).argmax(dim=-1)
+        noise = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
+        return noise.add_(self._scaled(logits)).argmax(dim=-1)
 
     def pick_likeliest(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
@@ -97,53 +111,28 @@ class RowSampling:
             return logits
         if token_ids is None:
             token_ids = torch.arange(logits.shape[-1], device=logits.device)
-        hot = (self.temperature > 0)[:, None, None]
-        warmth = torch.where(hot, self.temperature[:, None, None], 1.0)
+        is_sampled = (self.temperature > 0)[:, None, None]
+        divisor = torch.where(is_sampled, self.temperature[:, None, None], 1.0)
         together = positions.shape[1] > 1 and positions.stride(1) == 0  # all nodes of a tree level have one position
-        perturbation = gumbel(self.seed, positions[:, :1] if together else positions, token_ids)
-        return torch.where(hot, logits / warmth + perturbation, logits)
+        noise = gumbel(self.seed, positions[:, :1] if together else positions, token_ids)
+        return torch.where(is_sampled, logits / divisor + noise, logits)
 
 
-def log_distribution(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
-) -> Tensor:
-    """Return the log of the processed distribution: temperature, then top-k, top-p and min-p, each renormalizing the
-    result of the previous one.
-
-    logits (B, W, V); the settings (B,) each; -> (B, W, V) float32. Every draw of a token uses this distribution.
-    """
-    return scaled(logits, temperature, top_k, top_p, min_p, filtered=filtered).log_softmax(dim=-1)
-
-
-def scaled(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
-) -> Tensor:
-    """Return `log_distribution` up to a constant per position, with 0 at the likeliest token."""
-    hot = (temperature > 0)[:, None, None]  # (B, 1, 1)
-    top = logits.argmax(dim=-1, keepdim=True)
-    greedy = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, top, 0.0)
-    # Subtract the maximum first: logits divided by a very low temperature would overflow to inf - inf.
-    warm = (logits - logits.gather(-1, top)).float() / torch.where(hot, temperature[:, None, None], 1.0)
-    if filtered:
-        warm = warm.masked_fill(~_kept(warm, top_k, top_p, min_p), -torch.inf)
-    return torch.where(hot, warm, greedy)
-
-
-def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def _passes_filters(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return (B, W, V) bool, True for tokens that pass all three filters. Each filter keeps a prefix of the tokens in
     descending order, so one sort is enough."""
     V = scaled.shape[-1]
     falling, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(V, device=scaled.device)
     k = torch.where(top_k > 0, top_k, V)[:, None, None]
-    kept = rank < k
+    passes = rank < k
     # Keep a token if the mass before it is less than top_p, so the likeliest token is always kept. With top_p = 1, a
     # sum that reaches 1 by rounding must not cut tokens off, hence the second term.
-    share = falling.masked_fill(~kept, -torch.inf).softmax(dim=-1)
+    share = falling.masked_fill(~passes, -torch.inf).softmax(dim=-1)
     before = share.cumsum(dim=-1) - share
     p = top_p[:, None, None]
-    kept = kept & ((before < p) | (p >= 1)) & (falling >= falling[..., :1] + min_p[:, None, None].log())
-    return torch.zeros_like(kept).scatter_(-1, order, kept)
+    passes = passes & ((before < p) | (p >= 1)) & (falling >= falling[..., :1] + min_p[:, None, None].log())
+    return torch.zeros_like(passes).scatter_(-1, order, passes)
 
 
 def best_columns(

@@ -20,15 +20,15 @@ from transformers import PreTrainedTokenizerBase
 from eval.runtime.commit import Commit, RoundState
 from eval.runtime.distribution import RowSampling
 from eval.runtime.graph import CudaCapture, Rounds
-from eval.runtime.memory import check_memory, free_bytes, row_bytes
+from eval.runtime.memory import check_memory
 from eval.runtime.request import Output as Output
-from eval.runtime.request import Reports, RequestState, StopWatch, check_request
+from eval.runtime.request import Reports, RequestState, StopStringMatcher, check_request
 from eval.runtime.request import Request as Request
 from eval.runtime.round import Decoder, read_prompts
 from eval.runtime.rules import make_rule
 from eval.runtime.sampling_params import Sampling as Sampling
 from eval.runtime.sampling_params import check_rule
-from eval.runtime.self_check import open_step
+from eval.runtime.self_check import open_decoder
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
 from heads.core.tree import ROOT_ONLY, TreeShape
@@ -64,9 +64,6 @@ class EngineOptions:
     batch_size: int = 1
     max_length: int
     """Number of slots of one sequence: prompt, output and the tree of a round together."""
-    pinned: int = 1
-    """Number of nodes of a plain step. All but the root are padding, so that its products have the shapes of a round
-    with that many nodes. Drafts must repeat such steps bit for bit (`eval.runtime.identity`)."""
 
     def check(self, target: FrozenTarget, head: Drafter | None) -> None:
         """Raise UserError if this target and head cannot decode with these options."""
@@ -74,23 +71,14 @@ class EngineOptions:
             raise UserError(
                 f"{target.name}: cannot decode here: its decoder layers are {target.placement}; load it whole"
             )
-        if self.batch_size < 1:
-            raise UserError(f"batch size: expected at least 1, got {self.batch_size}")
         if not 1 <= self.max_length <= target.context_length:
             raise UserError(
                 f"max_length: expected 1 to {target.context_length}, the context of {target.name}, "
                 f"got {self.max_length}"
             )
-        if (head is None) != (self.shape.nodes == 1):
-            raise UserError(
-                f"a head and a tree go together: got {'no ' if head is None else 'a '}head and tree '{self.shape}'"
-            )
+        assert (head is None) == (self.shape.nodes == 1), f"tree '{self.shape}' with head {head}"
         if head is None and self.rule != "match":
             raise UserError(f"rule {self.rule} judges drafts, and plain decoding has none; leave it out")
-        if self.pinned > 1 and head is not None:
-            raise UserError(
-                f"pinned: plain decoding in steps of {self.pinned} nodes has no head; leave one of them out"
-            )
         check_rule(self.rule, self.shape)
         target.check_shape(self.shape)
 
@@ -109,7 +97,7 @@ class Engine:
         """`tokenizer`: needed only for stop strings."""
         options.check(target, head)
         self.target, self.head, self.options, self.tokenizer = target, head, options, tokenizer
-        self.nodes = max(options.shape.nodes, options.pinned)
+        self.nodes = options.shape.nodes
         self.on_host = on_host = target.device.type != "cuda"
         self.timings = Timings()
         if not on_host:  # kernels are launched on the current device, whatever the device of their tensors
@@ -122,33 +110,24 @@ class Engine:
         self.reports = Reports(self.decoder.state.report, self.ahead + 2, on_host=on_host)
         self.launched: deque[tuple[bool, list[RequestState | None]]] = deque()
         """Launches not yet read by the host: whether it is a round, not a prefill, and the request in each row."""
-        self.looked = 0.0
+        self.last_read = 0.0
+        """Time at which the host read the last report."""
 
     def _build(self) -> Decoder:
         target, head, options, device = self.target, self.head, self.options, self.target.device
-        aux_layer_ids = head.aux_layer_ids if head is not None else ()
-        per_row = row_bytes(
-            target,
-            capacity=options.max_length,
-            nodes=self.nodes,
-            drafts=head is not None,
-        )
         if self.on_host:
-            check_memory(per_row, options.batch_size, free_bytes(), target.name)
+            check_memory(target, options.batch_size, options.max_length, nodes=self.nodes, drafts=head is not None)
         spec = CacheSpec(
             batch_size=options.batch_size,
             capacity=round_up(options.max_length),
-            aux_layer_ids=aux_layer_ids,
+            aux_layer_ids=head.aux_layer_ids if head is not None else (),
             nodes=self.nodes,
         )
-        step = open_step(target, spec)
+        decoder = open_decoder(target, spec)
         head_state = None
         if head is not None:
             head_state = head.new_state(
-                target.shared,
-                batch_size=options.batch_size,
-                capacity=step.capacity,
-                shape=options.shape,
+                target.shared, batch_size=options.batch_size, capacity=spec.capacity, shape=options.shape
             )
         sampling = RowSampling(options.batch_size, device)
         state = RoundState.new(
@@ -159,16 +138,15 @@ class Engine:
         )
         eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device)
         return Decoder(
-            step=step,
+            target=decoder,
             shape=options.shape,
             head=head,
             head_state=head_state,
             sampling=sampling,
-            rule=make_rule(options.rule, options.shape, sampling),
+            rule=make_rule(options.rule, options.shape, sampling, decoder),
             state=state,
             update=Commit(state, eos, options.shape.depth),
             zeros=torch.zeros(options.batch_size, 1, dtype=torch.int64, device=device),
-            pinned=self.nodes if head is None else 1,
         )
 
     def generate(self, requests: Sequence[Request], *, on_tokens: OnTokens | None = None) -> list[Output]:
@@ -196,21 +174,22 @@ class Engine:
             free = [row for row in range(self.options.batch_size) if request_states[row] is None]
             running = waiting and free and not self.launched
             if running:
-                newcomers = {row: waiting.popleft() for row in free[: len(waiting)]}
-                for row, newcomer in self._prefill(newcomers).items():
-                    request_states[row] = newcomer
+                new_requests = {row: waiting.popleft() for row in free[: len(waiting)]}
+                for row, request_state in self._prefill(new_requests).items():
+                    request_states[row] = request_state
             elif len(free) == self.options.batch_size and not self.launched:
                 break
             elif not (waiting and free):
                 self._decode(request_states)
-            # The host reads reports until it can launch rounds ahead of them: no newcomer waits, and some text goes on.
+            # The host reads reports until it can launch rounds ahead of them: no new request waits, and some text goes
+            # on.
             while self.launched and (
                 running
                 or len(self.launched) > self.ahead
                 or (waiting and None in request_states)
                 or not any(state is not None and state.left > 0 for state in request_states)
             ):
-                for row, (index, output) in self._look(request_states, on_tokens).items():
+                for row, (index, output) in self._read_report(request_states, on_tokens).items():
                     outputs[index], request_states[row] = output, None
         return [output for output in outputs if output is not None]
 
@@ -220,13 +199,12 @@ class Engine:
         running = [state for state in request_states if state is not None]
         if max((state.left for state in running), default=0) <= 0:
             return
-        decoder = self.decoder
-        M, N = decoder.shape.depth + 1, max(decoder.shape.nodes, decoder.pinned)
         if not self.launched:
-            self.looked = self._moment()
-        extent = min(round_up(max(state.most_tokens for state in running) + N), decoder.step.capacity)
+            self.last_read = self._moment()
+        longest = max(state.max_tokens for state in running)
+        extent = min(round_up(longest + self.nodes), self.decoder.target.spec.capacity)
         for state in running:
-            state.launch(M)
+            state.launch(self.options.shape.depth + 1)
         self.rounds(extent)
         self._launch(True, request_states)
 
@@ -244,36 +222,40 @@ class Engine:
         """Return the time in seconds. Wait for the device only if the host does not run ahead of it."""
         return time.perf_counter() if self.ahead else self.clock()
 
-    def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, RequestState]:
-        read_prompts(self.decoder, {row: request for row, (_, request) in newcomers.items()})
+    def _prefill(self, new_requests: dict[int, tuple[int, Request]]) -> dict[int, RequestState]:
+        read_prompts(self.decoder, {row: request for row, (_, request) in new_requests.items()})
         request_states = {}
-        for row, (index, request) in newcomers.items():
-            watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None
-            request_states[row] = RequestState(index, request, self.timings.rounds, watch)
-        self.decoder.update.publish()
+        for row, (index, request) in new_requests.items():
+            stops = None
+            if request.stop and self.tokenizer is not None:
+                stops = StopStringMatcher(request.stop, self.tokenizer)
+            request_states[row] = RequestState(index, request, self.timings.rounds, stops)
+        self.decoder.update.write_report()
         self._launch(False, [request_states.get(row) for row in range(self.options.batch_size)])
         return request_states
 
-    def _look(
+    def _read_report(
         self, request_states: list[RequestState | None], on_tokens: OnTokens | None
     ) -> dict[int, tuple[int, Output]]:
         """Read the oldest unread report. Return the request's index and output for each row that ended."""
-        is_round, sitters = self.launched.popleft()
+        is_round, requests_in_rows = self.launched.popleft()
         reports = self.reports.receive()
-        is_current = [own is not None and own is other for own, other in zip(sitters, request_states, strict=True)]
+        is_current = [
+            then is not None and then is now for then, now in zip(requests_in_rows, request_states, strict=True)
+        ]
         if is_round and any(is_current):  # else the round was launched after every text had ended
             now = self._moment()
-            self.timings.round_seconds.append(now - self.looked)
-            self.timings.decode_seconds += now - self.looked
-            self.looked = now
+            self.timings.round_seconds.append(now - self.last_read)
+            self.timings.decode_seconds += now - self.last_read
+            self.last_read = now
         under_way = sum(is_round for is_round, _ in self.launched)
         state, M = self.decoder.state, self.options.shape.depth + 1
         ended: dict[int, tuple[int, Output]] = {}
-        for row, (request_state, report) in enumerate(zip(sitters, reports, strict=True)):
+        for row, (request_state, report) in enumerate(zip(requests_in_rows, reports, strict=True)):
             if request_state is None or not is_current[row]:  # that request has ended already
                 continue
-            fresh = request_state.learn(report, under_way, M)
-            if on_tokens is not None and fresh and on_tokens(request_state.index, fresh):
+            new_tokens = request_state.update(report, under_way, M)
+            if on_tokens is not None and new_tokens and on_tokens(request_state.index, new_tokens):
                 request_state.stopped = True
             if request_state.stopped:
                 state.done[row] = True

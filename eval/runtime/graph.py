@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,63 +29,47 @@ Form = tuple[bool, bool]
 """Host flags: does any row sample, and does any filter?"""
 
 
-class Graph(Protocol):
-    """Captured graph, as returned by `Capture`."""
-
-    def replay(self) -> None:
-        """Run the captured work again, on the same memory."""
-
-
-Capture = Callable[[Callable[[], None]], Graph]
-"""Function that captures work and returns its graph."""
+Capture = Callable[[Callable[[], None]], Any]
+"""Function that captures work and returns its graph, whose `replay` runs the work again, on the same memory."""
 
 
 class Rounds:
     def __init__(self, decoder: Decoder, capture: Capture | None) -> None:
         """If `capture` is None, every round runs without a graph."""
         self.decoder, self.capture = decoder, capture
-        self.graphs: dict[tuple[int, Form], Graph] = {}
+        self.graphs: dict[tuple[int, Form], Any] = {}
 
     def __call__(self, extent: int) -> None:
         """Advance every row that is not done, as `Decoder.round` does."""
-        self.prepare()
+        form = self.decoder.sampling.random, self.decoder.sampling.filtered
+        if self.capture is not None and (self.bucket(1), form) not in self.graphs:
+            self.record(form)
         if self.capture is None:
             self.decoder.round(extent)
         else:
-            self.graphs[self.bucket(extent), self.form].replay()
-
-    @property
-    def form(self) -> Form:
-        return self.decoder.sampling.random, self.decoder.sampling.filtered
-
-    def prepare(self) -> None:
-        if self.capture is not None and (self.bucket(1), self.form) not in self.graphs:
-            self.record(self.form)
+            self.graphs[self.bucket(extent), form].replay()
 
     def bucket(self, extent: int) -> int:
-        if not self.decoder.step.decoder.reads_masks:
-            return self.decoder.step.capacity
-        return min(max(SMALLEST_EXTENT, 1 << (extent - 1).bit_length()), self.decoder.step.capacity)
-
-    def extents(self) -> list[int]:
-        capacity, extents = self.decoder.step.capacity, [self.bucket(1)]
-        while extents[-1] < capacity:
-            extents.append(self.bucket(extents[-1] + 1))
-        return extents
+        capacity = self.decoder.target.spec.capacity
+        if not self.decoder.target.reads_masks:
+            return capacity
+        return min(max(SMALLEST_EXTENT, 1 << (extent - 1).bit_length()), capacity)
 
     def record(self, form: Form) -> None:
         """Capture one form of sampling in all extents, so that no request waits for a capture later."""
         assert self.capture is not None
-        trouble = None
+        trouble, extent = None, 0
         with preserved(self.decoder.state):
             self.decoder.state.done.fill_(True)  # so that the rounds of the warm-up change no row
             try:
-                for extent in self.extents():
+                while extent < self.decoder.target.spec.capacity:
+                    extent = self.bucket(extent + 1)
+                    work = partial(self.decoder.round, extent)
                     for _ in range(WARM_UPS):
-                        self.decoder.round(extent)
-                    self.graphs[extent, form] = self.capture(lambda extent=extent: self.decoder.round(extent))  # type: ignore[misc]
+                        work()
+                    self.graphs[extent, form] = self.capture(work)
             except RuntimeError as error:
-                trouble = "the GPU has no memory left for them" if is_out_of_memory(error) else first_line(error)
+                trouble = "the GPU is out of memory" if is_out_of_memory(error) else first_line(error)
         if trouble is not None:  # outside the except block: the error would keep the round's tensors alive
             self.graphs.clear()
             self.capture = None
@@ -112,7 +97,7 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.pool: Any = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         current = torch.cuda.current_stream(self.device)

@@ -1,4 +1,8 @@
-"""Memory of a batch: an estimate before anything is allocated, and an error that says which batch would fit."""
+"""Estimate of a batch's memory on a CPU, before anything is allocated.
+
+A GPU refuses an allocation that does not fit. On a CPU the operating system grants it, and kills the process once the
+memory is used.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,12 @@ LOGITS = 4
 """Maximum number of float32 copies of a round's logits alive at once."""
 
 
-def row_bytes(target: FrozenTarget, *, capacity: int, nodes: int, drafts: bool) -> int:
-    """Estimate the bytes of the caches and of the widest tensors of a round, for one row. A draft's cache counts as two
-    of the target's layers. A recurrent layer keeps a state after each node."""
+def check_memory(target: FrozenTarget, batch_size: int, capacity: int, *, nodes: int, drafts: bool) -> None:
+    """Raise UserError if a batch needs more bytes than are free. The message names a batch that would fit.
+
+    Counted are the caches and the widest tensors of a round. A draft's cache counts as two of the target's layers. A
+    recurrent layer keeps a state after each node.
+    """
     config: Any = target.config
     size, slots = target.dtype.itemsize, round_up(capacity)
     queries = layer_setting(config, "num_attention_heads")
@@ -25,23 +32,16 @@ def row_bytes(target: FrozenTarget, *, capacity: int, nodes: int, drafts: bool) 
     cache = slots * (target.attention_layers + 2 * drafts) * width * size + (nodes + 1) * target.state_bytes
     node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
     mask = slots * (size + 1)  # as bool and in the target's dtype
-    return int(cache + nodes * (node + mask))
-
-
-def check_memory(per_row: int, batch_size: int, free: int | None, name: str) -> None:
-    """Raise UserError if a batch needs more bytes than are free. The message names a batch that would fit.
-
-    A GPU refuses an allocation that does not fit. On a CPU the operating system grants it, and kills the process once
-    the memory is used.
-    """
-    need, room = batch_size * per_row, int((free or 0) * (1 - RESERVE))
-    if free is None or need <= room:
+    per_row = int(cache + nodes * (node + mask))
+    free = free_bytes()
+    if free is None or batch_size * per_row <= free * (1 - RESERVE):
         return
+    room = int(free * (1 - RESERVE))
     most = room // per_row
     fits = f"a batch of {most} would fit" if most else "shorten the sequences, or make the trees smaller"
     raise UserError(
-        f"{name}: a batch of {batch_size} needs {need / 2**30:.1f} GiB beside the weights, and {room / 2**30:.1f} GiB "
-        f"are free; {fits}"
+        f"{target.name}: a batch of {batch_size} needs {batch_size * per_row / 2**30:.1f} GiB in addition to the "
+        f"weights, and {room / 2**30:.1f} GiB are free; {fits}"
     )
 
 

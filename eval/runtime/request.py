@@ -72,8 +72,8 @@ class Output:
 
     def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """Return the text as engines return it: without the token that ended it, and without special tokens."""
-        said = self.tokens[:-1] if self.finish_reason == "eos" else self.tokens
-        return str(tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        tokens = self.tokens[:-1] if self.finish_reason == "eos" else self.tokens
+        return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def drafted(self) -> list[bool]:
         """Return for every token True if it is an accepted draft token, and False if the target chose it."""
@@ -99,8 +99,6 @@ def check_request(request: Request, name: str, *, target: FrozenTarget, slots: i
             f"{name}: the prompt of an encoder-decoder is its encoder's input, then its start token {start}, which "
             "begins the answer; a chat template puts it there"
         )
-    if request.max_new_tokens < 1:
-        raise UserError(f"{name}: max_new_tokens must be at least 1, got {request.max_new_tokens}")
     needed = prompt + request.max_new_tokens + nodes
     if needed > slots:
         raise UserError(
@@ -109,8 +107,6 @@ def check_request(request: Request, name: str, *, target: FrozenTarget, slots: i
         )
     if request.stop and not can_stop:
         raise UserError(f"{name}: stop strings need a tokenizer; give the engine one")
-    if not all(request.stop):
-        raise UserError(f"{name}: an empty stop string would end every output; leave it out")
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ class Reports:
         ]
 
 
-class StopWatch:
+class StopStringMatcher:
     """Search for the first token that completes a stop string in the text of an output.
 
     The output ends with the earliest token i such that the decoded text of tokens 0 .. i contains one of the strings
@@ -170,17 +166,17 @@ class StopWatch:
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.stops, self.tokenizer = tuple(stops), tokenizer
         self.reach = 4 * max(map(len, stops)) + SLACK
-        self.looked_at = 0
+        self.searched = 0
 
     def find(self, tokens: Sequence[int]) -> int | None:
         """Return the number of tokens that the output keeps, or None if no stop string is complete. Call it with all
         tokens so far each time that new ones arrive; only the new ones are searched."""
-        for end in range(self.looked_at + 1, len(tokens) + 1):
+        for end in range(self.searched + 1, len(tokens) + 1):
             tail = list(islice(tokens, max(0, end - self.reach), end))
             text = self.tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             if any(stop in text for stop in self.stops):
                 return end
-        self.looked_at = len(tokens)
+        self.searched = len(tokens)
         return None
 
 
@@ -193,13 +189,13 @@ class RequestState:
     request: Request
     first_round: int
     """Number of rounds of the whole batch before this request's first."""
-    watch: StopWatch | None
+    stops: StopStringMatcher | None
     tokens: list[int] = field(default_factory=list)
     stopped: bool = False
     """True if a stop string or the callback ended the request."""
 
     def __post_init__(self) -> None:
-        self.most_tokens = len(self.request.prompt)
+        self.max_tokens = len(self.request.prompt)
         """Upper bound on the tokens in the row's cache after all launched rounds."""
         self.left = self.request.max_new_tokens - 1
         """Upper bound on the tokens to come after all launched rounds, each of which emits at least one."""
@@ -211,16 +207,16 @@ class RequestState:
 
     def launch(self, M: int) -> None:
         """Count one more launched round, which emits at most M tokens."""
-        self.most_tokens = min(self.most_tokens + M, self.limit)
+        self.max_tokens = min(self.max_tokens + M, self.limit)
         self.left -= 1
 
-    def learn(self, report: Report, under_way: int, M: int) -> list[int]:
+    def update(self, report: Report, under_way: int, M: int) -> list[int]:
         """Add a report, after which `under_way` more rounds were launched. Return the new tokens."""
         before = len(self.tokens)
         self.left = self.request.max_new_tokens - report.output_length - under_way
-        self.most_tokens = min(report.length + M * under_way, self.limit)
+        self.max_tokens = min(report.length + M * under_way, self.limit)
         self.tokens += report.tail[len(report.tail) - (report.output_length - before) :]
-        stop_at = self.watch.find(self.tokens) if self.watch is not None else None
+        stop_at = self.stops.find(self.tokens) if self.stops is not None else None
         if stop_at is not None:
             del self.tokens[stop_at:]
             self.stopped = True

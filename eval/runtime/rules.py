@@ -1,14 +1,19 @@
 """Acceptance rules: they draw a round's draft tokens and decide which of them are accepted.
 
-`match` is in `eval.runtime.accept`. `ratio` and `block`, in this file, compare the
-target's p with q, the distribution that a draft token was drawn from. At temperature 0 all rules accept the same
-tokens. Above it, `ratio` and `block` need the exact q: the draft's logits under the same temperature, top-k, top-p and
-min-p as the target's, over the full vocabulary. So they refuse drafts that are not drawn from a distribution. They also
-refuse trees whose nodes are selected by the draws: the distribution of the nodes that survive a reranking is not q.
+By `match` the target chooses a token at every node. Starting at the root, follow children with the chosen token as far
+as possible. The tokens on this path are accepted, and the choice at its last node is the bonus token. So the output is
+the sequence of the target's own choices, whatever the tree. If siblings have the same token, the deepest path wins,
+then the lowest node.
+
+`ratio` and `block` compare the target's p with q, the distribution that a draft token was drawn from. At temperature 0
+all rules accept the same tokens. Above it, `ratio` and `block` need the exact q: the draft's logits under the same
+temperature, top-k, top-p and min-p as the target's, over the full vocabulary. So they reject drafts that are not drawn
+from a distribution. They also reject trees whose nodes are selected by the draws: the distribution of the nodes that
+survive a reranking is not q.
 
 Their noise is counter-based like that of `match`, in four independent streams: for the drafts, for the tests, for the
 last token, and that of `match`, which chooses a request's first token. No stream may be shared, and none is keyed by
-position alone: `block` may refuse a whole chain because of its last tokens, so even a token that was not emitted
+position alone: `block` may reject a whole chain because of its last tokens, so even a token that was not emitted
 carries information about the noise at its position. Every key contains the root's position, which no two rounds of a
 request share.
 
@@ -17,8 +22,8 @@ trees as recursive rejection with siblings drawn without replacement (Sequoia, a
 children x of a node are tried in the order in which they were drawn:
 
     accept x with probability min(1, P(x) / Q(x)), at first P = p and Q = q
-    if refused: P <- norm(max(P - Q, 0)), Q(x) <- 0, Q <- norm(Q)
-    if all are refused: the round ends here with a token drawn from P; at a leaf, from p
+    if rejected: P <- norm(max(P - Q, 0)), Q(x) <- 0, Q <- norm(Q)
+    if all are rejected: the round ends here with a token drawn from P; at a leaf, from p
 
 `block` (Sun et al., arXiv 2403.10444, algorithm 2) judges a chain x_1 .. x_K as a whole. p_i and q_i are the
 distributions after x_1 .. x_i:
@@ -36,66 +41,93 @@ depth, V vocabulary, Vx columns of a draft's logits.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from eval.runtime.accept import deepest_path, match
 from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling_params import check_rule
 from heads.core.errors import UserError
 from heads.core.tree import MOST_NODES, Acceptance, Pick, Proposal, TreeShape, is_chain
+from heads.targets.cached_decoder import CachedDecoder
 from heads.targets.gumbel import gumbel, stream, uniform
-
-if TYPE_CHECKING:
-    from eval.runtime.round import TargetStep
 
 DRAFTS, TESTS, LAST = 0x3C79AC492BA7B653, 0x1CE4E5B9BF58476D, 0x14D049BB133111EB
 """Identifiers of the noise streams, by purpose: any three distinct numbers."""
 
 
-class Rule(Protocol):
-    """Interface of an acceptance rule, as a round uses it."""
-
-    def begin(self) -> Pick:
-        """Return the function that draws this round's draft tokens."""
-
-    def consult(self, step: "TargetStep", hidden: Tensor, positions: Tensor) -> Tensor:
-        """Return the target's choice (B, N) or distribution (B, N, V) after each node. hidden (B, N, D); positions
-        (B, N) of the tokens after the nodes."""
-
-    def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
-        """Decide which draft tokens are accepted. consulted: from `consult`; above (B, N, N):
-        `heads.targets.slots.ancestors`, or None for a chain."""
-
-
-def make_rule(name: str, shape: TreeShape, sampling: RowSampling) -> Rule:
-    """Return the rule of that name for trees of one shape. Raise UserError if it cannot judge them."""
-    check_rule(name, shape)
-    return Match(shape, sampling) if name == "match" else Rejection(name, shape, sampling)
-
-
 class Match:
     """Rule `match`: a draft token is accepted if it is the target's own choice."""
 
-    def __init__(self, shape: TreeShape, sampling: RowSampling) -> None:
-        self.shape, self.sampling = shape, sampling
+    def __init__(self, shape: TreeShape, sampling: RowSampling, target: CachedDecoder) -> None:
+        self.shape, self.sampling, self.target = shape, sampling, target
 
     def begin(self) -> Pick:
+        """Return the function that draws this round's draft tokens."""
         return self.sampling.pick
 
-    def consult(self, step: "TargetStep", hidden: Tensor, positions: Tensor) -> Tensor:
-        return step.choose(hidden, positions, self.sampling)  # (B, N)
+    def target_outputs(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Return the target's choice (B, N) after each node. hidden (B, N, D); positions (B, N) of the tokens after the
+        nodes.
 
-    def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
+        Rows with filters need the whole distribution. The choices of the other rows must not depend on such rows.
+        """
+        sampling, target = self.sampling, self.target
+        if not target.in_tiles or (sampling.filtered and len(hidden) == 1):
+            return sampling.choose(target.logits(hidden), positions)
+        chosen = target.choose(hidden, positions, sampling.temperature, sampling.seed, noisy=sampling.random)
+        if not sampling.filtered:
+            return chosen
+        return torch.where(sampling.filters()[:, None], sampling.choose(target.logits(hidden), positions), chosen)
+
+    def accept(self, proposal: Proposal, outputs: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
+        """Decide which draft tokens are accepted. outputs: from `target_outputs`; above (B, N, N):
+        `heads.targets.slots.ancestors`, or None for a chain."""
         if self.shape.nodes == 1:  # without drafts a round emits the target's choice after the root
-            return Acceptance(proposal.depths[:, 0], proposal.depths, consulted)  # the depths are zeros
-        return match(proposal, consulted, above, self.shape.depth)
+            return Acceptance(proposal.depths[:, 0], proposal.depths, outputs)  # the depths are zeros
+        if above is None:
+            return match_chain(proposal, outputs)
+        return match(proposal, outputs, above, self.shape.depth)
+
+
+def match(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
+    """Accept the deepest path of chosen tokens.
+
+    choice (B, N): the token that the target chose after each node; above (B, N, N): `heads.targets.slots.ancestors` of
+    the proposal; depth: K, the maximum number of levels of this tree shape. A node whose parent is not exactly one
+    level above it is never accepted.
+    """
+    B, N = choice.shape
+    node = torch.arange(N, device=choice.device).expand(B, N)
+    parent_depths = proposal.depths.gather(1, proposal.parents)
+    follows = (proposal.tokens == choice.gather(1, proposal.parents)) & (proposal.depths == parent_depths + 1)
+    accepted, path = deepest_path(proposal, follows | (node == 0), above, depth)
+    # The choice at a node of the path is the token of the path's next node; at the last node it is the bonus token.
+    return Acceptance(accepted, path, choice.gather(1, path))
+
+
+def deepest_path(proposal: Proposal, follows: Tensor, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Return the deepest path whose nodes are all True in `follows` (B, N); among equal depths, the lowest node wins.
+    Return its length (B,) and its nodes (B, K + 1), the root first."""
+    B, N = follows.shape
+    node = torch.arange(N, device=follows.device).expand(B, N)
+    alive = (follows[:, None, :] | ~above).all(dim=2)  # the node and all of its ancestors follow
+    best = torch.where(alive, proposal.depths * N + (N - 1 - node), -1).argmax(dim=1, keepdim=True)  # (B, 1)
+    on_path = above.gather(1, best[..., None].expand(B, 1, N))[:, 0]  # (B, N)
+    # Each node on the path goes to the index of its depth, all other nodes to an index that is cut off.
+    path = torch.zeros(B, depth + 2, dtype=torch.int64, device=follows.device)
+    path = path.scatter_(1, torch.where(on_path, proposal.depths, depth + 1), node)[:, : depth + 1]
+    return proposal.depths.gather(1, best)[:, 0], path
+
+
+def match_chain(proposal: Proposal, choice: Tensor) -> Acceptance:
+    """Accept a chain, in which each node is the child of the previous one; choice (B, K + 1)."""
+    accepted = (proposal.tokens[:, 1:] == choice[:, :-1]).cumprod(dim=1).sum(dim=1)
+    return Acceptance(accepted, proposal.depths, choice)  # the nodes of a chain have their depths as indices
 
 
 class Draws:
-    """Pick of one round: it draws children from the draft's distribution, which is kept for the verdict.
+    """Pick of one round: it draws children from the draft's distribution, which is kept for the tests.
 
     Siblings are drawn without replacement, in the order of falling log q + Gumbel noise. A greedy row drafts its
     likeliest tokens.
@@ -120,8 +152,8 @@ class Draws:
             ids = torch.arange(logits.shape[2], device=logits.device) if token_ids is None else token_ids
             counters = draw_counters(positions, len(self.distributions))
             noise = gumbel(stream(sampling.seed, DRAFTS), counters, ids)  # (B, W, Vx)
-            hot = (sampling.temperature > 0)[:, None, None]
-            columns = best(torch.where(hot, noise + logq, logits.float()), count)
+            is_sampled = (sampling.temperature > 0)[:, None, None]
+            columns = best(torch.where(is_sampled, noise + logq, logits.float()), count)
         return columns if token_ids is None else token_ids[columns], logq.gather(-1, columns)
 
     def distribution(self, vocab: int) -> Tensor:
@@ -165,11 +197,11 @@ def family_of(shape: TreeShape, device: torch.device | str = "cpu") -> Family:
     parents, children = list(by_parent), list(by_parent.values())
     assert parents == sorted(parents), parents
     R = max(map(len, children))
-    place = {child: i * R + r for i, own in enumerate(children) for r, child in enumerate(own)}
+    place = {child: i * R + r for i, siblings in enumerate(children) for r, child in enumerate(siblings)}
     return Family(
         parents=torch.tensor(parents, device=device),
-        children=torch.tensor([own + [0] * (R - len(own)) for own in children], device=device),
-        there=torch.tensor([[r < len(own) for r in range(R)] for own in children], device=device),
+        children=torch.tensor([siblings + [0] * (R - len(siblings)) for siblings in children], device=device),
+        there=torch.tensor([[r < len(siblings) for r in range(R)] for siblings in children], device=device),
         place=torch.tensor([place[j] for j in range(1, shape.nodes)], device=device),
     )
 
@@ -178,40 +210,43 @@ def family_of(shape: TreeShape, device: torch.device | str = "cpu") -> Family:
 class Verdict:
     """Probabilities of a rule's tests on a tree, and the distributions of the last token."""
 
-    odds: Tensor  # (B, N), the probability that node j's own test passes; 1 for the root
-    rest: Tensor  # (B, N, V), the distribution of the last token if the round ends at node j
+    accept_prob: Tensor  # (B, N), the probability that node j's own test passes; 1 for the root
+    residual: Tensor  # (B, N, V), the distribution of the last token if the round ends at node j
 
 
 class Rejection:
     """Rules `ratio` and `block`, which compare the target's distribution with the draft's."""
 
-    def __init__(self, name: str, shape: TreeShape, sampling: RowSampling) -> None:
-        self.name, self.shape, self.sampling = name, shape, sampling
+    def __init__(self, name: str, shape: TreeShape, sampling: RowSampling, target: CachedDecoder) -> None:
+        self.name, self.shape, self.sampling, self.target = name, shape, sampling, target
         self.family = family_of(shape, sampling.seed.device)
         self.draws = Draws(sampling)
 
     def begin(self) -> Pick:
+        """Return the function that draws this round's draft tokens."""
         self.draws = Draws(self.sampling)
         return self.draws
 
-    def consult(self, step: "TargetStep", hidden: Tensor, positions: Tensor) -> Tensor:
-        return self.sampling.log_distribution(step.logits(hidden)).exp()  # (B, N, V)
+    def target_outputs(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Return the target's distribution (B, N, V) after each node. hidden (B, N, D)."""
+        return self.sampling.log_distribution(self.target.logits(hidden)).exp()
 
-    def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
-        verdict = self.weigh(proposal, consulted)
+    def accept(self, proposal: Proposal, outputs: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
+        """Decide which draft tokens are accepted. Arguments as in `Match.accept`."""
+        verdict = self.accept_probs(proposal, outputs)
         device, seed = positions.device, self.sampling.seed
         root = positions[:, :1] - 1
         node = torch.arange(self.shape.nodes, device=device)
-        passed = uniform(stream(seed, TESTS), root, node)[:, 0] < verdict.odds
+        passed = uniform(stream(seed, TESTS), root, node)[:, 0] < verdict.accept_prob
         accepted, path = self.decide(passed, proposal, above)
         end = path.gather(1, accepted[:, None])  # (B, 1)
-        rest = verdict.rest.gather(1, end[..., None].expand(-1, -1, verdict.rest.shape[2]))  # (B, 1, V)
-        noise = gumbel(stream(seed, LAST), root, torch.arange(rest.shape[2], device=device))
-        last = (rest.log() + noise).argmax(dim=-1)  # (B, 1)
+        p_last = verdict.residual.take_along_dim(end[..., None], 1)  # (B, 1, V)
+        noise = gumbel(stream(seed, LAST), root, torch.arange(p_last.shape[2], device=device))
+        last = (p_last.log() + noise).argmax(dim=-1)  # (B, 1)
         drafted = proposal.tokens.gather(1, path).roll(-1, dims=1)  # its last column is padding for `last` to replace
         return Acceptance(accepted, path, drafted.scatter(1, accepted[:, None], last))
 
-    def weigh(self, proposal: Proposal, p: Tensor) -> Verdict:
+    def accept_probs(self, proposal: Proposal, p: Tensor) -> Verdict:
         """Return the verdict on the draft tokens that the pick of `begin` has drawn. p (B, N, V)."""
         if not self.draws.distributions:
             raise UserError(
@@ -219,40 +254,56 @@ class Rejection:
                 "none; use rule match"
             )
         q, tokens = self.draws.distribution(p.shape[2]), proposal.tokens
-        assert q.shape[1] == len(self.family.parents), f"{q.shape[1]} draws, {len(self.family.parents)} nodes to expand"
         if self.name == "block":
             return block(p, q, tokens)
         verdict = ratio(p, q, tokens, self.family)
         # In a greedy row q has only one token, but several children may be drafted, without a draw. So the token that
         # has all of p is accepted.
-        hot = (self.sampling.temperature > 0)[:, None]
+        is_sampled = (self.sampling.temperature > 0)[:, None]
         chosen = p.argmax(dim=-1).gather(1, proposal.parents) == tokens  # (B, N)
-        odds = torch.where(hot, verdict.odds, chosen.to(verdict.odds.dtype))
-        return Verdict(odds, torch.where(hot[..., None], verdict.rest, p))
+        accept_prob = torch.where(is_sampled, verdict.accept_prob, chosen.to(verdict.accept_prob.dtype))
+        return Verdict(accept_prob, torch.where(is_sampled[..., None], verdict.residual, p))
 
     def decide(self, passed: Tensor, proposal: Proposal, above: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the number of accepted tokens (B,) and their path (B, K + 1), given the passed tests (B, N)."""
-        if self.name == "block":
-            return last_accepted(passed)
-        return leading(passed) if above is None else first_accepted(passed, proposal, above, self.shape.depth)
+        """Return the number of accepted tokens (B,) and their path (B, K + 1) from the root, given the passed tests
+        (B, N)."""
+        node = torch.arange(passed.shape[1], device=passed.device).expand_as(passed)
+        if self.name == "block":  # up to the last node whose test passed, whether or not the tests before it passed
+            return (node * passed).amax(dim=1), node
+        if above is None:  # all nodes before the first whose test failed
+            return passed[:, 1:].cumprod(dim=1).sum(dim=1), node
+        # From the root, descend to the eldest child whose test passed, as long as there is one.
+        siblings = proposal.parents[:, :, None] == proposal.parents[:, None, :]
+        elder = siblings & (node[:, None] < node[..., None]) & (node[:, None] > 0)
+        rejected_before = ~(passed[:, None, :] & elder).any(dim=2)
+        return deepest_path(proposal, (passed & rejected_before) | (node == 0), above, self.shape.depth)
+
+
+Rule = Match | Rejection
+
+
+def make_rule(name: str, shape: TreeShape, sampling: RowSampling, target: CachedDecoder) -> Rule:
+    """Return the rule of that name for trees of one shape. Raise UserError if it cannot judge them."""
+    check_rule(name, shape)
+    return Match(shape, sampling, target) if name == "match" else Rejection(name, shape, sampling, target)
 
 
 def ratio(p: Tensor, q: Tensor, tokens: Tensor, family: Family) -> Verdict:
     """Apply recursive rejection to a tree: p (B, N, V), q (B, I, V), tokens (B, N).
 
-    The test of a node is the test made if all its elder siblings were refused. If q has fewer tokens than the node has
+    The test of a node is the test made if all its elder siblings were rejected. If q has fewer tokens than the node has
     children, some children have probability 0 in q. They are never accepted and change nothing.
     """
     P, Q = p[:, family.parents], q  # (B, I, V)
-    odds = []
+    accept_prob = []
     for r in range(family.children.shape[1]):
         x = tokens[:, family.children[:, r]][..., None]  # (B, I, 1)
         drawn = Q.gather(-1, x)
         tested = family.there[:, r, None] & (drawn > 0)
-        odds.append(torch.where(tested, quotient(P.gather(-1, x), drawn).clamp(max=1), 0.0))
+        accept_prob.append(torch.where(tested, quotient(P.gather(-1, x), drawn).clamp(max=1), 0.0))
         P = torch.where(tested, residual(P, Q), P)
         Q = torch.where(tested, normalised(Q.scatter(-1, x, 0.0), Q), Q)
-    by_child = torch.cat(odds, dim=-1).flatten(1)[:, family.place]  # (B, N - 1)
+    by_child = torch.cat(accept_prob, dim=-1).flatten(1)[:, family.place]  # (B, N - 1)
     return Verdict(torch.cat([torch.ones_like(by_child[:, :1]), by_child], 1), p.index_copy(1, family.parents, P))
 
 
@@ -270,10 +321,10 @@ def block(p: Tensor, q: Tensor, tokens: Tensor) -> Verdict:
     # Where w = 1 and nothing exceeds q, p and q are equal: then the result of the test does not matter, nor does the
     # distribution after it.
     whole = excess + (1 - before)
-    odds = torch.where(whole > 0, excess / whole, 1.0)
-    rest = residual(before * p[:, :-1], q, otherwise=p[:, :-1])
-    odds = torch.cat([torch.ones_like(odds[:, :1]), odds[:, 1:], w[:, -1:]], dim=1)
-    return Verdict(odds[..., 0], torch.cat([rest, p[:, -1:]], dim=1))
+    accept_prob = torch.where(whole > 0, excess / whole, 1.0)
+    accept_prob = torch.cat([torch.ones_like(w[:, :1]), accept_prob[:, 1:], w[:, -1:]], dim=1)
+    left = residual(before * p[:, :-1], q, otherwise=p[:, :-1])
+    return Verdict(accept_prob[..., 0], torch.cat([left, p[:, -1:]], dim=1))
 
 
 def quotient(p: Tensor, q: Tensor) -> Tensor:
@@ -283,7 +334,7 @@ def quotient(p: Tensor, q: Tensor) -> Tensor:
 
 def residual(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
     """Return norm(max(p - q, 0)) over the last dimension, or `otherwise` (default: p) where no mass is left. There q
-    covers p, a refusal has probability 0, and any distribution is correct."""
+    covers p, a rejection has probability 0, and any distribution is correct."""
     return normalised((p - q).clamp_min(0), p if otherwise is None else otherwise)
 
 
@@ -291,25 +342,3 @@ def normalised(mass: Tensor, otherwise: Tensor) -> Tensor:
     """Return `mass` divided by its sum over the last dimension, or `otherwise` where the sum is 0."""
     total = mass.sum(-1, keepdim=True)
     return torch.where(total > 0, mass / total, otherwise)
-
-
-def first_accepted(passed: Tensor, proposal: Proposal, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Descend from the root to the eldest child whose test passed, as long as there is one. passed (B, N). Return the
-    number of accepted tokens (B,) and their path (B, K + 1) from the root."""
-    node = torch.arange(passed.shape[1], device=passed.device)
-    siblings = (proposal.parents[:, :, None] == proposal.parents[:, None, :]) & (node[:, None] > node) & (node > 0)
-    refused_before = ~(passed[:, None, :] & siblings).any(dim=2)
-    return deepest_path(proposal, (passed & refused_before) | (node == 0), above, depth)
-
-
-def last_accepted(passed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number accepted and the path by `block`: up to the last node of the chain whose test passed, whether
-    or not the tests before it passed."""
-    place = torch.arange(passed.shape[1], device=passed.device).expand_as(passed)
-    return (place * passed).amax(dim=1), place
-
-
-def leading(passed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `first_accepted` for a chain: all nodes before the first whose test failed."""
-    place = torch.arange(passed.shape[1], device=passed.device).expand_as(passed)
-    return passed[:, 1:].cumprod(dim=1).sum(dim=1), place

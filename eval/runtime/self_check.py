@@ -1,20 +1,20 @@
-"""Opening of the target's step: the choice of its form, and the checks of what it computes.
+"""Opening of the target's decoder: the choice of its form, and the checks of what it computes.
 
 A decoder that ignores its positions or its mask, or a kernel that is wrong on some card, raises no error: its output is
-only wrong, and plain decoding is wrong with it. So every engine compares passes with the model's own, and kernels with
-torch's operations, before the first request.
+only wrong, and plain decoding is wrong with it. So passes are compared with the model's own, and kernels with torch's
+operations, before the first request, once for each target and shape.
 
 Letters: B rows, N nodes, P prompt tokens.
 """
 
 import math
+from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from eval.runtime.round import TargetStep
 from heads.core.errors import UserError, first_line, warn_once
-from heads.core.tree import Proposal
 from heads.targets.cache import HFCache
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.decoder import NativeDecoder, why_not_native
@@ -22,6 +22,7 @@ from heads.targets.hf import HFDecoder
 from heads.targets.mixers import single_steps
 from heads.targets.model import FrozenTarget, why_not_finite
 from heads.targets.slots import TreeSlots, ancestors, round_up
+from heads.targets.triton_support import KERNEL_ERRORS
 
 ALIBI_FAMILIES = {"bloom", "mpt"}
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narrower types
@@ -30,24 +31,42 @@ KERNEL_TOLERANCE = {torch.float32: 1e-4}  # and 0.02 for 16-bit types
 """Relative error above which a kernel is assumed to be wrong."""
 
 
-def open_step(target: FrozenTarget, spec: CacheSpec) -> TargetStep:
-    """Return the target's step: on the native decoder if it has one that passes the checks, else on the Hugging Face
-    model. UserError if neither takes what it is given."""
+_checked: "WeakKeyDictionary[FrozenTarget, dict[tuple[object, ...], tuple[str | None, bool, bool]]]" = (
+    WeakKeyDictionary()
+)
+"""By target, and by form and sizes of the decoder: its fault, and whether it reads masks and chooses in tiles."""
+
+
+def open_decoder(target: FrozenTarget, spec: CacheSpec) -> CachedDecoder:
+    """Return the target's decoder: the native one if there is one that passes the checks, else the Hugging Face model.
+    UserError if neither takes what it is given."""
     check_family(target)
-    pads = target.device.type != "cpu" and not target.is_recurrent  # padding would pass through a recurrent state
-    if (reason := why_not_native(target)) is None:
-        step = TargetStep(target, NativeDecoder(target, spec), pads=pads)
-        check_kernels(step)
-        if (fault := mask_fault(step)) is None:
-            return step
+    reason = why_not_native(target)
+    if reason is None:
+        native = NativeDecoder(target, spec)
+        fault = check_decoder(target, native)
+        if fault is None:
+            return native
         warn_once(f"{fault}; its Hugging Face model is used instead of the native decoder")
     else:
         warn_once(f"{target.name}: decoded by its Hugging Face model, slower: {reason}")
-    step = TargetStep(target, HFDecoder(target, spec), pads=pads)
-    check_kernels(step)
-    if fault := mask_fault(step):
+    decoder = HFDecoder(target, spec)
+    fault = check_decoder(target, decoder)
+    if fault is not None:
         raise UserError(f"{fault}; it cannot be a target here")
-    return step
+    return decoder
+
+
+def check_decoder(target: FrozenTarget, decoder: CachedDecoder) -> str | None:
+    """Check a decoder's kernels, which are turned off if they are wrong, and its masks. Return the fault of its masks,
+    or None. Engines of one shape on one target are checked once."""
+    results = _checked.setdefault(target, {})
+    key = (type(decoder), replace(decoder.spec, aux_layer_ids=()), decoder.reads_masks, decoder.in_tiles)
+    if key not in results:
+        check_kernels(target, decoder)
+        results[key] = (mask_fault(target, decoder), decoder.reads_masks, decoder.in_tiles)
+    fault, decoder.reads_masks, decoder.in_tiles = results[key]
+    return fault
 
 
 def check_family(target: FrozenTarget) -> None:
@@ -63,7 +82,7 @@ def check_family(target: FrozenTarget) -> None:
         raise UserError(f"{target.name}: attention {attention!r} takes no 4-D mask; load the target with sdpa or eager")
 
 
-def mask_fault(step: TargetStep) -> str | None:
+def mask_fault(target: FrozenTarget, decoder: CachedDecoder) -> str | None:
     """Verify a small tree, and compare the result with the model's own forward pass over each path. Return the fault,
     if there is one. For a recurrent target, which accepts no trees, verify the paths one after the other. UserError for
     a model whose own states are not finite.
@@ -71,36 +90,34 @@ def mask_fault(step: TargetStep) -> str | None:
     The check runs for every model, because a list of known families is never complete and a decoder that ignores its
     positions or its mask raises no error: its output is only wrong. Leaves padding in the first slots of every row.
     """
-    target, P = step.target, 4
-    device = target.device
+    device, B, P = target.device, decoder.spec.batch_size, 4
     ids = target.sample(P + 5, starts=(P - 1,))[0]
     prompt, nodes = ids[:P], ids[P:]
-    paths, tree = [[0, 1, 3], [0, 2, 4]], ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2])  # a root, two children, a child of each
-    B = step.batch_size
     pieces = (prompt[:2], prompt[2:]) if target.is_recurrent else (prompt,)
     for row in range(B):
         for number, piece in enumerate(pieces):
-            step.prefill(row, piece[None], 2 * number)
+            decoder.prefill(row, piece[None], 2 * number)
 
     def verify(tokens: Tensor, parents: list[int], depths: list[int]) -> Tensor:
         links = torch.tensor([parents, depths], device=device)[:, None].expand(-1, B, -1)
-        proposal = Proposal(tokens.expand(B, -1), links[0], links[1], torch.zeros(B, len(tokens)))
-        length, extent = torch.full((B,), P, device=device), min(round_up(P + 5), step.capacity)
-        return step.verify(proposal, ancestors(links[0], 2), length, extent).hidden
+        length = torch.full((B,), P, device=device)
+        mapping = TreeSlots(length, links[0], links[1], ancestors(links[0], 2), decoder.slot)
+        extent = min(round_up(P + 5), decoder.spec.capacity)
+        return decoder.forward(tokens.expand(B, -1), mapping, extent=extent).hidden
 
+    paths = [[0, 1, 3], [0, 2, 4]]  # a root, two children, a child of each
     if target.is_recurrent:
-        count = min(3, step.decoder.spec.nodes)  # a decoder keeps only the states that its rounds need
+        count = min(3, decoder.spec.nodes)  # a decoder keeps only the states that its rounds need
         paths = [path[:count] for path in paths]
-        found = torch.stack([verify(nodes[path], [0, 0, 1][:count], [0, 1, 2][:count]) for path in paths], dim=1)
+        states = torch.stack([verify(nodes[path], [0, 0, 1][:count], [0, 1, 2][:count]) for path in paths], dim=1)
     else:
-        found = verify(nodes, *tree)[:, paths]  # (B, 2, 3, D)
-    texts, count = torch.stack([torch.cat([prompt, nodes[path]]) for path in paths]), len(paths[0])
-    true = (
-        single_steps(target.base, texts, count) if target.is_recurrent else target.alone(texts)[:, -count:]
-    ).double()
-    if not bool(true.isfinite().all()):
+        states = verify(nodes, [0, 0, 0, 1, 2], [0, 1, 1, 2, 2])[:, paths]  # (B, 2, 3, D)
+    texts = torch.stack([torch.cat([prompt, nodes[path]]) for path in paths])
+    count = len(paths[0])
+    expected = single_steps(target.base, texts, count) if target.is_recurrent else target.alone(texts)[:, -count:]
+    if not bool(expected.isfinite().all()):
         raise UserError(f"{target.name}: {why_not_finite(target.model, target.layers, target.arguments(texts))}")
-    error = ((found.double() - true).norm(dim=-1) / true.norm(dim=-1)).max().item()
+    error = relative_error(states, expected)
     if error < TOLERANCE.get(target.dtype, 0.15):
         return None
     off = "not finite" if math.isnan(error) else f"off by {error:.1%}"
@@ -110,22 +127,27 @@ def mask_fault(step: TargetStep) -> str | None:
     )
 
 
-def check_kernels(step: TargetStep) -> None:
+def relative_error(states: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error of states (..., D)."""
+    expected = expected.double()
+    return float(((states.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+def check_kernels(target: FrozenTarget, decoder: CachedDecoder) -> None:
     """Compare passes with kernels with passes by torch's operations, three times, over random caches whose lengths
     cross the kernels' splits. If they differ, or if a kernel fails, warn once and take torch's operations."""
-    decoder = step.decoder
-    if step.target.start_token is not None:  # its passes need a prompt first
+    if target.start_token is not None:  # its passes need a prompt first
         decoder.in_tiles = False
     if decoder.reads_masks and not decoder.in_tiles:
         return
     try:
-        reason = _difference(decoder)
-    except Exception as error:  # whatever a compiler or a card raises
+        reason = kernel_fault(decoder)
+    except KERNEL_ERRORS as error:
         reason = first_line(error)
     for store in stores_of(decoder):
         store.zero_()
     if reason is not None:
-        warn_once(f"{step.target.name}: kernels are left out ({reason}): torch's operations decode, slower")
+        warn_once(f"{target.name}: kernels are not used ({reason}): torch's operations decode, slower")
         decoder.reads_masks, decoder.in_tiles = True, False
 
 
@@ -135,33 +157,34 @@ def stores_of(decoder: CachedDecoder) -> list[Tensor]:
     return [*cache.stores["keys"], *cache.stores["values"]] if isinstance(cache, HFCache) else [cache.store]
 
 
-def _difference(decoder: CachedDecoder) -> str | None:
+def kernel_fault(decoder: CachedDecoder) -> str | None:
     """Return how the kernels' results differ from torch's, or None."""
     B, N, capacity = decoder.spec.batch_size, decoder.spec.nodes, decoder.spec.capacity
     limit = KERNEL_TOLERANCE.get(decoder.model.dtype, 2e-2)
-    device, draw = decoder.slot.device, torch.Generator(decoder.slot.device).manual_seed(0)
+    device = decoder.slot.device
+    draw = torch.Generator(device).manual_seed(0)
     parents = ((torch.arange(N, device=device) - 1) // 2).clamp_min(0).expand(B, -1)
     above = ancestors(parents, N.bit_length())
-    kernels = decoder.reads_masks
+    reads_masks = decoder.reads_masks
     for length in {0, *(n for n in (1022, capacity - N) if 0 < n <= capacity - N)}:
         tokens = torch.randint(decoder.model.head.weight.shape[0], (B, N), generator=draw, device=device)
         mapping = TreeSlots(torch.full((B,), length, device=device), parents, above.sum(-1) - 1, above, decoder.slot)
         decoder.forward(tokens, mapping, extent=capacity)  # a Hugging Face model's cache is allocated by its first pass
         for store in stores_of(decoder):
             store.normal_(generator=draw)
-        made = [decoder.forward(tokens, mapping, extent=capacity).hidden for _ in range(3)]
-        if any(not torch.equal(one, made[0]) for one in made):
+        runs = [decoder.forward(tokens, mapping, extent=capacity).hidden for _ in range(3)]
+        if any(not torch.equal(hidden, runs[0]) for hidden in runs):
             return f"tree_attention repeats itself differently at {length} tokens"
         decoder.reads_masks = True
-        expected = decoder.forward(tokens, mapping, extent=capacity).hidden.double()
-        decoder.reads_masks = kernels
-        error = ((made[0].double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+        expected = decoder.forward(tokens, mapping, extent=capacity).hidden
+        decoder.reads_masks = reads_masks
+        error = relative_error(runs[0], expected)
         if not error < limit:
             return f"tree_attention is off by {error:.1%} at {length} tokens"
-        zeros = torch.zeros(B, device=device)
-        chosen = decoder.choose(made[0], mapping.positions, zeros, zeros.long(), random=False)
-        if chosen is not None:
-            logits = decoder.model.lm_head(made[0])
+        if decoder.in_tiles:
+            zeros = torch.zeros(B, device=device)
+            chosen = decoder.choose(runs[0], mapping.positions, zeros, zeros.long(), noisy=False)
+            logits = decoder.model.lm_head(runs[0])
             short = (logits.amax(-1) - logits.gather(-1, chosen[..., None])[..., 0]) / logits.abs().amax(-1)
             if not short.max().item() < limit:
                 return f"choose takes a token {short.max().item():.1%} below the best"

@@ -87,19 +87,6 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class RoundReads:
-    """Minimum number of bytes of a drafter's weights that a round reads, and the number of logits that it chooses
-    from."""
-
-    propose: int = 0
-    """Bytes read by `propose`."""
-    extend: int = 0
-    """Bytes read by `extend`."""
-    logits: int = 0
-    """Number of logits from which each draft token is chosen; 0 if there are none."""
-
-
-@dataclass(frozen=True)
 class StepCost:
     """Bytes and operations of a loss and its gradient, apart from weights, features and logits."""
 
@@ -174,10 +161,6 @@ class Drafter(Protocol):
 
     def propose(self, state: Any, pick: Pick) -> Proposal:
         """Draft a tree of the state's shape below each root. Static shapes, no host synchronisation."""
-
-    def bytes_per_round(self, state: Any) -> RoundReads:
-        """Return what one round with this state reads. Zero by default."""
-        return RoundReads()
 
     @property
     def own_tree(self) -> OwnTree | None:

@@ -32,7 +32,6 @@ from heads.core.contract import (
     HeadLoss,
     Observation,
     Pick,
-    RoundReads,
     Rows,
     SharedLayers,
     StepCost,
@@ -361,7 +360,7 @@ class DraftBlockHead(nn.Module, DraftHead):
     def extend(self, state: BlockState, observation: Observation) -> None:
         count, tokens = observation.count, observation.tokens
         mapping = PrefillSlots(observation.start, count, state.slot, observation.hidden.shape[1])
-        state.cache.set_slots(mapping.slots(len(state.slot) - 1), extent=len(state.slot))
+        state.cache.set_slots(mapping.slots, extent=len(state.slot))
         context, cos_sin = state.head.fuse(observation.aux_hidden_states), state.cos_sin(mapping.positions)  # (B, M, D)
         for i, layer in enumerate(state.head.layers):
             state.write(i, *layer.self_attn.keys(context, cos_sin))
@@ -417,12 +416,3 @@ class DraftBlockHead(nn.Module, DraftHead):
         kept += sum(p.numel() * p.element_size() for p in self.parameters() if len(p) == config.vocab_size)
         K = len(self.depth_weights)
         return StepCost(work, kept, R, config.columns, K * R, K * R, 2 * width * sizes.inner * rows)
-
-    def bytes_per_round(self, state: BlockState) -> RoundReads:
-        """Return the reads of one round. Drafting reads the layers and the output head once; extending reads `fc` and
-        the key and value projections once."""
-        width, layers = state.lm_head.product.weight_bytes, cast(Any, self.layers)
-        keys = sum(p.weight.numel() for layer in layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
-        whole = sum(p.numel() for p in self.parameters()) - self.fc.weight.numel()
-        V = self.config.columns
-        return RoundReads(width * (whole + V * self.config.hidden_size), width * (self.fc.weight.numel() + keys), V)

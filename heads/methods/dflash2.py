@@ -16,7 +16,6 @@ which leaves out rows whose label is not a candidate.
 Letters: D hidden, r rank, B batch, N blocks, R rows of a block, t taps, G groups of channels, c channels of a group.
 """
 
-from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,9 +23,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from heads.core.contract import RoundReads
 from heads.core.tree import TreeShape, check_width
-from heads.methods.block import BlockState
 from heads.methods.block_loss import Candidates
 from heads.methods.dflash import DFlash, DFlashConfig
 from heads.methods.layers import Attention, DecoderLayer
@@ -174,9 +171,3 @@ class DFlash2(DFlash):
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         super().check_draft(shape, capacity)
         check_width(shape, self.config.selector_top_k)
-
-    def bytes_per_round(self, state: BlockState) -> RoundReads:
-        """Return the reads of the base class, without the codebooks: only a few of their rows are read."""
-        reads, selector = super().bytes_per_round(state), self.candidate_selector
-        tables = selector.predecessor_codebook.numel() + selector.successor_codebook.numel()
-        return replace(reads, propose=reads.propose - state.lm_head.product.weight_bytes * tables)

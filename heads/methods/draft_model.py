@@ -29,7 +29,6 @@ from heads.core.contract import (
     HeadLoss,
     Observation,
     Pick,
-    RoundReads,
     Rows,
     SharedLayers,
     StepCost,
@@ -45,7 +44,7 @@ from heads.methods.settings import DraftSettings
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.decoder import NativeDecoder, why_not_native
-from heads.targets.encoder_decoder import decoder_of, find_base
+from heads.targets.encoder_decoder import find_base
 from heads.targets.families import OutputHead
 from heads.targets.forward import decode_packed
 from heads.targets.hf import HFDecoder, positions_of
@@ -251,18 +250,6 @@ class Draft(nn.Module, DraftHead):
         kept, backward = layers * N * width * sizes.kept(6, 4, 4), 2 * width * sizes.inner * N
         return StepCost(work, kept, N, self.config.common_size, N, N, backward, [head])
 
-    def bytes_per_round(self, state: DraftState) -> RoundReads:
-        """Return the reads of one round. A step reads only some rows of the embeddings, unless they are the output
-        head, too; it reads nothing of an encoder."""
-        output, decoder = self.output.head.weight, state.decoder
-        products = decoder.stack.products() if isinstance(decoder, NativeDecoder) else []
-        width = min((product.weight_bytes for product in products), default=output.element_size())
-        stack: Any = decoder_of(self.base)
-        table = stack.get_input_embeddings().weight
-        weights = {p.data_ptr(): p.numel() for p in stack.parameters() if p.data_ptr() != table.data_ptr()}
-        read = width * sum((weights | {output.data_ptr(): output.numel()}).values())
-        return RoundReads(state.shape.depth * read, 0, self.config.common_size)
-
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:
         states = self.states(batch)
@@ -295,7 +282,7 @@ class Draft(nn.Module, DraftHead):
         decoder = NativeDecoder(model, spec) if why_not_native(model) is None else HFDecoder(model, spec)
         ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
         expanded = torch.full((batch_size, shape.nodes), -1, device=device)
-        return DraftState(shape, decoder, decoder.slot, ids[0], ids[1], ids[2], expanded)
+        return DraftState(shape, decoder, decoder.slot[:-1], ids[0], ids[1], ids[2], expanded)
 
     @torch.no_grad()
     def extend(self, state: DraftState, observation: Observation) -> None:

@@ -14,13 +14,11 @@ draft token before. Loss of a row = ce_weight * cross-entropy of the label + kl_
 Letters: D hidden, M blocks, K depth, r rank.
 """
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from heads.core.contract import RoundReads
 from heads.methods.block import BlockState, DraftBlockConfig, DraftBlockHead
 from heads.methods.labels import LABELS
 from heads.methods.settings import DSparkSettings
@@ -96,11 +94,3 @@ class DSpark(DraftBlockHead):
         assert self.confidence_head is not None
         before = self.markov_head.markov_w1(tokens[:, :-1])
         return self.confidence_head(self.draft_states(state).states, before)  # type: ignore[no-any-return]
-
-    def bytes_per_round(self, state: BlockState) -> RoundReads:
-        """Return the reads of the base class, corrected for the Markov head: a few rows of W1, and the rest once per
-        level."""
-        reads, markov = super().bytes_per_round(state), self.markov_head
-        rows = markov.markov_w1.weight.numel()
-        more = (state.shape.depth - 1) * (sum(p.numel() for p in markov.parameters()) - rows) - rows
-        return replace(reads, propose=reads.propose + state.lm_head.product.weight_bytes * more)

@@ -28,7 +28,6 @@ from heads.core.contract import (
     Observation,
     OwnTree,
     Pick,
-    RoundReads,
     Rows,
     SharedLayers,
     StepCost,
@@ -250,10 +249,6 @@ class Medusa(nn.Module, DraftHead):
         outputs = [made[-1] for made in self.heads]
         kept = K * N * self.config.hidden_size * (4 + 2 * width * layers)
         return StepCost(N * (flops(self) - flops(*outputs)), kept, N, len(self.kept), K * N, N, outputs=outputs)
-
-    def bytes_per_round(self, state: MedusaState) -> RoundReads:
-        width = state.levels[0][-1].product.weight_bytes
-        return RoundReads(width * sum(p.numel() for p in self.parameters()), 0, len(self.kept))
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:

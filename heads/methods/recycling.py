@@ -33,7 +33,6 @@ from heads.core.contract import (
     HeadLoss,
     Observation,
     Pick,
-    RoundReads,
     Rows,
     SharedLayers,
     StepCost,
@@ -53,9 +52,6 @@ from heads.targets.tree_attention import Attend
 
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""
-
-UNREAD = ("lm_head.weight", "embed_tokens.weight")
-"""Tensors that no module reads. The output head is counted separately; of the embeddings one row per token is read."""
 
 
 def total_memory(device: torch.device) -> int:
@@ -191,16 +187,6 @@ class Recycling(nn.Module, DraftHead):
         )
         return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
 
-    def bytes_per_round(self, state: RecyclingState) -> RoundReads:
-        """Return the reads of one round. Each level reads the output head, and each level after the first the modules;
-        what only `start` reads is read to extend."""
-        K, J, width = state.shape.depth, self.num_modules, state.lm_head.product.weight_bytes
-        own = width * sum(p.numel() for name, p in self.named_parameters() if name not in UNREAD)
-        start = width * sum(p.numel() for module in self.starting for p in module.parameters())
-        output = width * len(self.kept) * self.config.hidden_size
-        used = sum(J - min(level, J - 1) for level in range(1, K))
-        return RoundReads(K * output + used * (own - start) // J, own, len(self.kept))
-
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         N, K, config, sizes = batch_size * length, self.config.depth, self.config, Widths.of(self.config)
         outputs, start, layers = self.outputs, flops(*self.starting), self.layers_per_module
@@ -276,12 +262,10 @@ class Recycling(nn.Module, DraftHead):
         first `extent` slots. Return the states to recycle (B, W, D)."""
         slot, positions = state.slot[:extent], mapping.positions
         visible = mapping.visible(module, extent)
-        if visible is None:
-            visible = slot <= positions[..., None]
         if self.sliding_window is not None:  # draft tokens only appear nearer: slot >= position
             visible = visible & (positions[..., None] - slot < self.sliding_window)
         mask = additive(visible, states.dtype)[:, 0]
-        state.cache.set_slots(mapping.slots(len(state.slot) - 1), extent=extent)
+        state.cache.set_slots(mapping.slots, extent=extent)
         embedding = self.masked(state.embed(tokens), positions)
         layers = count(module * self.layers_per_module)
 

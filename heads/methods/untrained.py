@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.core.contract import Drafter, Observation, Pick, RoundReads, SharedLayers
+from heads.core.contract import Drafter, Observation, Pick, SharedLayers
 from heads.core.errors import UserError, expect
 from heads.core.tree import Proposal, TreeShape, is_chain
 from heads.methods.draft_model import Draft, DraftConfig, DraftState
@@ -146,6 +146,3 @@ class EarlyExit(Drafter):
 
     def propose(self, state: DraftState, pick: Pick) -> Proposal:
         return self.draft.propose(state, pick)
-
-    def bytes_per_round(self, state: DraftState) -> RoundReads:
-        return self.draft.bytes_per_round(state)

@@ -25,9 +25,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads.core.contract import RoundReads, StepCost
+from heads.core.contract import StepCost
 from heads.core.tree import TreeShape, check_width
-from heads.methods.block import BlockState, BlockStates, Follow
+from heads.methods.block import BlockStates, Follow
 from heads.methods.block_loss import BlockLoss, BlockTask, block_loss, chunks_of
 from heads.methods.dflash import DFlash, DFlashConfig
 from heads.methods.layers import MLP
@@ -169,12 +169,3 @@ class XPress(DFlash):
             work += drafted * (2 * config.vocab_size * config.hidden_size + (rounds - 1) * (table + rest) // 3)
         kept = (1 + rounds) * rows * width * (16 * config.xpress_rank + 4 * config.xpress_mlp_hidden)
         return replace(cost, flops=cost.flops + work, kept=cost.kept + kept)
-
-    def bytes_per_round(self, state: BlockState) -> RoundReads:
-        """Return the reads of the base class, corrected for the refiner: a few rows of w1, the candidates' rows of w2,
-        and the rest once per level."""
-        reads, refine, depth = super().bytes_per_round(state), self.xpress_head, state.shape.depth
-        tables = refine.w1.weight.numel() + refine.w2.weight.numel()
-        rest = sum(p.numel() for p in refine.parameters()) - tables
-        more = depth * self.config.candidates * self.config.xpress_rank + (depth - 1) * rest - tables
-        return replace(reads, propose=reads.propose + state.lm_head.product.weight_bytes * more)

@@ -135,22 +135,22 @@ class MixerState:
 
     def __init__(self, cache: "HFCache") -> None:
         self.cache = cache
-        self.kept: dict[tuple[str, int], Tensor] = {}  # (B * R, ..) each
+        self.stored: dict[tuple[str, int], Tensor] = {}  # (B * R, ..) each
         self.current: dict[tuple[str, int], Tensor] = {}  # (B', ..) each; empty before the very first step
 
     def recall(self) -> None:
         """Begin a step with the states after the tokens before it."""
         cache = self.cache
-        for kind, kept in self.kept.items():
-            states = kept[cache.state_slots[:, 0]]
+        for kind, stored in self.stored.items():
+            states = stored[cache.state_slots[:, 0]]
             self.current[kind] = states.masked_fill_(cache.is_first.view(-1, *[1] * (states.ndim - 1)), 0)
 
     def keep(self, count: int) -> None:
         """Keep the states after the first `count` tokens of the step."""
         for kind, states in self.current.items():
-            if kind not in self.kept:
-                self.kept[kind] = states.new_zeros(self.cache.batch_size_ * self.cache.num_states, *states.shape[1:])
-            self.kept[kind].index_copy_(0, self.cache.state_slots[:, count], states)
+            if kind not in self.stored:
+                self.stored[kind] = states.new_zeros(self.cache.batch_size_ * self.cache.num_states, *states.shape[1:])
+            self.stored[kind].index_copy_(0, self.cache.state_slots[:, count], states)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the inputs that the convolution still sees (B', C, W)."""
@@ -257,8 +257,7 @@ class HFCache(Cache):
     @property
     def state_bytes(self) -> int:
         """Bytes of one row's recurrent states after one token, in all layers."""
-        kept = [tensor for state in self.recurrent.values() for tensor in state.kept.values()]
-        return sum(tensor[0].numel() * tensor.element_size() for tensor in kept)
+        return sum(tensor[0].nbytes for state in self.recurrent.values() for tensor in state.stored.values())
 
     def storage(self, kind: str, states: Tensor) -> Tensor:
         """Return zeros (B, S, H, Dh) for one layer. The first call allocates all layers in the first layer's shape, so

@@ -1,4 +1,7 @@
-"""Interface of a cached forward pass. It has two forms: `heads.targets.decoder` and `heads.targets.hf`."""
+"""Interface of a cached forward pass. It has two forms: `heads.targets.decoder` and `heads.targets.hf`.
+
+Letters: B rows, N tokens of a pass, S slots per row, D hidden, V vocabulary, M nodes of a path.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,7 +13,8 @@ from torch import Tensor, nn
 from heads.targets.choose_token import choose_in_tiles, logits_in_tiles
 from heads.targets.families import OutputHead
 from heads.targets.model import Features, LanguageModel
-from heads.targets.slots import SlotMapping
+from heads.targets.product import Product
+from heads.targets.slots import PrefillSlots, SlotMapping, round_up
 from heads.targets.triton_support import runs_kernels
 
 
@@ -41,10 +45,16 @@ class CachedDecoder(ABC):
 
     def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
         self.model, self.spec = model, spec
-        self.slot = torch.arange(spec.capacity, device=model.device)  # (S,)
-        head, plain = model.lm_head, type(model.head) is nn.Linear and model.head.bias is None
-        plain = plain and isinstance(head, OutputHead) and head.scale == 1 and head.soft_cap is None
-        self.in_tiles = plain and runs_kernels(model.head.weight)
+        # One index more than there are slots, so that the tokens of a padded chunk that do not fit go to the last slot,
+        # which no prompt fills.
+        self.slot = torch.arange(spec.capacity + 1, device=model.device)  # (S + 1,)
+        self.pads = model.device.type != "cpu" and not model.is_recurrent
+        """True if prompts are padded to a few shapes, which kernels and graphs need. On a CPU padding only costs time,
+        and it would pass through a recurrent state."""
+        head, lm_head = model.head, model.lm_head
+        is_plain = type(head) is nn.Linear and head.bias is None
+        is_plain = is_plain and isinstance(lm_head, OutputHead) and (lm_head.scale, lm_head.soft_cap) == (1, None)
+        self.in_tiles = is_plain and runs_kernels(head.weight)
         """True if tokens are chosen from the output head's tiles, without its logits in memory."""
 
     @abstractmethod
@@ -54,22 +64,29 @@ class CachedDecoder(ABC):
         """Run one pass over new tokens (B, N). Attention sees the first `extent` slots. `row` is the only row that the
         tokens belong to, None for all rows. `prompt` is True if the tokens are part of a prompt."""
 
+    def prefill(self, row: int, tokens: Tensor, start: int) -> Features:
+        """Read one chunk of a prompt, tokens (1, N) at positions start .., into a row's cache.
+
+        Tokens after the prompt's end are padding. Later tokens overwrite their keys before anything can see them.
+        """
+        count = tokens.shape[1]
+        mapping = PrefillSlots(self.slot[start : start + 1], None, self.slot, count)
+        extent = min(round_up(start + count), self.spec.capacity)
+        return self.forward(tokens, mapping, extent=extent, row=row, prompt=True)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V), float32 or wider, of hidden states (..., D) after the final norm."""
+        weight = self.model.head.weight[: self.spec.vocab_size]
+        Product.bytes_read += weight.nbytes
         if self.in_tiles:
-            weight = self.model.head.weight[: self.spec.vocab_size]
             return logits_in_tiles(hidden.flatten(0, -2), weight, self.rows).view(*hidden.shape[:-1], -1)
         return self.model.lm_head(hidden)[..., : self.spec.vocab_size]
 
-    def choose(
-        self, hidden: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor, *, random: bool
-    ) -> Tensor | None:
-        """Return the choices (B, N), made in the output head's own pass, for rows without filters: hidden (B, N, D),
-        positions (B, N) of the tokens to choose, temperature and seed (B,). None if choices need the logits."""
-        if not self.in_tiles:
-            return None
+    def choose(self, hidden: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor, *, noisy: bool) -> Tensor:
+        """Return the choices (B, N), made in the output head's own pass (`in_tiles`), for rows without filters: hidden
+        (B, N, D), positions (B, N) of the tokens to choose, temperature and seed (B,). `noisy`: any row samples."""
         given = hidden.flatten(0, 1), self.model.head.weight, temperature, seed, positions.flatten()
-        return choose_in_tiles(*given, noisy=random, tile=self.rows).view(positions.shape)
+        return choose_in_tiles(*given, noisy=noisy, tile=self.rows).view(positions.shape)
 
     @property
     def rows(self) -> int:

@@ -24,7 +24,7 @@ from transformers.activations import ACT2FN
 from heads.targets.cache import Forms, KVCache
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.families import FIXED_ROTATIONS, OutputHead
-from heads.targets.masks import attention_masks
+from heads.targets.masks import additive
 from heads.targets.model import Features, LanguageModel
 from heads.targets.product import Product
 from heads.targets.slots import SlotMapping, VisibleSlots
@@ -45,6 +45,7 @@ class NativeDecoder(CachedDecoder):
         super().__init__(model, spec)
         self.stack = stack = native_stack(model, draft=spec.draft)
         self.window: int | None = getattr(model.config, "sliding_window", None)
+        self.group_sizes = {layer.attention.kind: layer.attention.group_size for layer in stack.layers}
         self.cache = KVCache(
             num_layers=len(stack.layers),
             batch_size=spec.batch_size,
@@ -61,7 +62,7 @@ class NativeDecoder(CachedDecoder):
         self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
         (B, N), stack, ids = tokens.shape, self.stack, self.spec.aux_layer_ids
-        self.cache.set_slots(mapping.slots(self.spec.capacity - 1), extent=extent, row=row)
+        self.cache.set_slots(mapping.slots, extent=extent, row=row)
         place = mapping.positions.flatten()
         step = Step(
             cache=self.cache,
@@ -81,16 +82,14 @@ class NativeDecoder(CachedDecoder):
 
     def masks(self, mapping: SlotMapping, extent: int) -> dict[str, Tensor]:
         """Return the masks to add to scores, as `masked_attention` takes them, by layer kind."""
-        visible, positions = mapping.visible(0, extent), mapping.positions
-        if visible is None:  # tokens see the slots up to their own
-            key_positions = self.slot[:extent].expand(len(positions), -1)
-            visible = key_positions[:, None] <= positions[..., None]
-        else:
-            key_positions = mapping.key_positions(extent)
-        made = attention_masks(self.model.config, self.stack.embedding.dtype, visible, positions, key_positions)
-        kinds = {layer.attention.kind: layer.attention for layer in self.stack.layers}
-        by_kind = made if isinstance(made, dict) else dict.fromkeys(kinds, made)
-        return {kind: for_groups(by_kind[kind][:, 0], layer.group_size) for kind, layer in kinds.items()}
+        visible, masks = mapping.visible(0, extent), {}
+        for kind, group_size in self.group_sizes.items():
+            seen = visible
+            if kind == SLIDING and self.window is not None:
+                distance = mapping.positions[:, :, None] - mapping.key_positions(extent)[:, None]
+                seen = visible & (distance < self.window)
+            masks[kind] = for_groups(additive(seen, self.stack.embedding.dtype)[:, 0], group_size)
+        return masks
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.in_tiles or self.stack.output is None:
@@ -169,17 +168,13 @@ class Attention:
         swapped = rotated.roll(d // 2, -1)  # each half of a head is rotated with the other
         rotated.mul_(step.cos_sin[0]).addcmul_(swapped, step.cos_sin[1])
         keys, values = step.cache.write(layer, fused[:, H * d :])
-        return self.out(self.attend(heads[:, :H], keys, values, step), residual)
-
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
-        """Return attention (R, H * d) of queries q (R, H, d) over the visible slots, keys and values (B, E, Hkv, d)."""
-        queries = q.unflatten(0, (step.batch_size, -1))  # (B, N, H, d)
+        queries = heads[:, :H].unflatten(0, (step.batch_size, -1))  # (B, N, H, d)
         if step.visible_slots is None:
             out = masked_attention(queries, keys, values, step.masks[self.kind], scale=self.scale)
         else:
             window = step.window if self.kind == SLIDING else None
             out = tree_attention(queries, keys, values, step.visible_slots, scale=self.scale, window=window)
-        return out.view(len(q), -1)
+        return self.out(out.view(len(x), -1), residual)
 
 
 Activation = Callable[[Tensor], Tensor]
@@ -187,8 +182,8 @@ Activation = Callable[[Tensor], Tensor]
 
 def activation(module: Any) -> Activation:
     """Return the module's activation; torch's fused one for SiLU, which is the default."""
-    own = getattr(module, "act_fn", silu)
-    return silu if isinstance(own, (nn.SiLU, type(ACT2FN["silu"]))) else own
+    function = getattr(module, "act_fn", silu)
+    return silu if isinstance(function, (nn.SiLU, type(ACT2FN["silu"]))) else function
 
 
 class GatedMLP:
@@ -221,6 +216,8 @@ class Experts:
         weights, ids = linear(x, self.router).float().softmax(-1).topk(self.A, dim=-1)  # (R, A)
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
+        each = self.gate_up[0].nbytes + self.down[0].nbytes
+        Product.bytes_read += each * min(len(self.gate_up), ids.numel())
         static = x.device.type != "cpu" and len(x) <= STATIC_ROWS
         out = self.gathered(x, ids) if static else self.by_expert(x, ids)
         return torch.bmm(weights.to(x.dtype)[:, None], out)[:, 0].add_(residual)
@@ -265,11 +262,6 @@ class Stack:
     output: Product | None
     """The output head if it is a plain product, else None."""
 
-    def products(self) -> list[Product]:
-        """Return the products of all layers, without those of experts."""
-        blocks = [block for layer in self.layers for block in (layer.attention, layer.feedforward)]
-        return [part for block in blocks for part in vars(block).values() if isinstance(part, Product)]
-
     def cos_sin_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """Return (num_positions, 1, d) twice, for positions from 0: cosines, and sines with the first half negated."""
         positions = torch.arange(num_positions, device=self.embedding.device)[None]
@@ -279,7 +271,7 @@ class Stack:
         return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 
-_made: "WeakKeyDictionary[Any, tuple[object, Stack]]" = WeakKeyDictionary()
+_stacks: "WeakKeyDictionary[Any, tuple[object, Stack]]" = WeakKeyDictionary()
 
 
 def why_not_native(model: LanguageModel) -> str | None:
@@ -319,12 +311,12 @@ def native_stack(model: LanguageModel, *, draft: bool = False) -> Stack:
     def state() -> object:
         return tuple((p.data_ptr(), p._version) for p in model.base.parameters() if not p.is_inference())
 
-    known = _made.get(model)
-    if known is None or known[0] != state():
+    cached = _stacks.get(model)
+    if cached is None or cached[0] != state():
         with torch.inference_mode(False), torch.no_grad():
             stack = _read_stack(model, draft=draft)
-        _made[model] = known = state(), stack
-    return known[1]
+        _stacks[model] = cached = state(), stack
+    return cached[1]
 
 
 def _read_stack(model: LanguageModel, *, draft: bool) -> Stack:

@@ -53,9 +53,7 @@ class EncoderDecoder(nn.Module):
         start = getattr(config, "decoder_start_token_id", None)
         if start is None and model.generation_config is not None:
             start = model.generation_config.decoder_start_token_id
-        if start is None:
-            raise UserError(f"{name}: its config names no decoder_start_token_id, which begins every answer; add it")
-        self.start: int = start
+        self.start: Any = start  # int, the token that begins every answer
         self.encoder: Any = model.get_encoder()
         self.decoder: Any = model.get_decoder()
 
@@ -78,14 +76,15 @@ class EncoderDecoder(nn.Module):
         pair = None if cache is None else RowPair(cache, len(self.layers))
         dtype = embedded.dtype
         same_part = keys_are_input[:, None] == is_input[:, :, None]
-        own, cross = additive(visible & same_part, dtype), additive(visible & keys_are_input[:, None], dtype)
+        mask = additive(visible & same_part, dtype)
+        cross_mask = additive(visible & keys_are_input[:, None], dtype)
         bias = self.bias(self.decoder, positions, key_positions, bidirectional=False)
         hidden, name = embedded, cache_name(self.layers[0])
         for layer in self.layers:
             # Without the encoder's states, their keys are in the cache. The layer then only checks that it is given a
             # tensor.
             source = embedded if states is None else states
-            hidden = layer(hidden, own, bias, source, cross, None, **{name: pair})[0]
+            hidden = layer(hidden, mask, bias, source, cross_mask, None, **{name: pair})[0]
         normed: Tensor = self.decoder.final_layer_norm(hidden)
         return normed
 

@@ -41,7 +41,7 @@ nothing."""
 
 
 def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
-    """Refuse families whose past is neither masked keys and values nor a state in transformers' cache: chunked
+    """Reject families whose past is neither masked keys and values nor a state in transformers' cache: chunked
     attention, and recurrent layers with their own cache. Raises UserError."""
     named = set(getattr(config, "layer_types", None) or ())
     kinds = sorted(named - READABLE_LAYERS)
@@ -56,7 +56,7 @@ def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
 
 
 def check_window(base: nn.Module, config: Any, name: str) -> None:
-    """Refuse a sliding window that the decoder's class ignores, with UserError. transformers' own cache would apply it
+    """Reject a sliding window that the decoder's class ignores, with UserError. transformers' own cache would apply it
     and its masks would not, so its output would depend on where the prompt ends."""
     window = layer_setting(config, "sliding_window")
     longest = longest_text(config)
@@ -181,17 +181,17 @@ def rope_scaling(config: Any) -> dict[str, Any] | None:
     Plain are also: positions of images (for text); `dynamic` ones, which are scaled only beyond
     `max_position_embeddings`, where texts end here; and `proportional` ones, which rotate a part of each head.
     """
-    found = rope_parameters(config)
-    if found.get("rope_type") not in ("linear", "yarn", "llama3", "longrope"):
+    parameters = rope_parameters(config)
+    if parameters.get("rope_type") not in ("linear", "yarn", "llama3", "longrope"):
         return None
     others = ("type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-    return {name: value for name, value in found.items() if name not in others and value is not None}
+    return {name: value for name, value in parameters.items() if name not in others and value is not None}
 
 
 def eos_ids(*sources: Any) -> tuple[int, ...]:
     """Return the tokens that end a text, of all `sources` (configs, generation configs, tokenizers; None has none)."""
-    found: dict[int, None] = {}
+    tokens: dict[int, None] = {}
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        found |= dict.fromkeys(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
-    return tuple(found)
+        tokens |= dict.fromkeys(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    return tuple(tokens)

@@ -48,11 +48,15 @@ def decode(
     """Return the states of a Hugging Face decoder after its final norm, (B, N, D). Arguments as in
     `FrozenTarget.features`."""
     if isinstance(base, EncoderDecoder):
-        whole: Tensor = base(tokens, positions=positions, visible=visible, key_positions=key_positions, cache=cache)
-        return whole
+        hidden: Tensor = base(tokens, positions=positions, visible=visible, key_positions=key_positions, cache=cache)
+        return hidden
+    return _run(base, tokens, attention_masks(config, dtype, visible, positions, key_positions), positions, cache)
+
+
+def _run(base: nn.Module, tokens: Tensor, masks: Any, positions: Tensor, cache: Cache | None = None) -> Tensor:
     hidden: Tensor = base(
         input_ids=tokens,
-        attention_mask=attention_masks(config, dtype, visible, positions, key_positions),
+        attention_mask=masks,
         position_ids=positions,
         use_cache=cache is not None,
         **{cache_name(base): cache},
@@ -66,19 +70,12 @@ def decode_tree(
     """Return what `decode` returns, with the kernel's attention: each token sees its `visible_slots`."""
 
     def mask(window: int | None) -> Any:
-        made: Any = positions.new_zeros(1, 1, 1, 1)
-        made.visible_slots, made.window = visible_slots, window
-        return made
+        carrier: Any = positions.new_zeros(1, 1, 1, 1)
+        carrier.visible_slots, carrier.window = visible_slots, window
+        return carrier
 
     with attention_function(base, TREE):
-        hidden: Tensor = base(
-            input_ids=tokens,
-            attention_mask=masks_by_kind(config, mask),
-            position_ids=positions,
-            use_cache=True,
-            **{cache_name(base): cache},
-        ).last_hidden_state
-    return hidden
+        return _run(base, tokens, masks_by_kind(config, mask), positions, cache)
 
 
 def decode_packed(
@@ -102,10 +99,7 @@ def decode_packed(
     masks = masks_by_kind(config, lambda window: packed_mask(documents, window))
     is_long = tokens.shape[1] > TILE  # compiling kernels does not pay for short rows
     with attention_function(base, attention or (FLEX if tokens.is_cuda and is_long else TILES)):
-        hidden: Tensor = base(
-            input_ids=tokens, attention_mask=masks, position_ids=positions, use_cache=False
-        ).last_hidden_state
-    return hidden
+        return _run(base, tokens, masks, positions)
 
 
 def takes_block_masks(base: Any, config: Any) -> bool:
@@ -124,16 +118,16 @@ def takes_block_masks(base: Any, config: Any) -> bool:
 @contextmanager
 def attention_function(base: nn.Module, name: str) -> Iterator[None]:
     """Make the layers of a decoder call the attention function `name`. Their configs name it: the decoder's own, or, if
-    it borrows layers as an early exit does, that of another."""
+    it borrows layers as an early exit does, that of another. Passes may be nested, but not run in two threads."""
     configs: list[Any] = [config for module in base.modules() if (config := vars(module).get("config")) is not None]
-    usual = [config._attn_implementation for config in configs]
+    before = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation = name
     try:
         yield
     finally:
-        for config, own in zip(configs, usual, strict=True):
-            config._attn_implementation = own
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
 
 
 def by_tree(
@@ -159,10 +153,9 @@ def by_flex(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: BlockMask, **settings: Any
 ) -> tuple[Tensor, Any]:
     """Run transformers' FlexAttention in one dtype, since some families rotate in float32 under autocast."""
-    made: tuple[Tensor, Any] = flex_attention_forward(
-        module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **settings
-    )
-    return made
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    out: tuple[Tensor, Any] = flex_attention_forward(module, query, key, value, attention_mask, **settings)
+    return out
 
 
 def by_tiles(

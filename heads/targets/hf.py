@@ -15,6 +15,8 @@ from heads.targets.encoder_decoder import EncoderDecoder
 from heads.targets.families import longest_text
 from heads.targets.forward import decode_tree, takes_block_masks
 from heads.targets.model import Features, LanguageModel
+from heads.targets.product import Product
+from heads.targets.quantization import weight_bytes
 from heads.targets.slots import SlotMapping
 from heads.targets.triton_support import runs_kernels
 
@@ -33,6 +35,7 @@ class HFDecoder(CachedDecoder):
             num_states=1 + spec.nodes if model.is_recurrent else 0,
             device=model.device,
         )
+        self.bytes = weight_bytes(model.layers)
         # Where a mask passes through unchanged, so does a tree's shape. Which scores the kernel can compute, the first
         # pass shows (`eval.runtime.self_check`).
         self.reads_masks = not (runs_kernels(model.head.weight) and takes_block_masks(model.base, model.config))
@@ -40,18 +43,22 @@ class HFDecoder(CachedDecoder):
     def forward(
         self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
-        model, key = self.model, self.slot[:extent]
-        self.cache.set_slots(mapping.slots(self.spec.capacity - 1), extent=extent, row=row, prompt=prompt)
+        model = self.model
+        Product.bytes_read += self.bytes
+        self.cache.set_slots(mapping.slots, extent=extent, row=row, prompt=prompt)
         positions = mapping.positions.clamp_max(positions_of(model.config) - 1)  # padding may exceed it
         if not self.reads_masks:
-            given = {"positions": positions, "visible_slots": mapping.visible_slots(), "cache": self.cache}
-            return model.catch(self.spec.aux_layer_ids, lambda: decode_tree(model.base, model.config, tokens, **given))
-        visible = mapping.visible(0, extent)
+            given = model.base, model.config, tokens
+            slots = mapping.visible_slots()
+            return model.catch(
+                self.spec.aux_layer_ids,
+                lambda: decode_tree(*given, positions=positions, visible_slots=slots, cache=self.cache),
+            )
         return model.features(
             tokens,
             positions=positions,
-            visible=key <= mapping.positions[..., None] if visible is None else visible,
-            key_positions=key.expand(len(tokens), -1) if visible is None else mapping.key_positions(extent),
+            visible=mapping.visible(0, extent),
+            key_positions=mapping.key_positions(extent),
             cache=self.cache,
             aux_layer_ids=self.spec.aux_layer_ids,
         )

@@ -3,17 +3,14 @@
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -31,9 +28,10 @@ from transformers import (
 from transformers.utils.hub import LocalEntryNotFoundError, cached_file, is_offline_mode  # type: ignore[attr-defined]
 
 from heads.core.errors import UserError, first_line, warn_once
+from heads.targets.adapter import merge_adapter
 from heads.targets.encoder_decoder import find_head
 from heads.targets.families import eos_ids, register_mimo
-from heads.targets.hub import MODEL, is_here, repo_and_revision, tensor_files
+from heads.targets.hub import MODEL, is_here, repo_and_revision
 from heads.targets.model import Features, FrozenTarget
 
 Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]
@@ -70,7 +68,7 @@ def load_target(
     widens = place is not None and dtype is not None and stored is not None and stored.itemsize < dtype.itemsize
     how: dict[str, Any] = {"dtype": "auto" if widens else dtype or "auto"}
     how |= {"use_safetensors": True, "output_loading_info": True, "trust_remote_code": trust_remote_code}
-    how["ignore_mismatched_sizes"] = True  # they are refused below, where both shapes are known
+    how["ignore_mismatched_sizes"] = True  # they are rejected below, where both shapes are known
     if gguf_file is not None:
         how["gguf_file"] = gguf_file
         if hasattr(transformers, "GgufConfig"):  # versions before it always dequantise
@@ -90,20 +88,20 @@ def load_target(
     for key, held, described in sorted(info["mismatched_keys"]):
         raise UserError(
             f"{path}: {key} is {list(held)} in its weights, and config.json describes {list(described)}; "
-            "mend config.json"
+            "fix config.json"
         )
     absent = sorted(info["missing_keys"])
     if absent:  # transformers initialises them at random, with a warning
-        made = " ".join(config.architectures or ["?"])
+        architecture = " ".join(config.architectures or ["?"])
         raise UserError(
-            f"{path}: a {made} that lacks {len(absent)} weights of {type(model).__name__}, {absent[0]} first; "
+            f"{path}: a {architecture} that lacks {len(absent)} weights of {type(model).__name__}, {absent[0]} first; "
             "expected a whole causal language model"
         )
     layers = model.config.get_text_config().num_hidden_layers
     if unused := unused_weights(info["unexpected_keys"], layers):
         raise UserError(
             f"{path}: {len(unused)} of its weights have no place in the {type(model).__name__} of {layers} layers that "
-            f"its config.json describes, {unused[0]} first; mend config.json, or take them out of the checkpoint"
+            f"its config.json describes, {unused[0]} first; fix config.json, or take them out of the checkpoint"
         )
     two_tables = gguf_file is None and break_tie(model, config, path)
     if adapter is not None:
@@ -144,86 +142,6 @@ def break_tie(model: PreTrainedModel, whole: Any, path: str) -> bool:
     return is_said
 
 
-ADAPTED = re.compile(r"\.(modules_to_save|base_layer|token_adapter|lora_\w+)\b.*|\.\w+$")
-"""What peft puts behind the name of a module to name one of its tensors."""
-WHOLE = (".weight", ".modules_to_save.weight", ".base_layer.weight")
-"""Names of a whole table, not of a change of it."""
-
-
-def fit_rows(model: PreTrainedModel, path: str, adapter: str, settings: Any) -> None:
-    """Give the model at `path` as many rows for tokens as the tables in an adapter have. UserError if the adapter lacks
-    one of the two tables, or all but some rows of it: the other new rows would be random. `settings`: the adapter's."""
-    untyped: Any = model
-    names = {module: name for name, module in model.named_modules()}
-    tables = {names[module]: module.weight for module in (untyped.get_input_embeddings(), find_head(model))}
-    found: dict[str, int] = {}
-    for key, file in tensor_files(adapter, ("adapter_model.safetensors",)).items():
-        tensor = key.removeprefix("base_model.model.")
-        name = ADAPTED.sub("", tensor)
-        if name not in names.values():
-            return  # it is for another architecture, which peft says
-        if name in tables and tensor.removeprefix(name) in WHOLE:
-            with safe_open(file, framework="pt") as opened:
-                found[name] = opened.get_slice(key).get_shape()[0]
-    rows = max(found.values(), default=0)
-    single = getattr(settings, "trainable_token_indices", None) or getattr(settings, "token_indices", None) or []
-    last = max(chain.from_iterable(single.values()) if isinstance(single, dict) else single, default=-1)
-    if last >= max(rows, *map(len, tables.values())):
-        name, weight = next(iter(tables.items()))
-        raise UserError(
-            f"{adapter}: holds the row of token {last} alone, and {name} has {len(weight)} rows in {path}; save the "
-            "merged model, and name that"
-        )
-    if all(len(tables[name]) == size for name, size in found.items()):
-        return
-    is_one = len({id(weight) for weight in tables.values()}) == 1
-    ties = is_one and getattr(settings, "ensure_weight_tying", False)
-    for name, weight in tables.items():
-        if found.get(name, rows if ties or len(weight) >= rows else 0) != rows:
-            other, size = next(iter(found.items()))
-            raise UserError(
-                f"{adapter}: {other} has {size} rows there and {len(tables[other])} in {path}, and the adapter has no "
-                f"{name} of {rows}, where {path} has {len(weight)}; save the merged model, and name that"
-            )
-    untyped.resize_token_embeddings(rows, mean_resizing=False)
-
-
-def merge_adapter(model: PreTrainedModel, path: str, adapter: str) -> PreTrainedModel:
-    """Merge a peft adapter into the weights of the model at `path`, in place: for LoRA, W + alpha / rank * B A replaces
-    W. The model gets the adapter's number of tokens. UserError if the adapter is missing, damaged, for another
-    architecture, or of a kind that cannot be merged."""
-    from peft import PeftConfig, PeftModel
-
-    if is_here(adapter):
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            if not (Path(adapter) / name).is_file():
-                raise UserError(f"{adapter}: expected a peft adapter, found no {name} in it")
-    repo, revision = repo_and_revision(adapter)
-    rows = model.config.get_text_config().vocab_size
-    try:
-        settings = PeftConfig.from_pretrained(repo, revision=revision)
-        fit_rows(model, path, adapter, settings)
-        base = settings.base_model_name_or_path
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Found missing adapter keys")
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # caused by peft
-            opened: Any = PeftModel.from_pretrained(model, repo, revision=revision, config=settings)
-        # A safe merge makes new tensors: changes to memory-mapped ones would be lost when their pages are released.
-        merged: PreTrainedModel = opened.merge_and_unload(safe_merge=True)
-    except UserError:
-        raise
-    except Exception as error:  # peft, safetensors and the hub raise many kinds of errors
-        raise UserError(
-            f"{adapter}: no adapter that can be merged into {path} ({first_line(error)}); name one that was trained "
-            "for this model"
-        ) from error
-    if base and Path(repo_and_revision(base)[0]).name != Path(repo_and_revision(path)[0]).name:
-        warn_once(f"{adapter}: was trained for {base}, and is merged into {path}")
-    if (own := merged.config.get_text_config().vocab_size) != rows:
-        warn_once(f"{adapter}: has {own} tokens, which replace the {rows} of {path}")
-    return merged
-
-
 def load_config(path: str, *, trust_remote_code: bool = False, gguf_file: str | None = None) -> Any:
     """Load the config of the model at `path`. UserError if it is missing or cannot be read."""
     if gguf_file is not None and find_spec("gguf") is None:
@@ -237,7 +155,7 @@ def load_config(path: str, *, trust_remote_code: bool = False, gguf_file: str | 
     try:
         return AutoConfig.from_pretrained(repo, revision=revision, trust_remote_code=trust_remote_code, **how)
     except Exception as error:  # OSError, ValueError, KeyError and the validators' own
-        raise _fault(path, "no model that can be read", error, "mend its config.json, or name another") from error
+        raise _fault(path, "no model that can be read", error, "fix its config.json, or name another") from error
 
 
 def load_tokenizer(
@@ -285,9 +203,9 @@ def load_end_ids(
         if file is not None or not isinstance(error, OSError) or not (error.__cause__ is None or offline):
             remedy = "fetch it again, or set HF_HUB_OFFLINE=1 to read what is cached"
             raise _fault(path, "no generation_config.json that can be read", error, remedy) from error
-    own, generated = eos_ids(tokenizer), eos_ids(generation)
+    from_tokenizer, generated = eos_ids(tokenizer), eos_ids(generation)
     described = eos_ids(config, config.get_text_config())
-    ends = tuple(dict.fromkeys((*(generated or described), *own)))
+    ends = tuple(dict.fromkeys((*(generated or described), *from_tokenizer)))
 
     def names(ids: Iterable[int]) -> str:
         return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ids) or "none"
@@ -296,9 +214,9 @@ def load_end_ids(
         warn_once(
             f"{path}: neither its tokenizer nor its configs name a token that ends a text: texts go on to their limit"
         )
-    elif not {*own} <= {*(generated or described)} or not {*described} <= {*ends}:
+    elif not {*from_tokenizer} <= {*(generated or described)} or not {*described} <= {*ends}:
         warn_once(
-            f"{path}: its files disagree on the tokens that end a text: its tokenizer names {names(own)}, "
+            f"{path}: its files disagree on the tokens that end a text: its tokenizer names {names(from_tokenizer)}, "
             f"generation_config.json {names(generated)}, config.json {names(described)}; here a text ends at "
             f"{names(ends)}"
         )
@@ -367,11 +285,11 @@ def check_generation_config(path: str) -> None:
         return
     remedy = "replace it, or delete it so that config.json alone says which tokens end a text"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({first_line(error)}); {remedy}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: expected a JSON object, got {type(found).__name__}; {remedy}")
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: expected a JSON object, got {type(settings).__name__}; {remedy}")
 
 
 class ShapeTarget(FrozenTarget):
@@ -384,11 +302,8 @@ class ShapeTarget(FrozenTarget):
     def packed_features(
         self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
     ) -> Features:
-        made = [
-            torch.empty(*tokens.shape, n * self.hidden_size, dtype=self.dtype, device=self.device)
-            for n in (len(aux_layer_ids), 1)
-        ]
-        return Features(*made)
+        empty = torch.empty(*tokens.shape, self.hidden_size, dtype=self.dtype, device=self.device)
+        return Features(empty.repeat(1, 1, len(aux_layer_ids)), empty)
 
 
 def load_shape(

@@ -58,9 +58,11 @@ def packed_mask(documents: Tensor, window: int | None = None) -> BlockMask:
 @cache
 def compiled_flex_attention() -> Callable[..., Any]:
     """Return FlexAttention, compiled separately for each shape. Beyond dynamo's recompile limit it would silently
-    compute all scores; the default of 8 is too low for training, measurements and a target with several windows."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-    return torch.compile(flex_attention, dynamic=False)
+    compute all scores; the default of 8 is too low for training, measurements and a target with several windows. So
+    its calls have a limit of their own."""
+    limited: Callable[..., Any] = torch._dynamo.config.patch(recompile_limit=SHAPES)
+    compiled: Callable[..., Any] = limited(torch.compile(flex_attention, dynamic=False))
+    return compiled
 
 
 def attention_masks(
@@ -74,8 +76,8 @@ def attention_masks(
             return additive(visible, dtype)
         return additive(visible & (positions[:, :, None] - key_positions[:, None, :] < window), dtype)
 
-    made: Tensor | dict[str, Any] = masks_by_kind(config, mask)
-    return made
+    masks: Tensor | dict[str, Any] = masks_by_kind(config, mask)
+    return masks
 
 
 def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:

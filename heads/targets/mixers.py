@@ -33,11 +33,11 @@ class Stepwise:
         state, width = cache.recall(self.index), 1
         if cache.prompt:
             width = hidden_states.shape[1]
-        made = []
+        outputs = []
         for first in range(0, hidden_states.shape[1], width):
-            made.append(self.whole(hidden_states[:, first : first + width], **kwargs | {self.name: state}))
+            outputs.append(self.whole(hidden_states[:, first : first + width], **kwargs | {self.name: state}))
             state.keep(first + width)
-        return torch.cat(made, dim=1)
+        return torch.cat(outputs, dim=1)
 
 
 def state_name(module: Any) -> str | None:
@@ -71,10 +71,10 @@ def step_by_step(mixers: list[nn.Module]) -> None:
 def single_steps(base: nn.Module, tokens: Tensor, count: int) -> Tensor:
     """Return the states (B, count, D) of the last `count` tokens, computed token by token with transformers' own cache.
     Whole sequences may give other states: some recurrent layers clamp their steps only there."""
-    made, cache, start, name = [], None, 0, cache_name(base)
+    states, cache, start, name = [], None, 0, cache_name(base)
     for end in range(tokens.shape[1] - count, tokens.shape[1] + 1):
         positions = torch.arange(start, end, device=tokens.device)[None]
         out = base(input_ids=tokens[:, start:end], position_ids=positions, use_cache=True, **{name: cache})
-        made.append(out.last_hidden_state)
+        states.append(out.last_hidden_state)
         cache, start = out[name], end
-    return torch.cat(made[1:], dim=1)
+    return torch.cat(states[1:], dim=1)

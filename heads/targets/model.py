@@ -163,7 +163,7 @@ class FrozenTarget(LanguageModel):
         tokenizer may name another one (`heads.targets.load.load_end_ids`)."""
         if outside := [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]:
             raise UserError(
-                f"{name}: eos_token_id: expected ids below {self.vocab_size}, its vocabulary, got {outside[0]}; mend "
+                f"{name}: eos_token_id: expected ids below {self.vocab_size}, its vocabulary, got {outside[0]}; fix "
                 "generation_config.json or config.json"
             )
         self.quantize = quantize
@@ -258,7 +258,7 @@ class FrozenTarget(LanguageModel):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Refuse a model whose logits differ from those of `packed_features` and `shared`, with UserError. A short
+        """Raise UserError for a model whose logits differ from those of `packed_features` and `shared`. A short
         document must get the same logits from the model alone as when packed after another one (unless the target is
         recurrent). Encoders, ignored masks and unknown scalings of the logits fail this check."""
         slot = torch.arange(12, device=self.device)[None]
@@ -266,26 +266,27 @@ class FrozenTarget(LanguageModel):
         packed = (ids, slot - 5 * document, document)
         if self.is_recurrent:
             packed = (ids[:, 5:], slot[:, :7], document[:, 5:])
-        damaged = False
         try:
             features = self.packed_features(*packed, ())
-            own = self.model(**self.arguments(ids[:, 5:]), use_cache=False).logits
-            damaged = not bool(own.isfinite().all())
-            ours = self.shared.lm_head(features.hidden[:, -own.shape[1] :])
-            own = own.to(ours.dtype)
-            distance = float((ours - own).norm() / own.norm())
-            reason = f"its logits differ by {distance:.0%}"
-            fits = distance < (0.2 if self.dtype.itemsize < 4 else 0.01)
-        except Exception as error:  # each family fails in its own way on unknown arguments
-            fits, reason = False, first_line(error)
-        if damaged:
+            expected = self.model(**self.arguments(ids[:, 5:]), use_cache=False).logits
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:  # as families fail on arguments that they do not know
+            raise self._unfit(first_line(error)) from error
+        if not bool(expected.isfinite().all()):
             raise UserError(f"{self.name}: {why_not_finite(self.model, self.layers, self.arguments(ids[:, 5:]))}")
-        if not fits:
-            made = " ".join(self.model.config.architectures or ["?"])
-            raise UserError(
-                f"{self.name}: expected a causal language model whose attention takes a 4-D mask, "
-                f"got {type(self.model).__name__} from a {made} ({reason}); use another target"
-            )
+        logits = self.shared.lm_head(features.hidden[:, -expected.shape[1] :])
+        expected = expected.to(logits.dtype)
+        distance = float((logits - expected).norm() / expected.norm())
+        if not distance < (0.2 if self.dtype.itemsize < 4 else 0.01):
+            raise self._unfit(f"its logits differ by {distance:.0%}")
+
+    def _unfit(self, reason: str) -> UserError:
+        architecture = " ".join(self.model.config.architectures or ["?"])
+        return UserError(
+            f"{self.name}: expected a causal language model whose attention takes a 4-D mask, "
+            f"got {type(self.model).__name__} from a {architecture} ({reason}); use another target"
+        )
 
 
 @torch.no_grad()
@@ -307,35 +308,22 @@ def fingerprint(model: PreTrainedModel) -> str:
 @torch.no_grad()
 def why_not_finite(model: PreTrainedModel, layers: nn.ModuleList, arguments: dict[str, Tensor]) -> str:
     """Return the end of an error message for a model whose output for `arguments` is not finite."""
-    first = len(layers)
+    finite = [True] * len(layers)
 
     def look(number: int, output: Any) -> None:
-        nonlocal first
         hidden = output[0] if isinstance(output, tuple) else output
-        if not bool(hidden.isfinite().all()):
-            first = min(first, number)
+        finite[number] = bool(hidden.isfinite().all())
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        look(-1, args[0] if args else kwargs["hidden_states"])
-
-    hooks = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
-    for number, layer in enumerate(layers):
-        hooks.append(layer.register_forward_hook(lambda _, __, output, number=number: look(number, output)))
-    try:
+    with ExitStack() as hooks:
+        for number, layer in enumerate(layers):
+            hook = layer.register_forward_hook(lambda _, __, output, number=number: look(number, output))
+            hooks.callback(hook.remove)
         model(**arguments, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    place = "from the embeddings on" if first < 0 else f"from layer {first} on"
-    if first == len(layers):
-        place = "after the last layer"
+    place = "after the last layer" if all(finite) else f"from layer {finite.index(False)} on"
     plain = {name: weight for name, weight in model.named_parameters() if type(weight.data) is Tensor}
     wrong = [name for name, weight in plain.items() if not weight.is_meta and not bool(weight.isfinite().all())]
-    cause = f", and {wrong[0]} holds such values" if wrong else ""
     if model.dtype == torch.float16:
-        remedy = "float16 overflows above 65504: ask for bfloat16 or float32"
-    elif wrong:
-        remedy = "its weights are damaged: fetch or make them again"
-    else:
-        remedy = "use another target" if model.dtype.itemsize > 2 else f"{model.dtype} may not suffice: ask for float32"
-    return f"the target's states are not finite {place}{cause}; {remedy.removeprefix('torch.')}"
+        return f"the target's states are not finite {place}; float16 overflows above 65504: ask for bfloat16 or float32"
+    if wrong:
+        return f"the target's states are not finite {place}, and {wrong[0]} holds such values; fetch its weights again"
+    return f"the target's states are not finite {place}; {str(model.dtype)[6:]} may not suffice: ask for float32"

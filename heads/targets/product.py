@@ -34,7 +34,7 @@ from heads.core.errors import warn_once
 
 SERIAL_WEIGHTS = 1 << 16
 """Products with fewer weights use one thread, since waking another would cost more."""
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Products with more rows are compute-bound, so torch's libraries compute them."""
 FLAGS = (
     *("-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", "-ffp-contract=fast"),
@@ -47,16 +47,22 @@ logger = logging.getLogger("draftsmith")
 class Product:
     """x W^T + b, for one projection, or for several projections of the same input, concatenated."""
 
+    bytes_read = 0
+    """Bytes of the weights that all products of this process have read so far."""
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight (O, K); bias (O,). On a CPU, a float32 weight is packed in bfloat16 if it loses nothing by it."""
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
-        self.library = load() if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 else None
+        is_float32_on_cpu = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
+        self.library = load() if is_float32_on_cpu else None
         self.packed: Tensor | None = None
         if self.library is not None:
             half = self.weight.bfloat16()
             self.packed = _packed(self.library, half if torch.equal(half.float(), self.weight) else self.weight)
-        elif self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and _has_onednn():
+        elif is_float32_on_cpu and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
+        stored = self.weight if self.library is None or self.packed is None else self.packed
+        self.bytes = self.weight.numel() * stored.element_size() + (0 if bias is None else bias.nbytes)
 
     @classmethod
     def of(cls, *modules: nn.Linear, draft: bool = False) -> "Product":
@@ -68,20 +74,16 @@ class Product:
         biases = [torch.zeros_like(m.weight[:, 0]) if m.bias is None else m.bias.detach() for m in modules]
         return cls(weight, torch.cat(biases))
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes read per weight."""
-        return self.weight.element_size() if self.library is None or self.packed is None else self.packed.element_size()
-
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the product (..., O) of x (..., K), plus the residual (..., O) if given."""
-        if self.packed is None or x.numel() > MOST_ROWS * x.shape[-1]:
+        Product.bytes_read += self.bytes
+        if self.packed is None or x.numel() > MAX_ROWS * x.shape[-1]:
             y = linear(x, self.weight, self.bias)
             return y if residual is None else y.add_(residual)
         if self.library is not None:
             return _multiply(self.library, self.packed, x, len(self.weight), self.bias, residual)
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return made if residual is None else made.add_(residual)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out if residual is None else out.add_(residual)
 
 
 class ProductModule(nn.Module):
@@ -123,16 +125,13 @@ def _fuse(weights: Sequence[Tensor], *, shared: bool) -> Tensor:
     return fused
 
 
-def _has_onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
-
-
 @cache
 def find_compiler() -> str | None:
     """Return the path of a C compiler: the one that CC names, else the first one found; None if there is none."""
     names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    return None if sys.platform == "win32" else found
+    if sys.platform == "win32":
+        return None
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 @cache
@@ -179,9 +178,10 @@ def _multiply(
     rows = x.numel() // inputs
     assert residual is None or residual.is_contiguous()
     y = x.new_empty(*x.shape[:-1], outputs)
-    given = [None if t is None else t.data_ptr() for t in (packed, bias, x, residual, y)]
-    half, threads = packed.element_size() == 2, torch.get_num_threads() if inputs * outputs >= SERIAL_WEIGHTS else 1
-    library.multiply(*given, inputs, outputs, rows, half, threads)
+    pointers = [None if t is None else t.data_ptr() for t in (packed, bias, x, residual, y)]
+    half = packed.element_size() == 2
+    threads = torch.get_num_threads() if inputs * outputs >= SERIAL_WEIGHTS else 1
+    library.multiply(*pointers, inputs, outputs, rows, half, threads)
     return y
 
 
@@ -203,11 +203,11 @@ def _build(source: Path, compiler: str) -> Path:
             return path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / f"{name}.so"
-        command = [compiler, *flags, str(source), "-o", str(made)]
+        compiled = Path(scratch) / f"{name}.so"
+        command = [compiler, *flags, str(source), "-o", str(compiled)]
         if _run([*command, "-fopenmp"]).returncode:
             _run(command).check_returncode()  # without OpenMP: one thread
-        return made.replace(folder / f"{name}-{_short_hash(made)}.so")
+        return compiled.replace(folder / f"{name}-{_short_hash(compiled)}.so")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:

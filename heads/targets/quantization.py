@@ -15,16 +15,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from heads.core.errors import UserError
 
-SCHEMES = ("int8",)
-LEAST_SHARE = 0.5
+MIN_SHARE = 0.5
 """Minimum share of the layers' weights that must be in linear layers. With less, little memory would be saved."""
 
 
 def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
-    """Quantise the linear layers inside `layers` in place. UserError if their share is too small (`LEAST_SHARE`), or if
-    torchao is missing."""
-    if scheme not in SCHEMES:
-        raise UserError(f"target.quantize: expected {' or '.join(SCHEMES)}, got {scheme!r}")
+    """Quantise the linear layers inside `layers` in place; `scheme` is int8. UserError if their share is too small
+    (`MIN_SHARE`), or if torchao is missing."""
     logging.disable(logging.WARNING)  # importing torchao logs four, about kernels for other machines
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -36,7 +33,7 @@ def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
         logging.disable(logging.NOTSET)
     linear = sum(module.weight.numel() for module in layers.modules() if isinstance(module, nn.Linear))
     share = linear / sum(parameter.numel() for parameter in layers.parameters())
-    if share < LEAST_SHARE:
+    if share < MIN_SHARE:
         raise UserError(
             f"{name}: target.quantize reaches linear layers only, which hold {share:.0%} of its layers' weights "
             "(experts kept in one tensor, and GPT-2's layers, are none); leave it out"

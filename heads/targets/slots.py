@@ -4,14 +4,12 @@ The key of a token at position p is in slot p. Known tokens are written there at
 observed slots, in the order in which they are expanded: the i-th expanded node to slot length + i, at any depth. In a
 chain, an accepted token's key is then already in its final slot.
 
-Steps need different parts of this. Masks and positions are computed on demand, since each of them costs a launch on a
-GPU.
+Masks are computed on demand, since each of them costs a launch on a GPU.
 
 Letters: B batch, M observed tokens, W nodes of one level, N nodes of a tree, S cache slots, E visible slots.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -64,37 +62,32 @@ def bits(seen: Tensor) -> Tensor:
     return words.sum(-1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PrefillSlots:
     """M consecutive tokens, the first `count` of them valid. Each sees the slots up to its own."""
 
     start: Tensor  # (B,) int64, the position of the first token
     count: Tensor | None  # (B,) int64; None if all are valid
-    slot: Tensor  # (S,) int64, 0 .. S - 1
+    slot: Tensor  # (S,) int64, 0 .. S - 1; tokens beyond `count` go to slot S - 1
     number: int
     """The number of tokens M."""
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """(B, M)."""
-        return (self.start[:, None] + self.slot[: self.number]).clamp_max(len(self.slot) - 2)
+    def __post_init__(self) -> None:
+        offset = self.slot[: self.number]
+        self.positions = (self.start[:, None] + offset).clamp_max(len(self.slot) - 2)  # (B, M)
+        self.slots = self.positions  # (B, M)
+        if self.count is not None:
+            self.slots = torch.where(offset < self.count[:, None], self.positions, len(self.slot) - 1)
 
-    def slots(self, padding_slot: int) -> Tensor:
-        """Return the slots (B, M). Tokens beyond `count` go to `padding_slot`."""
-        if self.count is None:
-            return self.positions
-        return torch.where(self.slot[: self.number] < self.count[:, None], self.positions, padding_slot)
-
-    def visible(self, module: int, extent: int) -> Tensor | None:
-        """Return (B, M, E) bool; None if tokens see the slots up to their own.
+    def visible(self, module: int, extent: int) -> Tensor:
+        """Return (B, M, E) bool: the slots that each token sees.
 
         A module has no valid state for the first `module` tokens of a text, since its slot would be before the text.
         Their states are padding, which later tokens may not see. Such a token sees itself, so that padding is finite.
         """
-        if module == 0:
-            return None
-        key, own = self.slot[:extent], self.positions[..., None]
-        return (key <= own) & (key >= own.clamp_max(module))
+        key, last = self.slot[:extent], self.positions[..., None]
+        visible = key <= last
+        return visible & (key >= last.clamp_max(module)) if module else visible
 
     def key_positions(self, extent: int) -> Tensor:
         """Return (B, E): the slots are the positions."""
@@ -106,7 +99,7 @@ class PrefillSlots:
         return VisibleSlots(self.start, bits(offset[:, None] <= offset[..., None]), offset, self.number)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DraftSlots:
     """W nodes of one level. Each sees the observed slots, its ancestors and itself."""
 
@@ -118,37 +111,30 @@ class DraftSlots:
     scratch: int
     """Number of nodes that a tree expands, each with a slot after the observed ones."""
 
-    @cached_property
-    def place(self) -> Tensor:
-        """(B, 1): one position for the whole level."""
-        return self.length[:, None] - 1 + self.paths.shape[2]
+    def __post_init__(self) -> None:
+        self.position = self.length[:, None] - 1 + self.paths.shape[2]  # (B, 1), of the whole level
+        self.positions = self.position.expand(-1, self.paths.shape[1])  # (B, W)
+        self.slots = self.positions if self.chain else self.length[:, None] + self.paths[..., -1]  # (B, W)
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """(B, W)."""
-        return self.place.expand(-1, self.paths.shape[1])
-
-    def slots(self, padding_slot: int) -> Tensor:
-        """(B, W)."""
-        return self.positions if self.chain else self.length[:, None] + self.paths[..., -1]
-
-    def visible(self, module: int, extent: int) -> Tensor | None:
-        """Return (B, W, E) bool, or None, as in `PrefillSlots.visible`."""
-        if self.chain and module == 0:
-            return None
+    def visible(self, module: int, extent: int) -> Tensor:
+        """Return (B, W, E) bool, as in `PrefillSlots.visible`."""
         key = self.slot[:extent]
-        if module == 0:  # all observed slots are visible
-            seen = (key < self.length[:, None])[:, None].repeat(1, self.paths.shape[1], 1)
-            return seen.scatter_(2, self.length[:, None, None] + self.paths, True)
-        first = self.place.clamp_max(module)
+        visible = key <= self.position if self.chain else key < self.length[:, None]  # (B, E)
+        if module:
+            first = self.position.clamp_max(module)
+            visible = visible & (key >= first)
         if self.chain:
-            return ((key <= self.place) & (key >= first))[:, None]
-        seen = ((key < self.length[:, None]) & (key >= first))[:, None].repeat(1, self.paths.shape[1], 1)
+            return visible[:, None]
+        visible = visible[:, None].repeat(1, self.paths.shape[1], 1)
+        if module == 0:
+            return visible.scatter_(2, self.length[:, None, None] + self.paths, True)
         above = self.length[:, None] + self.slot[: self.paths.shape[2]] >= first  # (B, level)
-        return seen.scatter_(2, self.length[:, None, None] + self.paths, above[:, None].expand(self.paths.shape))
+        return visible.scatter_(2, self.length[:, None, None] + self.paths, above[:, None].expand(self.paths.shape))
 
     def key_positions(self, extent: int) -> Tensor:
         """Return (B, E): the position of the token in each slot that any of the nodes sees."""
+        if self.chain:
+            return self.slot[:extent].expand(len(self.length), -1)
         above = self.length[:, None] + self.slot[: self.paths.shape[2]]  # (B, level)
         slots = (self.length[:, None, None] + self.paths).flatten(1)
         positions = above[:, None].expand(self.paths.shape).flatten(1)
@@ -156,14 +142,15 @@ class DraftSlots:
 
     def visible_slots(self) -> VisibleSlots:
         """Return what the nodes see, for a kernel."""
-        seen = torch.zeros(*self.paths.shape[:2], self.scratch, dtype=torch.bool, device=self.paths.device).scatter_(
-            2, self.paths, True
+        B, W, level = self.paths.shape
+        visible = torch.zeros(B, W, self.scratch, dtype=torch.bool, device=self.paths.device)
+        depths = self.slot[level - 1].expand(B, W).contiguous()
+        return VisibleSlots(
+            self.length, bits(visible.scatter_(2, self.paths, True)), depths, self.scratch, by_slot=True
         )
-        depths = (self.positions - self.length[:, None]).contiguous()
-        return VisibleSlots(self.length, bits(seen), depths, self.scratch, by_slot=True)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TreeSlots:
     """N nodes of whole trees. Each sees the observed slots, its ancestors and itself.
 
@@ -176,25 +163,22 @@ class TreeSlots:
     above: Tensor | None  # (B, N, N) bool, `ancestors`; None for a chain
     slot: Tensor  # (S,) int64, 0 .. S - 1
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """(B, N); for a chain, its slots."""
-        return self.slots() if self.above is None else self.length[:, None] + self.depths
+    def __post_init__(self) -> None:
+        self.slots = self.length[:, None] + self.slot[: self.parents.shape[1]]  # (B, N)
+        self.positions = self.slots if self.above is None else self.length[:, None] + self.depths  # (B, N)
 
-    def slots(self, padding_slot: int = 0) -> Tensor:
-        """(B, N)."""
-        return self.length[:, None] + self.slot[: self.parents.shape[1]]
-
-    def visible(self, module: int, extent: int) -> Tensor | None:
-        """Return (B, N, E) bool, or None for a chain, as in `PrefillSlots.visible`."""
+    def visible(self, module: int, extent: int) -> Tensor:
+        """Return (B, N, E) bool, as in `PrefillSlots.visible`, for a target, which has no modules."""
         if self.above is None:
-            return None
-        seen = (self.slot[:extent] < self.length[:, None])[:, None].repeat(1, self.parents.shape[1], 1)
-        return seen.scatter_(2, self.slots()[:, None].expand(self.above.shape), self.above)
+            return self.slot[:extent] <= self.positions[..., None]
+        visible = (self.slot[:extent] < self.length[:, None])[:, None].repeat(1, self.parents.shape[1], 1)
+        return visible.scatter_(2, self.slots[:, None].expand(self.above.shape), self.above)
 
     def key_positions(self, extent: int) -> Tensor:
         """Return (B, E): the position of the token in each slot."""
-        return self.slot[:extent].repeat(len(self.length), 1).scatter_(1, self.slots(), self.positions)
+        if self.above is None:
+            return self.slot[:extent].expand(len(self.length), -1)
+        return self.slot[:extent].repeat(len(self.length), 1).scatter_(1, self.slots, self.positions)
 
     def visible_slots(self) -> VisibleSlots:
         """Return what the nodes see, for a kernel."""

@@ -25,26 +25,15 @@ DECIDED = frozenset(
 def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
     """Load the causal LM at `path` in float32. Its own Python code runs only if the target's may run. UserError if it
     does not accept the masks of a draft, or has another tokenizer."""
-    loaded: FrozenTarget
-    trusted = target.trust_remote_code
+    how: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": target.trust_remote_code}
     if isinstance(target, ShapeTarget):
-        loaded = load_shape(path, dtype=torch.float32, trust_remote_code=trusted)
-    else:
-        check_tokenizers(path, target)
-        loaded = load_target(path, dtype=torch.float32, trust_remote_code=trusted)
-    if loaded.start_token not in (None, target.start_token):
-        raise UserError(
-            f"{path}: its answers begin with token {loaded.start_token}, those of {target.name} "
-            + ("are the text going on" if target.start_token is None else f"with {target.start_token}")
-            + "; a draft model must read the same sequences"
-        )
-    model = loaded.model
-    model.requires_grad_(True)
-    return model
+        return load_shape(path, **how).model.requires_grad_(True)
+    check_tokenizers(path, target)
+    return load_target(path, **how).model.requires_grad_(True)
 
 
 def check_tokenizers(path: str, target: FrozenTarget) -> None:
-    """Refuse a draft whose token ids differ from the target's. UserError names the first difference."""
+    """Reject a draft whose token ids differ from the target's. UserError names the first difference."""
     trusted = target.trust_remote_code
     tokenizers = (
         load_tokenizer(
@@ -72,7 +61,7 @@ def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
         raise UserError(f"head.layers: expected some of the target's {n} layers, ascending, got {list(layers)}")
     config = _own_config(target)
     cut_layers(config, layers, target)
-    model = _build(config, target)
+    model = _from_config(config)
     prefix = next(name for name, module in target.model.named_modules() if module is target.layers) + "."
     weights: dict[str, Tensor] = {}
     for name, tensor in target.model.state_dict().items():
@@ -82,13 +71,7 @@ def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
                 weights[f"{prefix}{list(layers).index(int(number))}.{rest}"] = tensor
         else:
             weights[name] = tensor
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(
-            f"head.layers: layers {list(layers)} of {target.name} do not make a {target.config.model_type} of their "
-            f"own ({first_line(error)}); keep others, or name a smaller model with head.path"
-        ) from error
+    model.load_state_dict(weights)
     return model
 
 
@@ -122,11 +105,9 @@ def fresh_model(target: FrozenTarget, changes: dict[str, Any]) -> PreTrainedMode
         }
     if settings.get("head_dim") == config.hidden_size // config.num_attention_heads:
         dropped.add("head_dim")  # it follows from the width
-    kept = {name: value for name, value in settings.items() if name not in dropped and name != "model_type"}
+    kwargs = {name: value for name, value in settings.items() if name not in dropped and name != "model_type"}
     try:
-        return _build(AutoConfig.for_model(config.model_type, **kept, **changes), target)
-    except UserError:
-        raise
+        return _from_config(AutoConfig.for_model(config.model_type, **kwargs, **changes))
     except Exception as error:  # each family's config raises its own errors
         raise UserError(f"head.fresh: no {config.model_type} can be made of it ({first_line(error)})") from error
 
@@ -156,8 +137,8 @@ def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> int:
 
 def empty_model(record: dict[str, Any]) -> PreTrainedModel:
     """Return the model described by the result of `model_record`. Its weights must be loaded later."""
-    kept = {name: value for name, value in record.items() if name not in ("model_type", "transformers_version")}
-    return _from_config(AutoConfig.for_model(record["model_type"], **kept))
+    kwargs = {name: value for name, value in record.items() if name not in ("model_type", "transformers_version")}
+    return _from_config(AutoConfig.for_model(record["model_type"], **kwargs))
 
 
 def model_record(model: PreTrainedModel) -> dict[str, Any]:
@@ -185,16 +166,6 @@ def _own_config(target: FrozenTarget) -> Any:
             "from it; name one with head.path"
         )
     return copy.deepcopy(target.config)
-
-
-def _build(config: Any, target: FrozenTarget) -> PreTrainedModel:
-    model = _from_config(config)
-    if type(model) is not type(target.model):
-        raise UserError(
-            f"{target.name}: a {type(target.model).__name__} is not what transformers makes of its config; name a "
-            "draft with head.path"
-        )
-    return model
 
 
 def _from_config(config: Any) -> PreTrainedModel:

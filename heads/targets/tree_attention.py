@@ -31,7 +31,7 @@ values change the rounding."""
 CHUNK = 16
 """Number of splits whose parts are merged into one chunk, before chunks are merged. Other values change the
 rounding."""
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 """Maximum size of the parts of all splits. Rows of the batch that need more, as with prompts, run one by one."""
 
 
@@ -49,8 +49,8 @@ def masked_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, s
     grouped = q.unflatten(2, (Hkv, -1)).transpose(1, 2).reshape(B, Hkv, N * H // Hkv, d)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None], scale=scale)
-    made: Tensor = out.unflatten(2, (N, -1)).transpose(1, 2).reshape(B, N, H, -1)
-    return made
+    by_head: Tensor = out.unflatten(2, (N, -1)).transpose(1, 2).reshape(B, N, H, -1)
+    return by_head
 
 
 def for_groups(mask: Tensor, group_size: int) -> Tensor:
@@ -80,7 +80,7 @@ def tree_attention(
     split = max(64, min(COARSE, 1 << most.bit_length() - 1))
     splits = -(-min(S, FINE) // split) + -(-max(S - FINE, 0) // COARSE)
     chunks = triton.cdiv(splits, CHUNK)
-    if B > 1 and 4 * B * splits * N * H * d > MOST_BYTES:
+    if B > 1 and 4 * B * splits * N * H * d > MAX_BYTES:
         rows_of = [slice(b, b + 1) for b in range(B)]
         parts = [tree_attention(q[b], keys[b], values[b], visible.of(b), scale=scale, window=window) for b in rows_of]
         return torch.cat(parts)

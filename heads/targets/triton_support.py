@@ -7,6 +7,7 @@ is imported), kernels also take CPU tensors, slowly, for tests.
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ constexpr: Any = tl.constexpr if triton is not None else None
 
 ON_CPU = False
 """True in tests that run kernels on a CPU in the interpreter."""
+KERNEL_ERRORS: tuple[type[Exception], ...] = (RuntimeError, OSError, SubprocessError)
+"""What a compiler, a driver or a card raises where a kernel cannot run. Other exceptions are faults of the program."""
+if triton is not None:
+    KERNEL_ERRORS += (import_module("triton.errors").TritonError,)
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -40,7 +45,7 @@ def why_not(device: torch.device) -> str | None:
         # An empty kernel is launched, since Triton also needs a C compiler and uses it only at the first launch.
         with torch.cuda.device(device):  # a kernel launches on the current device, not on that of its tensors
             _nothing[(1,)](torch.empty(1, device=device))
-    except Exception as error:  # whatever fails, kernels are unavailable
+    except KERNEL_ERRORS as error:
         return f"Triton fails ({first_line(error)})"
     return None
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from eval.measure.roofline import copy_bandwidth, lines, roofline
 from eval.runtime.engine import Engine, EngineOptions, Request
@@ -11,6 +12,12 @@ from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.registry import build_head, build_untrained
 from heads.targets.model import FrozenTarget
+from heads.targets.product import Product
+
+
+def linear_bytes(module: nn.Module) -> int:
+    """Return the bytes that the products of a module's linear layers read."""
+    return sum(Product(part.weight, part.bias).bytes for part in module.modules() if isinstance(part, nn.Linear))
 
 
 @pytest.mark.parametrize("tree", ["chain:3", "tree:3x2x6"])
@@ -23,8 +30,7 @@ def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     record = roofline(engine, plain, length=40, tau=2.0, bandwidth=1e9)
     parts: dict[str, Any] = {part["part"]: part for part in record["round"]}
     size = tiny_target.dtype.itemsize
-    read = {name: p.nbytes for name, p in head.named_parameters()}
-    whole, output, fuse = sum(read.values()), read["lm_head.weight"], read["fc.weight"]
+    whole, output, fuse = linear_bytes(head), linear_bytes(head.lm_head), linear_bytes(head.fc)
     assert parts["draft"]["bytes"] == 3 * output + 2 * (whole - output - fuse)  # the first level was made beforehand
     assert parts["accept and commit"]["bytes"] == whole - output
     cache = 2 * 40 * 8 * 2 * (2 * 8) * size  # rows, tokens, layers, keys and values, two heads of 8
@@ -48,18 +54,18 @@ def test_what_other_drafts_read(kind: str, tiny_target: FrozenTarget) -> None:
     counts, shape = torch.ones(128, dtype=torch.int64), parse_shape("chain:3")
     if kind == "medusa":
         head = build_head("medusa", {"depth": 3}, tiny_target, counts)
-        read = sum(p.numel() for p in head.parameters())
+        read = linear_bytes(head)
     else:
         layers = tiny_target.layers[:2]
         made = {"layers": lambda: build_head("draft", {"layers": [0, 1]}, tiny_target, counts)}
         head = made.get(kind, lambda: build_untrained("early_exit:2", tiny_target))()
-        read = 3 * (sum(p.numel() for p in layers.parameters()) + 32 + tiny_target.lm_head_weight.numel())
+        read = 3 * (linear_bytes(layers) + linear_bytes(tiny_target.head))
     engine = Engine(tiny_target, head, EngineOptions(shape=shape, max_length=128))
     record = roofline(
         engine, Engine(tiny_target, None, EngineOptions(max_length=128)), length=40, tau=2.0, bandwidth=1e9
     )
     draft = next(part for part in record["round"] if part["part"] == "draft")
-    assert draft["bytes"] == read * tiny_target.dtype.itemsize
+    assert draft["bytes"] == read
 
 
 def test_a_context_without_room_is_refused(tiny_target: FrozenTarget) -> None:

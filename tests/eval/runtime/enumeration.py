@@ -133,15 +133,15 @@ def sum_over_tests(
 ) -> list[Tensor]:
     """Return the distribution of the emitted tokens for each number n of accepted tokens, (V^n, V), summed over all
     outcomes of the tests. `drawn` (rows,): the probability of each draft."""
-    K, V, rows = rule.shape.depth, verdict.rest.shape[2], len(drawn)
+    K, V, rows = rule.shape.depth, verdict.residual.shape[2], len(drawn)
     above = None if is_chain(rule.shape) else ancestors(proposal.parents, K)
     parts = [torch.zeros(V**n, V, dtype=torch.float64) for n in range(K + 1)]
     for passed in product([False, True], repeat=rule.shape.nodes - 1):
         tests = torch.tensor([True, *passed]).expand(rows, -1)
-        weight = drawn * torch.where(tests, verdict.odds, 1 - verdict.odds).prod(1)
+        weight = drawn * torch.where(tests, verdict.accept_prob, 1 - verdict.accept_prob).prod(1)
         accepted, path = rule.decide(tests, proposal, above)
         end = path.gather(1, accepted[:, None])
-        distribution = verdict.rest.gather(1, end[..., None].expand(-1, -1, V))[:, 0]
+        distribution = verdict.residual.gather(1, end[..., None].expand(-1, -1, V))[:, 0]
         at = prefixes.gather(1, end)[:, 0]
         for n, part in enumerate(parts):
             part.index_add_(0, at % V**n, torch.where(accepted == n, weight, 0.0)[:, None] * distribution)

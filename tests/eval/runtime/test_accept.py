@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from eval.runtime.accept import match, match_chain
+from eval.runtime.rules import match, match_chain
 from heads.core.tree import Proposal
 from heads.targets.slots import ancestors
 

@@ -97,17 +97,6 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     assert statistic < limit
 
 
-def test_successive_draws_are_independent() -> None:
-    """Pairs of neighbours, along positions and along seeds, follow the product distribution."""
-    V = 4
-    logits = torch.zeros(300, 200, V)
-    rows = rows_of(*(Sampling(temperature=1.0, seed=i) for i in range(300)))
-    chosen = rows.choose(logits, torch.arange(200).expand(300, 200))
-    for first, second in ((chosen[:, :-1], chosen[:, 1:]), (chosen[:-1], chosen[1:])):
-        statistic, limit = chi_square((first * V + second).flatten(), torch.full((V * V,), V**-2.0))
-        assert statistic < limit
-
-
 def test_noise_equals_integer_arithmetic_done_by_hand() -> None:
     seeds, positions, ids = [0, -5, 2**62 + 3], [0, 7, 123456], [0, 1, 151_000]
     noise = gumbel(torch.tensor(seeds), torch.tensor([positions] * 3), torch.tensor(ids))
@@ -130,13 +119,6 @@ def test_drafts_get_the_noise_the_target_will_use() -> None:
     torch.testing.assert_close(rows.perturb(logits[..., ids], positions, ids), scores[..., ids])
     greedy = rows_of(Sampling(), Sampling())
     assert torch.equal(greedy.perturb(logits, positions), logits)
-
-
-def test_greedy_rows_choose_alike_in_greedy_and_mixed_batches() -> None:
-    logits = torch.randn(2, 50, 300).mul_(1e-4).add_(1e4)  # full of ties in float32
-    positions = torch.zeros(2, 50, dtype=torch.int64)
-    mixed = rows_of(Sampling(), Sampling(temperature=1.0)).choose(logits, positions)
-    assert torch.equal(mixed[0], rows_of(Sampling(), Sampling()).choose(logits, positions)[0])
 
 
 @pytest.mark.parametrize(

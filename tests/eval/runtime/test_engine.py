@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from eval.runtime.engine import Request
-from eval.runtime.memory import check_memory, row_bytes
-from eval.runtime.request import Reports, StopWatch
+from eval.runtime.memory import check_memory
+from eval.runtime.request import Reports, StopStringMatcher
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
-from heads.core.tree import ROOT_ONLY, parse_shape
+from heads.core.tree import parse_shape
 from heads.targets.load import load_target, load_tokenizer
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of
 from tests.small_targets import make_drafter, make_target, open_engine, texts
@@ -58,8 +58,7 @@ def test_padded_prompts_change_nothing(family: str, prompts: list[list[int]]) ->
     expected = decode_plainly(target, requests)
     head = ScriptedHead(target, sequences(requests, expected))
     engine = open_engine(target, head, TREE, batch_size=2, max_length=192)
-    step: Any = engine.decoder.step
-    step.pads = True
+    engine.decoder.target.pads = True
     assert texts(engine.generate(requests)) == texts(expected)
 
 
@@ -107,7 +106,7 @@ def test_a_full_cache_holds_the_longest_request() -> None:
     requests = [Request([5] * 20, 128 - 20 - TREE.nodes, ignore_eos=True)]
     expected = decode_plainly(target, requests, max_length=128)
     engine = open_engine(target, ScriptedHead(target, sequences(requests, expected)), TREE, max_length=128)
-    assert engine.decoder.step.capacity == 128
+    assert engine.decoder.target.spec.capacity == 128
     assert texts(engine.generate(requests)) == texts(expected)
 
 
@@ -135,12 +134,12 @@ def test_the_earliest_token_that_completes_a_stop_string_wins(tiny_target_dir: P
     tokens = tokenizer.encode("def f(x):\n    return x\n\ndef g", add_special_tokens=False)
     for stop in ("return", "\n\n", "f(", "g", ":", "nowhere"):
         expected = next((i for i in range(1, len(tokens) + 1) if stop in tokenizer.decode(tokens[:i])), None)
-        assert StopWatch([stop], tokenizer).find(tokens) == expected
-        piecewise = StopWatch([stop], tokenizer)
+        assert StopStringMatcher([stop], tokenizer).find(tokens) == expected
+        piecewise = StopStringMatcher([stop], tokenizer)
         found = [piecewise.find(tokens[:i]) for i in range(1, len(tokens) + 1)]
         assert next((place for place in found if place is not None), None) == expected
     tokens = tokenizer.encode("a = 1\n" * 200 + "END", add_special_tokens=False)
-    assert StopWatch(["END"], tokenizer).find(tokens) == len(tokens), "long texts are read by their tail"
+    assert StopStringMatcher(["END"], tokenizer).find(tokens) == len(tokens), "long texts are read by their tail"
 
 
 @pytest.mark.parametrize("tree", ["none", "chain:4"])
@@ -165,13 +164,9 @@ JAMBA: Any = dict(attn_layer_offset=1, attn_layer_period=3, num_experts=2, mamba
 REFUSED: dict[str, tuple[Request | dict[str, Any], str]] = {
     "no prompt": (Request([], 4), "the prompt is empty"),
     "no room": (Request([3] * 50, 12), "50 tokens, 12 new ones and a tree of 5 need 67 slots, but there are 64"),
-    "nothing new": (Request([3], 0), "max_new_tokens"),
     "no such token": (Request([3, 61], 4), "token ids outside 0 .. 60"),
     "no tokenizer": (Request([3], 4, stop=("x",)), "stop strings need a tokenizer"),
     "too long": (dict(max_length=513), "max_length: expected 1 to 512"),
-    "no head": (dict(shape=CHAIN, head="none"), "a head and a tree go together"),
-    "no tree": (dict(shape=ROOT_ONLY, head="lookup:3"), "a head and a tree go together"),
-    "no rows": (dict(batch_size=0), "batch size"),
     "no memory": (dict(batch_size=100000000, max_length=512), r"a batch of 100000000 needs .*a batch of \d+ would fit"),
     "a tree of lookup": (dict(shape=TREE, head="lookup:3"), "ask for a chain"),
     "no rule": (dict(rule="ratio"), "plain decoding has none"),
@@ -194,17 +189,16 @@ def test_what_cannot_be_decoded_is_refused(given: Request | dict[str, Any], word
         open_engine(target, head, **{"max_length": 64} | options).generate([request])
 
 
-def test_memory_grows_with_sequences_trees_and_drafts_and_is_checked() -> None:
-    sizes: dict[str, Any] = {"capacity": 4096, "nodes": 8, "drafts": False}
-    modest = row_bytes(target_of("llama"), **sizes)
-    assert row_bytes(target_of("llama"), **sizes | {"capacity": 8192}) > 1.9 * modest
-    assert all(row_bytes(target_of("llama"), **sizes | more) > modest for more in ({"nodes": 64}, {"drafts": True}))
-    check_memory(2**29, 3, 2 * 2**30, "big")
-    check_memory(2**40, 1, None, "big")  # unknown
-    with pytest.raises(UserError, match=r"big: a batch of 64 needs 32.0 GiB .* 1.9 GiB are free; a batch of 3 would"):
-        check_memory(2**29, 64, 2 * 2**30, "big")
-    with pytest.raises(UserError, match="shorten the sequences"):
-        check_memory(2**40, 1, 2 * 2**30, "big")
+def test_a_batch_that_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.runtime.memory.free_bytes", lambda: 2**20)
+    target, sizes = target_of("llama"), {"nodes": 8, "drafts": False}
+    check_memory(target, 1, 64, **sizes)
+    with pytest.raises(UserError, match=r"a batch of 640 needs .* GiB are free; a batch of \d+ would fit"):
+        check_memory(target, 640, 64, **sizes)
+    for more in ({"capacity": 8192}, {"nodes": 640}, {"drafts": True, "capacity": 4096}):
+        given: Any = {"capacity": 64, **sizes, **more}
+        with pytest.raises(UserError, match="shorten the sequences"):
+            check_memory(target, 1, **given)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])

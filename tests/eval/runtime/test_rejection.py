@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.accept import match
 from eval.runtime.distribution import RowSampling
-from eval.runtime.rules import Rejection, Verdict
+from eval.runtime.rules import Rejection, Verdict, match
 from heads.core.contract import Observation, SharedLayers
 from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
 from heads.methods.dflash import DFlash, DFlashConfig
@@ -23,10 +22,11 @@ from tests.eval.runtime.enumeration import EveryDraw, Toy, draws_of, prefixes_of
 from tests.heads.small_heads import BLOCK_SIZES
 
 EXACT = 1e-9
+NO_TARGET: Any = None
 UNEVEN = static_shape([(0,), (1,), (0, 0), (0, 1), (1, 0)], "uneven")
 DEEP = static_shape([(0,), (1,), (1, 0), (1, 0, 0)], "deep")
 CHAIN = parse_shape("chain:3")
-weigh = Rejection.weigh
+accept_probs = Rejection.accept_probs
 
 
 def outcome(toy: Toy, shape: TreeShape, rule: str, *, likeliest: bool = False) -> tuple[Tensor, float]:
@@ -41,11 +41,11 @@ def outcome(toy: Toy, shape: TreeShape, rule: str, *, likeliest: bool = False) -
     assert abs(drawn.sum() - 1) < EXACT
     sampling = RowSampling(len(pick.ways))
     sampling.temperature.fill_(1.0)
-    judging = Rejection(rule, shape, sampling)
+    judging = Rejection(rule, shape, sampling, NO_TARGET)
     judging.draws = pick
-    verdict = judging.weigh(proposal, toy.at(prefixes, proposal.depths))
-    assert ((verdict.odds >= 0) & (verdict.odds <= 1)).all() and (verdict.rest >= 0).all()
-    torch.testing.assert_close(verdict.rest.sum(-1), torch.ones_like(verdict.rest[..., 0]))
+    verdict = judging.accept_probs(proposal, toy.at(prefixes, proposal.depths))
+    assert ((verdict.accept_prob >= 0) & (verdict.accept_prob <= 1)).all() and (verdict.residual >= 0).all()
+    torch.testing.assert_close(verdict.residual.sum(-1), torch.ones_like(verdict.residual[..., 0]))
     parts = sum_over_tests(judging, proposal, verdict, prefixes, drawn)
     tokens = sum(float(part.sum()) * (n + 1) for n, part in enumerate(parts))
     return torch.stack([toy.complete(part.flatten(), K + 1) for part in parts]).sum(0), tokens
@@ -124,7 +124,7 @@ def test_block_emits_no_fewer_tokens_than_ratio_in_expectation() -> None:
 
 def fresh_draw(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
     """A fault: after a refusal the token is drawn anew from p, as if nothing had been refused."""
-    return Verdict(weigh(rule, proposal, p).odds, p)
+    return Verdict(accept_probs(rule, proposal, p).accept_prob, p)
 
 
 @pytest.mark.parametrize(("rule", "shape"), [("ratio", "chain:3"), ("block", "chain:3"), ("ratio", "static:2.2")])
@@ -133,7 +133,7 @@ def test_the_sums_tell_a_wrong_rule_and_a_draft_that_was_not_drawn(
 ) -> None:
     distributions, tree = Toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
     assert distance(distributions, outcome(distributions, tree, rule, likeliest=True)[0], tree) > 0.02
-    monkeypatch.setattr(Rejection, "weigh", fresh_draw)
+    monkeypatch.setattr(Rejection, "accept_probs", fresh_draw)
     assert distance(distributions, outcome(distributions, tree, rule)[0], tree) > 0.002
 
 

@@ -36,9 +36,7 @@ def sampled_rows(rows: int, sampling: Sampling) -> RowSampling:
 
 DECODED = 4
 """Tokens whose joint distribution is looked at."""
-STEP: Any = SimpleNamespace(
-    logits=lambda hidden: hidden, choose=lambda hidden, at, sampling: sampling.choose(hidden, at)
-)
+TARGET: Any = SimpleNamespace(in_tiles=False, logits=lambda hidden: hidden)
 """A target whose hidden states are its logits."""
 
 
@@ -47,7 +45,7 @@ class Decoding:
 
     def __init__(self, toy: Toy, rule: str, text: str, sampling: RowSampling) -> None:
         self.toy, self.shape, self.sampling = toy, parse_shape(text), sampling
-        self.rule: Rule = make_rule(rule, self.shape, sampling)
+        self.rule: Rule = make_rule(rule, self.shape, sampling, TARGET)
         self.p, starts = toy.flat("p")
         self.q, _ = toy.flat("q")
         self.starts = torch.tensor(starts)
@@ -77,9 +75,9 @@ class Decoding:
         prefixes = prefixes_of(proposal, V, self.codes)
         logits = self.logits(self.p, depths + proposal.depths, prefixes)
         positions = self.length[:, None] + 1 + proposal.depths
-        consulted = self.rule.consult(STEP, logits, positions)
+        outputs = self.rule.target_outputs(logits, positions)
         tree = None if shape.top_k == 1 else ancestors(proposal.parents, shape.depth)
-        found = self.rule.accept(proposal, consulted, positions, tree)
+        found = self.rule.accept(proposal, outputs, positions, tree)
         for k in range(shape.depth + 1):
             takes = going & (k <= found.accepted) & (self.length < DECODED)
             self.codes = torch.where(takes, self.codes * V + found.emitted[:, k], self.codes)
@@ -224,13 +222,13 @@ def test_every_test_has_a_number_of_its_own_and_streams_know_nothing_of_each_oth
     assert (torch.corrcoef(noise) - torch.eye(4)).abs().max() < 0.02
 
 
-def weigh(name: str, text: str, tokens: list[int], p: Tensor, q: Tensor) -> Any:
+def verdict_on(name: str, text: str, tokens: list[int], p: Tensor, q: Tensor) -> Any:
     """The verdict in float32 on a tree whose parents are 0 or the node before; p (N, V), q (I, V)."""
-    rule = Rejection(name, parse_shape(text), sampled_rows(1, Sampling(1.0)))
+    rule = Rejection(name, parse_shape(text), sampled_rows(1, Sampling(1.0)), TARGET)
     rule.draws.distributions = [q.log()[None]]
     node = torch.arange(len(tokens))[None]
     parents = (node - 1).clamp_min(0) if text.startswith("chain") else torch.zeros_like(node)
-    return rule.weigh(Proposal(torch.tensor([tokens]), parents, node, node.float()), p[None])
+    return rule.accept_probs(Proposal(torch.tensor([tokens]), parents, node, node.float()), p[None])
 
 
 @pytest.mark.parametrize("name", RULES[1:])
@@ -238,14 +236,14 @@ def weigh(name: str, text: str, tokens: list[int], p: Tensor, q: Tensor) -> Any:
 def test_a_draft_that_agrees_with_the_target_leaves_no_nan(name: str, other: list[float]) -> None:
     """Fault: where p = q nothing is left of p - q, and the distribution after a refusal is 0 / 0."""
     p, q = torch.tensor([0.25, 0.25, 0.5]).expand(3, 3), torch.tensor(other).expand(2, 3)
-    verdict = weigh(name, "chain:2", [0, 1, 2], p, q)
-    assert torch.isfinite(verdict.rest).all() and (verdict.odds > 1 - 1e-6).all()
+    verdict = verdict_on(name, "chain:2", [0, 1, 2], p, q)
+    assert torch.isfinite(verdict.residual).all() and (verdict.accept_prob > 1 - 1e-6).all()
 
 
 def test_what_is_left_of_q_is_precise_after_its_likeliest_token() -> None:
     """Fault: q is renormalised by one minus a running sum in 11 bits, which is 0 or wildly off once a likely token is
     gone."""
     q, p = torch.tensor([1 - 4e-6, 3e-6, 1e-6]), torch.tensor([0.4, 0.2, 0.4])
-    verdict = weigh("ratio", "static:2", [0, 0, 1], p.expand(3, 3), q[None])
+    verdict = verdict_on("ratio", "static:2", [0, 0, 1], p.expand(3, 3), q[None])
     left = (p[1] - q[1]) / (p[1] - q[1] + p[2] - q[2])
-    assert verdict.odds[0, 2] == pytest.approx(float(left / 0.75), rel=1e-3)
+    assert verdict.accept_prob[0, 2] == pytest.approx(float(left / 0.75), rel=1e-3)

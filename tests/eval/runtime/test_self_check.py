@@ -31,7 +31,7 @@ REQUESTS = [Request([5, 6, 7], 8, ignore_eos=True)]
 
 
 def failing(*given: Any, **options: Any) -> Tensor:
-    raise ValueError("OutOfResources: shared memory, Required: 147456, Hardware limit: 101376\nmore")
+    raise RuntimeError("OutOfResources: shared memory, Required: 147456, Hardware limit: 101376\nmore")
 
 
 def off(*given: Any, **options: Any) -> Tensor:
@@ -70,7 +70,7 @@ def test_a_kernel_that_is_wrong_is_left_out(
     warn_once.cache_clear()
     with kernels_on_cpu():
         engine = open_engine(target, None, max_length=64)
-        assert engine.decoder.step.decoder.reads_masks
+        assert engine.decoder.target.reads_masks
         assert texts(engine.generate(REQUESTS)) == texts(expected)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] and words in caplog.text
 
@@ -83,7 +83,7 @@ def test_kernels_that_are_right_decode(caplog: pytest.LogCaptureFixture) -> None
     expected = open_engine(target, head, shape, max_length=64).generate(requests)
     with kernels_on_cpu():
         engine = open_engine(target, head, shape, max_length=64)
-        assert not engine.decoder.step.decoder.reads_masks and engine.decoder.step.decoder.in_tiles
+        assert not engine.decoder.target.reads_masks and engine.decoder.target.in_tiles
         assert texts(engine.generate(requests)) == texts(expected)
     assert not caplog.records
 

@@ -30,7 +30,7 @@ class Layer:
     def states(self, row: int, length: int) -> list[Tensor]:
         """States of a row behind its first `length` tokens."""
         R = self.cache.num_states
-        return [kept[row * R + length % R] for kept in self.cache.recurrent[self.mixer.layer_idx].kept.values()]
+        return [kept[row * R + length % R] for kept in self.cache.recurrent[self.mixer.layer_idx].stored.values()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from heads.targets.choose_token import choose_in_tiles, logits_in_tiles
 from heads.targets.gumbel import gumbel
-from heads.targets.slots import VisibleSlots, ancestors, bits
-from heads.targets.tree_attention import tree_attention
+from heads.targets.masks import additive
+from heads.targets.slots import TreeSlots, VisibleSlots, ancestors, bits
+from heads.targets.tree_attention import for_groups, masked_attention, tree_attention
 from tests.switches import kernels_on_cpu
 
 pytest.importorskip("triton")
@@ -38,31 +40,14 @@ def seen_by(parents: Tensor, depths: Tensor, length: Tensor) -> VisibleSlots:
     return VisibleSlots(length, bits(ancestors(parents, parents.shape[1])), depths, parents.shape[1])
 
 
-def tree_attention_twin(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: VisibleSlots,
-    *,
-    window: int | None = None,
-) -> Tensor:
-    """Return the attention of a tree's nodes, computed in float32 or wider."""
-    (B, N, H, _), (S, Hkv) = q.shape, keys.shape[1:3]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    words, length, depths = visible.words, visible.length, visible.depths
-    slot = torch.arange(S, device=q.device)
-    node = (slot - length[:, None])[:, None]  # (B, 1, S), the tree's node in each slot
-    at = node.clamp(0, N - 1).expand(B, N, S)
-    bit = (words.gather(2, at // 64) >> (at % 64)) & 1  # (B, N, S)
-    seen = (node < 0) | ((node < N) & (bit == 1))
+def expected_attention(q: Tensor, keys: Tensor, values: Tensor, tree: TreeSlots, window: int | None) -> Tensor:
+    """Return the attention of a tree's nodes by torch, in float64."""
+    visible: Any = tree.visible(0, keys.shape[1])
     if window is not None:
-        key_position = torch.where(node < 0, slot, length[:, None, None] + depths.gather(1, at[:, 0])[:, None])
-        seen &= (length[:, None] + depths)[:, :, None] - key_position < window
-    grouped = q.to(wide).view(B, N, Hkv, H // Hkv, -1)
-    scores = torch.einsum("bnkgd,bskd->bkgns", grouped, keys.to(wide)) * q.shape[3] ** -0.5
-    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-    out = torch.einsum("bkgns,bskd->bnkgd", weights, values.to(wide))
-    return out.reshape(B, N, H, -1).to(q.dtype)
+        visible &= tree.positions[..., None] - tree.key_positions(keys.shape[1])[:, None] < window
+    mask = for_groups(additive(visible, torch.float64)[:, 0], q.shape[2] // keys.shape[2])
+    k, v = (torch.nan_to_num(x.double(), nan=0.0) for x in (keys, values))
+    return masked_attention(q.double(), k, v, mask)
 
 
 @pytest.mark.filterwarnings("ignore:(All-NaN|invalid value)")  # by the interpreter's numpy
@@ -98,8 +83,8 @@ def test_tree_attention(B: int, N: int, heads: tuple[int, int], d: int, S: int, 
     assert spoilt[0, N - 1, 0].isnan().all()
     spoilt[0, N - 1, 0] = out[0, N - 1, 0]
     assert torch.equal(spoilt, out)
-    k, v = (torch.nan_to_num(x.double(), nan=0.0) for x in (keys, values))
-    expected = tree_attention_twin(q.double(), k, v, visible, window=window)
+    tree = TreeSlots(length, parents, depths, ancestors(parents, N), torch.arange(S))
+    expected = expected_attention(q, keys, values, tree, window)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
 
 

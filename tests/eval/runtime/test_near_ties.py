@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from eval.runtime.engine import Request
-from eval.runtime.identity import FAR, NEAR, Flip, Judge, find_flips
-from eval.runtime.round import TargetStep
+from eval.runtime.identity import FAR, NEAR, Mismatch, check_near_tie, find_mismatches
+from eval.runtime.rules import Match
 from eval.runtime.sampling_params import Sampling
 from heads.registry import build_untrained
 from heads.targets.model import FrozenTarget
@@ -20,33 +20,35 @@ WIDE: Any = dict(vocab_size=512, hidden_size=128, intermediate_size=256, initial
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(0.9, seed=4), Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=5)]
 )
-def test_plain_decodings_own_text_has_no_flips_and_a_changed_token_is_one(sampling: Sampling) -> None:
+def test_plain_decodings_own_text_has_no_mismatches_and_a_changed_token_is_one(sampling: Sampling) -> None:
     target = target_of("llama")
     request = Request([5, 6, 7], 12, sampling, ignore_eos=True)
-    pinned = open_engine(target, None, batch_size=2, max_length=64, pinned=4)
-    tokens = pinned.generate([request])[0].tokens
-    assert find_flips(pinned, request, tokens) == []
+    engine = open_engine(target, build_untrained("lookup:3", target), "chain:3", batch_size=2, max_length=64)
+    tokens = engine.generate([request])[0].tokens
+    assert find_mismatches(engine, request, tokens) == []
     changed = [*tokens[:6], (tokens[6] + 1) % 61, *tokens[7:]]
-    flips = find_flips(pinned, request, changed)
-    assert (flips[0].position, flips[0].token, flips[0].chosen) == (6, changed[6], tokens[6])
-    assert flips[0].gap > 0 and not flips[0].is_within(FAR)
-    first = find_flips(pinned, request, [(tokens[0] + 1) % 61, *tokens[1:]])[0]
+    mismatches = find_mismatches(engine, request, changed)
+    assert (mismatches[0].position, mismatches[0].token, mismatches[0].chosen) == (6, changed[6], tokens[6])
+    assert mismatches[0].gap > 0 and not mismatches[0].is_within(FAR)
+    first = find_mismatches(engine, request, [(tokens[0] + 1) % 61, *tokens[1:]])[0]
     assert first.position == 0 and not first.is_within(FAR)
 
 
 def test_the_gap_is_that_of_the_logits() -> None:
     target = target_of("llama")
     prompt = [5, 6, 7]
-    pinned = open_engine(target, None, max_length=64, pinned=3)
-    tokens = pinned.generate([Request(prompt, 3, ignore_eos=True)])[0].tokens
+    engine = open_engine(target, build_untrained("lookup:3", target), "chain:2", max_length=64)
+    tokens = engine.generate([Request(prompt, 3, ignore_eos=True)])[0].tokens
     wrong = (tokens[2] + 1) % 61
-    (flip,) = find_flips(pinned, Request(prompt, 3, ignore_eos=True), [*tokens[:2], wrong])
+    (mismatch,) = find_mismatches(engine, Request(prompt, 3, ignore_eos=True), [*tokens[:2], wrong])
     logits = target.model(torch.tensor([[*prompt, *tokens[:2]]])).logits[0, -1]
-    assert flip.gap == pytest.approx(float(logits[tokens[2]] - logits[wrong]), rel=1e-5)
+    assert mismatch.gap == pytest.approx(float(logits[tokens[2]] - logits[wrong]), rel=1e-5)
 
 
 def test_two_units_in_the_last_place_are_near() -> None:
-    assert Flip(3, 1, 2, gap=0.25, ulp=0.125).is_within(NEAR) and not Flip(3, 1, 2, gap=0.26, ulp=0.125).is_within(NEAR)
+    assert Mismatch(3, 1, 2, gap=0.25, ulp=0.125).is_within(NEAR) and not Mismatch(
+        3, 1, 2, gap=0.26, ulp=0.125
+    ).is_within(NEAR)
 
 
 def judged(target: FrozenTarget, shape: str, *, kind: str = "lookup:2", **options: Any) -> list[bool]:
@@ -54,13 +56,13 @@ def judged(target: FrozenTarget, shape: str, *, kind: str = "lookup:2", **option
     requests = [Request([5, 6, 7 + i, 5, 6], 24, ignore_eos=True) for i in range(6)]
     plain = open_engine(target, None, max_length=64)
     engine = open_engine(target, build_untrained(kind, target), shape, max_length=64, **options)
-    judge, found = Judge(engine, plain), []
+    found = []
     for request, one, other in zip(requests, plain.generate(requests), engine.generate(requests), strict=True):
         wrong = [*other.tokens[:9], (other.tokens[9] + 2) % 61, *other.tokens[10:]]
-        assert not judge.compare(request, one.tokens, wrong).is_near_tie
-        assert not judge.compare(request, one.tokens, one.tokens[:9]).is_near_tie, "it ends too early"
+        assert not check_near_tie(engine, plain, request, one.tokens, wrong).is_near_tie
+        assert not check_near_tie(engine, plain, request, one.tokens, one.tokens[:9]).is_near_tie, "it ends too early"
         if one.tokens != other.tokens:
-            found.append(judge.compare(request, one.tokens, other.tokens).is_near_tie)
+            found.append(check_near_tie(engine, plain, request, one.tokens, other.tokens).is_near_tie)
     return found
 
 
@@ -81,14 +83,14 @@ def test_an_error_that_both_texts_share_is_no_near_tie(
     target = make_target("llama", torch.float32, **WIDE)
     weight = target.lm_head_weight
     weight.copy_(weight[::2].repeat_interleave(2, dim=0))
-    choose = TargetStep.choose
+    outputs = Match.target_outputs
 
-    def lean(self: TargetStep, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def lean(self: Match, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if hidden.shape[1] == 1:
-            return choose(self, hidden, *rest)
-        logits = self.logits(hidden)
+            return outputs(self, hidden, positions)
+        logits = self.target.logits(hidden)
         return (logits + error * (torch.arange(logits.shape[-1]) % 4 == 1)).argmax(dim=-1)
 
-    monkeypatch.setattr(TargetStep, "choose", lean)
+    monkeypatch.setattr(Match, "target_outputs", lean)
     found = judged(target, "chain:4")
     assert found and all(found) == near

@@ -1,0 +1,54 @@
+"""Drafted texts against plain ones at 8B widths, native and by Hugging Face's model, with CUDA graphs and without."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.identity import check_near_tie
+from eval.runtime.sampling_params import Sampling
+from heads.core.tree import parse_shape
+from heads.registry import build_untrained
+from tests.gpu.conftest import Note, Sizes, forms, prompt, random_target
+
+pytestmark = pytest.mark.gpu
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_plain_decodings(
+    family: str, sizes: Sizes, device: torch.device, dtype: torch.dtype, note: Note
+) -> None:
+    target = random_target(family, 4, sizes, device, dtype, **FAMILIES[family])
+    draft: Any = build_untrained("early_exit:3", target)
+    length = sizes.prompt + sizes.tokens + max(parse_shape(tree).nodes for tree in sizes.trees)
+    plain = Engine(target, None, EngineOptions(max_length=length))
+    for tree in sizes.trees:
+        engine = Engine(target, draft, EngineOptions(shape=parse_shape(tree), max_length=length))
+        uncaptured = Engine(target, draft, EngineOptions(shape=parse_shape(tree), max_length=length))
+        uncaptured.rounds.capture = None
+        for temperature in (0.0, 1.0):
+            requests = [
+                Request(prompt(sizes, i), sizes.tokens, Sampling(temperature, seed=i), ignore_eos=True)
+                for i in range(sizes.texts)
+            ]
+            triples = list(zip(requests, plain.generate(requests), engine.generate(requests), strict=True))
+            launched = uncaptured.generate(requests)
+            facts = {
+                "texts": len(requests),
+                "identical": sum(one.tokens == other.tokens for _, one, other in triples),
+                "near_ties": sum(
+                    check_near_tie(engine, plain, request, one.tokens, other.tokens).is_near_tie
+                    for request, one, other in triples
+                ),
+                "same_without_graphs": [drafted.tokens for *_, drafted in triples]
+                == [each.tokens for each in launched],
+                "tau": sum(drafted.decoded for *_, drafted in triples) / sum(drafted.rounds for *_, drafted in triples),
+                **forms(engine),
+            }
+            facts["ok"] &= facts["same_without_graphs"] and facts["identical"] + facts["near_ties"] == len(requests)
+            note(f"{family}, {tree}, T = {temperature:g}", **facts)
