@@ -26,7 +26,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from heads.targets.cache import cache_name
 from heads.targets.encoder_decoder import EncoderDecoder
 from heads.targets.families import RECURRENT_LAYERS
-from heads.targets.masks import TILE, attention_masks, masks_by_kind, packed_mask, packed_visible
+from heads.targets.masks import TILE, attention_masks, many_shapes, masks_by_kind, packed_mask, packed_visible
 from heads.targets.slots import VisibleSlots
 from heads.targets.tree_attention import tree_attention
 
@@ -154,7 +154,8 @@ def by_flex(
 ) -> tuple[Tensor, Any]:
     """Run transformers' FlexAttention in one dtype, since some families rotate in float32 under autocast."""
     query, key = query.to(value.dtype), key.to(value.dtype)
-    out: tuple[Tensor, Any] = flex_attention_forward(module, query, key, value, attention_mask, **settings)
+    with many_shapes():
+        out: tuple[Tensor, Any] = flex_attention_forward(module, query, key, value, attention_mask, **settings)
     return out
 
 

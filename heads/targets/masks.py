@@ -55,13 +55,17 @@ def packed_mask(documents: Tensor, window: int | None = None) -> BlockMask:
     )
 
 
+def many_shapes() -> Any:
+    """Return a context, or decorator, in which FlexAttention may be compiled for SHAPES shapes. Beyond dynamo's limit
+    it would silently compute all scores; the default of 8 is too low for training, measurements and a target with
+    several windows."""
+    return torch._dynamo.config.patch(recompile_limit=SHAPES)
+
+
 @cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention, compiled separately for each shape. Beyond dynamo's recompile limit it would silently
-    compute all scores; the default of 8 is too low for training, measurements and a target with several windows. So
-    its calls have a limit of their own."""
-    limited: Callable[..., Any] = torch._dynamo.config.patch(recompile_limit=SHAPES)
-    compiled: Callable[..., Any] = limited(torch.compile(flex_attention, dynamic=False))
+    """Return FlexAttention, compiled separately for each shape."""
+    compiled: Callable[..., Any] = many_shapes()(torch.compile(flex_attention, dynamic=False))
     return compiled
 
 
