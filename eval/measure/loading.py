@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -67,27 +68,23 @@ def fitting_head(head: str, target: FrozenTarget) -> Drafter:
     for line in drafter.origin.differs if drafter.origin else ():
         print_line(f"{head}: {line}")
     if not is_published(head):
-        trained = read_config(find_head(head))["target"].get("template") or {}
-        if trained != target.template:
-            print_line(f"{head}: was trained with template arguments {trained}, and is given {dict(target.template)}")
+        template = read_config(find_head(head))["target"].get("template") or {}
+        if template != target.template:
+            print_line(f"{head}: was trained with template arguments {template}, and is given {dict(target.template)}")
     return drafter
 
 
 def open_target(
-    path: str,
-    options: argparse.Namespace,
-    record: Mapping[str, Any] | None = None,
+    path: str, options: argparse.Namespace, record: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Load a target with the options of the command line. `record`: a head's record of its target, whose adapter and
     GGUF file are opened, and whose quantisation and template arguments are taken if the options do not set them. Raise
     UserError for a device that this machine does not have and for an argument that the template does not read."""
-    record = record or {}
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError):  # depends on the kind of device that is missing
-        got = options.device
-        raise UserError(f"--device: expected a device of this machine, such as cpu, got {got!r}; see --help") from None
+        raise UserError(f"--device {options.device}: not on this machine; use cpu, for example") from None
     scheme = options.quantize or record.get("quantize")
     target, tokenizer = load_pair(
         path,
@@ -100,13 +97,10 @@ def open_target(
     )
     print_line(setup_line(target))
     target.template = (record.get("template") or {}) if options.template is None else options.template
-    if options.template:
-        known = arguments_read(tokenizer.chat_template or "", tokenizer)
-        for name in options.template:
-            if known is not None and name not in known:
-                raise UserError(
-                    f"--template: the chat template has no argument {name!r}; it has {', '.join(known) or 'none'}"
-                )
+    known = arguments_read(tokenizer.chat_template or "", tokenizer) if options.template else None
+    if known is not None and (unread := sorted(options.template.keys() - known)):
+        names = ", ".join(known) or "none"
+        raise UserError(f"--template: the chat template has no argument {unread[0]!r}; it has {names}")
     return target, with_arguments(tokenizer, target.template)
 
 
@@ -123,29 +117,35 @@ def load_pair(
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Return a target and the tokenizer of the same path. dtype `auto` is that of the checkpoint, but float32 on a CPU,
     where narrower types are slower. The other arguments are those of `load_target`."""
-    wanted = getattr(torch, dtype) if dtype != "auto" else torch.float32 if device.type == "cpu" else None
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
     transformers_logging.disable_progress_bar()
     level = transformers_logging.get_verbosity()
-    progress = Progress(f"loading {path}", announced=True)
     transformers_logging.set_verbosity_error()  # its report of missing weights is long; load_target's is one line
+    files: dict[str, Any] = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
     try:
-        given: dict[str, Any] = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
-        target = load_target(
-            path, dtype=wanted, device=device, quantize=quantize, adapter=adapter, place=place, **given
-        )
-        tokenizer = load_tokenizer(path, adapter=adapter, **given)
-        if tokenizer.vocab_size > target.vocab_size:  # added tokens may be outside: they do not count, and are not used
-            raise UserError(
-                f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; put "
-                "the model's own tokenizer beside it"
+        with Progress(f"loading {path}", announced=True):
+            target = load_target(
+                path,
+                dtype=getattr(torch, dtype, None),
+                device=device,
+                quantize=quantize,
+                adapter=adapter,
+                place=place,
+                **files,
             )
-        target.eos_token_ids = load_end_ids(path, tokenizer, **given)
-        if target.start_token is not None:
-            give_template(tokenizer, target.start_token)
-        return target, tokenizer
+            tokenizer = load_tokenizer(path, adapter=adapter, **files)
     finally:
-        progress.close()
         transformers_logging.set_verbosity(level)
+    if tokenizer.vocab_size > target.vocab_size:  # added tokens may be outside: they do not count, and are not used
+        raise UserError(
+            f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; use the "
+            "model's own tokenizer"
+        )
+    target.eos_token_ids = load_end_ids(path, tokenizer, **files)
+    if target.start_token is not None:
+        give_template(tokenizer, target.start_token)
+    return target, tokenizer
 
 
 def prompt_room(target: FrozenTarget, max_new_tokens: int, max_nodes: int) -> int:
