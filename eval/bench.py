@@ -79,14 +79,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error("expected a head, or several")
     options.heads = options.heads or [options.head][: bool(options.head)]
     used = {"tree": "trees", "context": "contexts", "rule": "rule", "no-timing": "timing"}
-    given = [name for name, setting in used.items() if setting in options]
-    given += ["roofline"] * options.roofline + ["wandb"] * (options.wandb != OFF)
+    chosen = [name for name, setting in used.items() if setting in options]
+    chosen += ["roofline"] * options.roofline + ["wandb"] * (options.wandb != OFF)
     if options.plain_server and not options.server:
         parser.error("--plain-server: requires --server")
-    if options.server and (given or len(options.heads) > 1):
-        parser.error(f"{f'--{given[0]}' if given else 'several heads'}: not supported with --server")
-    if {"roofline", "wandb"}.intersection(given) and (len(options.heads) > 1 or "no-timing" in given):
-        parser.error(f"--{given[-1]}: requires exactly one head and timing")
+    if options.server and (chosen or len(options.heads) > 1):
+        parser.error(f"{f'--{chosen[0]}' if chosen else 'several heads'}: not supported with --server")
+    if {"roofline", "wandb"}.intersection(chosen) and (len(options.heads) > 1 or "no-timing" in chosen):
+        parser.error(f"--{chosen[-1]}: requires exactly one head and timing")
     check_depths(getattr(options, "trees", ()), getattr(options, "max_new_tokens", DEFAULTS.max_new_tokens))
     vars(options).setdefault("trees", DEFAULTS.trees if len(options.heads) < 2 else TREES_OF_SEVERAL)
     return options

@@ -216,12 +216,14 @@ def with_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, A
     read = {name: value for name, value in arguments.items() if name in (known or ())}
     if not read:
         return tokenizer
-    given = "".join(
+    settings = "".join(
         f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value)} -%}}{{%- endif -%}}"
         for name, value in read.items()
     )
     twin = copy.copy(tokenizer)
     twin.chat_template = (
-        {name: given + text for name, text in template.items()} if isinstance(template, dict) else given + template
+        {name: settings + text for name, text in template.items()}
+        if isinstance(template, dict)
+        else settings + template
     )
     return twin

@@ -59,16 +59,11 @@ HELD_OUT_TOKENS = (64, 128)  # minimum and maximum number of tokens of a prompt 
 HELD_OUT_REST = 64  # minimum number of tokens of the excerpt after the prompt, so that there is text to continue
 EXCERPT_CHARACTERS = 4_000
 MAX_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
-PREPARED = {"speed_bench": "data/speed/qualitative/test.parquet"}
-"""Files of suites that may not be shared, where their own scripts put them: NVIDIA's prepare_data.py, of
-Model-Optimizer's examples/specdec_bench."""
 ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
 LATER_TURN = re.compile(r"#\d+$")
 """End of the id of a prompt that `follow_up` made."""
 COMMON_KEYS = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")
 TEXT_KEYS = tuple(dict.fromkeys([*COMMON_KEYS, *TURNS, *QUESTIONS]))
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-"""Start of the text in the rows of SPEED-Bench whose prompts may not be shared with it."""
 
 
 @dataclass(frozen=True)
@@ -249,14 +244,7 @@ def suite_records(suite_or_path: str) -> Iterator[Record]:
         return read_records(suite_or_path)
     if suite_or_path in HUB_SUITES:
         return read_hub(suite_or_path, **HUB_SUITES[suite_or_path])
-    if file := PREPARED.get(suite_or_path):
-        if not is_file(file):
-            raise UserError(
-                f"{suite_or_path}: expected {file}, which NVIDIA's prepare_data.py writes (--config qualitative, in "
-                "Model-Optimizer's examples/specdec_bench); make it, or name the file where it is"
-            )
-        return read_records(file)
-    known = ", ".join([HELD_OUT_SUITE, *HUB_SUITES, *PREPARED])
+    known = ", ".join([HELD_OUT_SUITE, *HUB_SUITES])
     raise UserError(f"{suite_or_path}: no such file, and no suite of that name; known suites: {known}")
 
 
@@ -278,11 +266,6 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | N
         keys = ", ".join(fields) or "an empty object"
         raise UserError(f"{place}: expected a prompt in one of {', '.join(TEXT_KEYS)}, got {keys}")
     system, turns = first_turns(record, key)
-    if any(turn.startswith(PLACEHOLDER) for turn in turns):
-        raise UserError(
-            f"{place}: {key}: expected a prompt, got SPEED-Bench's placeholder; fill the rows in with NVIDIA's "
-            "prepare_data.py, or remove them"
-        )
     messages = [*system, {"role": "user", "content": turns[0]}]
     arguments = read_arguments(record)
     text, ids = render(messages, tokenizer, place, arguments)

@@ -108,9 +108,10 @@ class BenchSettings(MeasureSettings):
         """Return the shapes that are named, except `auto`. A search under `match` also includes the head's own tree,
         unless the target is recurrent."""
         named = [tree for tree in self.trees if tree != AUTO]
-        looked_for = self.is_auto and self.rule == "match" and not target.is_recurrent
-        own = looked_for and head.own_tree is not None and head.own_tree.tree
-        shapes = draft_shapes([*named, *([HEAD_TREE] if own and HEAD_TREE not in named else [])], head)
+        may_branch = self.is_auto and self.rule == "match" and not target.is_recurrent
+        if may_branch and head.own_tree is not None and head.own_tree.tree and HEAD_TREE not in named:
+            named.append(HEAD_TREE)
+        shapes = draft_shapes(named, head)
         for shape in shapes:
             check_rule(self.rule, shape)
         return shapes
@@ -149,8 +150,8 @@ class BenchSettings(MeasureSettings):
         if self.sampling is None:
             return self
         served = served_sampling(target)
-        own = {name: getattr(served, name) for name in ("top_k", "top_p", "min_p")}
-        return self.model_copy(update={"temperatures": (served.temperature,), **own})
+        filters = {name: getattr(served, name) for name in ("top_k", "top_p", "min_p")}
+        return self.model_copy(update={"temperatures": (served.temperature,), **filters})
 
 
 def served_sampling(target: "FrozenTarget") -> Sampling:
@@ -159,15 +160,15 @@ def served_sampling(target: "FrozenTarget") -> Sampling:
     settings that are not applied here."""
     config = target.model.generation_config
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    said = {name: value for name in neutral if (value := getattr(config, name, None)) is not None}
+    values = neutral | {name: value for name in neutral if (value := getattr(config, name, None)) is not None}
     try:
-        served = Sampling(**neutral | said | {"top_k": max(said.get("top_k", 0), 0)})  # -1 also keeps all
+        served = Sampling(**values | {"top_k": max(values["top_k"], 0)})  # -1 also keeps all
     except UserError as error:
         raise UserError(f"{target.name}: generation_config.json: {error}; do not use --sampling {SERVED}") from None
-    values = ", ".join(f"{name} {getattr(served, name):g}" for name in neutral)
+    shown = ", ".join(f"{name} {getattr(served, name):g}" for name in neutral)
     unapplied = [f"{name} {value}" for name in UNAPPLIED if (value := getattr(config, name, None)) not in (None, 0, 1)]
     rest = f"; not applied: {', '.join(unapplied)}" if unapplied else ""
-    print_line(f"sampling of {target.name}'s generation_config: {values}{rest}")
+    print_line(f"sampling of {target.name}'s generation_config: {shown}{rest}")
     return served
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
 from eval.measure.folders import RESULTS, folders_of, newest_results
-from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES, PREPARED, split_prompts
+from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES, split_prompts
 from eval.measure.results import Results, read_log
 from eval.pages.card import CARD, PLOTS, quoted, render_card
 from eval.pages.format import LOCAL_MODEL, as_markdown, is_exact, pays, why_unreliable
@@ -265,7 +265,7 @@ def bench_command(repo_id: str, target: str, options: Sequence[str]) -> list[str
 def own_prompts(results: Results | None) -> list[str]:
     """Return the names of prompt files, which others do not have."""
     names = split_prompts(results["settings"]["prompts"]) if results else []
-    return [name for name in names if name not in (HELD_OUT_SUITE, *HUB_SUITES, *PREPARED)]
+    return [name for name in names if name not in (HELD_OUT_SUITE, *HUB_SUITES)]
 
 
 def read_recipe(file: Path) -> dict[str, Any]:

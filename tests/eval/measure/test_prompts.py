@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eval.measure.loading import read_prompts
@@ -101,26 +100,6 @@ def test_a_second_turn_follows_the_targets_own_answer(tmp_path: Path, tokenizer:
     assert (second.id, second.category, second.later_turns) == ("81#2", "writing", ())
 
 
-def test_speed_bench_is_read_by_name_where_its_script_writes_it(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="speed_bench: expected data/speed/qualitative"):
-        load("speed_bench", tokenizer)
-    Path("data/speed/qualitative").mkdir(parents=True)
-    rows = [
-        {"question_id": "a", "category": "coding", "turns": ["one", "two"]},
-        {"question_id": "b", "category": "math", "turns": ["three"]},
-    ]
-    Dataset.from_list(rows).to_parquet("data/speed/qualitative/test.parquet")
-    first, second = load("speed_bench", tokenizer)
-    assert (first.id, first.suite, first.category, first.later_turns) == ("a", "speed_bench", "coding", ("two",))
-    assert (second.category, second.later_turns) == ("math", ())
-    turns = [{"role": "user", "content": text} for text in ("one", "two")]  # as NeMo Skills prepares it
-    (same,) = load(write(tmp_path / "qualitative.jsonl", {"messages": turns}), tokenizer)
-    assert (same.text, same.later_turns) == (first.text, first.later_turns)
-
-
 def test_fewer_prompts_are_spread_over_the_suite(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": f"p{i}", "category": str(i // 10)} for i in range(40)))
     chosen = load(path, tokenizer, num_prompts=4)
@@ -132,7 +111,6 @@ REFUSED = {
     '{"prompt": ""}': "expected a prompt in one of turns, messages",
     '{"turns": [1, 2]}': "turns: expected text",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "messages: expected a message of role",
-    '{"turns": ["a", "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]}': "SPEED-Bench's placeholder",
 }
 
 
