@@ -52,16 +52,13 @@ class Trained(nn.Module):
     def drafts(self) -> DraftHead:
         return cast(DraftHead, self.head)
 
-    def forward(
-        self, batch: Batch, scale: Tensor, touch_all: bool
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor | None]:
-        """Return (scaled loss, (K,) sums, metric sums, the weight of `HeadLoss`). `touch_all`: give every parameter a
-        gradient."""
+    def forward(self, batch: Batch, scale: Tensor, touch_all: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the fields of `HeadLoss`. `touch_all`: give every parameter a gradient."""
         result = self.drafts.loss(batch, scale)
         loss = result.loss
         if touch_all or not loss.requires_grad:  # otherwise DDP would wait for gradients that never arrive
             loss = loss + sum(parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad)
-        return loss, result.sums, result.metrics, result.weight
+        return loss, result.sums, result.correct, result.weight
 
 
 class Replicas:

@@ -64,7 +64,7 @@ class Sums:
     counts: list[float]
     """Supervised rows by depth."""
     sums: dict[str, list[float]]
-    """The loss and the head's other metrics by depth, summed over all processes."""
+    """The loss and the right predictions by depth, summed over all processes."""
 
     def fits(self, depths: int) -> bool:
         return LOSS in self.sums and all(len(row) == depths for row in (self.counts, *self.sums.values()))
@@ -75,15 +75,15 @@ class Interval:
     """Sums over the steps since the last log line. Adding a step does not wait for the device."""
 
     counts: Tensor | None = None  # (K,) float64, over all processes
-    sums: dict[str, Tensor] = field(default_factory=dict)  # LOSS, and each other metric -> (K,), this process's
+    sums: dict[str, Tensor] = field(default_factory=dict)  # LOSS and "correct" -> (K,), this process's
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
     """Moved by the time that was not spent on steps."""
     unchecked: list[Tensor] = field(default_factory=list)
     """() for each step since the last check, in this process: finite if the step's loss and gradients are."""
 
-    def add_micro(self, sums: Tensor, metrics: dict[str, Tensor]) -> None:
-        for name, value in {LOSS: sums, **metrics}.items():
+    def add_micro(self, sums: Tensor, correct: Tensor) -> None:
+        for name, value in {LOSS: sums, "correct": correct}.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def add_step(self, counts: Tensor, tokens: int, norm: Tensor) -> None:
@@ -128,8 +128,7 @@ class Interval:
         return cls(counts, sums, before.tokens, time.perf_counter() - before.seconds)
 
     def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
-        """Return `loss`, and by depth `loss_by_depth`, `accuracy` and the head's other metrics. A depth without rows
-        has None."""
+        """Return `loss`, and by depth `loss_by_depth` and `accuracy`. A depth without rows has None."""
         assert self.counts is not None
         names, sums = self._sums(accelerator)
         counts = self.counts.tolist()
@@ -142,7 +141,7 @@ class Interval:
         return {"loss": sum(weight * value for weight, value in by_depth if value is not None), **rows}
 
     def _sums(self, accelerator: Accelerator) -> tuple[list[str], Tensor]:
-        """Return the names of the metrics and, for each, a row of sums (K,) float64 over all processes."""
+        """Return the names of the sums and, for each, a row of sums (K,) float64 over all processes."""
         sums = torch.stack([value.double() for value in self.sums.values()])
         if accelerator.num_processes > 1:
             sums = accelerator.reduce(sums, reduction="sum")
@@ -211,11 +210,11 @@ class Stepper:
             with form.one_pass(micro == self.passes - 1):
                 with accelerator.autocast():
                     touch = form.touches and distributed and not bool(count.all())
-                    loss, sums, metrics, part = form.model(batch, scale, touch)
+                    loss, sums, correct, part = form.model(batch, scale, touch)
                 form.backward(loss)
             if part is not None:
                 weight = part if weight is None else weight + part
-            interval.add_micro(sums, metrics)
+            interval.add_micro(sums, correct)
         if weight is not None:
             total: Tensor = accelerator.reduce(weight, reduction="sum") if distributed else weight
             form.divide(total.clamp(min=1e-6))

@@ -26,9 +26,6 @@ DIFFERENCE = 0.02
 """Difference of the training step's tau from the measured one, on the same texts, above which a line says so. Rounding
 gives less."""
 
-NOT_TRACKED = ("accepted", "chains", "overlap")
-"""Metrics by depth that only metrics.jsonl holds: parts of the loss, which no chart explains."""
-
 
 def wandb_mode(settings: Tracking) -> str:
     """Return the mode of a run's wandb, or `off`. Clusters set WANDB_MODE for all jobs: it wins over a recipe that asks
@@ -203,8 +200,6 @@ def flat(metrics: Metrics) -> dict[str, float]:
     if metrics.get("ci95"):
         figures["tau_low"], figures["tau_high"] = metrics["ci95"]
     for name, value in figures.items():
-        if name in NOT_TRACKED:
-            continue
         each = {f"_{depth}": part for depth, part in enumerate(value, 1)} if isinstance(value, list) else {"": value}
         numbers = {end: part for end, part in each.items() if isinstance(part, int | float)}
         out |= {f"{metrics['kind']}/{name}{end}": part for end, part in numbers.items()}

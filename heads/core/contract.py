@@ -62,9 +62,7 @@ class HeadLoss:
 
     loss: Tensor  # () float32, sum over depths of scale_k * sums_k; carries the gradient
     sums: Tensor  # (K,) float32, the unscaled loss summed over supervised rows, detached
-    metrics: dict[str, Tensor]
-    """name -> (K,) float32 sums over the same rows, detached; includes at least `correct`
-    (`heads.methods.labels.chain_metrics`)."""
+    correct: Tensor  # (K,) float32, the number of these rows whose likeliest tokens agree, detached
     weight: Tensor | None = None
     """() float32, detached: the sum of the rows' weights, if the weights depend on the head's predictions. `loss` is
     then a plain weighted sum, and the step divides its gradient by the weights of all micro-batches and processes."""

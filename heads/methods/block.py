@@ -302,10 +302,8 @@ class DraftBlockHead(nn.Module, DraftHead):
             confidence_weight=self.confidence_weight,
         )
         found = self.losses(block, batch.tokens.flatten()[before], task, batch.shared.lm_head_weight)
-        metrics = {"correct": found.correct.sum(0), "accepted": found.correct.cumprod(1).sum(0)}
-        metrics |= {"chains": valid.sum(0), "overlap": found.overlap.sum(0)}
-        metrics = {name: value.float() for name, value in metrics.items()}
-        return HeadLoss(found.loss, found.sums, metrics, found.weight if self.weighs_rows else None)
+        correct = found.correct.sum(0).float()
+        return HeadLoss(found.loss, found.sums, correct, found.weight if self.weighs_rows else None)
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:

@@ -243,8 +243,8 @@ class _BlockLoss(torch.autograd.Function):
                 grad = grad.to(rows.dtype)
                 if task.likeliest and p is not None:
                     values, tokens = q.logits.topk(task.likeliest, 1)
-                    logs = values - q.lse[:, None]
-                    target = p.logits.gather(1, torch.cat([tokens, labels[:, None]], 1)) - p.lse[:, None]
+                    logs = q.logs.gather(1, tokens)
+                    target = p.logs.gather(1, torch.cat([tokens, labels[:, None]], 1))
                     found = logs, tokens, target[:, :-1], target[:, -1], p.best, by_row
                     likeliest.append([x.reshape(*valid.shape, *x.shape[1:]) for x in found[:-1]] + [by_row])
                     expected.append(matmul(q.probs.to(rows.dtype), matrix).view_as(states[part]))
@@ -291,9 +291,16 @@ def _divergences(
     terms: Sequence[tuple[float, str]], q: Distribution, p: Distribution | None, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of the divergences of rows (R,), and its gradient with respect to the logits of q."""
-    value, grad = q.lse.new_zeros(len(labels)), q.lse.new_zeros(())
+    value, grad = q.logits.new_zeros(len(labels)), q.logits.new_zeros(())
     for factor, name in terms:
-        made, slope = _of_labels(q, labels) if p is None or name == LABELS else LOSSES[name](q, p)
+        if p is None or name == LABELS:
+            made, slope = _of_labels(q, labels)
+        else:
+            logits = q.logits.detach().requires_grad_()
+            with torch.enable_grad():
+                made = LOSSES[name](Distribution(logits), p)
+                (slope,) = torch.autograd.grad(made.sum(), logits)
+            made = made.detach()
         value, grad = value + factor * made, grad + slope.mul_(factor)
     return value, grad
 
@@ -302,4 +309,4 @@ def _of_labels(q: Distribution, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of labels (R,), and its gradient with respect to the logits."""
     grad = q.probs.clone()
     grad.scatter_add_(1, labels[:, None], grad.new_full((len(labels), 1), -1.0))
-    return q.lse - q.logits.gather(1, labels[:, None])[:, 0], grad
+    return -q.logs.gather(1, labels[:, None])[:, 0], grad

@@ -228,7 +228,7 @@ class Draft(nn.Module, DraftHead):
         hidden, target_logits = batch.hidden[row, label - 1], batch.shared.lm_head
         if self.config.loss == LABELS:
             hidden, target_logits = batch.tokens[row, label], certain_of_labels(V)
-        loss, sums, correct, overlap = draft_loss(
+        return draft_loss(
             states,
             output.head.weight[: self.config.common_size],
             torch.ones_like(label, dtype=torch.bool)[None],
@@ -239,9 +239,6 @@ class Draft(nn.Module, DraftHead):
             loss=self.config.divergence,
             soft_cap=output.soft_cap,
         )
-        hits = correct.sum(1).float()
-        chains = torch.full_like(hits, correct.shape[1])
-        return HeadLoss(loss, sums, {"correct": hits, "accepted": hits, "chains": chains, "overlap": overlap})
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         N, layers, sizes = batch_size * length, self.text_config.num_hidden_layers, Widths.of(self.text_config)

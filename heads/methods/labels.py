@@ -4,7 +4,6 @@ Letters: B batch, T tokens, R supervised labels, K depths, C rows of a chunk, V 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,27 +46,3 @@ def label_slots(batch: Batch, ahead: int, depth: int) -> tuple[Tensor, Tensor, T
     inside = slots.clamp_min(0)
     own = (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
     return row, label, inside, own
-
-
-def chain_metrics(
-    correct: Tensor, valid: Tensor, overlap: Tensor, row: Tensor, slots: Tensor, shape: Any
-) -> dict[str, Tensor]:
-    """Return the metrics of a HeadLoss from correct, valid (K, R) bool and overlap (K,) by label, as sums over rows of
-    (B, T) `shape`. `accepted` counts slots whose predictions are right up to a depth, `chains` those with labels up to
-    it."""
-    hits, live = (_by_slot(x, row, slots, shape) for x in (correct & valid, valid))
-    metrics = {
-        "correct": hits.sum((1, 2)),
-        "accepted": hits.cumprod(0).sum((1, 2)),
-        "chains": live.cumprod(0).sum((1, 2)),
-        "overlap": overlap,
-    }
-    return {name: value.float() for name, value in metrics.items()}
-
-
-def _by_slot(values: Tensor, row: Tensor, slots: Tensor, shape: Any) -> Tensor:
-    """Convert (K, R) bool by label to (K, B, T) int64 by the slot that predicts it."""
-    K = len(values)
-    grid = torch.zeros(K, *shape, dtype=torch.int64, device=values.device)
-    depth = torch.arange(K, device=values.device)[:, None].expand_as(values)
-    return grid.index_put_((depth, row.expand_as(values), slots), values.long(), accumulate=True)

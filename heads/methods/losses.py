@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.linalg import vecdot
 
+from heads.core.contract import HeadLoss
+
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Size of one float32 (C, V) tensor. A few of them exist at a time."""
 LEAST_ROWS = 256
@@ -25,28 +27,31 @@ SPAN = 128
 
 
 class Distribution:
-    """Distributions of C rows over the draft vocabulary, the softmax of their logits. Values that only some losses need
-    are computed on first use."""
+    """Distributions of C rows over a vocabulary, the softmax of their logits. Each value is computed on first use."""
 
     def __init__(self, logits: Tensor) -> None:
-        self.logits = logits  # (C, Vd), at least float32
-        self.probs = logits.softmax(-1)
-        self.best = likeliest(logits)  # (C,) int64, the lowest on ties
-        # The log-sum-exp comes from the likeliest token, whose probability is at least 1 / Vd. That takes a tenth of
-        # the time.
-        most, prob = (x.gather(1, self.best[:, None])[:, 0] for x in (logits, self.probs))
-        self.lse = most - prob.log_()  # (C,)
+        self.logits = logits  # (C, V), at least float32
 
     @cached_property
     def logs(self) -> Tensor:
-        """Log-probabilities (C, Vd)."""
-        return self.logits - self.lse[:, None]
+        """Log-probabilities (C, V)."""
+        return self.logits.log_softmax(-1)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """(C, V)."""
+        return self.logs.exp()
+
+    @cached_property
+    def best(self) -> Tensor:
+        """(C,) int64, the likeliest token, the lowest on ties."""
+        return likeliest(self.logits.detach())
 
     @cached_property
     def negative_entropy(self) -> Tensor:
         """Sum of p log p (C,)."""
-        total: Tensor = vecdot(self.probs, self.logits)
-        return total - self.lse
+        total: Tensor = vecdot(self.probs, self.logs)
+        return total
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -62,55 +67,59 @@ def likeliest(logits: Tensor) -> Tensor:
     return best
 
 
-Divergence = Callable[[Distribution, Distribution], tuple[Tensor, Tensor]]
-"""(draft's q, target's p) -> divergence of each row (C,) and its gradient with respect to the draft's logits (C, Vd), a
-new tensor."""
+Divergence = Callable[[Distribution, Distribution], Tensor]
+"""(draft's q, target's p) -> divergence of each row (C,), differentiable in the logits of q."""
 
 
-def by_autograd(value: Callable[[Tensor, Distribution], Tensor]) -> Divergence:
-    """Return the divergence whose rows (C,) are `value` of the draft's log-probabilities (C, Vd) and the target's p."""
+class _SoftCrossEntropy(torch.autograd.Function):
+    """-sum p log q (C,) of the logits of q (C, V), of its likeliest tokens (C,) and of p (C, V).
 
-    def divergence(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            logits = q.logits.detach().requires_grad_()
-            rows = value(logits.log_softmax(-1), p)
-            (grad,) = torch.autograd.grad(rows.sum(), logits)
-        return rows.detach(), grad
+    Its gradient, q - p, takes one pass over (C, V). Autograd takes several, with a second exponential.
+    """
 
-    return divergence
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, best: Tensor, p: Tensor) -> Tensor:
+        q = logits.softmax(-1)
+        ctx.save_for_backward(q, p)
+        # The log-sum-exp comes from the likeliest token, whose probability is at least 1 / V.
+        most, prob = (x.gather(1, best[:, None])[:, 0] for x in (logits, q))
+        value: Tensor = most - prob.log() - vecdot(p, logits)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        q, p = ctx.saved_tensors
+        return q.sub_(p).mul_(grad[:, None]), None, None  # in place: each chunk is differentiated once
 
 
-def kl(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
+def kl(q: Distribution, p: Distribution) -> Tensor:
     """KL(p || q), EAGLE-3's soft cross-entropy (arXiv 2503.01840) minus the entropy of p, which has no gradient."""
-    return p.negative_entropy - vecdot(p.probs, q.logits) + q.lse, q.probs - p.probs
+    cross_entropy: Tensor = _SoftCrossEntropy.apply(q.logits, q.best, p.probs)  # type: ignore[no-untyped-call]
+    return cross_entropy + p.negative_entropy
 
 
-@by_autograd
-def cross_entropy(logq: Tensor, p: Distribution) -> Tensor:
+def cross_entropy(q: Distribution, p: Distribution) -> Tensor:
     """-log q of the target's likeliest token."""
-    return -logq.gather(-1, p.best[:, None])[:, 0]
+    return -q.logs.gather(-1, p.best[:, None])[:, 0]
 
 
-@by_autograd
-def reverse_kl(logq: Tensor, p: Distribution) -> Tensor:
+def reverse_kl(q: Distribution, p: Distribution) -> Tensor:
     """KL(q || p), with p bounded away from zero, where the divergence would be infinite."""
-    value: Tensor = vecdot(logq.exp(), logq - p.logs.clamp_min(-23.0))
+    value: Tensor = vecdot(q.probs, q.logs - p.logs.clamp_min(-23.0))
     return value
 
 
-def total_variation(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
+def total_variation(q: Distribution, p: Distribution) -> Tensor:
     """1 - sum min(p, q), the rate of rejection in rejection sampling (Leviathan et al., arXiv 2211.17192, cor. 3.6)."""
-    excess = (q.probs - p.probs).relu_()
-    distance = excess.sum(-1)
-    above = excess.sign_()
-    return distance, above.sub_(vecdot(q.probs, above)[:, None]).mul_(q.probs)
+    return (q.probs - p.probs).relu().sum(-1)
 
 
-def negative_log_acceptance(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
+def negative_log_acceptance(q: Distribution, p: Distribution) -> Tensor:
     """-log sum min(p, q): the same optimum as total variation, without its vanishing gradient (arXiv 2602.23881)."""
-    distance, grad = total_variation(q, p)
-    acceptance = (1 - distance).clamp_min(1e-5)
-    return -acceptance.log(), grad.div_(acceptance[:, None])
+    acceptance = 1 - total_variation(q, p)
+    below = (1e-5 - acceptance.detach()).relu()  # added as a constant: the gradient passes where there is no overlap
+    return -(acceptance + below).log()
 
 
 def jsd(beta: float = 0.5) -> Divergence:
@@ -118,24 +127,21 @@ def jsd(beta: float = 0.5) -> Divergence:
     2306.13649, section 2). Divided by beta, it is close to KL(p || q) for small beta; divided by 1 - beta, it is close
     to KL(q || p) for large beta."""
 
-    @by_autograd
-    def value(logq: Tensor, p: Distribution) -> Tensor:
-        q = logq.exp()
-        m = (beta * p.probs + (1 - beta) * q).clamp_min(1e-30)
+    def divergence(q: Distribution, p: Distribution) -> Tensor:
+        m = (beta * p.probs + (1 - beta) * q.probs).clamp_min(1e-30)
         # The entropy of m minus the weighted entropies of p and q.
-        divergence: Tensor = beta * p.negative_entropy + (1 - beta) * vecdot(q, logq) - vecdot(m, m.log())
-        return divergence
+        value: Tensor = beta * p.negative_entropy + (1 - beta) * vecdot(q.probs, q.logs) - vecdot(m, m.log())
+        return value
 
-    return value
+    return divergence
 
 
-def kl_tv(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
+def kl_tv(q: Distribution, p: Distribution) -> Tensor:
     """w KL(p || q) + (1 - w) TV(p, q), with w = exp(-3 acceptance) held constant. KL dominates while the distributions
     overlap little, and total variation once they overlap much (arXiv 2602.23881)."""
-    distance, pull = total_variation(q, p)
-    divergence, grad = kl(q, p)
-    w = (-3 * (1 - distance)).exp()
-    return w * divergence + (1 - w) * distance, grad.mul_(w[:, None]).add_(pull.mul_((1 - w)[:, None]))
+    distance = total_variation(q, p)
+    w = (-3 * (1 - distance.detach())).exp()
+    return w * kl(q, p) + (1 - w) * distance
 
 
 LOSSES: dict[str, Divergence] = {
@@ -160,7 +166,7 @@ def draft_loss(
     *,
     loss: str | Divergence = "kl",
     soft_cap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> HeadLoss:
     """Return the draft's divergence from the target at R supervised labels and K depths.
 
     states (K, R, D): the draft's normed states; weight (Vd, D): its output head, or K of them, one for each depth;
@@ -169,16 +175,68 @@ def draft_loss(
     scale (K,): the factor of each depth's sum.
 
     p is renormalised over the draft vocabulary. As in EAGLE-3, the loss leaves out rows whose likeliest token is
-    outside it, because the draft cannot be right there. Returns the scaled loss () and, detached, sums (K,), `correct`
-    (K, R) bool (the likeliest tokens agree), `overlap` (K,) (sum of min(p, q) over the whole target vocabulary).
-    `soft_cap`: the draft's logits z are soft_cap * tanh(z / soft_cap).
+    outside it, because the draft cannot be right there. `soft_cap`: the draft's logits z are
+    soft_cap * tanh(z / soft_cap).
     """
     divergence = LOSSES[loss] if isinstance(loss, str) else loss
     weights = (weight,) if isinstance(weight, Tensor) else weight
-    total, sums, correct, overlap = _DraftLoss.apply(  # type: ignore[no-untyped-call]
-        states, valid, hidden, target_logits, kept, scale, divergence, soft_cap, *weights
-    )
-    return total, sums, correct, overlap
+    K, R, _ = states.shape
+    dtype = torch.promote_types(states.dtype, torch.float32)
+    sums, correct = torch.zeros(2, K, dtype=dtype, device=states.device)
+    matrices = [weight.detach().to(states.dtype) for weight in weights]
+    grad_states = torch.empty_like(states)
+    # The frozen target's own output head needs no gradient, so none is computed.
+    grad_weights = [
+        weight.new_zeros(weight.T.shape, dtype=dtype).T if weight.requires_grad else None for weight in weights
+    ]
+
+    def draft_divergence(z: Tensor, p: Distribution) -> tuple[Distribution, Tensor]:
+        q = Distribution(z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap))
+        return q, divergence(q, p)
+
+    with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
+        V = target_logits(hidden[:1]).shape[-1]
+        in_vocabulary = torch.zeros(V, dtype=torch.bool, device=kept.device).index_fill_(0, kept, True)
+        C = max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * V))
+        for start in range(0, R, C):
+            part = slice(start, start + C)
+            logits = target_logits(hidden[part]).to(dtype)
+            can_be_right = in_vocabulary[likeliest(logits)]
+            p = Distribution(logits if len(kept) == V else logits.index_select(1, kept))
+            for k in range(K):
+                state, own = states[k, part], k % len(weights)
+                matrix, grad_weight = matrices[own], grad_weights[own]
+                z = matmul(state, matrix.T).to(dtype)  # (C, Vd)
+                with torch.enable_grad():
+                    q, value = draft_divergence(z.requires_grad_(), p)
+                    (grad,) = torch.autograd.grad(value.sum(), z)
+                grad = grad.to(states.dtype)
+                counted = valid[k, part] & can_be_right
+                rows = (counted * scale[k]).to(states.dtype)[:, None]  # scales tensors of width D, not Vd
+                grad_states[k, part] = matmul(grad, matrix) * rows
+                if grad_weight is not None:
+                    grad_weight += matmul((state * rows).T, grad).T
+                sums[k] += vecdot(value.detach(), counted.to(dtype))
+                correct[k] += ((q.best == p.best) & counted).sum()
+                del z, q, value, grad  # before the next tensors of their size are made
+    gradients = [grad_states, *grad_weights]
+    total = DifferentiatedLoss.apply((sums * scale).sum(), gradients, states, *weights)  # type: ignore[no-untyped-call]
+    return HeadLoss(total, sums, correct)
+
+
+class DifferentiatedLoss(torch.autograd.Function):
+    """A loss () whose gradients, one for each of the `inputs` or None, are already known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *inputs: Tensor) -> Tensor:
+        known = zip(gradients, inputs, strict=True)
+        ctx.save_for_backward(*(None if grad is None else grad.to(of.dtype) for grad, of in known))
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(None if known is None else known * grad for known in ctx.saved_tensors)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -191,87 +249,3 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         made: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
         return made
     return a @ b
-
-
-class _DraftLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        states: Tensor,
-        valid: Tensor,
-        hidden: Tensor,
-        target_logits: Callable[[Tensor], Tensor],
-        kept: Tensor,
-        scale: Tensor,
-        divergence: Divergence,
-        soft_cap: float | None,
-        *weights: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        K, R, _ = states.shape
-        wide = torch.promote_types(states.dtype, torch.float32)
-        matrices = [weight.to(states.dtype) for weight in weights]
-        grad_states = torch.empty_like(states)
-        # The frozen target's own output head needs no gradient, so none is computed.
-        grad_weights = [
-            weight.new_zeros(weight.T.shape, dtype=wide).T if needed else None
-            for weight, needed in zip(weights, ctx.needs_input_grad[-len(weights) :], strict=True)
-        ]
-        sums, overlap = torch.zeros(2, K, dtype=wide, device=states.device)
-        correct = torch.zeros(K, R, dtype=torch.bool, device=states.device)
-        with torch.autocast(states.device.type, enabled=False):
-            width = target_logits(hidden[:1]).shape[-1]
-            draft_ids = kept.new_full((width,), -1)  # (V,), the draft id of each target id, -1 if it has none
-            draft_ids[kept] = torch.arange(len(kept), device=kept.device)
-            C = max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * width))
-            for start in range(0, R, C):
-                part = slice(start, start + C)
-                best, p, acceptable = _target(target_logits(hidden[part]).to(wide), kept, draft_ids)
-                for k in range(K):
-                    state, live, own = states[k, part], valid[k, part], k % len(weights)
-                    matrix, grad_weight = matrices[own], grad_weights[own]
-                    z = matmul(state, matrix.T).to(wide)  # (C, Vd)
-                    if soft_cap is not None:
-                        bend = torch.tanh(z / soft_cap)
-                        z = bend * soft_cap
-                    q = Distribution(z)
-                    value, grad = divergence(q, p)
-                    if soft_cap is not None:
-                        grad = grad * (1 - bend * bend)
-                    grad = grad.to(states.dtype)
-                    counted = live & (best >= 0)
-                    rows = (counted * scale[k]).to(states.dtype)[:, None]  # scales tensors of width D, not Vd
-                    grad_states[k, part] = matmul(grad, matrix) * rows
-                    if grad_weight is not None:
-                        grad_weight += matmul((state * rows).T, grad).T
-                    sums[k] += vecdot(value, counted.to(wide))
-                    correct[k, part] = (q.best == best) & live
-                    shared = q.probs.clamp_(max=acceptable).sum(-1)  # in place: q is not read afterwards
-                    overlap[k] += vecdot(shared, live.to(wide))
-                    del z, q, grad  # before the next tensors of their size are made
-        wanted = zip(grad_weights, weights, strict=True)
-        ctx.save_for_backward(
-            grad_states, *(None if grad is None else grad.to(weight.dtype) for grad, weight in wanted)
-        )
-        ctx.mark_non_differentiable(sums, correct, overlap)
-        return (sums * scale).sum(), sums, correct, overlap
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_states, *grad_weights = ctx.saved_tensors
-        by_weight = (None if grad is None else grad * grads[0] for grad in grad_weights)
-        return grad_states * grads[0], *[None] * 7, *by_weight
-
-
-def _target(logits: Tensor, kept: Tensor, draft_ids: Tensor) -> tuple[Tensor, Distribution, Tensor]:
-    """Return, from the target's logits (C, V), which are overwritten: the likeliest token's id in the draft vocabulary
-    (C,), -1 if it has none; p; and what can be accepted (C, Vd), the probabilities over the whole target vocabulary."""
-    if len(kept) == logits.shape[1]:
-        p = Distribution(logits)
-        return draft_ids[p.best], p, p.probs
-    p = Distribution(logits.index_select(1, kept))
-    best = likeliest(logits)
-    most = logits.gather(1, best[:, None])[:, 0]
-    torch.softmax(logits, -1, out=logits)  # allocating memory of this size takes longer than the softmax
-    lse = most - logits.gather(1, best[:, None])[:, 0].log_()
-    return draft_ids[best], p, p.probs * (p.lse - lse).exp_()[:, None]

@@ -37,7 +37,7 @@ from heads.core.strict_settings import Count
 from heads.core.tree import Proposal, TreeShape, check_width
 from heads.methods.growth import grow, take_newest
 from heads.methods.head_shape import check_one_width
-from heads.methods.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
+from heads.methods.labels import LABELS, certain_of_labels, counts_by_depth, label_slots, supervised
 from heads.methods.layers import check_tensors
 from heads.methods.losses import draft_loss
 from heads.methods.settings import MedusaSettings
@@ -201,7 +201,7 @@ class Medusa(nn.Module, DraftHead):
         teacher, distribution, loss = batch.hidden[row, label - 1], batch.shared.lm_head, self.config.loss
         if loss == LABELS:
             teacher, distribution, loss = batch.tokens[row, label], certain_of_labels(V), "cross_entropy"
-        total, sums, correct, overlap = draft_loss(
+        return draft_loss(
             torch.stack([self.step(batch.hidden[row, slots[k]], k) for k in range(K)]),
             [head[-1].weight for head in self.heads],
             valid,
@@ -211,8 +211,6 @@ class Medusa(nn.Module, DraftHead):
             scale,
             loss=loss,
         )
-        metrics = chain_metrics(correct, valid, overlap, row, slots, batch.tokens.shape)
-        return HeadLoss(total, sums, metrics)
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         depth = self.config.depth

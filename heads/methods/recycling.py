@@ -40,7 +40,7 @@ from heads.core.contract import (
 from heads.core.errors import UserError
 from heads.core.tree import Proposal, TreeShape, check_width, scratch_slots
 from heads.methods.growth import SlotState, grow, take_newest
-from heads.methods.labels import chain_metrics, counts_by_depth, label_slots
+from heads.methods.labels import counts_by_depth, label_slots
 from heads.methods.losses import draft_loss
 from heads.methods.rotary import CosSin, Rotary
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
@@ -175,7 +175,7 @@ class Recycling(nn.Module, DraftHead):
         row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)
         unrolled = zip(self.unroll(batch, self.config.depth), inside, strict=True)
         states = torch.stack([state[row, slot] for state, slot in unrolled])  # (K, R, D)
-        loss, sums, correct, overlap = draft_loss(
+        return draft_loss(
             states,
             self.lm_head_weight(batch.shared),
             valid,
@@ -185,7 +185,6 @@ class Recycling(nn.Module, DraftHead):
             scale,
             loss=self.config.loss,
         )
-        return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         N, K, config, sizes = batch_size * length, self.config.depth, self.config, Widths.of(self.config)

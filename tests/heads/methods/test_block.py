@@ -407,7 +407,6 @@ def test_blocks_without_labels_or_context_give_no_nan() -> None:
         found = head.loss(batch, head.loss_scale(counts))
         found.loss.backward()
         assert found.loss.isfinite() and all(p.grad.isfinite().all() for p in head.parameters() if p.grad is not None)
-        assert counts.tolist() == found.metrics["chains"].tolist()
     assert counts.sum() == 0 == found.loss
 
 
