@@ -242,7 +242,7 @@ class _BlockLoss(torch.autograd.Function):
                 own = by_row.flatten().to(rows.dtype)[:, None]  # scales tensors of width D, not V
                 grad = grad.to(rows.dtype)
                 if task.likeliest and p is not None:
-                    values, tokens = q.logits.topk(task.likeliest, 1)
+                    tokens = q.logits.topk(task.likeliest, 1).indices
                     logs = q.logs.gather(1, tokens)
                     target = p.logs.gather(1, torch.cat([tokens, labels[:, None]], 1))
                     found = logs, tokens, target[:, :-1], target[:, -1], p.best, by_row
