@@ -101,10 +101,10 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     method, was, own = HEADS[kind], kind_of(found), found.config.model_dump(mode="json")
     if was != kind and not (isinstance(found, DraftBlockHead) and issubclass(method.head, DraftBlockHead)):
         raise UserError(f"head.kind: {path} holds a head of kind {was}, the recipe says {kind}")
-    if isinstance(found, DraftBlockHead) and found.kept is not None:
+    if isinstance(found, DraftBlockHead) and found.draft_to_target is not None:
         raise UserError(
-            f"head.init_from: {path} drafts {len(found.kept)} of the target's {target.vocab_size} tokens: such heads "
-            "are measured, not trained; start from one that drafts all"
+            f"head.init_from: {path} drafts {len(found.draft_to_target)} of the target's {target.vocab_size} tokens: "
+            "such heads are measured, not trained; start from one that drafts all"
         )
     free = method.training
     if was != kind:

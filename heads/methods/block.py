@@ -141,8 +141,8 @@ class DraftBlockHead(nn.Module, DraftHead):
     """See `heads.methods.block_loss.BlockTask.terms`."""
     confidence_weight: float = 0.0
 
-    def __init__(self, config: Any, kept: Tensor | None = None) -> None:
-        """kept (Vd,) int64: the target ids of a draft vocabulary, ascending."""
+    def __init__(self, config: Any, draft_to_target: Tensor | None = None) -> None:
+        """draft_to_target (Vd,) int64: the target ids of a draft vocabulary, ascending."""
         super().__init__()
         D, L = config.hidden_size, len(config.aux_layer_ids)
         self.config, self.aux_layer_ids = config, config.aux_layer_ids
@@ -157,8 +157,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         """True if a row of a block does not see later rows."""
         self.reaches = config.reaches(self.causal)
         self.cos_sin = rotary_of(config)
-        self.kept: Tensor | None
-        self.register_buffer("kept", kept, persistent=False)
+        self.draft_to_target: Tensor | None
+        self.register_buffer("draft_to_target", draft_to_target, persistent=False)
 
     def make_layer(self, attention: Attention) -> DecoderLayer:
         return DecoderLayer(self.config, attention)
@@ -187,7 +187,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        tables = {} if self.kept is None else vocab_tables(self.kept, self.config.vocab_size)
+        tables = {} if self.draft_to_target is None else vocab_tables(self.draft_to_target, self.config.vocab_size)
         return self.state_dict() | tables
 
     @property
@@ -340,7 +340,9 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.check_draft(shape, capacity)
         config, norm = self.config, self.norm.weight
         assert shared.lm_head_weight is not None
-        lm_head_weight = shared.lm_head_weight if self.kept is None else shared.lm_head_weight[self.kept]
+        lm_head_weight = (
+            shared.lm_head_weight if self.draft_to_target is None else shared.lm_head_weight[self.draft_to_target]
+        )
         form = config.num_key_value_heads, config.head_dim
         return BlockState.open(
             self,
@@ -396,7 +398,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             path = torch.cat(known, 1).gather(1, paths.flatten(1)).view_as(paths)
             return follow(torch.cat([root.expand(-1, tokens.shape[1], 1), path], 2))  # type: ignore[no-any-return]
 
-        return grow(state.shape, state.root, state.length, follow(root), pick, expand, self.kept)
+        return grow(state.shape, state.root, state.length, follow(root), pick, expand, self.draft_to_target)
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         config, sizes, N = self.config, Widths.of(self.config), batch_size * length

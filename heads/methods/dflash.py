@@ -26,6 +26,6 @@ class DFlash(DraftBlockHead):
     config: DFlashConfig
     first_row: ClassVar[int] = 1
 
-    def __init__(self, config: DFlashConfig, kept: Tensor | None = None) -> None:
-        super().__init__(config, kept)
+    def __init__(self, config: DFlashConfig, draft_to_target: Tensor | None = None) -> None:
+        super().__init__(config, draft_to_target)
         self.terms = ((1.0, config.loss),)

@@ -139,8 +139,8 @@ class DFlash2(DFlash):
     Config: ClassVar[type[DFlash2Config]] = DFlash2Config
     config: DFlash2Config
 
-    def __init__(self, config: DFlash2Config, kept: Tensor | None = None) -> None:
-        super().__init__(config, kept)
+    def __init__(self, config: DFlash2Config, draft_to_target: Tensor | None = None) -> None:
+        super().__init__(config, draft_to_target)
         self.candidate_selector = CandidateSelector(config)
 
     def make_layer(self, attention: Attention) -> DecoderLayer:

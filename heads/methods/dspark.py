@@ -57,8 +57,8 @@ class DSpark(DraftBlockHead):
     config: DSparkConfig
     first_row: ClassVar[int] = 0
 
-    def __init__(self, config: DSparkConfig, kept: Tensor | None = None) -> None:
-        super().__init__(config, kept)
+    def __init__(self, config: DSparkConfig, draft_to_target: Tensor | None = None) -> None:
+        super().__init__(config, draft_to_target)
         self.markov_head = MarkovHead(config)
         self.confidence_weight = config.confidence_weight
         width = config.hidden_size + config.markov_rank

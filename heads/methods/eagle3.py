@@ -98,8 +98,8 @@ class Eagle3(Recycling):
 
     config: Eagle3Config
 
-    def __init__(self, config: Eagle3Config, kept: Tensor) -> None:
-        """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""
+    def __init__(self, config: Eagle3Config, draft_to_target: Tensor) -> None:
+        """draft_to_target (Vd,) int64: the target ids of the draft vocabulary, ascending."""
         super().__init__()
         D, L = config.hidden_size, len(config.aux_layer_ids)
         Dt = config.target_hidden_size or D
@@ -123,7 +123,7 @@ class Eagle3(Recycling):
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, D).requires_grad_(False)
         self.cos_sin = rotary_of(config)
-        self.register_buffer("kept", kept, persistent=False)
+        self.register_buffer("draft_to_target", draft_to_target, persistent=False)
 
     @classmethod
     def for_target(cls, settings: Eagle3Settings, target: FrozenTarget, token_counts: Tensor) -> "Eagle3":
@@ -162,7 +162,7 @@ class Eagle3(Recycling):
             f"layers.{i}.hidden_norm.weight": layer.get_submodule("input_layernorm").get_parameter("weight")
             for i, layer in self.layers.items()
         }
-        return self.state_dict() | norms | vocab_tables(self.kept, self.config.vocab_size)
+        return self.state_dict() | norms | vocab_tables(self.draft_to_target, self.config.vocab_size)
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
@@ -170,7 +170,7 @@ class Eagle3(Recycling):
         its scale; the final norm, but for `UNSURE`, and the output head are the target's own, in a head of another
         width along the axes of `TargetProbe.axes`."""
         D, Dt, aux_scales = self.config.hidden_size, probe.hidden.shape[-1], probe.scales
-        lm_head = probe.lm_head_weight[self.kept.to(probe.lm_head_weight.device)]
+        lm_head = probe.lm_head_weight[self.draft_to_target.to(probe.lm_head_weight.device)]
         if self.fc_norm is None:
             self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(Dt)
         else:

@@ -200,8 +200,8 @@ class LiLiCorr(DFlash):
     Config: ClassVar[type[LiLiCorrConfig]] = LiLiCorrConfig
     config: LiLiCorrConfig
 
-    def __init__(self, config: LiLiCorrConfig, kept: Tensor | None = None) -> None:
-        super().__init__(config, kept)
+    def __init__(self, config: LiLiCorrConfig, draft_to_target: Tensor | None = None) -> None:
+        super().__init__(config, draft_to_target)
         self.lilicorr = Lattice(config)
 
     def make_layer(self, attention: Attention) -> DecoderLayer:

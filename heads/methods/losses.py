@@ -161,7 +161,7 @@ def draft_loss(
     valid: Tensor,
     hidden: Tensor,
     target_logits: Callable[[Tensor], Tensor],
-    kept: Tensor,
+    draft_to_target: Tensor,
     scale: Tensor,
     *,
     loss: str | Divergence = "kl",
@@ -171,8 +171,8 @@ def draft_loss(
 
     states (K, R, D): the draft's normed states; weight (Vd, D): its output head, or K of them, one for each depth;
     valid (K, R) bool: rows that exist at that depth; hidden (R, D'): the target's post-norm states that predict the
-    labels; target_logits: (C, D') -> (C, V) float32; kept (Vd,) int64: the target ids of the draft vocabulary;
-    scale (K,): the factor of each depth's sum.
+    labels; target_logits: (C, D') -> (C, V) float32; draft_to_target (Vd,) int64: the target ids of the draft
+    vocabulary; scale (K,): the factor of each depth's sum.
 
     p is renormalised over the draft vocabulary. As in EAGLE-3, the loss leaves out rows whose likeliest token is
     outside it, because the draft cannot be right there. `soft_cap`: the draft's logits z are
@@ -196,13 +196,15 @@ def draft_loss(
 
     with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
         V = target_logits(hidden[:1]).shape[-1]
-        in_vocabulary = torch.zeros(V, dtype=torch.bool, device=kept.device).index_fill_(0, kept, True)
+        in_vocabulary = torch.zeros(V, dtype=torch.bool, device=draft_to_target.device).index_fill_(
+            0, draft_to_target, True
+        )
         C = max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * V))
         for start in range(0, R, C):
             part = slice(start, start + C)
             logits = target_logits(hidden[part]).to(dtype)
             can_be_right = in_vocabulary[likeliest(logits)]
-            p = Distribution(logits if len(kept) == V else logits.index_select(1, kept))
+            p = Distribution(logits if len(draft_to_target) == V else logits.index_select(1, draft_to_target))
             for k in range(K):
                 state, own = states[k, part], k % len(weights)
                 matrix, grad_weight = matrices[own], grad_weights[own]

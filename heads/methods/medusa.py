@@ -116,10 +116,10 @@ class Medusa(nn.Module, DraftHead):
     """Medusa head. The paper's own repository uses the same tensor names."""
 
     config: MedusaConfig
-    kept: Tensor
+    draft_to_target: Tensor
 
-    def __init__(self, config: MedusaConfig, kept: Tensor) -> None:
-        """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""
+    def __init__(self, config: MedusaConfig, draft_to_target: Tensor) -> None:
+        """draft_to_target (Vd,) int64: the target ids of the draft vocabulary, ascending."""
         super().__init__()
         D = config.hidden_size
         self.config = config
@@ -131,7 +131,7 @@ class Medusa(nn.Module, DraftHead):
             )
             for _ in range(config.depth)
         )
-        self.register_buffer("kept", kept, persistent=False)
+        self.register_buffer("draft_to_target", draft_to_target, persistent=False)
 
     @classmethod
     def for_target(cls, settings: MedusaSettings, target: FrozenTarget, token_counts: Tensor) -> "Medusa":
@@ -148,20 +148,20 @@ class Medusa(nn.Module, DraftHead):
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
         made = MedusaConfig.from_plain(config)
-        kept = torch.arange(made.vocab_size)
+        draft_to_target = torch.arange(made.vocab_size)
         if made.draft_vocab_size != made.vocab_size:
             check_table(weights, "token_map", (made.draft_vocab_size,), torch.int64)
-            kept = weights["token_map"]
-            check_kept("token_map", kept, made.vocab_size)
-        head = cls(made, kept)
+            draft_to_target = weights["token_map"]
+            check_kept("token_map", draft_to_target, made.vocab_size)
+        head = cls(made, draft_to_target)
         check_tensors(head.to_checkpoint(), weights)
         head.heads.load_state_dict({name: weights[name] for name in head.heads.state_dict()})
         return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = self.heads.state_dict()
-        if len(self.kept) < self.config.vocab_size:  # engines want no table if it keeps all tokens
-            weights["token_map"] = self.kept
+        if len(self.draft_to_target) < self.config.vocab_size:  # engines want no table if it keeps all tokens
+            weights["token_map"] = self.draft_to_target
         return weights
 
     @property
@@ -182,7 +182,7 @@ class Medusa(nn.Module, DraftHead):
         for head in self.heads:
             for parameter in head[:-1].parameters():
                 nn.init.zeros_(parameter)
-            head[-1].weight.copy_(lm_head[self.kept.to(lm_head.device)])
+            head[-1].weight.copy_(lm_head[self.draft_to_target.to(lm_head.device)])
 
     def step(self, hidden: Tensor, k: int) -> Tensor:
         """Return the input of depth k's output head, (..., D) hidden states -> (..., D); the same in training and
@@ -207,7 +207,7 @@ class Medusa(nn.Module, DraftHead):
             valid,
             teacher,
             distribution,
-            self.kept,
+            self.draft_to_target,
             scale,
             loss=loss,
         )
@@ -221,8 +221,8 @@ class Medusa(nn.Module, DraftHead):
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> MedusaState:
         self.check_draft(shape, capacity)
         config, weight = self.config, self.heads[0][-1].weight
-        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.kept.device)
-        hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)
+        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.draft_to_target.device)
+        hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.draft_to_target.device)
         levels = [with_products(head) for head in self.heads[: shape.depth]]
         return MedusaState(shape, ids[0], ids[1], hidden, levels)
 
@@ -238,7 +238,7 @@ class Medusa(nn.Module, DraftHead):
             logits: Tensor = state.levels[level](state.hidden)
             return logits[:, None].expand(-1, tokens.shape[1], -1)
 
-        ids = self.kept if len(self.kept) < self.config.vocab_size else None
+        ids = self.draft_to_target if len(self.draft_to_target) < self.config.vocab_size else None
         first = state.levels[0](state.hidden)[:, None]
         return grow(state.shape, state.root, state.length, first, pick, expand, ids)
 
@@ -246,21 +246,23 @@ class Medusa(nn.Module, DraftHead):
         N, K, layers = batch_size * length, self.config.depth, self.config.num_layers
         outputs = [made[-1] for made in self.heads]
         kept = K * N * self.config.hidden_size * (4 + 2 * width * layers)
-        return StepCost(N * (flops(self) - flops(*outputs)), kept, N, len(self.kept), K * N, N, outputs=outputs)
+        return StepCost(
+            N * (flops(self) - flops(*outputs)), kept, N, len(self.draft_to_target), K * N, N, outputs=outputs
+        )
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:
         if depth > self.config.depth:
             raise UserError(f"depth {depth}: the head has {self.config.depth} heads")
-        guesses = [self.kept[self.logits(batch.hidden, k).argmax(-1)] for k in range(depth)]
+        guesses = [self.draft_to_target[self.logits(batch.hidden, k).argmax(-1)] for k in range(depth)]
         return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
 
     @torch.no_grad()
     def ranks(self, batch: Batch) -> Tensor:
         """Return (K, B, T) int64: at [k, b, t], the rank of x_{t+2+k} among depth k's candidates, 0 for the likeliest,
         Vd if the head cannot draft it. Entries past a document's end are padding."""
-        column = torch.full((self.config.vocab_size,), self.config.draft_vocab_size, device=self.kept.device)
-        column[self.kept] = torch.arange(len(self.kept), device=self.kept.device)
+        column = torch.full((self.config.vocab_size,), self.config.draft_vocab_size, device=self.draft_to_target.device)
+        column[self.draft_to_target] = torch.arange(len(self.draft_to_target), device=self.draft_to_target.device)
         found = []
         for k in range(self.config.depth):
             logits = self.logits(batch.hidden, k)  # (B, T, Vd)

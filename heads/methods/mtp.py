@@ -151,8 +151,8 @@ class Mtp(Recycling):
 
     config: MtpConfig
 
-    def __init__(self, config: MtpConfig, kept: Tensor) -> None:
-        """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""
+    def __init__(self, config: MtpConfig, draft_to_target: Tensor) -> None:
+        """draft_to_target (Vd,) int64: the target ids of the draft vocabulary, ascending."""
         super().__init__()
         self.config, self.num_modules = config, config.num_modules
         powers = [config.depth_decay**k for k in range(config.depth)]
@@ -173,7 +173,7 @@ class Mtp(Recycling):
         self.stored: dict[str, torch.dtype] = {}
         """Dtype of each tensor in the checkpoint that native modules come from. They are saved under the same names and
         dtypes."""
-        self.register_buffer("kept", kept, persistent=False)
+        self.register_buffer("draft_to_target", draft_to_target, persistent=False)
 
     @classmethod
     def for_target(cls, settings: MtpSettings, target: FrozenTarget, token_counts: Tensor) -> "Mtp":
@@ -216,7 +216,7 @@ class Mtp(Recycling):
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
         made = MtpConfig.from_plain(config)
         head = cls(made, read_vocab(weights, made.draft_vocab_size, made.vocab_size))
-        tables = vocab_tables(head.kept, made.vocab_size)
+        tables = vocab_tables(head.draft_to_target, made.vocab_size)
         head.load_modules({name: value for name, value in weights.items() if name not in tables})
         return head
 
@@ -230,7 +230,7 @@ class Mtp(Recycling):
         return {name: value.to(self.stored.get(name, value.dtype)) for name, value in field.items()}
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        return self.modules_by_field() | vocab_tables(self.kept, self.config.vocab_size)
+        return self.modules_by_field() | vocab_tables(self.draft_to_target, self.config.vocab_size)
 
     def round_to(self, dtype: torch.dtype) -> None:
         if self.stored:
@@ -285,7 +285,9 @@ class Mtp(Recycling):
     def lm_head_weight(self, shared: SharedLayers) -> Tensor:
         assert shared.lm_head_weight is not None
         return (
-            shared.lm_head_weight if len(self.kept) == len(shared.lm_head_weight) else shared.lm_head_weight[self.kept]
+            shared.lm_head_weight
+            if len(self.draft_to_target) == len(shared.lm_head_weight)
+            else shared.lm_head_weight[self.draft_to_target]
         )
 
 

@@ -73,7 +73,7 @@ class Recycling(nn.Module, DraftHead):
 
     config: Any
     """Config of the head. This class reads `hidden_size`, `depth` (steps trained), `draft_vocab_size` and `loss`."""
-    kept: Tensor
+    draft_to_target: Tensor
     """(Vd,) int64, target id of each draft id."""
     num_modules: int = 1
     layers_per_module: int = 1
@@ -181,7 +181,7 @@ class Recycling(nn.Module, DraftHead):
             valid,
             batch.hidden[row, label - 1],
             batch.shared.lm_head,
-            self.kept,
+            self.draft_to_target,
             scale,
             loss=self.config.loss,
         )
@@ -198,7 +198,7 @@ class Recycling(nn.Module, DraftHead):
             kept = K * N * width * 2 * (config.hidden_size + layers * sizes.keys)
             backward, work = N * row, work * 4 / 3
         backward += 2 * width * sizes.inner * N
-        return StepCost(work, kept, N, len(self.kept), N, N, backward, outputs)
+        return StepCost(work, kept, N, len(self.draft_to_target), N, N, backward, outputs)
 
     @property
     def outputs(self) -> Sequence[nn.Linear]:
@@ -305,10 +305,12 @@ class Recycling(nn.Module, DraftHead):
             return state.lm_head(state.head.normed(made[first]))  # type: ignore[no-any-return]
 
         first = state.lm_head(state.head.normed(recycled[0]))
-        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
+        return grow(state.shape, state.root, state.length, first, pick, expand, self.draft_to_target)
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:
         lm_head_weight = self.lm_head_weight(batch.shared)
-        guesses = [self.kept[self.logits(normed, lm_head_weight).argmax(-1)] for normed in self.unroll(batch, depth)]
+        guesses = [
+            self.draft_to_target[self.logits(normed, lm_head_weight).argmax(-1)] for normed in self.unroll(batch, depth)
+        ]
         return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])

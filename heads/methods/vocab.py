@@ -1,4 +1,4 @@
-"""Draft vocabulary: the most frequent labels. A head holds their target ids, `kept` (Vd,) int64, ascending.
+"""Draft vocabulary: the most frequent labels. A head holds `draft_to_target` (Vd,) int64, their target ids, ascending.
 
 A head's file describes it with the two tables that engines read. If it is the target's whole vocabulary the file has
 none, because vLLM refuses tables then.
@@ -23,14 +23,14 @@ def build_vocab(counts: Tensor, size: int) -> Tensor:
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def vocab_tables(kept: Tensor, size: int) -> dict[str, Tensor]:
-    """Return the tables of the ids `kept` out of `size`, under their names in a head's file; none if all ids are
-    kept."""
-    if len(kept) == size:
+def vocab_tables(draft_to_target: Tensor, size: int) -> dict[str, Tensor]:
+    """Return the tables of a draft vocabulary out of `size` ids, under their names in a head's file; none if it has all
+    ids."""
+    if len(draft_to_target) == size:
         return {}
-    t2d = torch.zeros(size, dtype=torch.bool, device=kept.device)
-    t2d[kept] = True
-    return {"d2t": kept - torch.arange(len(kept), device=kept.device), "t2d": t2d}
+    t2d = torch.zeros(size, dtype=torch.bool, device=draft_to_target.device)
+    t2d[draft_to_target] = True
+    return {"d2t": draft_to_target - torch.arange(len(draft_to_target), device=draft_to_target.device), "t2d": t2d}
 
 
 def read_vocab(weights: Mapping[str, Tensor], draft_size: int, size: int) -> Tensor:
@@ -40,14 +40,14 @@ def read_vocab(weights: Mapping[str, Tensor], draft_size: int, size: int) -> Ten
         return torch.arange(size)
     for name, shape, dtype in (("d2t", (draft_size,), torch.int64), ("t2d", (size,), torch.bool)):
         check_table(weights, name, shape, dtype)
-    kept = weights["d2t"] + torch.arange(draft_size)
-    check_kept("d2t", kept, size)
-    if not torch.equal(weights["t2d"].nonzero()[:, 0], kept):
+    draft_to_target = weights["d2t"] + torch.arange(draft_size)
+    check_kept("d2t", draft_to_target, size)
+    if not torch.equal(weights["t2d"].nonzero()[:, 0], draft_to_target):
         raise UserError(
             f"t2d marks {int(weights['t2d'].sum())} ids and d2t names {draft_size}: they must be the same ids; "
             "fetch or train it again"
         )
-    return kept
+    return draft_to_target
 
 
 def check_table(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -92,8 +92,8 @@ class XPress(DFlash):
     Config: ClassVar[type[XPressConfig]] = XPressConfig
     config: XPressConfig
 
-    def __init__(self, config: XPressConfig, kept: Tensor | None = None) -> None:
-        super().__init__(config, kept)
+    def __init__(self, config: XPressConfig, draft_to_target: Tensor | None = None) -> None:
+        super().__init__(config, draft_to_target)
         self.xpress_head = Refiner(config)
 
     def losses(self, block: BlockStates, previous: Tensor, task: BlockTask, lm_head_weight: Tensor) -> BlockLoss:

@@ -155,7 +155,7 @@ def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | No
 def kept_log_probabilities(head: Recycling, batch: Batch, state: Tensor) -> dict[int, float]:
     """Target id -> log q of a normed state (D,), for each token that the head drafts."""
     logq = head.logits(state, head.lm_head_weight(batch.shared)).log_softmax(-1)
-    return dict(zip(head.kept.tolist(), logq.tolist(), strict=True))
+    return dict(zip(head.draft_to_target.tolist(), logq.tolist(), strict=True))
 
 
 def token_paths(proposal: Proposal, b: int = 0) -> list[tuple[int, ...]]:

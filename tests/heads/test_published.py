@@ -43,7 +43,7 @@ def test_layers_by_number_and_the_targets_own_tensors(target: FrozenTarget, tmp_
 def test_a_draft_vocabulary_in_any_order_is_read(target: FrozenTarget, tmp_path: Path) -> None:
     head = eagle3()
     weights, order = head.to_checkpoint(), torch.randperm(48, generator=torch.Generator().manual_seed(2))
-    weights |= {"d2t": head.kept[order] - torch.arange(48), "lm_head.weight": head.lm_head.weight[order]}
+    weights |= {"d2t": head.draft_to_target[order] - torch.arange(48), "lm_head.weight": head.lm_head.weight[order]}
     drafts_equal(read_published(write(tmp_path / "raw", forms.RAW, weights), target), head, target)
 
 
@@ -53,11 +53,11 @@ def test_a_draft_vocabulary_of_a_block_is_of_rows_of_the_targets_output_head(
 ) -> None:
     head, config = block_head(config["speculators_model_type"], draft_vocab_size=48), config | {"draft_vocab_size": 48}
     order = torch.randperm(48, generator=torch.Generator().manual_seed(3))
-    weights = {**head.to_checkpoint(), "lm_head.weight": target.lm_head_weight[head.kept]}
+    weights = {**head.to_checkpoint(), "lm_head.weight": target.lm_head_weight[head.draft_to_target]}
     for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
         if name in weights:
             weights[name] = weights[name][order]
-    weights["d2t"] = head.kept[order] - torch.arange(48)
+    weights["d2t"] = head.draft_to_target[order] - torch.arange(48)
     path = write(tmp_path / "head", config, weights)
     drafts_equal(read_published(path, target), head, target)
     for kind in ("dflash", "dspark", "lilicorr"):

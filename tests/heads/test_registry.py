@@ -38,7 +38,7 @@ def test_what_the_recipe_says_holds(target: FrozenTarget) -> None:
     config = head.config
     assert (config.aux_layer_ids, config.intermediate_size, config.depth, config.rope_theta) == ((1, 6), 20, 3, 50.0)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 2, 4)
-    assert head.kept.tolist() == [123, 124, 125, 126, 127]  # the most counted
+    assert head.draft_to_target.tolist() == [123, 124, 125, 126, 127]  # the most counted
     assert head.fc.weight.shape == (32, 64)
 
 
@@ -50,7 +50,7 @@ def test_a_new_head_reads_out_as_the_target_does(target: FrozenTarget) -> None:
         tokens, where = torch.randint(6, 128, (1, 9)), torch.arange(9)[None]
         features = target.packed_features(tokens, where, torch.zeros_like(where), [8])
         drafted = head.lm_head(head.norm(features.aux_hidden_states))
-        assert_close(drafted, UNSURE * target.shared.lm_head(features.hidden)[..., head.kept])
+        assert_close(drafted, UNSURE * target.shared.lm_head(features.hidden)[..., head.draft_to_target])
 
 
 def test_a_new_head_knows_the_familys_scale_of_logits() -> None:

@@ -48,7 +48,7 @@ def test_a_head_comes_back_bit_for_bit(options: dict[str, Any], dtype: torch.dty
         assert again.config == head.config and not again.training
         assert again.state_dict().keys() == head.state_dict().keys()
         assert all(torch.equal(value, again.state_dict()[name]) for name, value in head.state_dict().items())
-        assert torch.equal(again.kept, head.kept) and again.kept.dtype == torch.int64
+        assert torch.equal(again.draft_to_target, head.draft_to_target) and again.draft_to_target.dtype == torch.int64
 
 
 def entries(folder: Path) -> set[str]:

@@ -31,7 +31,9 @@ def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings) -> N
     saved = load_file(folder / "checkpoints/step-2/head.safetensors")
     for name, value in start.state_dict().items():
         assert_close(saved[name], value, roundings=256)
-    assert not torch.equal(saved["fc.weight"], start.fc.weight) and torch.equal(head.kept, start.kept)
+    assert not torch.equal(saved["fc.weight"], start.fc.weight) and torch.equal(
+        head.draft_to_target, start.draft_to_target
+    )
     train(folder / "recipe.yaml", f"output_dir={folder.parent / 'again'}")
     train(write_recipe(small), f"output_dir={folder.parent / 'from-run'}", f"head.init_from={folder}")
 

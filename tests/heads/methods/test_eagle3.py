@@ -21,7 +21,7 @@ def by_head(x: Tensor, d: int) -> Tensor:
 def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
     """The same loss written the long way: one dense mask over T * steps keys, all logits at once. Returns (K,) sums."""
     config, T = head.config, batch.tokens.shape[1]
-    kept = head.kept
+    kept = head.draft_to_target
     H, G, d = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads, config.head_dim
     teacher = batch.shared.lm_head(batch.hidden)  # (B, T, V); row t predicts x_{t+1}
     p = teacher[..., kept].softmax(-1)
@@ -106,7 +106,7 @@ def test_initialise_starts_from_the_target_at_unit_size(fc_norm: bool) -> None:
         for parameter in head.fc_norm.parameters() if head.fc_norm is not None else ():
             parameter.fill_(1.0)
     head.initialise(probe)
-    assert torch.equal(head.lm_head.weight, probe.lm_head_weight[head.kept])
+    assert torch.equal(head.lm_head.weight, probe.lm_head_weight[head.draft_to_target])
     assert torch.equal(head.norm.weight, UNSURE * probe.norm)
     fused = head.fuse(batch.aux_hidden_states * scales.repeat_interleave(16))
     assert 0.8 < float(fused.detach().square().mean().sqrt()) < 1.3

@@ -28,7 +28,7 @@ def case(rows: int = R, seed: int = 0) -> dict[str, Any]:
         "valid": torch.rand(K, rows, generator=generator) < 0.8,
         "hidden": randn(rows, DT),
         "target_logits": lambda hidden: hidden @ out.T,
-        "kept": torch.randperm(V, generator=generator)[:VD].sort().values,
+        "draft_to_target": torch.randperm(V, generator=generator)[:VD].sort().values,
         "scale": torch.rand(K, generator=generator, dtype=torch.float64),
     }
 
@@ -58,9 +58,9 @@ def plain_mix(p: Tensor, q: Tensor) -> Tensor:
 def plain(c: dict[str, Any], loss: Callable[[Tensor, Tensor], Tensor], soft_cap: float | None = None) -> Tensor:
     """Sums (K,) with a graph, with every logit at once."""
     logits = c["target_logits"](c["hidden"])
-    counted = c["valid"] & torch.isin(logits.argmax(-1), c["kept"])
+    counted = c["valid"] & torch.isin(logits.argmax(-1), c["draft_to_target"])
     assert not len(logits) or 0 < counted.sum() < c["valid"].sum()  # some rows' likeliest token cannot be drafted
-    p, z = logits[:, c["kept"]].softmax(-1), c["states"] @ c["weight"].T
+    p, z = logits[:, c["draft_to_target"]].softmax(-1), c["states"] @ c["weight"].T
     q = (z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap)).softmax(-1)
     return torch.where(counted, loss(p.expand_as(q), q), 0).sum(1)
 
@@ -114,7 +114,7 @@ def test_the_likeliest_is_the_lowest_on_ties(width: int) -> None:
 def test_right_predictions_are_counted(few_rows: Callable[[int], None]) -> None:
     c = case()
     few_rows(3)
-    guesses = c["kept"][(c["states"] @ c["weight"].T).argmax(-1)]
+    guesses = c["draft_to_target"][(c["states"] @ c["weight"].T).argmax(-1)]
     right = (guesses == c["target_logits"](c["hidden"]).argmax(-1)) & c["valid"]
     assert draft_loss(**c).correct.tolist() == right.sum(1).tolist()
 

@@ -48,7 +48,7 @@ def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: 
     """Head k = 1.. at slot t against x_{t+1+k}, or the distribution at slot t + k that it was drawn from; label by
     label."""
     head, batch = make_head(loss=loss, draft_vocab_size=draft_vocab_size), make_batch([[11, 3, 7], [2, 1, 18]])
-    kept = head.kept.tolist()
+    kept = head.draft_to_target.tolist()
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
     weights = dict(head.heads.named_parameters())
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
@@ -125,7 +125,7 @@ def test_ranks_are_places_in_each_heads_order(draft_vocab_size: int) -> None:
     ranks = head.ranks(batch)
     for k in range(3):
         for t in range(20 - 2 - k):
-            order = head.kept[head.logits(batch.hidden[0, t], k).argsort(descending=True)].tolist()
+            order = head.draft_to_target[head.logits(batch.hidden[0, t], k).argsort(descending=True)].tolist()
             token = int(batch.tokens[0, t + 2 + k])
             assert ranks[k, 0, t] == (order.index(token) if token in order else draft_vocab_size)
     assert torch.equal(ranks == 0, head.foresees(batch, 3))
