@@ -41,7 +41,7 @@ from heads.core.strict_settings import Count, Number
 from heads.core.tree import Proposal, TreeShape, check_width
 from heads.methods.block_attention import Blocks, Reach, Sight, all_blocks, block_attention, draw_blocks
 from heads.methods.block_loss import BlockLoss, BlockTask, block_loss, chunks_of
-from heads.methods.growth import SlotState, grow, take_newest
+from heads.methods.growth import grow
 from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
 from heads.methods.layers import (
     FULL,
@@ -56,6 +56,7 @@ from heads.methods.layers import (
 from heads.methods.losses import matmul
 from heads.methods.rotary import CosSin, rotary_of
 from heads.methods.settings import D_PACE, DraftBlockSettings, LayerIds
+from heads.methods.slot_state import SlotState, advance_root, copy_last
 from heads.methods.start import AttentionProbe, TargetProbe, begin, copy_by_root
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.methods.vocab import read_vocab, vocab_tables
@@ -80,7 +81,6 @@ class BlockStates:
     """The target's input embeddings."""
 
 
-@dataclass
 class BlockState(SlotState):
     newest: Tensor  # (B, D), see `BlockStates`
 
@@ -344,7 +344,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             shared.lm_head_weight if self.draft_to_target is None else shared.lm_head_weight[self.draft_to_target]
         )
         form = config.num_key_value_heads, config.head_dim
-        return BlockState.open(
+        state = BlockState(
             self,
             shape,
             batch_size=batch_size,
@@ -353,18 +353,19 @@ class DraftBlockHead(nn.Module, DraftHead):
             forms=(form, form),
             lm_head_weight=lm_head_weight,
             embed=shared.embed_tokens,
-            newest=norm.new_zeros(batch_size, config.hidden_size),
         )
+        state.newest = norm.new_zeros(batch_size, config.hidden_size)
+        return state
 
     @torch.no_grad()
     def extend(self, state: BlockState, observation: Observation) -> None:
-        count, tokens = observation.count, observation.tokens
-        mapping = PrefillSlots(observation.start, count, state.slot, observation.hidden.shape[1])
+        mapping = PrefillSlots(observation.start, observation.count, state.slot, observation.hidden.shape[1])
         state.cache.set_slots(mapping.slots, extent=len(state.slot))
         context, cos_sin = state.head.fuse(observation.aux_hidden_states), state.cos_sin(mapping.positions)  # (B, M, D)
         for i, layer in enumerate(state.head.layers):
             state.write(i, *layer.self_attn.keys(context, cos_sin))
-        take_newest(tokens, observation.start, count, state.root, state.length, recycled=state.newest, made=context)
+        copy_last(state.newest, context, observation.count)
+        advance_root(state, observation)
 
     @torch.no_grad()
     def draft_states(self, state: BlockState) -> BlockStates:
@@ -383,7 +384,7 @@ class DraftBlockHead(nn.Module, DraftHead):
 
         masks = {reach: mask(reach) for reach in set(self.reaches)}  # (B, R, E) each
         x = self.behind(state.embed(state.root), rows, state.embed).to(self.norm.weight.dtype)
-        attends = [state.attend(i, masks[reach]) for i, reach in enumerate(self.reaches)]
+        attends = [partial(state.attend, i, masks[reach]) for i, reach in enumerate(self.reaches)]
         out: Tensor = state.head.run(x, state.cos_sin(positions), attends, rows)
         return BlockStates(out, state.root, state.newest, state.embed)
 

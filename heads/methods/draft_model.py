@@ -36,11 +36,12 @@ from heads.core.contract import (
 from heads.core.errors import UserError
 from heads.core.strict_settings import Count
 from heads.core.tree import Proposal, TreeShape, check_width, level_widths, scratch_slots
-from heads.methods.growth import grow, take_newest
+from heads.methods.growth import grow
 from heads.methods.labels import LABELS, certain_of_labels, counts_by_depth, supervised
 from heads.methods.layers import check_tensors
 from heads.methods.losses import LOSSES, Divergence, draft_loss, jsd
 from heads.methods.settings import DraftSettings
+from heads.methods.slot_state import advance_root, copy_last
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.decoder import NativeDecoder, why_not_native
@@ -292,7 +293,8 @@ class Draft(nn.Module, DraftHead):
             path, offset = state.expanded.gather(1, nodes) + 1, state.slot[:M]
             path = torch.where((path > 0) & (offset < count[:, None]), path, offset)  # other entries stay in place
             state.decoder.compact(start, path)
-        take_newest(tokens, start, count, state.root, state.length, previous=state.previous)
+        copy_last(state.previous, tokens, count)
+        advance_root(state, observation)
 
     @torch.no_grad()
     def propose(self, state: DraftState, pick: Pick) -> Proposal:

@@ -9,26 +9,21 @@ a parent is never dropped before its child. This includes scores that are both -
 sums of logarithms so large that the depth penalty is lost in rounding. NaN log-probabilities count as -inf, so that
 they cannot displace the root.
 
-Letters: B batch, T nodes drawn including the root, N nodes kept, K children drawn per node and nodes expanded per level
-of a dynamic tree, W nodes expanded at the level before, R children drawn for each, M nodes of a level of a static tree,
-P of them expanded.
+Letters: B batch, T nodes drawn including the root, N nodes of the tree, K children drawn per node and nodes expanded
+per level of a dynamic tree, W nodes expanded at the level before, R children drawn for each, M nodes of a level of a
+static tree, P of them expanded.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
-from typing import Any, Self
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from heads.core.tree import Pick, Proposal, TreeShape, is_chain
-from heads.methods.rotary import CosSin
-from heads.targets.cache import Forms, KVCache
-from heads.targets.product import Product, ProductModule, with_products
-from heads.targets.slots import round_up
-from heads.targets.tree_attention import Attend, for_groups, masked_attention
 
 DEPTH_PENALTY = 1e-4
 """Amount subtracted from a score for each level when nodes are ranked. It puts a parent before a child of draft
@@ -46,16 +41,24 @@ are numbered from 0, level by level; the W nodes being expanded have the highest
 class Level:
     """A static tree's nodes of one depth: M of them, P expanded."""
 
-    first: int
-    """Index of the level's first node. Its other nodes follow."""
     count: int
-    """Children drawn for each node of the level above."""
-    row: Tensor  # (M,) int64, index of each node's parent among the nodes expanded at the previous level
+    """Children drawn for each node that the level above expands."""
+    row: Tensor  # (M,) int64, index of each node's parent among the nodes expanded at the level above
     rank: Tensor  # (M,) int64, rank of each node among its parent's children
-    above: Tensor  # (M,) int64, each node's parent
     expanded: Tensor  # (P,) int64, which of the M nodes are expanded
-    rows: Tensor  # (P,) int64, indices of their parents among the nodes expanded at the previous level
+    expanded_row: Tensor  # (P,) int64, their entries of `row`
     paths: Tensor  # (P, level) int64, the expanded indices of their ancestors and their own
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A static tree's levels, and properties of its nodes, (1, N) int64 each."""
+
+    levels: list[Level]
+    parents: Tensor
+    depths: Tensor
+    expanded: Tensor
+    """`Proposal.expanded`."""
 
 
 def grow(
@@ -78,8 +81,8 @@ def grow(
     def draw(logits: Tensor, level: int, count: int) -> tuple[Tensor, Tensor]:
         return pick(logits, ahead[:, level, None].expand(-1, logits.shape[1]), count, token_ids)
 
-    grow_shape = _grow_static if shape.paths is not None else _grow_chain if is_chain(shape) else _grow_dynamic
-    return grow_shape(shape, root, logits, draw, expand)
+    grow_tree = _grow_static if shape.paths is not None else _grow_chain if is_chain(shape) else _grow_dynamic
+    return grow_tree(shape, root, logits, draw, expand)
 
 
 def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
@@ -129,10 +132,10 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, ex
     if N < T:
         rank = scores - penalties
         rank[:, 0].fill_(torch.inf)
-        kept = rank.sort(dim=1, descending=True, stable=True).indices[:, :N].sort(dim=1).values  # (B, N)
-        place = torch.zeros_like(parents).scatter_(1, kept, order[:, :N])
-        parents = place.gather(1, parents.gather(1, kept))
-        tokens, scores, expanded, by_depth = (x.gather(1, kept) for x in (tokens, scores, expanded, by_depth))
+        best = rank.sort(dim=1, descending=True, stable=True).indices[:, :N].sort(dim=1).values  # (B, N)
+        new_index = torch.zeros_like(parents).scatter_(1, best, order[:, :N])
+        parents = new_index.gather(1, parents.gather(1, best))
+        tokens, scores, expanded, by_depth = (x.gather(1, best) for x in (tokens, scores, expanded, by_depth))
     return Proposal(tokens, parents, by_depth, scores, expanded if beams else None)
 
 
@@ -152,62 +155,53 @@ def _levels(depth: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     assert shape.paths is not None
-    B = len(root)
-    levels, parents, depths, indices = _plan(shape.paths, root.device)
-    picked, logp = draw(logits, 1, levels[0].count)  # (B, 1, R)
-    tokens, scores = root.new_empty(B, shape.nodes), logp.new_empty(B, shape.nodes)
-    beam = _place(tokens, scores, root, picked, logp, levels[0])  # (B, P)
-    for k, (above, level) in enumerate(pairwise(levels), start=1):
-        logits = expand(beam, above.rows.expand(B, -1), above.paths.expand(B, -1, -1), k)
-        picked, logp = draw(logits, k + 1, level.count)  # (B, P, R)
-        beam = _place(tokens, scores, root, picked, logp, level)
-    return Proposal(tokens, parents.expand(B, -1), depths.expand(B, -1), scores, indices.expand(B, -1))
+    B, tree = len(root), _static_tree(shape.paths, root.device)
+    tokens, scores = [root[:, None]], [constant((0.0,), root.device, torch.float32).expand(B, 1)]
+    beam = scores[0]  # scores of the nodes expanded at the level above
+    for depth, level in enumerate(tree.levels, 1):
+        picked, logp = (x[:, level.row, level.rank] for x in draw(logits, depth, level.count))  # (B, M)
+        tokens.append(picked)
+        scores.append(beam[:, level.row] + logp)
+        if depth < len(tree.levels):
+            beam = scores[-1][:, level.expanded]
+            rows, paths = level.expanded_row.expand(B, -1), level.paths.expand(B, -1, -1)
+            logits = expand(picked[:, level.expanded], rows, paths, depth)
+    parents, depths, expanded = (x.expand(B, -1) for x in (tree.parents, tree.depths, tree.expanded))
+    return Proposal(torch.cat(tokens, 1), parents, depths, torch.cat(scores, 1), expanded)
 
 
 @cache
-def _plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[Level], Tensor, Tensor, Tensor]:
-    """Return the levels of a static tree, and the parents, depths and expansion indices of its nodes, (1, N) each."""
-    node_of = {(): 0, **{path: 1 + i for i, path in enumerate(paths)}}
+def _static_tree(paths: tuple[tuple[int, ...], ...], device: torch.device) -> StaticTree:
     has_children = {path[:-1] for path in paths}
-    expanded: list[tuple[int, ...]] = [()]  # the nodes expanded at the level before
-    order: list[tuple[int, ...]] = []  # all nodes given to `expand`, in order
+    order = [path for path in paths if path in has_children]  # the nodes given to `expand`; paths are sorted by level
     levels = []
-    for depth in range(1, 1 + max(map(len, paths))):
-        nodes = [path for path in paths if len(path) == depth]
-        parents = [path for path in nodes if path in has_children]
-        order += parents
+    above: list[tuple[int, ...]] = [()]  # the nodes expanded at the level above
+
+    def tensor(values: list[Any], *shape: int) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.tensor(values, dtype=torch.int64, device=device).view(shape)
+
+    for depth, of_depth in groupby(paths, len):
+        nodes = list(of_depth)
+        expanded = [path for path in nodes if path in has_children]
         levels.append(
             Level(
-                first=node_of[nodes[0]],
                 count=1 + max(path[-1] for path in nodes),
-                row=constant(tuple(expanded.index(path[:-1]) for path in nodes), device),
-                rank=constant(tuple(path[-1] for path in nodes), device),
-                above=constant(tuple(node_of[path[:-1]] for path in nodes), device),
-                expanded=constant(tuple(nodes.index(path) for path in parents), device),
-                rows=constant(tuple(expanded.index(path[:-1]) for path in parents), device),
-                paths=constant(
-                    tuple(tuple(order.index(path[: i + 1]) for i in range(depth)) for path in parents), device
-                ),
+                row=tensor([above.index(path[:-1]) for path in nodes], -1),
+                rank=tensor([path[-1] for path in nodes], -1),
+                expanded=tensor([nodes.index(path) for path in expanded], -1),
+                expanded_row=tensor([above.index(path[:-1]) for path in expanded], -1),
+                paths=tensor([[order.index(path[:i]) for i in range(1, depth + 1)] for path in expanded], -1, depth),
             )
         )
-        expanded = parents
-    return (
+        above = expanded
+    node_of = {path: i for i, path in enumerate(((), *paths))}
+    return StaticTree(
         levels,
-        constant(((0, *(node_of[path[:-1]] for path in paths)),), device),
-        constant(((0, *map(len, paths)),), device),
-        constant(((-1, *(order.index(path) if path in has_children else -1 for path in paths)),), device),
+        parents=tensor([0, *(node_of[path[:-1]] for path in paths)], 1, -1),
+        depths=tensor([0, *map(len, paths)], 1, -1),
+        expanded=tensor([-1, *(order.index(path) if path in has_children else -1 for path in paths)], 1, -1),
     )
-
-
-def _place(tokens: Tensor, scores: Tensor, root: Tensor, picked: Tensor, logp: Tensor, level: Level) -> Tensor:
-    """Write the entries of picked and logp (B, W, R) that are nodes of a static tree's level to the tree's tokens and
-    scores (B, N); at the first level also the root (B,). Return the tokens (B, P) of the expanded nodes."""
-    if level.first == 1:
-        tokens[:, 0] = root
-        scores[:, 0].zero_()
-    here, taken = slice(level.first, level.first + len(level.row)), picked[:, level.row, level.rank]
-    tokens[:, here], scores[:, here] = taken, scores[:, level.above] + logp[:, level.row, level.rank]
-    return taken[:, level.expanded]
 
 
 @cache
@@ -216,115 +210,3 @@ def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype =
     the host."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)
-
-
-@dataclass
-class SlotState:
-    """Static tensors of one batch of sequences, for a head that drafts with a cache for each of its layers or modules.
-
-    Slot p of the cache holds the key of one token; the last slot is for padding. Draft tokens use the slots after the
-    observed ones; accepted tokens overwrite these slots later.
-    """
-
-    shape: TreeShape
-    slot: Tensor  # (S,) int64, 0 .. S - 1
-    root: Tensor  # (B,) int64
-    length: Tensor  # (B,) int64, the root's position: slots before it are observed
-    head: Any
-    """The head, with products in place of linear layers."""
-    lm_head: ProductModule  # (..., D) -> (..., Vd)
-    embed: Callable[[Tensor], Tensor]
-    cos_sin_table: Tensor  # (2, S, d)
-    cache: KVCache
-
-    @classmethod
-    def open(
-        cls,
-        head: Any,
-        shape: TreeShape,
-        *,
-        batch_size: int,
-        slots: int,
-        layers: int,
-        forms: Forms,
-        lm_head_weight: Tensor,
-        embed: Callable[[Tensor], Tensor],
-        **own: Any,
-    ) -> Self:
-        """Return the state of a head's `layers` before any token, with at least this many slots. `own`: fields of the
-        subclass."""
-        weight = next(head.parameters())
-        slot = torch.arange(round_up(slots), device=weight.device)
-        root, length = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
-        return cls(
-            shape=shape,
-            slot=slot,
-            root=root,
-            length=length,
-            head=with_products(head, without="lm_head"),
-            lm_head=ProductModule(Product(lm_head_weight.to(weight.dtype))),
-            embed=embed,
-            cos_sin_table=torch.stack(head.cos_sin(slot[None], weight.dtype)).squeeze((1, 2)),
-            cache=KVCache(
-                num_layers=layers,
-                batch_size=batch_size,
-                capacity=len(slot),
-                forms=forms,
-                dtype=weight.dtype,
-                device=weight.device,
-            ),
-            **own,
-        )
-
-    def cos_sin(self, positions: Tensor) -> CosSin:
-        """Return the rows (B, 1, T, d) of the tables for positions (B, T)."""
-        made = self.cos_sin_table.index_select(1, positions.flatten())
-        cos, sin = made.view(2, len(positions), 1, positions.shape[1], -1)
-        return cos, sin
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values (B, Hkv, T, d) to the slots that the cache has set. Return those of all visible slots,
-        (B, E, Hkv, d)."""
-        made = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=2)
-        return self.cache.write(layer, made.flatten(0, 1))
-
-    def attend(self, layer: int, mask: Tensor) -> Attend:
-        """Return a layer's attention over the visible slots, with a mask (B, T, E) to add to scores."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self.write(layer, k, v)
-            folded = for_groups(mask, q.shape[1] // k.shape[1])
-            return masked_attention(q.transpose(1, 2), keys, values, folded).transpose(1, 2)
-
-        return attend
-
-    def extent(self, tokens: int) -> int:
-        """Return the number of slots that attention must read when `tokens` more follow the observed ones: all slots
-        on a GPU, where the host would have to wait for the lengths."""
-        if self.slot.device.type != "cpu":
-            return len(self.slot)
-        return min(round_up(int(self.length.max()) + tokens), len(self.slot))
-
-
-def take_newest(
-    tokens: Tensor,
-    start: Tensor,
-    count: Tensor,
-    root: Tensor,
-    length: Tensor,
-    *,
-    previous: Tensor | None = None,
-    recycled: Tensor | None = None,
-    made: Tensor | None = None,
-) -> None:
-    """Update root and length (B,) in rows with new tokens; also previous (B,), the token before the root, and recycled
-    (B, D), from made (B, M, D), the states of all tokens except the first. tokens (B, M + 1) begin at position start
-    (B,); the first count (B,) + 1 of them are valid."""
-    live, last = count > 0, (count - 1).clamp_min(0)
-    if previous is not None:
-        previous.copy_(torch.where(live, tokens.gather(1, last[:, None])[:, 0], previous))
-    if recycled is not None and made is not None:
-        final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
-        recycled.copy_(torch.where(live[:, None], final, recycled))
-    root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], root))
-    length.copy_(torch.where(live, start + count, length))

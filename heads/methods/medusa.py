@@ -35,12 +35,13 @@ from heads.core.contract import (
 from heads.core.errors import UserError
 from heads.core.strict_settings import Count
 from heads.core.tree import Proposal, TreeShape, check_width
-from heads.methods.growth import grow, take_newest
+from heads.methods.growth import grow
 from heads.methods.head_shape import check_one_width
 from heads.methods.labels import LABELS, certain_of_labels, counts_by_depth, label_slots, supervised
 from heads.methods.layers import check_tensors
 from heads.methods.losses import draft_loss
 from heads.methods.settings import MedusaSettings
+from heads.methods.slot_state import advance_root, copy_last
 from heads.methods.start import UNSURE
 from heads.methods.step_cost import flops
 from heads.methods.vocab import build_vocab, check_kept, check_table
@@ -228,9 +229,8 @@ class Medusa(nn.Module, DraftHead):
 
     @torch.no_grad()
     def extend(self, state: MedusaState, observation: Observation) -> None:
-        count, tokens = observation.count, observation.tokens
-        known = state.root, state.length
-        take_newest(tokens, observation.start, count, *known, recycled=state.hidden, made=observation.hidden)
+        copy_last(state.hidden, observation.hidden, observation.count)
+        advance_root(state, observation)
 
     @torch.no_grad()
     def propose(self, state: MedusaState, pick: Pick) -> Proposal:

@@ -18,7 +18,6 @@ Letters: B batch, T tokens, D hidden, Vd draft vocabulary, K depth, J modules, W
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -39,10 +38,11 @@ from heads.core.contract import (
 )
 from heads.core.errors import UserError
 from heads.core.tree import Proposal, TreeShape, check_width, scratch_slots
-from heads.methods.growth import SlotState, grow, take_newest
+from heads.methods.growth import grow
 from heads.methods.labels import counts_by_depth, label_slots
 from heads.methods.losses import draft_loss
 from heads.methods.rotary import CosSin, Rotary
+from heads.methods.slot_state import SlotState, advance_root, copy_last
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.methods.ttt_attention import causal_attention
 from heads.targets.cache import Forms
@@ -61,7 +61,6 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@dataclass
 class RecyclingState(SlotState):
     """State of one batch. Slot p of a module's cache holds its key of token x_{p+1}."""
 
@@ -222,7 +221,7 @@ class Recycling(nn.Module, DraftHead):
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> RecyclingState:
         self.check_draft(shape, capacity)
         own, weight = self.shared_layers(shared), next(self.parameters())
-        return RecyclingState.open(
+        state = RecyclingState(
             self,
             shape,
             batch_size=batch_size,
@@ -231,8 +230,9 @@ class Recycling(nn.Module, DraftHead):
             forms=self.forms(),
             lm_head_weight=self.lm_head_weight(own),
             embed=own.embed_tokens,
-            recycled=[weight.new_zeros(batch_size, self.config.hidden_size) for _ in range(self.num_modules)],
         )
+        state.recycled = [weight.new_zeros(batch_size, self.config.hidden_size) for _ in range(self.num_modules)]
+        return state
 
     def forms(self) -> Forms:
         """Return the forms of the keys and values that a step passes to attention."""
@@ -269,22 +269,22 @@ class Recycling(nn.Module, DraftHead):
         layers = count(module * self.layers_per_module)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return state.attend(next(layers), mask)(q, k, v)
+            return state.attend(next(layers), mask, q, k, v)
 
         made: Tensor = state.head.step(module, embedding, states, state.cos_sin(positions), attend)
         return made
 
     @torch.no_grad()
     def extend(self, state: RecyclingState, observation: Observation) -> None:
-        tokens, start, number = observation.tokens, observation.start, observation.count
-        mapping = PrefillSlots(start, number, state.slot, observation.hidden.shape[1])
+        mapping = PrefillSlots(observation.start, observation.count, state.slot, observation.hidden.shape[1])
         extent = state.extent(mapping.number)
         above = state.head.start(observation.aux_hidden_states, observation.hidden)
         for module, newest in enumerate(state.recycled):
-            made = self.draft_step(state, module, tokens[:, 1:], above, mapping, extent)
+            made = self.draft_step(state, module, observation.tokens[:, 1:], above, mapping, extent)
             if module + 1 < len(state.recycled):
                 above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # this module's state of the previous token
-            take_newest(tokens, start, number, state.root, state.length, recycled=newest, made=made)
+            copy_last(newest, made, observation.count)
+        advance_root(state, observation)
 
     @torch.no_grad()
     def propose(self, state: RecyclingState, pick: Pick) -> Proposal:
