@@ -24,7 +24,7 @@ from eval.measure.progress import Progress
 from eval.measure.prompts import HELD_OUT_SUITE, Prompt, load_prompts, split_prompts
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling_params import Sampling
-from heads.core.contract import HEAD_TREE, Batch, DraftHead, most_nodes, shape_for
+from heads.core.contract import HEAD_TREE, Batch, DraftHead, max_nodes, shape_for
 from heads.core.errors import UserError
 from heads.core.tree import is_chain, parse_shape
 from heads.targets.masks import TILE
@@ -67,7 +67,7 @@ class Evaluation:
         for tree in trees:
             if tree != AUTO:
                 target.check_shape(None if tree == HEAD_TREE else parse_shape(tree))
-        nodes = max(LARGEST_TREE if tree == AUTO else most_nodes(tree, head) for tree in trees)
+        nodes = max(LARGEST_TREE if tree == AUTO else max_nodes(tree, head) for tree in trees)
         self.suites, self.requests = load_requests(settings, tokenizer, target, nodes)
         self.longest = max(len(request.prompt) for request in self.requests) + settings.max_new_tokens
         for shape in map(parse_shape, set(trees) - {AUTO, HEAD_TREE}):
@@ -78,12 +78,12 @@ class Evaluation:
         settings, requests, drafts = self.settings, self.requests, cast(DraftHead, head)
         batch_size = min(settings.batch_size, len(requests))
         with self.features.whole() as target:
-            if drafts.own_tree is not None:  # it is chosen from the target's greedy answers, without the prompts
+            if drafts.tree_nodes:  # it is chosen from the target's greedy answers, without the prompts
                 engine = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=self.longest + 1))
                 answers = engine.generate([replace(request, sampling=Sampling()) for request in requests])
                 # The first token of an answer is never drafted.
                 batches = answer_batches(target, drafts, requests, answers, settings.batch_size, first_label=1)
-                drafts.own_tree.grow_tree(batches)
+                drafts.grow_tree(batches)
             shape = shape_for(settings.tree, drafts)
             longest = self.longest + shape.nodes
             options = EngineOptions(shape=shape, batch_size=batch_size, max_length=longest, rule=settings.rule)
@@ -115,8 +115,8 @@ class Evaluation:
         batches = [make_batch(self.features.target, part, drafts.aux_layer_ids, dtype) for part in parts]
 
         def act() -> Measured:
-            if drafts.own_tree is not None:
-                drafts.own_tree.grow_tree(batches)
+            if drafts.tree_nodes:
+                drafts.grow_tree(batches)
             return known_text_tau(drafts, batches, shape_for(self.settings.tree, drafts).depth)
 
         return on_main(accelerator, act)

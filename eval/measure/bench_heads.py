@@ -138,7 +138,7 @@ def measure_point(
 
 def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:
     """Return the trees of the settings that this head, one of several, can draft. Raise UserError if there are none."""
-    own = settings.rule == "match" and head.own_tree is not None and head.own_tree.tree
+    own = settings.rule == "match" and head.tree
     texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or own)
     shapes = settings.model_copy(update={"trees": texts}).shapes(head, target)
     fitting = [shape for shape in shapes if can_draft(head, target, shape, settings.rule)]

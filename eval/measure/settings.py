@@ -109,7 +109,7 @@ class BenchSettings(MeasureSettings):
         unless the target is recurrent."""
         named = [tree for tree in self.trees if tree != AUTO]
         may_branch = self.is_auto and self.rule == "match" and not target.is_recurrent
-        if may_branch and head.own_tree is not None and head.own_tree.tree and HEAD_TREE not in named:
+        if may_branch and head.tree and HEAD_TREE not in named:
             named.append(HEAD_TREE)
         shapes = draft_shapes(named, head)
         for shape in shapes:

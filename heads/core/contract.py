@@ -5,10 +5,11 @@ Letters: B batch, T tokens, D hidden, V target vocabulary, L auxiliary layers, K
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from heads.core.errors import UserError
 from heads.core.tree import Pick as Pick
@@ -105,21 +106,6 @@ class StepCost:
     """The head's own output heads, whose products belong to the logits."""
 
 
-class OwnTree(Protocol):
-    """Static tree that a head carries. The tree name `head` refers to it."""
-
-    @property
-    def tree(self) -> tuple[tuple[int, ...], ...] | None:
-        """Nodes except the root, each as the ranks of the children on its path; None before the tree is grown."""
-
-    @property
-    def tree_nodes(self) -> int:
-        """Maximum number of nodes that the tree has or will have, root included."""
-
-    def grow_tree(self, batches: Iterable[Batch]) -> None:
-        """Choose the tree with the labels of held-out text."""
-
-
 @dataclass(frozen=True)
 class Origin:
     """Files of a head that another project wrote."""
@@ -132,19 +118,29 @@ class Origin:
     """Ways in which an engine would load a different head than its trainer meant, one line each."""
 
 
-class Drafter(Protocol):
-    """Interface between the runtime and anything that drafts, trained or not. Classes that draft inherit from it."""
+class Drafter(ABC):
+    """Interface between the runtime and anything that drafts, trained or not."""
 
     origin: Origin | None = None
     """None for heads made by draftsmith."""
     aux_layer_ids: tuple[int, ...] = ()
     """Auxiliary layers that the drafter reads, each numbered by the layer that the stream enters; empty if none."""
+    tree_nodes: int = 0
+    """Maximum number of nodes, root included, of the static tree that the drafter carries or will grow (the tree name
+    `head`); 0 if it has none."""
+
+    @property
+    def tree(self) -> tuple[tuple[int, ...], ...] | None:
+        """Nodes of that tree except the root, each as the ranks of the children on its path; None before it is
+        grown."""
+        return None
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
         """Raise UserError for a tree that the drafter cannot draft, or for sequences of more positions than it can
         read. Never by default."""
         return
 
+    @abstractmethod
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
         """Return the state of `batch_size` sequences of at most `capacity` positions, to draft trees of `shape`. It is
         opaque to the runtime, except for `length` (B,), the positions of the roots. Raises UserError as `check_draft`
@@ -154,30 +150,25 @@ class Drafter(Protocol):
         """Reset rows of the batch: `rows` (B,) bool, True where a new sequence begins."""
         state.length.masked_fill_(rows, 0)
 
+    @abstractmethod
     def extend(self, state: Any, observation: Observation) -> None:
         """Read the target's features of known positions. Static shapes, no host synchronisation."""
 
+    @abstractmethod
     def propose(self, state: Any, pick: Pick) -> Proposal:
         """Draft a tree of the state's shape below each root. Static shapes, no host synchronisation."""
 
-    @property
-    def own_tree(self) -> OwnTree | None:
-        """Static tree that the drafter carries or will grow; None if it has none."""
-        return None
 
-
-class DraftHead(Drafter, Protocol):
-    """A drafter that is trained and saved: a module with these members in addition to a drafter's.
-
-    A method defines all of them, except those with a default here. `heads.registry` adds its settings and its format.
-    """
+class DraftHead(Drafter):
+    """A drafter that is trained and saved. Heads inherit from it and from `torch.nn.Module`. `heads.registry` adds a
+    head's settings and its format."""
 
     config: Any
     """Everything that the head's function and its training loss depend on, as plain values in a frozen dataclass.
     Settings that a recipe leaves to the target have the target's values here."""
     depth_weights: tuple[float, ...]
     """Weight of each depth in the training loss; K values."""
-    most_kept: int | None = None
+    max_activation_bytes: int | None = None
     """Maximum bytes of activations that a loss keeps for its backward pass, if it can recompute them. Values and
     gradients do not depend on it. None: KEPT_SHARE of the device's memory."""
     started: str | None = None
@@ -188,16 +179,24 @@ class DraftHead(Drafter, Protocol):
     """Dtypes of the tensors, by their names in the file, of a head that is part of a checkpoint: it is saved in
     these."""
 
+    @property
+    def depth(self) -> int:
+        """Number K of depths that the head is trained for."""
+        return len(self.depth_weights)
+
     @classmethod
+    @abstractmethod
     def for_target(cls, settings: Any, target: Any, token_counts: Tensor) -> Self:
         """Return a new head with a recipe's settings for a FrozenTarget. token_counts (V,): counts of labels in the
         training data."""
 
     @classmethod
+    @abstractmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
         """Return the head that was saved: weights from `to_checkpoint`, config from `asdict(config)` after JSON. Raises
         UserError if they are damaged."""
 
+    @abstractmethod
     def to_checkpoint(self) -> dict[str, Tensor]:
         """Return the tensors to save, under the names that the method's other implementations use."""
 
@@ -207,6 +206,7 @@ class DraftHead(Drafter, Protocol):
             if value.is_floating_point():
                 value.copy_(value.to(dtype))
 
+    @abstractmethod
     def counts(self, rows: Rows) -> Tensor:
         """Return (K,) float32: the number of supervised rows at each depth, known before any forward pass. It depends
         only on the labels and, where rows are drawn, on `torch.initial_seed()`, which depends only on the step."""
@@ -216,12 +216,14 @@ class DraftHead(Drafter, Protocol):
         default the loss is the weighted sum of the depths' means."""
         return counts.new_tensor(self.depth_weights).float() / counts.clamp(min=1)
 
+    @abstractmethod
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         """Return the loss of one micro-batch. `scale` (K,) float32 multiplies each depth's sum.
 
         The scale is given in advance because the loss computes its gradient while the logits of a chunk exist.
         """
 
+    @abstractmethod
     def foresees(self, batch: Batch, depth: int) -> Tensor:
         """Return (depth, B, T) bool: True at [k, b, t] if a greedy chain with the root x_{t+1} predicts the batch's
         token x_{t+2+k}, given that all its tokens before are right. Uses the training step. Entries past a document's
@@ -230,6 +232,10 @@ class DraftHead(Drafter, Protocol):
         It determines how many tokens of a chain from that root the runtime accepts, without running it.
         """
 
+    def grow_tree(self, batches: Iterable[Batch]) -> None:
+        """Choose the head's static tree, of `tree_nodes` nodes, with the labels of held-out text."""
+
+    @abstractmethod
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         """Return what the loss of a micro-batch of full rows costs, by formulas (`heads.methods.step_cost`) from the
         shapes of the head's tensors, which may have no values. `width`: bytes of a number in a layer; `most`: bytes of
@@ -256,16 +262,15 @@ def shape_for(text: str, head: Drafter | None) -> TreeShape:
     own."""
     if text != HEAD_TREE:
         return parse_shape(text)
-    own = None if head is None else head.own_tree
-    if own is None or not own.tree:
+    if head is None or not head.tree:
         raise UserError("tree 'head': this head carries no static tree of its own; name one, such as chain:3")
-    return static_shape(own.tree, text)
+    return static_shape(head.tree, text)
 
 
-def most_nodes(text: str, head: Drafter) -> int:
+def max_nodes(text: str, head: Drafter) -> int:
     """Return the maximum number of nodes of the tree that a text names for this head, even if it is not grown yet."""
     if text != HEAD_TREE:
         return parse_shape(text).nodes
-    if head.own_tree is None:
+    if not head.tree_nodes:
         raise UserError("tree 'head': heads of this kind and these settings grow no static tree; name one")
-    return head.own_tree.tree_nodes
+    return head.tree_nodes

@@ -146,9 +146,9 @@ class DraftBlockHead(nn.Module, DraftHead):
         super().__init__()
         D, L = config.hidden_size, len(config.aux_layer_ids)
         self.config, self.aux_layer_ids = config, config.aux_layer_ids
-        self.depth = config.block_size - self.first_row
+        depth = config.block_size - self.first_row
         self.weighs_rows = config.weights == D_PACE
-        self.depth_weights = tuple(1.0 if self.weighs_rows else math.exp(-k / config.gamma) for k in range(self.depth))
+        self.depth_weights = tuple(1.0 if self.weighs_rows else math.exp(-k / config.gamma) for k in range(depth))
         self.fc = nn.Linear(L * D, D, bias=False)
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
         self.layers = nn.ModuleList(self.make_layer(NormedAttention(config)) for _ in range(config.num_layers))
@@ -415,5 +415,5 @@ class DraftBlockHead(nn.Module, DraftHead):
         kept += N * width * (2 + len(self.aux_layer_ids)) * config.hidden_size
         # The loss forms the gradients of a head's own tables.
         kept += sum(p.numel() * p.element_size() for p in self.parameters() if len(p) == config.vocab_size)
-        K = len(self.depth_weights)
+        K = self.depth
         return StepCost(work, kept, R, config.columns, K * R, K * R, 2 * width * sizes.inner * rows)

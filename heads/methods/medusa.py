@@ -26,7 +26,6 @@ from heads.core.contract import (
     DraftHead,
     HeadLoss,
     Observation,
-    OwnTree,
     Pick,
     Rows,
     SharedLayers,
@@ -54,7 +53,7 @@ MOST_RANKS = 32
 Path = tuple[int, ...]
 
 
-def grow_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
+def likeliest_paths(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
     """Return the paths of the `nodes` likeliest nodes, counting the root, which has no path.
 
     accuracies (K, R). Returns fewer paths if all other nodes have accuracy 0, but at least one. Ties go to the shorter
@@ -124,6 +123,7 @@ class Medusa(nn.Module, DraftHead):
         super().__init__()
         D = config.hidden_size
         self.config = config
+        self.tree_nodes = config.tree_nodes
         self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
         # Blocks, then the output head: this numbers the tensors as the paper's repository does.
         self.heads: Any = nn.ModuleList(
@@ -166,16 +166,8 @@ class Medusa(nn.Module, DraftHead):
         return weights
 
     @property
-    def own_tree(self) -> OwnTree | None:
-        return self if self.config.tree_nodes else None
-
-    @property
     def tree(self) -> tuple[Path, ...] | None:
-        return self.config.tree
-
-    @property
-    def tree_nodes(self) -> int:
-        return self.config.tree_nodes
+        return self.config.tree if self.tree_nodes else None
 
     @torch.no_grad()
     def initialise(self, lm_head: Tensor) -> None:
@@ -194,16 +186,19 @@ class Medusa(nn.Module, DraftHead):
         return self.heads[k](hidden.to(self.heads[k][-1].weight.dtype))  # type: ignore[no-any-return]
 
     def counts(self, rows: Rows) -> Tensor:
-        return counts_by_depth(rows, AHEAD, self.config.depth)
+        return counts_by_depth(rows, AHEAD, self.depth)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        K, V = self.config.depth, self.config.vocab_size
-        row, label, slots, valid = label_slots(batch, AHEAD, K)
+        row, label, slots, valid = label_slots(batch, AHEAD, self.depth)
         teacher, distribution, loss = batch.hidden[row, label - 1], batch.shared.lm_head, self.config.loss
         if loss == LABELS:
-            teacher, distribution, loss = batch.tokens[row, label], certain_of_labels(V), "cross_entropy"
+            teacher, distribution, loss = (
+                batch.tokens[row, label],
+                certain_of_labels(self.config.vocab_size),
+                "cross_entropy",
+            )
         return draft_loss(
-            torch.stack([self.step(batch.hidden[row, slots[k]], k) for k in range(K)]),
+            torch.stack([self.step(batch.hidden[row, slots[k]], k) for k in range(self.depth)]),
             [head[-1].weight for head in self.heads],
             valid,
             teacher,
@@ -214,9 +209,8 @@ class Medusa(nn.Module, DraftHead):
         )
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
-        depth = self.config.depth
-        if shape.depth > depth:
-            raise UserError(f"tree {shape}: {shape.depth} levels, the head has {depth} heads; ask for no more")
+        if shape.depth > self.depth:
+            raise UserError(f"tree {shape}: {shape.depth} levels, the head has {self.depth} heads; ask for no more")
         check_width(shape, self.config.draft_vocab_size)
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> MedusaState:
@@ -243,7 +237,7 @@ class Medusa(nn.Module, DraftHead):
         return grow(state.shape, state.root, state.length, first, pick, expand, ids)
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
-        N, K, layers = batch_size * length, self.config.depth, self.config.num_layers
+        N, K, layers = batch_size * length, self.depth, self.config.num_layers
         outputs = [made[-1] for made in self.heads]
         kept = K * N * self.config.hidden_size * (4 + 2 * width * layers)
         return StepCost(
@@ -252,8 +246,8 @@ class Medusa(nn.Module, DraftHead):
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:
-        if depth > self.config.depth:
-            raise UserError(f"depth {depth}: the head has {self.config.depth} heads")
+        if depth > self.depth:
+            raise UserError(f"depth {depth}: the head has {self.depth} heads")
         guesses = [self.draft_to_target[self.logits(batch.hidden, k).argmax(-1)] for k in range(depth)]
         return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
 
@@ -264,7 +258,7 @@ class Medusa(nn.Module, DraftHead):
         column = torch.full((self.config.vocab_size,), self.config.draft_vocab_size, device=self.draft_to_target.device)
         column[self.draft_to_target] = torch.arange(len(self.draft_to_target), device=self.draft_to_target.device)
         found = []
-        for k in range(self.config.depth):
+        for k in range(self.depth):
             logits = self.logits(batch.hidden, k)  # (B, T, Vd)
             place = column[batch.tokens.roll(-AHEAD - k, dims=1)][..., None]  # (B, T, 1)
             own = logits.gather(-1, place.clamp_max(logits.shape[-1] - 1))
@@ -276,7 +270,7 @@ class Medusa(nn.Module, DraftHead):
     @torch.no_grad()
     def grow_tree(self, batches: Iterable[Batch]) -> None:
         """Choose the static tree from how often each head's i-th candidate is the label, on held-out text."""
-        K, most = self.config.depth, min(MOST_RANKS, self.config.draft_vocab_size)
+        K, most = self.depth, min(MOST_RANKS, self.config.draft_vocab_size)
         hits, labels = torch.zeros(K, most, dtype=torch.float64), torch.zeros(K, dtype=torch.int64)
         for batch in batches:
             ranks = self.ranks(batch).cpu()
@@ -286,4 +280,4 @@ class Medusa(nn.Module, DraftHead):
                 hits[k] += found.bincount(minlength=most)[:most]
                 labels[k] += len(found)
         accuracies = hits / labels.clamp_min(1)[:, None]
-        self.config = self.config.model_copy(update={"tree": grow_tree(accuracies.tolist(), self.config.tree_nodes)})
+        self.config = self.config.model_copy(update={"tree": likeliest_paths(accuracies.tolist(), self.tree_nodes)})

@@ -71,7 +71,7 @@ class Recycling(nn.Module, DraftHead):
     """Base class of heads that recycle their state. It implements all that does not depend on what a step computes."""
 
     config: Any
-    """Config of the head. This class reads `hidden_size`, `depth` (steps trained), `draft_vocab_size` and `loss`."""
+    """Config of the head. This class reads `hidden_size`, `draft_vocab_size` and `loss`."""
     draft_to_target: Tensor
     """(Vd,) int64, target id of each draft id."""
     num_modules: int = 1
@@ -115,7 +115,7 @@ class Recycling(nn.Module, DraftHead):
         return nn.functional.linear(normed, lm_head_weight)
 
     def counts(self, rows: Rows) -> Tensor:
-        return counts_by_depth(rows, AHEAD, self.config.depth)
+        return counts_by_depth(rows, AHEAD, self.depth)
 
     def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
         """Return the normed states (B, T, D) of the first `depth` steps."""
@@ -163,16 +163,18 @@ class Recycling(nn.Module, DraftHead):
 
         The answer depends only on shapes and the device, because processes that share a head's weights have to agree.
         """
-        most = KEPT_SHARE * total_memory(state.device) if self.most_kept is None else self.most_kept
-        return self.kept_by_steps(state[..., 0].numel(), depth, state.element_size()) > most
+        most = (
+            KEPT_SHARE * total_memory(state.device) if self.max_activation_bytes is None else self.max_activation_bytes
+        )
+        return self.activation_bytes(state[..., 0].numel(), depth, state.element_size()) > most
 
-    def kept_by_steps(self, rows: int, depth: int, width: int) -> int:
+    def activation_bytes(self, rows: int, depth: int, width: int) -> int:
         widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size
         return int(depth * rows * self.layers_per_module * widths * width)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)
-        unrolled = zip(self.unroll(batch, self.config.depth), inside, strict=True)
+        row, label, inside, valid = label_slots(batch, AHEAD, self.depth)
+        unrolled = zip(self.unroll(batch, self.depth), inside, strict=True)
         states = torch.stack([state[row, slot] for state, slot in unrolled])  # (K, R, D)
         return draft_loss(
             states,
@@ -186,14 +188,14 @@ class Recycling(nn.Module, DraftHead):
         )
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
-        N, K, config, sizes = batch_size * length, self.config.depth, self.config, Widths.of(self.config)
+        N, K, config, sizes = batch_size * length, self.depth, self.config, Widths.of(self.config)
         outputs, start, layers = self.outputs, flops(*self.starting), self.layers_per_module
         work = N * K * (flops(self) - flops(*outputs) - start) / self.num_modules
         work += N * start * 2 / 3  # its input needs no gradient
         work += layers * K * N * length * 2 * ATTENTION_PRODUCTS * sizes.queries / 2  # half of all pairs: it is causal
         row = width * layers * sizes.kept(*self.kept_widths)
         kept, backward = K * N * (row + (4 - width) * config.hidden_size), 0  # embeddings stay in float32
-        if self.kept_by_steps(N, K, width) > most:  # only the states, keys and values of every step are kept
+        if self.activation_bytes(N, K, width) > most:  # only the states, keys and values of every step are kept
             kept = K * N * width * 2 * (config.hidden_size + layers * sizes.keys)
             backward, work = N * row, work * 4 / 3
         backward += 2 * width * sizes.inner * N

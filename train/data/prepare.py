@@ -52,10 +52,10 @@ def load_data(
     """Return the packed rows of the sources, of the target's answers, or of both, and the on-policy samples if the
     recipe has them, else None. `head`: a head of the shape that will be trained."""
     check_data(data, target)
-    if len(head.depth_weights) >= data.context_length:
+    if head.depth >= data.context_length:
         raise UserError(
             f"data.context_length: {data.context_length} tokens cannot hold a root and a draft of "
-            f"{len(head.depth_weights)}; raise it, or let the head draft less"
+            f"{head.depth}; raise it, or let the head draft less"
         )
     if target.is_recurrent:
         reader.say(f"{target.name}: one document a row, because its recurrent layers cannot be masked by document")

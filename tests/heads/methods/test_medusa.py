@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.core.contract import Batch, most_nodes, shape_for
+from heads.core.contract import Batch, max_nodes, shape_for
 from heads.core.tree import parse_shape, static_shape
-from heads.methods.medusa import Medusa, MedusaConfig, MedusaState, grow_tree
+from heads.methods.medusa import Medusa, MedusaConfig, MedusaState, likeliest_paths
 from tests.heads.small_heads import greedy, loss_agrees, observe, random_batch, token_paths
 from tests.refusals import refused
 
@@ -146,7 +146,7 @@ def test_greedy_growth_is_the_best_tree_there_is(nodes: int) -> None:
         def accepted(tree: Any, accuracies: list[list[float]] = accuracies) -> float:
             return float(sum(prod(accuracies[k][rank] for k, rank in enumerate(path)) for path in tree))
 
-        grown = grow_tree(accuracies, nodes)
+        grown = likeliest_paths(accuracies, nodes)
         assert len(grown) == nodes - 1 and static_shape(grown, "").nodes == nodes
         assert accepted(grown) == pytest.approx(max(map(accepted, trees)))
 
@@ -154,7 +154,7 @@ def test_greedy_growth_is_the_best_tree_there_is(nodes: int) -> None:
 def test_the_head_grows_and_carries_its_tree() -> None:
     head, batch = make_head(), make_batch([[20], [20]])
     before = head.tree
-    assert head.own_tree is head and before is None and most_nodes("head", head) == 6
+    assert before is None and max_nodes("head", head) == 6
     assert "carries no static tree" in refused(shape_for, "head", head)
     head.grow_tree([batch])
     shape = shape_for("head", head)
@@ -164,5 +164,5 @@ def test_the_head_grows_and_carries_its_tree() -> None:
     accuracies = [
         [float((ranks[k, :, : 18 - k][seen[k]] == rank).double().mean()) for rank in range(12)] for k in range(3)
     ]
-    assert head.tree == grow_tree(accuracies, 6)
-    assert "grow no static tree" in refused(most_nodes, "head", make_head(tree_nodes=0))
+    assert head.tree == likeliest_paths(accuracies, 6)
+    assert "grow no static tree" in refused(max_nodes, "head", make_head(tree_nodes=0))

@@ -109,9 +109,9 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused() -> None:
 @each_form
 def test_recomputed_steps_have_the_same_gradients_to_the_last_bit(make: Make) -> None:
     gradients = []
-    for most_kept in (None, 0):
+    for max_bytes in (None, 0):
         head = make()
-        head.most_kept = most_kept
+        head.max_activation_bytes = max_bytes
         scale = torch.ones(head.config.depth, dtype=torch.float64)
         loss = head.loss(random_batch([[11, 3, 7], [2, 1, 18]]), scale).loss
         gradients.append(torch.autograd.grad(loss, [p for p in head.parameters() if p.requires_grad]))
