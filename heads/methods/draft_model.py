@@ -37,9 +37,9 @@ from heads.core.errors import UserError
 from heads.core.strict_settings import Count
 from heads.core.tree import Proposal, TreeShape, check_width, level_widths, scratch_slots
 from heads.methods.growth import grow
-from heads.methods.labels import LABELS, certain_of_labels, counts_by_depth, supervised
+from heads.methods.labels import counts_by_depth, supervised, teacher
 from heads.methods.layers import check_tensors
-from heads.methods.losses import LOSSES, Divergence, draft_loss, jsd
+from heads.methods.losses import draft_loss, jsd
 from heads.methods.settings import DraftSettings
 from heads.methods.slot_state import advance_root, copy_last
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
@@ -73,12 +73,6 @@ class DraftConfig(DraftSettings):
     common_size: Count
     """Number of tokens that can be drafted, counted from id 0. The draft's original vocabulary may have been
     smaller."""
-
-    @property
-    def divergence(self) -> Divergence:
-        if self.beta is not None:
-            return jsd(beta=self.beta)
-        return LOSSES["cross_entropy" if self.loss == LABELS else self.loss]
 
 
 SOURCES = ("path", "layers", "fresh")
@@ -219,25 +213,23 @@ class Draft(nn.Module, DraftHead):
         return counts_by_depth(rows, 1, 1)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        config, output = self.config, self.output
         row, label = supervised(batch, 1, pad=True).nonzero(as_tuple=True)  # (R,) each
-        output, V = self.output, self.config.vocab_size
         states = self.states(batch)[row, label - 1][None]  # (1, R, D)
         if output.scale != 1.0:
             states = states * output.scale
         if torch.is_autocast_enabled(states.device.type):  # the last norm of some families returns a wider dtype
             states = states.to(torch.get_autocast_dtype(states.device.type))
-        hidden, target_logits = batch.hidden[row, label - 1], batch.shared.lm_head
-        if self.config.loss == LABELS:
-            hidden, target_logits = batch.tokens[row, label], certain_of_labels(V)
+        hidden, target_logits = teacher(batch, row, label, config.loss, config.vocab_size)
         return draft_loss(
             states,
-            output.head.weight[: self.config.common_size],
+            output.head.weight[: config.common_size],
             torch.ones_like(label, dtype=torch.bool)[None],
             hidden,
             target_logits,
-            torch.arange(self.config.common_size, device=label.device),
+            torch.arange(config.common_size, device=label.device),
             scale,
-            loss=self.config.divergence,
+            loss=config.loss if config.beta is None else jsd(config.beta),
             soft_cap=output.soft_cap,
         )
 

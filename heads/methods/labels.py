@@ -13,14 +13,19 @@ from heads.core.contract import Batch, Rows
 from heads.methods.settings import LABELS as LABELS
 
 
-def certain_of_labels(vocab_size: int) -> Callable[[Tensor], Tensor]:
-    """Return a function from labels (C,) to the logits (C, V) of a target that is certain of them. With it instead of
-    the target, the loss `cross_entropy` equals `labels`."""
+def teacher(
+    batch: Batch, row: Tensor, label: Tensor, loss: str, vocab_size: int
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return what a loss compares labels (row and position, (R,) each) with, as `heads.methods.losses.draft_loss` takes
+    it: inputs (R, ...) and the function from them to logits (R, V). They are the target's hidden states and output
+    head, or for the loss `labels` the labels and a target that is certain of them."""
+    if loss != LABELS:
+        return batch.hidden[row, label - 1], batch.shared.lm_head
 
-    def logits(labels: Tensor) -> Tensor:
+    def certain(labels: Tensor) -> Tensor:
         return torch.zeros(len(labels), vocab_size, device=labels.device).scatter_(1, labels[:, None], 1e4)
 
-    return logits
+    return batch.tokens[row, label], certain
 
 
 def supervised(rows: Rows, ahead: int, *, pad: bool = False) -> Tensor:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.linalg import vecdot
 
 from heads.core.contract import HeadLoss
+from heads.methods.settings import LABELS
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Size of one float32 (C, V) tensor. A few of them exist at a time."""
@@ -175,10 +176,11 @@ def draft_loss(
     vocabulary; scale (K,): the factor of each depth's sum.
 
     p is renormalised over the draft vocabulary. As in EAGLE-3, the loss leaves out rows whose likeliest token is
-    outside it, because the draft cannot be right there. `soft_cap`: the draft's logits z are
-    soft_cap * tanh(z / soft_cap).
+    outside it, because the draft cannot be right there. `loss`: a divergence or its name; `labels` is the
+    cross-entropy. `soft_cap`: the draft's logits z are soft_cap * tanh(z / soft_cap).
     """
-    divergence = LOSSES[loss] if isinstance(loss, str) else loss
+    if isinstance(loss, str):
+        loss = LOSSES["cross_entropy" if loss == LABELS else loss]
     weights = (weight,) if isinstance(weight, Tensor) else weight
     K, R, _ = states.shape
     dtype = torch.promote_types(states.dtype, torch.float32)
@@ -192,7 +194,7 @@ def draft_loss(
 
     def draft_divergence(z: Tensor, p: Distribution) -> tuple[Distribution, Tensor]:
         q = Distribution(z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap))
-        return q, divergence(q, p)
+        return q, loss(q, p)
 
     with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
         V = target_logits(hidden[:1]).shape[-1]

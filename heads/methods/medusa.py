@@ -36,7 +36,7 @@ from heads.core.strict_settings import Count
 from heads.core.tree import Proposal, TreeShape, check_width
 from heads.methods.growth import grow
 from heads.methods.head_shape import check_one_width
-from heads.methods.labels import LABELS, certain_of_labels, counts_by_depth, label_slots, supervised
+from heads.methods.labels import LABELS, counts_by_depth, label_slots, supervised, teacher
 from heads.methods.layers import check_tensors
 from heads.methods.losses import draft_loss
 from heads.methods.settings import MedusaSettings
@@ -47,7 +47,7 @@ from heads.methods.vocab import build_vocab, check_kept, check_table
 from heads.targets.model import FrozenTarget
 from heads.targets.product import with_products
 
-MOST_RANKS = 32
+MAX_RANKS = 32
 """Maximum number of candidates of one head that a tree may use."""
 
 Path = tuple[int, ...]
@@ -59,18 +59,18 @@ def likeliest_paths(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[
     accuracies (K, R). Returns fewer paths if all other nodes have accuracy 0, but at least one. Ties go to the shorter
     path, then to the better ranks.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     heap: list[tuple[float, int, Path]] = [(-accuracy, 1, (rank,)) for rank, accuracy in enumerate(accuracies[0])]
     heapq.heapify(heap)
-    while heap and len(found) < nodes - 1:
+    while heap and len(paths) < nodes - 1:
         negative, depth, path = heapq.heappop(heap)
-        if negative == 0 and found:
+        if negative == 0 and paths:
             break
-        found.append(path)
+        paths.append(path)
         if depth < len(accuracies):
             for rank, accuracy in enumerate(accuracies[depth]):
                 heapq.heappush(heap, (negative * accuracy, depth + 1, (*path, rank)))
-    return tuple(sorted(found, key=lambda path: (len(path), path)))
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
 
 AHEAD = 2
@@ -190,22 +190,16 @@ class Medusa(nn.Module, DraftHead):
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         row, label, slots, valid = label_slots(batch, AHEAD, self.depth)
-        teacher, distribution, loss = batch.hidden[row, label - 1], batch.shared.lm_head, self.config.loss
-        if loss == LABELS:
-            teacher, distribution, loss = (
-                batch.tokens[row, label],
-                certain_of_labels(self.config.vocab_size),
-                "cross_entropy",
-            )
+        hidden, target_logits = teacher(batch, row, label, self.config.loss, self.config.vocab_size)
         return draft_loss(
             torch.stack([self.step(batch.hidden[row, slots[k]], k) for k in range(self.depth)]),
             [head[-1].weight for head in self.heads],
             valid,
-            teacher,
-            distribution,
+            hidden,
+            target_logits,
             self.draft_to_target,
             scale,
-            loss=loss,
+            loss=self.config.loss,
         )
 
     def check_draft(self, shape: TreeShape, capacity: int) -> None:
@@ -215,11 +209,14 @@ class Medusa(nn.Module, DraftHead):
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> MedusaState:
         self.check_draft(shape, capacity)
-        config, weight = self.config, self.heads[0][-1].weight
-        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.draft_to_target.device)
-        hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.draft_to_target.device)
-        levels = [with_products(head) for head in self.heads[: shape.depth]]
-        return MedusaState(shape, ids[0], ids[1], hidden, levels)
+        ids = self.draft_to_target.new_zeros(2, batch_size)
+        return MedusaState(
+            shape,
+            root=ids[0],
+            length=ids[1],
+            hidden=self.heads[0][-1].weight.new_zeros(batch_size, self.config.hidden_size),
+            levels=[with_products(head) for head in self.heads[: shape.depth]],
+        )
 
     @torch.no_grad()
     def extend(self, state: MedusaState, observation: Observation) -> None:
@@ -252,32 +249,17 @@ class Medusa(nn.Module, DraftHead):
         return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
 
     @torch.no_grad()
-    def ranks(self, batch: Batch) -> Tensor:
-        """Return (K, B, T) int64: at [k, b, t], the rank of x_{t+2+k} among depth k's candidates, 0 for the likeliest,
-        Vd if the head cannot draft it. Entries past a document's end are padding."""
-        column = torch.full((self.config.vocab_size,), self.config.draft_vocab_size, device=self.draft_to_target.device)
-        column[self.draft_to_target] = torch.arange(len(self.draft_to_target), device=self.draft_to_target.device)
-        found = []
-        for k in range(self.depth):
-            logits = self.logits(batch.hidden, k)  # (B, T, Vd)
-            place = column[batch.tokens.roll(-AHEAD - k, dims=1)][..., None]  # (B, T, 1)
-            own = logits.gather(-1, place.clamp_max(logits.shape[-1] - 1))
-            tied_before = (logits == own) & (torch.arange(logits.shape[-1], device=place.device) < place)
-            rank = ((logits > own) | tied_before).sum(-1)
-            found.append(torch.where(place[..., 0] < logits.shape[-1], rank, logits.shape[-1]))
-        return torch.stack(found)
-
-    @torch.no_grad()
     def grow_tree(self, batches: Iterable[Batch]) -> None:
         """Choose the static tree from how often each head's i-th candidate is the label, on held-out text."""
-        K, most = self.depth, min(MOST_RANKS, self.config.draft_vocab_size)
-        hits, labels = torch.zeros(K, most, dtype=torch.float64), torch.zeros(K, dtype=torch.int64)
+        candidates = min(MAX_RANKS, self.config.draft_vocab_size)
+        hits = torch.zeros(self.depth, candidates, dtype=torch.float64)
+        labels = torch.zeros(self.depth, 1)
         for batch in batches:
-            ranks = self.ranks(batch).cpu()
-            for k in range(K):
-                valid = supervised(batch, AHEAD + k).cpu()  # (B, T - AHEAD - k)
-                found = ranks[k, :, : valid.shape[1]][valid]
-                hits[k] += found.bincount(minlength=most)[:most]
-                labels[k] += len(found)
-        accuracies = hits / labels.clamp_min(1)[:, None]
+            for k in range(self.depth):
+                row, label = supervised(batch, AHEAD + k, pad=True).nonzero(as_tuple=True)
+                logits = self.logits(batch.hidden[row, label - AHEAD - k], k)  # (R, Vd)
+                drafted = self.draft_to_target[logits.topk(candidates).indices]
+                hits[k] += (drafted == batch.tokens[row, label][:, None]).sum(0).cpu()
+                labels[k] += len(label)
+        accuracies = hits / labels.clamp_min(1)
         self.config = self.config.model_copy(update={"tree": likeliest_paths(accuracies.tolist(), self.tree_nodes)})

@@ -163,9 +163,9 @@ class Recycling(nn.Module, DraftHead):
 
         The answer depends only on shapes and the device, because processes that share a head's weights have to agree.
         """
-        most = (
-            KEPT_SHARE * total_memory(state.device) if self.max_activation_bytes is None else self.max_activation_bytes
-        )
+        most = self.max_activation_bytes
+        if most is None:
+            most = KEPT_SHARE * total_memory(state.device)
         return self.activation_bytes(state[..., 0].numel(), depth, state.element_size()) > most
 
     def activation_bytes(self, rows: int, depth: int, width: int) -> int:
