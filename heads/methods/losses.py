@@ -41,7 +41,7 @@ class Distribution:
     @cached_property
     def probs(self) -> Tensor:
         """(C, V)."""
-        return self.logs.exp()
+        return self.logits.softmax(-1)
 
     @cached_property
     def best(self) -> Tensor:

@@ -243,7 +243,9 @@ class Mtp(Recycling):
         if self.config.native:
             self.stored = {name: value.dtype for name, value in weights.items() if is_float(value.dtype)}
         check_tensors(self.modules_by_field(), weights)
-        self.load_state_dict(from_field(weights, self.state_dict(), self.layout, self.config.num_target_layers))
+        parts = to_field(self.state_dict(), self.layout, self.config.num_target_layers, self.stored)  # views
+        for name, part in parts.items():
+            part.copy_(weights[name])
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
@@ -283,12 +285,9 @@ class Mtp(Recycling):
         return self.mtp_layers[module](embedding.to(state.dtype), state, cos_sin, attend)  # type: ignore[no-any-return]
 
     def lm_head_weight(self, shared: SharedLayers) -> Tensor:
-        assert shared.lm_head_weight is not None
-        return (
-            shared.lm_head_weight
-            if len(self.draft_to_target) == len(shared.lm_head_weight)
-            else shared.lm_head_weight[self.draft_to_target]
-        )
+        weight = shared.lm_head_weight
+        assert weight is not None
+        return weight if len(self.draft_to_target) == len(weight) else weight[self.draft_to_target]
 
 
 # Modules under the names of a family
@@ -305,8 +304,8 @@ def field_name(own: str, layout: Layout, layers: int) -> str:
 
 
 def to_field(own: Mapping[str, Tensor], layout: Layout, layers: int, stored: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return a head's tensors under the family's names. The head holds a layer's experts as one tensor. They are split
-    into one tensor each, unless the checkpoint, whose names are `stored`, has them as one, too."""
+    """Return views of a head's tensors under the family's names. The head holds a layer's experts as one tensor. They
+    are split into one tensor each, unless the checkpoint, whose names are `stored`, has them as one, too."""
     out = {}
     for name, value in own.items():
         name = field_name(name, layout, layers)
@@ -320,28 +319,6 @@ def to_field(own: Mapping[str, Tensor], layout: Layout, layers: int, stored: Col
             out |= {name.replace("down_proj", f"{e}.down_proj.weight"): matrix for e, matrix in enumerate(value)}
         else:
             out[name] = value
-    return out
-
-
-def from_field(
-    field: Mapping[str, Tensor], own: Mapping[str, Tensor], layout: Layout, layers: int
-) -> dict[str, Tensor]:
-    """Return the inverse of `to_field`, for a head with the tensors `own`. Names and shapes are known to fit."""
-    out = {}
-    for name, value in own.items():
-        theirs = field_name(name, layout, layers)
-        if theirs in field:
-            out[name] = field[theirs]
-        elif theirs.endswith(".experts.gate_up_proj"):
-            base = theirs.removesuffix("gate_up_proj")
-            pairs = [
-                torch.cat([field[f"{base}{e}.gate_proj.weight"], field[f"{base}{e}.up_proj.weight"]])
-                for e in range(len(value))
-            ]
-            out[name] = torch.stack(pairs)
-        else:
-            base = theirs.removesuffix("down_proj")
-            out[name] = torch.stack([field[f"{base}{e}.down_proj.weight"] for e in range(len(value))])
     return out
 
 
@@ -360,7 +337,7 @@ def find_modules(names: Collection[str], layers: int) -> tuple[str, int]:
     """Return the layout and the number of the modules among a checkpoint's tensors. The number is 0 if there are
     none."""
     counts = {name: count_modules(layout, names, layers) for name, layout in LAYOUTS.items()}
-    return max(counts.items(), key=lambda found: found[1])
+    return max(counts.items(), key=lambda layout_and_count: layout_and_count[1])
 
 
 def module_names(names: Iterable[str], layout: Layout, count: int, layers: int) -> list[str]:
