@@ -1,8 +1,8 @@
 """Attention for the training-time test: a causal pass, and one extra key for each earlier step, in one softmax.
 
-The causal pass uses FlexAttention on a GPU. On other devices it goes in blocks of rows, which the backward pass computes
-again, so that no score tensor is larger than (rows of one block) x T. The extra keys, one per row and step, are merged
-through the log-sum-exp.
+The causal pass uses FlexAttention on a GPU. On other devices it goes in blocks of rows, which the backward pass
+computes again, so that no score tensor is larger than (rows of one block) x T. The extra keys, one per row and step,
+are merged through the log-sum-exp.
 
 Letters: B batch, H query heads, G query heads per key head, T tokens, d head dimension, I own keys of each row, R rows
 of a block, n keys that they see.
