@@ -17,7 +17,8 @@ Letters: B batch, T tokens, D hidden, Vd draft vocabulary, K depth, J modules, W
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -120,19 +121,18 @@ class Recycling(nn.Module, DraftHead):
     def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
         """Return the normed states (B, T, D) of the first `depth` steps."""
         state = self.start(batch.aux_hidden_states, batch.hidden)
-        own, normed = self.shared_layers(batch.shared), []
-        embeddings = batch.embeddings if own is batch.shared else own.embed_tokens(batch.tokens)
+        shared = self.shared_layers(batch.shared)
+        embeddings = batch.embeddings if shared is batch.shared else shared.embed_tokens(batch.tokens)
+        step: Callable[..., Any] = self.step_of_slots
+        if torch.is_grad_enabled() and self.recomputes(state, depth):
+            step = partial(checkpoint, self.step_of_slots, use_reentrant=False, preserve_rng_state=False)
+        normed = []
         earlier: list[Tensor] = []
-        recompute = torch.is_grad_enabled() and self.recomputes(state, depth)
         for i in range(depth):
             if i < self.num_modules:
                 earlier = []
-            given = (embeddings, batch.positions, batch.documents, state, *earlier)
-            if recompute:
-                state, *made = checkpoint(self.step_of_slots, i, *given, use_reentrant=False, preserve_rng_state=False)
-            else:
-                state, *made = self.step_of_slots(i, *given)
-            earlier += made
+            state, *keys_values = step(i, embeddings, batch.positions, batch.documents, state, *earlier)
+            earlier += keys_values
             normed.append(self.normed(state))
         return normed
 
@@ -144,19 +144,20 @@ class Recycling(nn.Module, DraftHead):
 
         A module attends causally at its first step. Later steps also see their own slot's keys of the steps in between.
         """
-        made: list[Tensor] = []
+        keys_values: list[Tensor] = []
+        per_step = 2 * self.layers_per_module
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            every = 2 * self.layers_per_module
-            keys, values = [*earlier[len(made) :: every], k], [*earlier[len(made) + 1 :: every], v]
-            made.extend((k, v))
+            keys = [*earlier[len(keys_values) :: per_step], k]
+            values = [*earlier[len(keys_values) + 1 :: per_step], v]
+            keys_values.extend((k, v))
             return causal_attention(q, keys[0], values[0], documents, keys[1:], values[1:], self.sliding_window)
 
         embedding = embeddings.roll(-1 - i, dims=1)  # slot t reads x_{t+1+i}; tokens that wrap around have no label
         embedding = self.masked(embedding, positions + i)
         cos_sin = self.cos_sin(positions + i, state.dtype)
         state = self.step(min(i, self.num_modules - 1), embedding, state, cos_sin, attend)
-        return state, *made
+        return state, *keys_values
 
     def recomputes(self, state: Tensor, depth: int) -> bool:
         """Return True if the backward pass should recompute the steps that begin with `state` (B, T, D).
@@ -238,17 +239,17 @@ class Recycling(nn.Module, DraftHead):
 
     def forms(self) -> Forms:
         """Return the forms of the keys and values that a step passes to attention."""
-        found: list[tuple[int, int]] = []
+        forms: list[tuple[int, int]] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            found.extend((x.shape[1], x.shape[3]) for x in (k, v))
+            forms.extend((x.shape[1], x.shape[3]) for x in (k, v))
             return q.new_zeros(*q.shape[:3], v.shape[3])
 
         weight = next(self.parameters())
         nothing = weight.new_zeros(1, 1, self.config.hidden_size)
         first = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
         self.step(0, nothing, nothing, self.cos_sin(first, weight.dtype), attend)
-        return found[0], found[1]
+        return forms[0], forms[1]
 
     def draft_step(
         self,
@@ -273,8 +274,8 @@ class Recycling(nn.Module, DraftHead):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return state.attend(next(layers), mask, q, k, v)
 
-        made: Tensor = state.head.step(module, embedding, states, state.cos_sin(positions), attend)
-        return made
+        recycled: Tensor = state.head.step(module, embedding, states, state.cos_sin(positions), attend)
+        return recycled
 
     @torch.no_grad()
     def extend(self, state: RecyclingState, observation: Observation) -> None:
@@ -282,29 +283,30 @@ class Recycling(nn.Module, DraftHead):
         extent = state.extent(mapping.number)
         above = state.head.start(observation.aux_hidden_states, observation.hidden)
         for module, newest in enumerate(state.recycled):
-            made = self.draft_step(state, module, observation.tokens[:, 1:], above, mapping, extent)
-            if module + 1 < len(state.recycled):
-                above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # this module's state of the previous token
-            copy_last(newest, made, observation.count)
+            states = self.draft_step(state, module, observation.tokens[:, 1:], above, mapping, extent)
+            above = torch.cat([newest[:, None], states[:, :-1]], dim=1)  # this module's state of the token before
+            copy_last(newest, states, observation.count)
         advance_root(state, observation)
 
     @torch.no_grad()
     def propose(self, state: RecyclingState, pick: Pick) -> Proposal:
-        J, scratch, chain = self.num_modules, scratch_slots(state.shape), state.shape.top_k <= 1
+        J = self.num_modules
+        scratch = scratch_slots(state.shape)
+        chain = state.shape.top_k <= 1
         extent = state.extent(max(state.shape.depth, scratch))
-        recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the previous level
+        recycled = [states[:, None] for states in state.recycled]  # by module, (B, W, D) at the previous level
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             nonlocal recycled
             mapping = DraftSlots(state.length, paths, state.slot, chain, scratch)
-            made, first = list(recycled), min(level, J - 1)
+            before, first = recycled, min(level, J - 1)
+            recycled = list(before)
             for module in range(first, J):
-                above = recycled[module - 1 if level <= module else module]
+                above = before[module - 1 if level <= module else module]
                 if not chain:
                     above = above.gather(1, rows[..., None].expand(-1, -1, above.shape[2]))
-                made[module] = self.draft_step(state, module, tokens, above, mapping, extent)
-            recycled = made
-            return state.lm_head(state.head.normed(made[first]))  # type: ignore[no-any-return]
+                recycled[module] = self.draft_step(state, module, tokens, above, mapping, extent)
+            return state.lm_head(state.head.normed(recycled[first]))  # type: ignore[no-any-return]
 
         first = state.lm_head(state.head.normed(recycled[0]))
         return grow(state.shape, state.root, state.length, first, pick, expand, self.draft_to_target)
