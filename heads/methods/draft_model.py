@@ -161,12 +161,12 @@ class Draft(nn.Module, DraftHead):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
         """Convert the weights, but keep the dtype of the rotary frequencies. In bfloat16, angles some hundred positions
         away would be off by whole radians."""
-        kept = {}
+        buffers = {}
         for name, module in self.model.named_modules():
             for key in module._non_persistent_buffers_set:
-                kept[name, key] = module._buffers[key]
+                buffers[name, key] = module._buffers[key]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for (name, key), buffer in kept.items():
+        for (name, key), buffer in buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module = self.model.get_submodule(name)
                 moved = module._buffers[key]
@@ -206,8 +206,14 @@ class Draft(nn.Module, DraftHead):
             raise UserError(
                 f"data.context_length: the draft model reads {self.context_length} positions, a row has {length}"
             )
-        given = (self.base, self.text_config, self.output.head.weight.dtype, batch.tokens)
-        return decode_packed(*given, positions=batch.positions, documents=batch.documents)
+        return decode_packed(
+            self.base,
+            self.text_config,
+            self.output.head.weight.dtype,
+            batch.tokens,
+            positions=batch.positions,
+            documents=batch.documents,
+        )
 
     def counts(self, rows: Rows) -> Tensor:
         return counts_by_depth(rows, 1, 1)

@@ -93,9 +93,11 @@ class TargetBlock(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "TargetBlock":
         """Keep the dtype of a router's score correction: in bfloat16, the router would choose other experts."""
-        kept = {name: buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")}
+        corrections = {
+            name: buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")
+        }
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in kept.items():
+        for name, buffer in corrections.items():
             owner, _, leaf = name.rpartition(".")
             self.get_submodule(owner).register_buffer(leaf, buffer.to(self.get_buffer(name).device))
         return self

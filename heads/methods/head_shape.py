@@ -72,8 +72,8 @@ def resampled(factors: Sequence[float], count: int) -> list[float]:
     """Return the factors of `count` rotary frequencies, from those of a target whose heads turn another number: by
     linear interpolation between the target's frequencies, both lists being spread evenly over their logarithms."""
     ours, theirs = np.arange(count) / count, np.arange(len(factors)) / len(factors)
-    found: list[float] = np.interp(ours, theirs, factors).tolist()
-    return found
+    resampled_factors: list[float] = np.interp(ours, theirs, factors).tolist()
+    return resampled_factors
 
 
 def low_middle_high(num_layers: int) -> tuple[int, int, int]:
@@ -145,9 +145,9 @@ def unused_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int | None
     vocabulary = tokenizer.get_vocab()
     if len(tokenizer) < embeddings and max(vocabulary.values()) < embeddings - 1:
         return max(vocabulary.values()) + 1
-    found = [i for token, i in vocabulary.items() if RESERVED.fullmatch(token) and i < embeddings]
+    reserved = [i for token, i in vocabulary.items() if RESERVED.fullmatch(token) and i < embeddings]
     used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-    if free := sorted(set(found) - used):
+    if free := sorted(set(reserved) - used):
         return free[0]
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     of_bytes = backend is not None and "ByteLevel" in str(backend.pre_tokenizer)
@@ -155,20 +155,20 @@ def unused_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int | None
     return next((vocabulary[token] for token in NO_TEXT[of_bytes] if token in vocabulary), last)
 
 
-def mask_token(target: FrozenTarget, given: int | None) -> int:
-    """Return the id of the mask token; chosen by `unused_id` if not given. UserError if it has no embedding, or if
+def mask_token(target: FrozenTarget, mask_token_id: int | None) -> int:
+    """Return the id of the mask token; chosen by `unused_id` if None. UserError if it has no embedding, or if
     there is none to choose."""
-    if given is None:
+    if mask_token_id is None:
         trusted, file = target.trust_remote_code, target.gguf_file
         tokenizer = load_tokenizer(
             target.name, trust_remote_code=trusted, gguf_file=file, adapter=target.merged_adapter
         )
-        given = unused_id(tokenizer, target.vocab_size)
-        if given is None:
+        mask_token_id = unused_id(tokenizer, target.vocab_size)
+        if mask_token_id is None:
             raise UserError(
                 f"head.mask_token_id: {target.name} has a use for each of its {target.vocab_size} tokens; name one "
                 "that your data does not have"
             )
     what = f"an id below {target.vocab_size}, the rows of the target's embedding"
-    expect(0 <= given < target.vocab_size, "head.mask_token_id", what, given)
-    return given
+    expect(0 <= mask_token_id < target.vocab_size, "head.mask_token_id", what, mask_token_id)
+    return mask_token_id

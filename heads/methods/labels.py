@@ -49,5 +49,5 @@ def label_slots(batch: Batch, ahead: int, depth: int) -> tuple[Tensor, Tensor, T
     k = torch.arange(depth, device=label.device)[:, None]
     slots = label - ahead - k
     inside = slots.clamp_min(0)
-    own = (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
-    return row, label, inside, own
+    valid = (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
+    return row, label, inside, valid

@@ -208,8 +208,7 @@ def draft_loss(
             can_be_right = in_vocabulary[likeliest(logits)]
             p = Distribution(logits if len(draft_to_target) == V else logits.index_select(1, draft_to_target))
             for k in range(K):
-                state, own = states[k, part], k % len(weights)
-                matrix, grad_weight = matrices[own], grad_weights[own]
+                state, matrix, grad_weight = states[k, part], matrices[k % len(weights)], grad_weights[k % len(weights)]
                 z = matmul(state, matrix.T).to(dtype)  # (C, Vd)
                 with torch.enable_grad():
                     q, value = draft_divergence(z.requires_grad_(), p)
@@ -250,6 +249,6 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     AVX-512 on processors other than Intel's.
     """
     if a.device.type == "cpu" and a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
-        return made
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
+        return product
     return a @ b

@@ -142,8 +142,8 @@ class Medusa(nn.Module, DraftHead):
         config = MedusaConfig.from_plain(defaults | settings.model_dump(exclude_none=True))
         head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
         head.initialise(target.lm_head_weight)
-        for made in head.heads:
-            made[-1].weight.data.mul_(UNSURE * target.logit_scale)
+        for medusa_head in head.heads:
+            medusa_head[-1].weight.data.mul_(UNSURE * target.logit_scale)
         return head
 
     @classmethod

@@ -65,16 +65,16 @@ def rotary_of(config: Any) -> Rotary:
             return 1 / config.rope_theta ** (torch.arange(0, d, 2, device=device, dtype=dtype) / d)  # type: ignore[no-any-return]
 
     else:
-        made = _scaled(config, scaling, d)
-        factor = made.attention_scaling
+        rotary = _scaled(config, scaling, d)
+        factor = rotary.attention_scaling
 
         @cache  # a CUDA graph cannot capture a copy from the host
         def frequencies(device: torch.device, dtype: torch.dtype) -> Tensor:
-            return made.inv_freq.to(device, dtype)
+            return rotary.inv_freq.to(device, dtype)
 
     def rotation(positions: Tensor, dtype: torch.dtype) -> CosSin:
-        wide = torch.promote_types(dtype, torch.float32)
-        angles = positions[:, None, :, None] * frequencies(positions.device, wide)  # (B, 1, T, d / 2)
+        acc_dtype = torch.promote_types(dtype, torch.float32)
+        angles = positions[:, None, :, None] * frequencies(positions.device, acc_dtype)  # (B, 1, T, d / 2)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
@@ -92,13 +92,13 @@ def _scaled(config: Any, scaling: dict[str, Any], rotated: int) -> LlamaRotaryEm
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters={**scaling, "rope_theta": config.rope_theta},
         )
-        made = LlamaRotaryEmbedding(llama)
-        positive = (made.inv_freq.isfinite() & (made.inv_freq > 0)).all() and made.attention_scaling > 0
+        rotary = LlamaRotaryEmbedding(llama)
+        positive = (rotary.inv_freq.isfinite() & (rotary.inv_freq > 0)).all() and rotary.attention_scaling > 0
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # each kind has its own settings
         raise UserError(f"head.rope_scaling: {first_line(error)}") from error
     expect(bool(positive), "head.rope_scaling", "factors above 0", scaling)
-    expect(2 * len(made.inv_freq) == rotated, "head.rope_scaling", f"{rotated // 2} factors", scaling)
-    return made
+    expect(2 * len(rotary.inv_freq) == rotated, "head.rope_scaling", f"{rotated // 2} factors", scaling)
+    return rotary
 
 
 def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

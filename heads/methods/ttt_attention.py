@@ -61,8 +61,8 @@ def by_flex(
     """Compute `causal_attention` with FlexAttention, compiled or eager. A row sees `reach` slots, its own included."""
     mask, grouped = packed_mask(documents, reach), q.shape[1] != k.shape[1]
     aux = AuxRequest(lse=True) if own_keys else None
-    found = attention(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=aux)
-    return _merge(q, found[0], found[1].lse, own_keys, own_values) if own_keys else found
+    out = attention(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=aux)
+    return _merge(q, out[0], out[1].lse, own_keys, own_values) if own_keys else out
 
 
 def by_blocks(

@@ -88,9 +88,9 @@ def look_up(tokens: Tensor, length: Tensor, depth: int, ngram: int) -> Tensor:
     matched = (before == newest[..., None]).cumprod(dim=1).sum(dim=1)  # (B, S)
     # Without a match the slot before the root wins. The token after it is the root.
     score = torch.where(slot < length[:, None], matched * S + slot, -1)
-    found = score.argmax(dim=1, keepdim=True)  # (B, 1)
-    period = (length[:, None] - found).clamp_min(1)
-    return tokens.gather(1, found + 1 + torch.arange(depth, device=tokens.device) % period)
+    match_end = score.argmax(dim=1, keepdim=True)  # (B, 1)
+    period = (length[:, None] - match_end).clamp_min(1)
+    return tokens.gather(1, match_end + 1 + torch.arange(depth, device=tokens.device) % period)
 
 
 class FirstLayers(nn.Module):
