@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -76,6 +77,8 @@ def by_blocks(
 ) -> Tensor:
     """Compute `causal_attention` block by block."""
     outs, lses = [], []
+    acc_dtype = torch.promote_types(v.dtype, torch.float32)  # in which the gradients of keys and values are summed
+    k, v = k.to(acc_dtype), v.to(acc_dtype)
     for start in range(0, q.shape[2], BLOCK):
         rows = slice(start, start + BLOCK)
         seen = slice(0 if reach is None else max(0, start - reach + 1), start + BLOCK)
@@ -93,16 +96,36 @@ def _block(
     """Return the attention (B, H, R, d) of rows q (B, H, R, d), which are the last of the n keys, and the log-sum-exp
     (B, H, R) of their scores."""
     G, R, n = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
-    folded = q.unflatten(1, (-1, G)).flatten(2, 3)  # (B, H / G, G * R, d): query heads that share a key head
-    scores = (folded @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[3])
+    k, v = k.to(q.dtype), v.to(q.dtype)
     key = torch.arange(n, device=q.device)
     row = key[n - R :, None]
     hidden = (row_documents[..., None] != key_documents[:, None]) | (row < key)  # (B, R, n)
     if reach is not None:
         hidden = hidden | (row - key >= reach)
-    scores = scores.unflatten(2, (G, R)).masked_fill(hidden[:, None, None], -torch.inf)  # (B, H / G, G, R, n)
-    out = scores.softmax(-1).to(v.dtype).flatten(2, 3) @ v
-    return out.unflatten(2, (G, R)).flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
+    folded = (q / math.sqrt(q.shape[3])).unflatten(1, (-1, G)).flatten(2, 3)  # query heads that share a key head
+    scores = (folded @ k.mT).to(torch.promote_types(q.dtype, torch.float32)).unflatten(2, (G, R))  # (B, H / G, G, R, n)
+    mask = torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, -torch.inf)
+    weights, lse = _SoftmaxAndLse.apply(scores + mask[:, None, None])  # type: ignore[no-untyped-call]
+    out = weights.to(v.dtype).flatten(2, 3) @ v
+    return out.unflatten(2, (G, R)).flatten(1, 2), lse.flatten(1, 2)
+
+
+class _SoftmaxAndLse(torch.autograd.Function):
+    """Softmax of scores (..., n), and their log-sum-exp (...). Both take one exponential, and none in the backward
+    pass."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
+        weights = scores.softmax(-1)
+        ctx.save_for_backward(weights)
+        return weights, scores.amax(-1) - weights.amax(-1).log_()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> Tensor:
+        (weights,) = ctx.saved_tensors
+        inner = (grad * weights).sum(-1) - grad_lse
+        return (grad - inner[..., None]).mul_(weights)
 
 
 def _merge(q: Tensor, out: Tensor, lse: Tensor, own_keys: Sequence[Tensor], own_values: Sequence[Tensor]) -> Tensor:
