@@ -15,7 +15,7 @@ static tree, P of them expanded.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -89,7 +89,8 @@ def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expa
     """Grow a tree of one node per level, without the operations that choose among several nodes."""
     B, K, device = len(root), shape.depth, root.device
     node = constant(tuple(range(K + 1)), device).expand(B, -1)
-    tokens, steps, path = [root[:, None]], [constant((0.0,), device, torch.float32).expand(B, 1)], node[:, None]
+    path = node[:, None]
+    tokens, steps = [root[:, None]], [constant((0.0,), device, torch.float32).expand(B, 1)]
     for level in range(1, K + 1):
         picked, logp = (part[:, 0] for part in draw(logits, level, 1))  # (B, 1)
         tokens.append(picked)
@@ -105,38 +106,46 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, ex
     depths, penalties = _levels(shape.depth, K, device)
     T = len(depths)
     order = constant(tuple(range(T)), device).expand(B, -1)
-    picked, logp = draw(logits, 1, K)  # (B, 1, K)
     # The beam: the K nodes that are expanded next. Of the root's children these are all, in the order drawn.
-    beam, totals, nodes, paths = picked[:, 0], _ranked(logp[:, 0]), order[:, 1 : 1 + K], order[:, :K, None]
+    picked, logp = draw(logits, 1, K)  # (B, 1, K)
+    beam, beam_scores = picked[:, 0], _ranked(logp[:, 0])
+    nodes = order[:, 1 : 1 + K]  # their indices among all candidates
     rows = torch.zeros_like(nodes)
-    drawn = [root[:, None], beam]
-    summed = [torch.zeros_like(totals[:, :1]), totals]
-    above, beams = [torch.zeros_like(order[:, : 1 + K])], []
+    paths = order[:, :K, None]
+    tokens, scores = [root[:, None], beam], [torch.zeros_like(beam_scores[:, :1]), beam_scores]
+    parents = [torch.zeros_like(order[:, : 1 + K])]
+    beams = []
     for level in range(2, shape.depth + 1):
         beams.append(nodes)
         picked, logp = draw(expand(beam, rows, paths, level - 1), level, K)  # (B, K, K)
-        children, sums = picked.flatten(1), _ranked((totals[..., None] + logp).flatten(1))
-        above.append(nodes[..., None].expand(-1, -1, K).flatten(1))
-        drawn.append(children)
-        summed.append(sums)
+        tokens.append(picked.flatten(1))
+        scores.append(_ranked((beam_scores[..., None] + logp).flatten(1)))
+        parents.append(nodes[..., None].expand(-1, -1, K).flatten(1))
         if level < shape.depth:
-            totals, best = (x[:, :K] for x in sums.sort(dim=1, descending=True, stable=True))
-            beam, nodes, rows = children.gather(1, best), best + (1 + K + (level - 2) * K * K), best // K
+            beam_scores, best = (x[:, :K] for x in scores[-1].sort(dim=1, descending=True, stable=True))
+            beam = tokens[-1].gather(1, best)
+            nodes = best + (1 + K + (level - 2) * K * K)
+            rows = best // K
             to_parent = paths.gather(1, rows[..., None].expand(-1, -1, level - 1))
             paths = torch.cat([to_parent, paths[..., -1:] + K], dim=2)
-    tokens, parents, scores = (torch.cat(parts, 1) for parts in (drawn, above, summed))
-    expanded = torch.full_like(parents, -1)
+    proposal = Proposal(torch.cat(tokens, 1), torch.cat(parents, 1), depths.expand(B, -1), torch.cat(scores, 1))
     if beams:
+        expanded = torch.full_like(proposal.parents, -1)
         expanded.scatter_(1, torch.cat(beams, 1), order[:, : K * len(beams)])
-    by_depth = depths.expand(B, -1)
-    if N < T:
-        rank = scores - penalties
-        rank[:, 0].fill_(torch.inf)
-        best = rank.sort(dim=1, descending=True, stable=True).indices[:, :N].sort(dim=1).values  # (B, N)
-        new_index = torch.zeros_like(parents).scatter_(1, best, order[:, :N])
-        parents = new_index.gather(1, parents.gather(1, best))
-        tokens, scores, expanded, by_depth = (x.gather(1, best) for x in (tokens, scores, expanded, by_depth))
-    return Proposal(tokens, parents, by_depth, scores, expanded if beams else None)
+        proposal = replace(proposal, expanded=expanded)
+    if N == T:
+        return proposal
+    rank = proposal.scores - penalties
+    rank[:, 0].fill_(torch.inf)
+    best = rank.sort(dim=1, descending=True, stable=True).indices[:, :N].sort(dim=1).values  # (B, N)
+    new_index = torch.zeros_like(proposal.parents).scatter_(1, best, order[:, :N])
+    return Proposal(
+        proposal.tokens.gather(1, best),
+        new_index.gather(1, proposal.parents.gather(1, best)),
+        proposal.depths.gather(1, best),
+        proposal.scores.gather(1, best),
+        None if proposal.expanded is None else proposal.expanded.gather(1, best),
+    )
 
 
 def _ranked(scores: Tensor) -> Tensor:
