@@ -73,6 +73,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
 
     def by_head(self, projection: nn.Module, x: Tensor) -> Tensor:
         """Return the projected heads: (B, T, D) -> (B, heads, T, d)."""
@@ -80,11 +82,11 @@ class Attention(nn.Module):
 
     def queries(self, x: Tensor, cos_sin: CosSin) -> Tensor:
         """Return the rotated queries: (B, T, D) -> (B, H, T, d)."""
-        return rotate(self.by_head(self.q_proj, x), cos_sin)
+        return rotate(self.q_norm(self.by_head(self.q_proj, x)), cos_sin)
 
     def keys(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Return the rotated keys and the values: (B, T, D) -> (B, Hkv, T, d) each."""
-        return rotate(self.by_head(self.k_proj, x), cos_sin), self.by_head(self.v_proj, x)
+        return rotate(self.k_norm(self.by_head(self.k_proj, x)), cos_sin), self.by_head(self.v_proj, x)
 
     def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         out = attend(self.queries(x, cos_sin), *self.keys(x, cos_sin))  # (B, H, T, d)
@@ -94,15 +96,13 @@ class Attention(nn.Module):
 class NormedAttention(Attention):
     """Attention with an RMSNorm on each head of queries and keys, as in Qwen3."""
 
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+
     def __init__(self, config: BlockConfig, input_size: int | None = None) -> None:
         super().__init__(config, input_size or config.hidden_size)
-        self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
-
-    def queries(self, x: Tensor, cos_sin: CosSin) -> Tensor:
-        return rotate(self.q_norm(self.by_head(self.q_proj, x)), cos_sin)
-
-    def keys(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
-        return rotate(self.k_norm(self.by_head(self.k_proj, x)), cos_sin), self.by_head(self.v_proj, x)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
 
 class MLP(nn.Module):
