@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-Made = TypeVar("Made")
-
 
 @dataclass(frozen=True)
 class SharedLayers:

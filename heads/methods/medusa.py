@@ -36,7 +36,7 @@ from heads.core.strict_settings import Count
 from heads.core.tree import Proposal, TreeShape, check_width
 from heads.methods.growth import grow
 from heads.methods.head_shape import check_one_width
-from heads.methods.labels import LABELS, counts_by_depth, label_slots, supervised, teacher
+from heads.methods.labels import counts_by_depth, label_slots, supervised, teacher
 from heads.methods.layers import check_tensors
 from heads.methods.losses import draft_loss
 from heads.methods.settings import MedusaSettings

@@ -1,6 +1,5 @@
 """Medusa: head k stands where its label is, blocks are the released ones, and drafting is what training trained."""
 
-import dataclasses
 from collections.abc import Mapping
 from itertools import combinations, product
 from math import prod
@@ -22,7 +21,7 @@ KEPT = torch.tensor([0, 1, 2, 4, 5, 7, 9, 10, 13, 14, 18, 19])
 
 def make_head(**changes: Any) -> Medusa:
     torch.manual_seed(1)
-    config = dataclasses.replace(CONFIG, **changes)
+    config = CONFIG.model_copy(update=changes)
     head = Medusa(config, KEPT if config.draft_vocab_size < 20 else torch.arange(20))
     with torch.no_grad():
         for parameter in head.parameters():
