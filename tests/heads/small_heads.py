@@ -40,11 +40,11 @@ BLOCK_HEADS: dict[str, dict[str, Any]] = {
 
 
 def eagle3_head(**changes: Any) -> Eagle3:
-    return filled(Eagle3, Eagle3Config(**{**SIZES, "aux_layer_ids": (2, 4, 5), **changes}))
+    return filled(Eagle3, Eagle3Config.from_plain({**SIZES, "aux_layer_ids": (2, 4, 5), **changes}))
 
 
 def mtp_head(**changes: Any) -> Mtp:
-    return filled(Mtp, MtpConfig(**{**SIZES, **changes}))
+    return filled(Mtp, MtpConfig.from_plain({**SIZES, **changes}))
 
 
 def filled(kind: Callable[[Any, Tensor], Head], config: Any) -> Head:

@@ -94,7 +94,7 @@ def test_one_norm_of_all_auxiliary_states() -> None:
     together = batch.aux_hidden_states  # (B, T, L * D)
     size = (together.square().mean(-1, keepdim=True) + head.config.rms_norm_eps).sqrt()
     torch.testing.assert_close(head.fuse(together), head.fc(together / size * head.input_norm.weight))
-    assert "head.fc_norm, head.norm_before_fc" in refused(eagle3_head, norm_before_fc=True, fc_norm=True)
+    assert "head.fc_norm, norm_before_fc" in refused(eagle3_head, norm_before_fc=True, fc_norm=True)
 
 
 @pytest.mark.parametrize("fc_norm", [False, True])
