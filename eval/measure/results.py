@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from eval.measure.speedup_checks import why_unreliable
 from heads.core.errors import UserError, first_line
 from heads.core.files import write_bytes
-from heads.core.tree import MOST_NODES
+from heads.core.tree import MAX_NODES
 
 SCHEMA_VERSION = 1
 COMPARED = "compare.json"
@@ -26,8 +26,8 @@ Results = dict[str, Any]
 Number = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=0, le=10**15)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Depth = Annotated[int, Field(ge=1, le=MOST_NODES)]
-Tokens = Annotated[float, Field(ge=0, le=MOST_NODES + 1)]
+Depth = Annotated[int, Field(ge=1, le=MAX_NODES)]
+Tokens = Annotated[float, Field(ge=0, le=MAX_NODES + 1)]
 """Acceptance length: tokens per target pass."""
 Interval = Annotated[list[Number], Field(min_length=2, max_length=2)] | None
 VagueInterval = Annotated[list[Number | None], Field(min_length=2, max_length=2)] | None

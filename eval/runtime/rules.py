@@ -48,7 +48,7 @@ from torch import Tensor
 from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling_params import check_rule
 from heads.core.errors import UserError
-from heads.core.tree import MOST_NODES, Acceptance, Pick, Proposal, TreeShape, is_chain
+from heads.core.tree import MAX_NODES, Acceptance, Pick, Proposal, TreeShape, is_chain
 from heads.targets.cached_decoder import CachedDecoder
 from heads.targets.gumbel import gumbel, stream, uniform
 
@@ -172,7 +172,7 @@ def best(scores: Tensor, count: int) -> Tensor:
 def draw_counters(positions: Tensor, level: int) -> Tensor:
     """Return (B, W) int64, a number for each node whose children are drawn, distinct within a request. positions
     (B, W): of the drawn tokens; level: theirs below the root. The two together determine the root's position."""
-    return (positions * MOST_NODES + level) * MOST_NODES**2 + torch.arange(positions.shape[1], device=positions.device)
+    return (positions * MAX_NODES + level) * MAX_NODES**2 + torch.arange(positions.shape[1], device=positions.device)
 
 
 @dataclass(frozen=True)

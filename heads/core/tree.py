@@ -23,7 +23,7 @@ from heads.core.errors import UserError, shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_NODES = 1024
+MAX_NODES = 1024
 """Maximum number of nodes. With more, a target pass costs more than any draft can save."""
 
 
@@ -104,8 +104,8 @@ def parse_shape(text: str) -> TreeShape:
 
 
 def _check_size(text: str, nodes: int) -> None:
-    if nodes > MOST_NODES:
-        what = f"{nodes} nodes are more than a round verifies; ask for at most {MOST_NODES}"
+    if nodes > MAX_NODES:
+        what = f"{nodes} nodes are more than a round verifies; ask for at most {MAX_NODES}"
         raise UserError(f"tree {shown(text)}: {what}")
 
 

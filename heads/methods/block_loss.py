@@ -19,7 +19,7 @@ from torch.linalg import vecdot
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from heads.methods.labels import LABELS
-from heads.methods.losses import CHUNK_BYTES, LEAST_ROWS, LOSSES, Distribution, matmul
+from heads.methods.losses import CHUNK_BYTES, LOSSES, MIN_ROWS, Distribution, matmul
 
 PACE = 0.5
 """Share of the constant 1 in D-PACE's mixture with the probability of each label (arXiv 2605.18810, alpha)."""
@@ -145,7 +145,7 @@ class _Chosen:
 
 def chunks_of(blocks: int, depth: int, vocab: int, device: torch.device) -> Iterator[slice]:
     """Yield slices of as many blocks as have float32 logits of `CHUNK_BYTES`."""
-    step = max(1, max(LEAST_ROWS, CHUNK_BYTES[device.type] // (4 * vocab)) // depth)
+    step = max(1, max(MIN_ROWS, CHUNK_BYTES[device.type] // (4 * vocab)) // depth)
     return (slice(start, start + step) for start in range(0, blocks, step))
 
 

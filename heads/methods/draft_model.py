@@ -122,35 +122,36 @@ class Draft(nn.Module, DraftHead):
 
     @classmethod
     def for_target(cls, settings: DraftSettings, target: FrozenTarget, token_counts: Tensor) -> "Draft":
-        said = settings.model_dump(exclude_none=True)
-        sources = [name for name in SOURCES if name in said]
+        chosen = settings.model_dump(exclude_none=True)
+        sources = [name for name in SOURCES if name in chosen]
         if len(sources) != 1:
             raise UserError(
                 f"head: a draft needs one of path (a smaller model), layers (of the target, to keep) and fresh "
                 f"(a config), got {' and '.join(sources) or 'none'}"
             )
-        make: dict[str, Callable[[], PreTrainedModel]] = {
-            "path": lambda: load_smaller(said["path"], target),
-            "layers": lambda: keep_layers(target, said["layers"]),
-            "fresh": lambda: fresh_model(target, said["fresh"]),
-        }
-        model = make[sources[0]]()
+        match sources[0]:
+            case "path":
+                model = load_smaller(chosen["path"], target)
+            case "layers":
+                model = keep_layers(target, chosen["layers"])
+            case _:
+                model = fresh_model(target, chosen["fresh"])
         check_takes_back(model)
         common = fit_vocabulary(model, target.vocab_size)
         own = {"model": model_record(model), "vocab_size": target.vocab_size, "common_size": common}
-        config = DraftConfig.from_plain(said | own)
+        config = DraftConfig.from_plain(chosen | own)
         return cls(config, model)
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Draft":
-        made = DraftConfig.from_plain(config)
-        model: Any = empty_model(made.model)
-        if not 0 < made.common_size <= made.vocab_size == model.get_output_embeddings().weight.shape[0]:
+        head_config = DraftConfig.from_plain(config)
+        model: Any = empty_model(head_config.model)
+        if not 0 < head_config.common_size <= head_config.vocab_size == model.get_output_embeddings().weight.shape[0]:
             raise UserError(
-                f"draftsmith.config: vocab_size {made.vocab_size} and common_size {made.common_size} do not fit a "
+                f"draftsmith.config: vocab_size {head_config.vocab_size} and common_size {head_config.common_size} do not fit a "
                 f"model of {model.get_output_embeddings().weight.shape[0]} tokens"
             )
-        head = cls(made, model)
+        head = cls(head_config, model)
         check_tensors(head.to_checkpoint(), weights)
         head.model.load_state_dict(weights, strict=False)  # missing tensors are tied to loaded ones
         return head

@@ -151,8 +151,8 @@ class Eagle3(Recycling):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Eagle3":
-        made = Eagle3Config.from_plain(config)
-        head = cls(made, read_vocab(weights, made.draft_vocab_size, made.vocab_size))
+        head_config = Eagle3Config.from_plain(config)
+        head = cls(head_config, read_vocab(weights, head_config.draft_vocab_size, head_config.vocab_size))
         check_tensors(head.to_checkpoint(), weights)
         head.load_state_dict({name: weights[name] for name in head.state_dict()})
         return head

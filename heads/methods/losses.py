@@ -21,7 +21,7 @@ from heads.methods.settings import LABELS
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Size of one float32 (C, V) tensor. A few of them exist at a time."""
-LEAST_ROWS = 256
+MIN_ROWS = 256
 """Minimum number of rows of a chunk, for any vocabulary. Products of few rows take longer per row."""
 SPAN = 128
 """Number of neighbouring logits in which `likeliest` looks for the position of the maximum."""
@@ -201,7 +201,7 @@ def draft_loss(
         in_vocabulary = torch.zeros(V, dtype=torch.bool, device=draft_to_target.device).index_fill_(
             0, draft_to_target, True
         )
-        C = max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * V))
+        C = max(MIN_ROWS, CHUNK_BYTES[states.device.type] // (4 * V))
         for start in range(0, R, C):
             part = slice(start, start + C)
             logits = target_logits(hidden[part]).to(dtype)

@@ -148,13 +148,13 @@ class Medusa(nn.Module, DraftHead):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
-        made = MedusaConfig.from_plain(config)
-        draft_to_target = torch.arange(made.vocab_size)
-        if made.draft_vocab_size != made.vocab_size:
-            check_table(weights, "token_map", (made.draft_vocab_size,), torch.int64)
+        head_config = MedusaConfig.from_plain(config)
+        draft_to_target = torch.arange(head_config.vocab_size)
+        if head_config.draft_vocab_size != head_config.vocab_size:
+            check_table(weights, "token_map", (head_config.draft_vocab_size,), torch.int64)
             draft_to_target = weights["token_map"]
-            check_kept("token_map", draft_to_target, made.vocab_size)
-        head = cls(made, draft_to_target)
+            check_kept("token_map", draft_to_target, head_config.vocab_size)
+        head = cls(head_config, draft_to_target)
         check_tensors(head.to_checkpoint(), weights)
         head.heads.load_state_dict({name: weights[name] for name in head.heads.state_dict()})
         return head
@@ -235,7 +235,7 @@ class Medusa(nn.Module, DraftHead):
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         N, K, layers = batch_size * length, self.depth, self.config.num_layers
-        outputs = [made[-1] for made in self.heads]
+        outputs = [head[-1] for head in self.heads]
         kept = K * N * self.config.hidden_size * (4 + 2 * width * layers)
         return StepCost(
             N * (flops(self) - flops(*outputs)), kept, N, len(self.draft_to_target), K * N, N, outputs=outputs

@@ -157,7 +157,8 @@ class Mtp(Recycling):
         self.config, self.num_modules = config, config.num_modules
         powers = [config.depth_decay**k for k in range(config.depth)]
         self.depth_weights = tuple(power / sum(powers) for power in powers)
-        D, hidden_first, self.zero_first = config.hidden_size, self.layout.hidden_first, self.layout.zero_first
+        D, hidden_first = config.hidden_size, self.layout.hidden_first
+        self.zero_first = self.layout.zero_first
         self.pre_norm = config.native and self.layout.pre_norm
         self.aux_layer_ids = (config.num_target_layers,) if self.pre_norm else ()
         if config.decoder is None:
@@ -178,22 +179,23 @@ class Mtp(Recycling):
     @classmethod
     def for_target(cls, settings: MtpSettings, target: FrozenTarget, token_counts: Tensor) -> "Mtp":
         check_one_width(target, "mtp")
-        weights, said = None, settings.model_dump(exclude_none=True)
+        weights = None
+        chosen = settings.model_dump(exclude_none=True)
         defaults = {
             "draft_vocab_size": target.vocab_size,
             **block_settings(target, None if settings.native else settings.num_attention_heads),
         }
         if settings.native:
             files = tensor_files(target.name)
-            found, weights = read_native(target.name, files, partial(read_tensors, files), target)
-            defaults |= found
-            for name in sorted(OF_THE_CHECKPOINT & said.keys()):
-                if said[name] != defaults[name]:
+            native, weights = read_native(target.name, files, partial(read_tensors, files), target)
+            defaults |= native
+            for name in sorted(OF_THE_CHECKPOINT & chosen.keys()):
+                if chosen[name] != defaults[name]:
                     raise UserError(
-                        f"head.{name}: the checkpoint's own modules have {defaults[name]}, got {said[name]}; "
+                        f"head.{name}: the checkpoint's own modules have {defaults[name]}, got {chosen[name]}; "
                         "leave it out, or leave head.native out"
                     )
-        config = MtpConfig.from_plain(defaults | said)
+        config = MtpConfig.from_plain(defaults | chosen)
         try:
             head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
         except (TypeError, AttributeError, LookupError) as error:  # raised by layers of unknown families
@@ -214,9 +216,9 @@ class Mtp(Recycling):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
-        made = MtpConfig.from_plain(config)
-        head = cls(made, read_vocab(weights, made.draft_vocab_size, made.vocab_size))
-        tables = vocab_tables(head.draft_to_target, made.vocab_size)
+        head_config = MtpConfig.from_plain(config)
+        head = cls(head_config, read_vocab(weights, head_config.draft_vocab_size, head_config.vocab_size))
+        tables = vocab_tables(head.draft_to_target, head_config.vocab_size)
         head.load_modules({name: value for name, value in weights.items() if name not in tables})
         return head
 

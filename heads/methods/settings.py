@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from heads.core.strict_settings import Count, Factor, Number, Positive, Settings
-from heads.core.tree import MOST_NODES
+from heads.core.tree import MAX_NODES
 
 LABELS = "labels"
 """The loss that is the cross-entropy of the data's own tokens."""
@@ -19,7 +19,7 @@ Loss = Literal["labels", Divergence]
 COPYING, RANDOM = "copying", "random"
 D_PACE = "d_pace"
 Decay = Annotated[float, Field(gt=0, le=1)]
-Depth = Annotated[int, Field(ge=1, le=MOST_NODES)]
+Depth = Annotated[int, Field(ge=1, le=MAX_NODES)]
 Layers = Annotated[int, Field(ge=1, le=64)]
 LayerIds = Annotated[tuple[Number, ...], Field(min_length=1)]
 
@@ -122,21 +122,21 @@ class MedusaSettings(Settings):
     loss: Loss = LABELS
     """`labels`: cross-entropy on the text, as in the paper. Or a divergence between the distributions of target and
     draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
-    tree_nodes: Annotated[int, Field(ge=0, le=MOST_NODES)] = 64
+    tree_nodes: Annotated[int, Field(ge=0, le=MAX_NODES)] = 64
     """Number of nodes of the static tree, root included. The tree is grown from measured accuracies; 0 grows none."""
 
     @field_validator("tree_nodes")
     @classmethod
     def check_tree_nodes(cls, nodes: int) -> int:
         if nodes == 1:
-            raise ValueError(f"expected 2 to {MOST_NODES}, or 0 for no tree")
+            raise ValueError(f"expected 2 to {MAX_NODES}, or 0 for no tree")
         return nodes
 
 
 class DraftBlockSettings(RotarySettings, StartSettings, BlockSettings):
     """Settings that all such heads have in a recipe."""
 
-    block_size: Annotated[int, Field(ge=2, le=MOST_NODES)] = 8
+    block_size: Annotated[int, Field(ge=2, le=MAX_NODES)] = 8
     """Number of rows of a block, the root's included. Tau is best when as many are drafted as in training."""
     num_layers: Layers = 5
     """Number of decoder layers."""
@@ -243,7 +243,7 @@ class XPressSettings(DFlashSettings):
 
 
 class DSparkSettings(DraftBlockSettings):
-    block_size: Annotated[int, Field(ge=1, le=MOST_NODES)] = 7
+    block_size: Annotated[int, Field(ge=1, le=MAX_NODES)] = 7
     """Number of rows of a block, the root's included, and of tokens that are drafted. Tau is best when as many are
     drafted as in training."""
     markov_rank: Count = 256

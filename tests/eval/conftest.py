@@ -23,7 +23,7 @@ from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.contract import Batch, Drafter, HeadLoss, Observation, Pick, Rows, SharedLayers
 from heads.core.errors import UserError
-from heads.core.tree import MOST_NODES, Proposal, TreeShape
+from heads.core.tree import MAX_NODES, Proposal, TreeShape
 from heads.methods.growth import grow
 from heads.registry import UNTRAINED
 from heads.targets.load import load_target, load_tokenizer
@@ -53,7 +53,7 @@ class PairHead(nn.Module, Drafter):
     def __init__(self, config: PairConfig) -> None:
         super().__init__()
         self.config: Any = config
-        self.deepest = MOST_NODES
+        self.deepest = MAX_NODES
         self.memory = 1 << 40
         """Slots of all rows for which it has memory."""
         self.is_faulty = False

@@ -27,7 +27,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def set_to(count: int) -> None:
         monkeypatch.setitem(losses.CHUNK_BYTES, "cpu", 0)
         for module in (losses, block_loss):
-            monkeypatch.setattr(module, "LEAST_ROWS", count)
+            monkeypatch.setattr(module, "MIN_ROWS", count)
 
     return set_to
 
