@@ -146,10 +146,12 @@ class Draft(nn.Module, DraftHead):
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Draft":
         head_config = DraftConfig.from_plain(config)
         model: Any = empty_model(head_config.model)
-        if not 0 < head_config.common_size <= head_config.vocab_size == model.get_output_embeddings().weight.shape[0]:
+        rows = len(model.get_output_embeddings().weight)
+        vocab_size, common_size = head_config.vocab_size, head_config.common_size
+        if not 0 < common_size <= vocab_size == rows:
             raise UserError(
-                f"draftsmith.config: vocab_size {head_config.vocab_size} and common_size {head_config.common_size} do not fit a "
-                f"model of {model.get_output_embeddings().weight.shape[0]} tokens"
+                f"draftsmith.config: vocab_size {vocab_size} and common_size {common_size} do not fit a model of {rows} "
+                "tokens"
             )
         head = cls(head_config, model)
         check_tensors(head.to_checkpoint(), weights)
