@@ -150,8 +150,8 @@ class Draft(nn.Module, DraftHead):
         vocab_size, common_size = head_config.vocab_size, head_config.common_size
         if not 0 < common_size <= vocab_size == rows:
             raise UserError(
-                f"draftsmith.config: vocab_size {vocab_size} and common_size {common_size} do not fit a model of {rows} "
-                "tokens"
+                f"draftsmith.config: vocab_size {vocab_size} and common_size {common_size} do not fit a model of "
+                f"{rows} tokens"
             )
         head = cls(head_config, model)
         check_tensors(head.to_checkpoint(), weights)
