@@ -168,7 +168,7 @@ class DraftHead(Drafter):
     """Weight of each depth in the training loss; K values."""
     max_activation_bytes: int | None = None
     """Maximum bytes of activations that a loss keeps for its backward pass, if it can recompute them. Values and
-    gradients do not depend on it. None: KEPT_SHARE of the device's memory."""
+    gradients do not depend on it. None: ACTIVATION_SHARE of the device's memory."""
     started: str | None = None
     """What a head that started from one of another kind took, and what began anew; None for any other."""
     weighs_rows: bool = False
@@ -250,7 +250,7 @@ class DraftHead(Drafter):
         return None
 
 
-KEPT_SHARE = 1 / 8
+ACTIVATION_SHARE = 1 / 8
 """Fraction of a device's memory that the activations of a loss may use, if it can recompute them."""
 HEAD_TREE = "head"
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from heads.core.contract import (
-    KEPT_SHARE,
+    ACTIVATION_SHARE,
     Batch,
     DraftHead,
     HeadLoss,
@@ -166,7 +166,7 @@ class Recycling(nn.Module, DraftHead):
         """
         most = self.max_activation_bytes
         if most is None:
-            most = KEPT_SHARE * total_memory(state.device)
+            most = ACTIVATION_SHARE * total_memory(state.device)
         return self.activation_bytes(state[..., 0].numel(), depth, state.element_size()) > most
 
     def activation_bytes(self, rows: int, depth: int, width: int) -> int:
