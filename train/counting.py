@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from heads.core.contract import KEPT_SHARE
+from heads.core.contract import ACTIVATION_SHARE
 from heads.formats.engine_folder import check_contents, why_unserved
-from heads.methods.losses import CHUNK_BYTES, LEAST_ROWS
+from heads.methods.losses import CHUNK_BYTES, MIN_ROWS
 from heads.methods.recycling import total_memory
 from heads.methods.settings import LABELS
 from heads.registry import HEADS
@@ -192,8 +192,8 @@ class Plan:
         """Return the bytes of a micro-batch's loss and gradient at their peak, with the target's features and without
         weights and gradients, and the operations of one token, with the target's logits."""
         head, target, B, T = self.head, self.target, self.recipe.train.batch_size, self.recipe.data.context_length
-        D, V, K, w = target.hidden_size, target.vocab_size, len(head.depth_weights), 2 if self.bf16 else 4
-        cost = head.step_cost(B, T, width=w, most=round(KEPT_SHARE * self.launch.memory_bytes))
+        D, V, K, w = target.hidden_size, target.vocab_size, head.depth, 2 if self.bf16 else 4
+        cost = head.step_cost(B, T, width=w, most=round(ACTIVATION_SHARE * self.launch.memory_bytes))
         R, Vd, outputs = cost.rows, cost.logits, cost.outputs
         read = outputs[0].in_features if outputs else D  # width of the states of the loss
         trained = [end.weight for end in outputs if end.weight.requires_grad]
@@ -206,7 +206,7 @@ class Plan:
         flops = cost.flops + K * R * (6 if trained else 4) * read * Vd
         if getattr(head.config, "loss", None) != LABELS:
             flops += 2 * D * V * cost.target_rows
-        rows = min(cost.chunked, max(LEAST_ROWS, CHUNK_BYTES[self.launch.device] // (4 * V)))
+        rows = min(cost.chunked, max(MIN_ROWS, CHUNK_BYTES[self.launch.device] // (4 * V)))
         widened = V * (4 + target.dtype.itemsize % 4) + 3 * 4 * Vd  # the target's logits, in float32 and in its dtype
         compared = (22 if cost.chunked == R else 31) * Vd  # two distributions, a divergence or more, and the gradient
         loss = rows * max(widened, compared)
