@@ -13,7 +13,7 @@ from eval.measure.progress import Progress
 from eval.measure.results import Results
 from eval.pages.format import count
 from eval.pages.wandb_run import known_figures, log_outcome, quiet_settings, run_place, tags
-from heads.core.errors import UserError, expect_one_of, first_line
+from heads.core.errors import UserError, expect, first_line
 from heads.core.files import write_text
 from train.recipe import Tracking
 from train.run_folder import RunFolder
@@ -33,7 +33,7 @@ def wandb_mode(settings: Tracking) -> str:
     modes = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
     if settings.wandb == "off" or not (named := os.environ.get("WANDB_MODE")):
         return settings.wandb
-    expect_one_of(modes, "WANDB_MODE", named)
+    expect(named in modes, "WANDB_MODE", f"one of {', '.join(modes)}", named)
     return modes[named]
 
 

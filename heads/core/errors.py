@@ -1,7 +1,6 @@
 """UserError, the one error that users cause and can fix."""
 
 import logging
-from collections.abc import Collection
 from functools import cache
 
 
@@ -25,10 +24,6 @@ def expect(holds: bool, name: str, what: object, got: object) -> None:
     value."""
     if not holds:
         raise UserError(f"{name}: expected {what}, got {got!r}")
-
-
-def expect_one_of(known: Collection[str], name: str, got: object) -> None:
-    expect(got in known, name, f"one of {', '.join(known)}", got)
 
 
 logger = logging.getLogger("draftsmith")
