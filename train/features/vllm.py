@@ -8,7 +8,7 @@ a shared folder. Its answer contains the path. The file has:
 
 Stream n, where n is the number of layers, is the last layer's output before the final norm; the norm is applied here.
 The server counts positions from 0. A later part of a long conversation has larger positions, which makes no difference
-to rotary attention. The features are checked against the target before training.
+to rotary attention, the only kind that is supported. The features are checked against the target before training.
 
 Letters: T tokens of a document, S streams, D hidden.
 """
@@ -234,8 +234,7 @@ class ServedFeatures(FeatureSource):
 
     def check(self, mixture: Mixture, aux_layer_ids: Sequence[int]) -> None:
         """Compare the server's states for some rows with those of a copy of the target or, without room for one, with
-        the server's own log-probabilities. UserError for other layers, for states after the final norm, and for a
-        target with learned positions if conversations are cut."""
+        the server's own log-probabilities. UserError for other layers, and for states after the final norm."""
 
         def act() -> None:
             rows = mixture.rows(range(CHECKED_ROWS))
@@ -246,13 +245,6 @@ class ServedFeatures(FeatureSource):
             else:
                 self._compare_logits(server, rows)
 
-        if getattr(self.target.config, "rope_parameters", None) is None and any(
-            bool((pool.pieces[:, 2] > 0).any()) for pool in mixture.pools
-        ):
-            raise UserError(
-                f"{self.target.name}: has learned positions, which vLLM counts from 0, and some conversations are cut; "
-                "raise data.context_length, or use features.kind=process"
-            )
         self.open_server(aux_layer_ids)
         try:
             on_main(self.accelerator, act)
