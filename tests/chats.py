@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from eval.measure.records import Message
 from train.data.chats import encode_conversations, read_conversation
 from train.data.corpus import Document, Reader
-from train.data.screen import CLOSE, OPEN, marked
 from train.data.templates import ChatTemplate
+from train.data.tokenise import CLOSE, OPEN, marked
 
 
 def talk(*texts: str) -> list[Message]:
@@ -39,9 +39,9 @@ def encode_chat(
 ) -> list[Document]:
     """Return the documents of a conversation. RecordError if it cannot be trained on."""
     template = ChatTemplate(tokenizer, chat_template, arguments)
-    conversation = read_conversation(template, messages, place=place, tools=tools, last_only=last_only)
-    (found,) = encode_conversations(template, [conversation])
-    return found
+    texts, _ = read_conversation(template, messages, place=place, tools=tools, last_only=last_only)
+    (documents,) = encode_conversations(template, [texts])
+    return documents
 
 
 def reader_of(tokenizer: PreTrainedTokenizerBase, said: list[str] | None = None, **arguments: Any) -> Reader:

@@ -27,8 +27,9 @@ from eval.measure.records import RecordError, read_records
 from heads.core.errors import UserError
 from heads.core.files import check_folder, is_file, write_text
 from train.core.strict_yaml import Source, overridden
+from train.data.dialogues import ASKED, first_turns, read_asked
 from train.data.settings import Answers
-from train.data.sources import ASKED, ChatSource, opening, read_asked
+from train.data.sources import ChatSource
 from train.recipe import KINDS, OWN, Recipe, check_kind, checked, dump_recipe
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ SIZES = {
 }
 
 Turns = tuple[str, ...]
-"""The turns before a conversation's first answer (`opening`)."""
+"""The turns before a conversation's first answer (`first_turns`)."""
 
 
 class Candidate(NamedTuple):
@@ -111,7 +112,7 @@ class Survey:
 
     def add(self, record: Any, length: int, notes: str) -> None:
         """Add a record whose first prompt has `length` tokens."""
-        turns, chat = opening(record), read_asked(record)
+        turns, chat = first_turns(record), read_asked(record)
         assert turns is not None
         if turns not in self.counts:
             arguments = {ARGUMENTS: chat.arguments} if chat.arguments else {}
@@ -267,7 +268,7 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
         raise UserError(f"eval.prompts {prompts}: expected suites, or one file, whose conversations are held out")
     else:
         records = read_records(prompts) if is_file(prompts) else iter(())
-        chosen = {turns for record in records if (turns := opening(record)) is not None}
+        chosen = {turns for record in records if (turns := first_turns(record)) is not None}
     for each in tree["data"]["sources"] if is_file(prompts) or held_out else ():
         each.setdefault("held_out", prompts)
     trained = {turns: length for turns, length in survey.lengths.items() if turns not in chosen}
@@ -338,7 +339,7 @@ def read_conversations(sources: Sequence[Any], rendering: "ChatTemplate", prompt
             template = source.template(rendering)
             for record in source.records():
                 survey.records += 1
-                dialogue = source.dialogue(template, record, most=prompt_tokens, last_only=source.answers == "last")
+                dialogue = source.dialogue(template, record, prompt_tokens)
                 if isinstance(dialogue, RecordError):
                     survey.fault = survey.fault or str(dialogue) or f"{record[0]}: its first prompt has more tokens"
                 else:

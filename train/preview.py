@@ -19,9 +19,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     from accelerate import Accelerator
 
-    from train.data.answers import find_prompts
+    from train.data.answers import read_prompts
     from train.data.corpus import Reader
-    from train.data.sources import read_source
+    from train.data.tokenise import read_source
     from train.open_run import read_recipe, rendering_of, tokenizer_of
 
     recipe = read_recipe(arguments)
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
             read_source(source, f"data.sources.{number}", reader)
     if data.regenerate is not None:
         print(f"data.regenerate: before training, the target answers these prompts itself, for {share:.0%} of the rows")
-        find_prompts(data, recipe.train.seed, data.regenerate, "data.regenerate", reader, quiet=share < 1)
+        read_prompts(data, recipe.train.seed, data.regenerate, "data.regenerate", reader, quiet=share < 1)
     return 0
 
 

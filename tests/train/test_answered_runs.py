@@ -1,6 +1,5 @@
 """Runs on answers of a server: killed, gone on with in another number of processes, and on another day."""
 
-import json
 import os
 import shutil
 import signal
@@ -55,9 +54,9 @@ def test_another_number_of_processes_goes_on_after_a_kill(recipe: Path, stub: St
     stub.asked.clear()
     finish(start(recipe, server, launcher=ONE, script=SCRIPT))
     again = {tuple(request.prompt) for request in stub.asked} & {tuple(request.prompt) for request in asked}
-    assert len(again) <= 64 + 2  # what was in flight, and the trial of each process
+    assert len(again) <= 2 * 64 + 2  # the turns of what was in flight, and the trial of each process
     answers = (tmp_path / "run/answers.jsonl").read_text().splitlines()
-    assert len({tuple(json.loads(line)["prompt_ids"]) for line in answers}) >= 200
+    assert len(answers) == 200
     stub.asked.clear()
     for count, processes in enumerate((ONE, TWO)):
         finish(start(recipe, server, f"output_dir={tmp_path}/{count}", launcher=processes, script=SCRIPT))

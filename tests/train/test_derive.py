@@ -16,7 +16,7 @@ from tests.chats import talk, write_chats
 from tests.conftest import TEXT
 from tests.heads.published_heads import ZLAB, dflash, write
 from tests.runs import forget_accelerator, the_error
-from train.data.sources import opening, read_asked
+from train.data.dialogues import first_turns, read_asked
 from train.entry import attempt
 from train.recipe import KINDS, load_recipe
 
@@ -56,8 +56,8 @@ def test_every_kind_gets_a_recipe_that_fits(entry: str, here: Path, capsys: pyte
     made, (source,) = recipe.data.regenerate, recipe.data.sources
     assert recipe.target.path == str(here / "target") and source.path == str(here / "chats.jsonl")
     assert recipe.eval.prompts == source.held_out == str(folder / "held-out.jsonl")
-    held = [opening(("", json.loads(line))) for line in (folder / "held-out.jsonl").read_text().splitlines()]
-    trained = [opening(record) for record in source.records()]
+    held = [first_turns(("", json.loads(line))) for line in (folder / "held-out.jsonl").read_text().splitlines()]
+    trained = [first_turns(record) for record in source.records()]
     assert len(set(held)) == 8 and not {*held} & {*trained} and made.prompts == len(trained)
     assert len({*held, *trained}) == NUMBER
     assert recipe.train.tokens_per_step % (recipe.train.batch_size * recipe.data.context_length) == 0
@@ -154,7 +154,7 @@ def test_a_prompt_without_an_answer_is_a_conversation() -> None:
     asked = {"role": "user", "content": "why"}
     for record in ({"prompt": "why"}, {"turns": ["why"]}, {"messages": [asked]}, {"prompt": [asked]}):
         assert [message["role"] for message in read_asked(("x:1", record)).messages] == ["user", "assistant"]
-        assert opening(("x:1", record)) == ("user", "why")
+        assert first_turns(("x:1", record)) == ("user", "why")
 
 
 def test_a_runs_recipe_goes_with_its_folder(tiny_run: Path, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from tests.chats import reader_of, write_chats
 from tests.runs import Settings, train_in, write_recipe
 from tests.train.data.test_chats import TALK
 from train import preview
-from train.data.sources import ChatSource, read_source
+from train.data.sources import ChatSource
+from train.data.tokenise import read_source
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def test_conversations_are_shown_with_what_is_trained_on(chats: Settings, capsys
     assert preview.main([str(write_recipe(chats))]) == 0
     said = capsys.readouterr().out
     assert said.count("<s><|user|>hi<|assistant|>⟦the sea</s>⟧<|user|>and<|assistant|>⟦sand</s>⟧\n") == 1
-    assert "20 records: 19 conversations, " in said and "1 of 20 records are left out: 1 without an answer" in said
+    assert "20 records: 19 conversations, " in said and "1 of 20 records are skipped: 1 without an answer" in said
     chats["data"]["regenerate"] = {"prompt_tokens": 32, "new_tokens": 8}
     assert preview.main([str(write_recipe(chats))]) == 0
     said = capsys.readouterr().out

@@ -20,10 +20,9 @@ conversation is tokenised turn by turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import compress, islice, takewhile
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -44,8 +43,6 @@ KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "wei
 """Keys of a turn whose meaning is known."""
 WEIGHT_LIKE = re.compile("weight|train|loss|mask|learn|supervis|ignore")
 """Matches other names that turns may have for their weight."""
-MAX_WHOLE = 16
-"""Answers of a conversation that are each rendered with all turns before them, whatever the template does."""
 
 
 class Rendered(NamedTuple):
@@ -56,35 +53,23 @@ class Rendered(NamedTuple):
     """Where the labels of each answer begin and end in the text."""
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """A conversation with the answers to train on."""
-
-    texts: Sequence[Rendered]
-    place: str
-    notes: Sequence[str] = ()
-    """What is worth saying of its answers, in general words."""
-
-
-def encode_text(template: ChatTemplate, texts: Sequence[str]) -> Iterator[Document]:
-    """Yield plain texts as documents, with the tokenizer's own special tokens and a final end-of-text token. Every
-    token is a label. In a text that the chat template has rendered, the labels are the answers."""
+def encode_texts(template: ChatTemplate, texts: Sequence[str]) -> Iterator[list[Document]]:
+    """Yield the documents of each plain text, with the tokenizer's own special tokens and a final end-of-text token.
+    Every token is a label. In a text that the chat template has rendered, the labels are the answers."""
     tokenizer = template.tokenizer
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    is_rendered = [template.has_rendered(text) for text in texts]
-    rendered = [Conversation([read_rendered(template, text)], "") for text in compress(texts, is_rendered)]
+    plain = [text for text in texts if not template.has_rendered(text)]
+    tokens = iter(tokenizer(plain, return_attention_mask=False, verbose=False)["input_ids"] if plain else ())
+    rendered = [[read_rendered(template, text)] for text in texts if template.has_rendered(text)]
     conversations = encode_conversations(template, rendered)
-    plain = [text for text, rendered in zip(texts, is_rendered, strict=True) if not rendered]
-    options = {"return_attention_mask": False, "verbose": False}
-    tokens = iter(tokenizer(plain, **options)["input_ids"] if plain else ())
-    for is_conversation in is_rendered:
-        if is_conversation:
-            (document,) = next(conversations)
-            yield replace(document, notes=RENDERED)
+    for text in texts:
+        if template.has_rendered(text):
+            *before, last = next(conversations)
+            yield [*before, replace(last, notes=RENDERED)]
         else:
             ids = without_second_bos(next(tokens), tokenizer)
             whole = ids if end and ids[-1:] == end else [*ids, *end]
-            yield Document.of(whole, np.ones(len(whole)))
+            yield [Document.of(whole, np.ones(len(whole)))]
 
 
 def read_rendered(template: ChatTemplate, text: str) -> Rendered:
@@ -94,8 +79,8 @@ def read_rendered(template: ChatTemplate, text: str) -> Rendered:
     at = text.find(traits.opening)
     while at >= 0:
         start = at + len(traits.opening)
-        beside = (template.prompt_end, template.frame.empty)  # as in prompts, and in answers without reasoning
-        start += next((len(added) for added in beside if added and text.startswith(added, start)), 0)
+        additions = (template.prompt_end, template.frame.empty)  # as in prompts, and in answers without reasoning
+        start += next((len(added) for added in additions if added and text.startswith(added, start)), 0)
         between = traits.ending + traits.next
         after = text.find(between, start) if between else -1
         end = template.ends.search(text, start, len(text) if after < 0 else after + len(between))
@@ -109,76 +94,25 @@ def read_rendered(template: ChatTemplate, text: str) -> Rendered:
 
 def read_conversation(
     template: ChatTemplate, messages: Sequence[Message], *, place: str, tools: Any = None, last_only: bool = False
-) -> Conversation:
-    """Render all answers of a conversation, or only the last one. RecordError if it cannot be trained on."""
+) -> tuple[list[Rendered], list[str]]:
+    """Return the rendered texts of a conversation with all its answers, or only with the last one, and notes on the
+    answers. RecordError if it cannot be trained on."""
     messages = template.prepared(messages, place=place, tools=tools)
     texts: list[Rendered] = []
     notes: list[str] = []
     num_read = 0
-    answers = trained_answers(messages, place)[-1 if last_only else 0 :]
-    for answer, pair in zip(answers, _renderings(template, messages, answers, place, tools), strict=True):
-        prompt, whole, said = _read_answer(template, messages[: answer + 1], *pair, place)
-        notes += said
+    for answer in trained_answers(messages, place)[-1 if last_only else 0 :]:
+        prompt = template.render(messages[:answer], place=place, tools=tools, answer_next=True)
+        whole = template.render(messages[: answer + 1], place=place, tools=tools)
+        prompt, whole, fresh_notes = _read_answer(template, messages[: answer + 1], prompt, whole, place)
+        notes += fresh_notes
         before = texts.pop() if texts and prompt.startswith(texts[-1].text) else Rendered("", [])
         fresh = enumerate(messages[num_read : answer + 1], start=num_read + 1)
         check_rendered(fresh, whole[len(before.text) :], place, template.called, answer + 1)
         texts.append(Rendered(whole, before.answers))
         before.answers.append((len(prompt), len(whole)))
         num_read = answer + 1
-    return Conversation(texts, place, notes)
-
-
-def _renderings(
-    template: ChatTemplate, messages: Sequence[Message], answers: Sequence[int], place: str, tools: Any
-) -> Iterator[tuple[str, str]]:
-    """Yield, for each answer, the text of its prompt and the text up to and including the answer."""
-    if len(answers) > MAX_WHOLE and (parts := _renderings_in_parts(template, messages, answers, place, tools)):
-        text, additions = parts
-        yield from ((text[:shared] + prompt, text[:shared] + whole) for shared, prompt, whole in additions)
-        return
-    for answer in answers:
-        yield _rendering(template, messages[: answer + 1], place, tools)
-
-
-def _rendering(template: ChatTemplate, messages: Sequence[Message], place: str, tools: Any) -> tuple[str, str]:
-    prompt = template.render(messages[:-1], place=place, tools=tools, answer_next=True)
-    return prompt, template.render(messages, place=place, tools=tools)
-
-
-def _renderings_in_parts(
-    template: ChatTemplate, messages: Sequence[Message], answers: Sequence[int], place: str, tools: Any
-) -> tuple[str, list[tuple[int, str, str]]] | None:
-    """Return the text of a conversation and, for each answer, the number of its characters that the prompt begins with,
-    and what follows them in the prompt and in the text up to and including the answer. None if they are not found so.
-
-    Each answer is rendered with the first question and the turns from the answer before it, so that the time grows with
-    the number of turns and not with its square. What this gives has to stand in the text of the conversation. It is
-    compared with all turns rendered at answers further and further apart, at the first ones, and at the last one.
-    """
-    opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
-    found: list[tuple[int, str, str]] = []
-    checked = offset = 0
-    before = prompt = whole = ""
-    with suppress(RecordError):
-        text = template.render(messages[: answers[-1] + 1], place=place, tools=tools)
-        for number, answer in enumerate(answers):
-            end = len(whole)
-            turns = [*opening, *messages[answers[number - 1] : answer + 1]] if number else messages[: answer + 1]
-            before = template.render(turns[: len(opening) + 1], place=place, tools=tools) if number else ""
-            prompt, whole = _rendering(template, turns, place, tools)
-            same = min(common_prefix(before, prompt), common_prefix(before, whole))
-            offset += end - len(before)  # of these texts in that of the conversation, after the answer before
-            shared, lasting = offset + same, len(whole) - (len(before) - same)
-            if number and (shared < 0 or not text.startswith(whole[same:lasting], shared)):
-                return None
-            if number >= checked or answer == answers[-1]:
-                exact = _rendering(template, messages[: answer + 1], place, tools)
-                if exact != (text[:shared] + prompt[same:], text[:shared] + whole[same:]):
-                    return None
-                checked = max(checked + 1, checked * 3 // 2)
-            found.append((shared, prompt[same:], whole[same:]))
-        return text, found
-    return None
+    return texts, notes
 
 
 def trained_answers(messages: Sequence[Message], place: str) -> list[int]:
@@ -264,20 +198,20 @@ def _reasoning(message: Message) -> Iterator[str]:
         yield content.split(REASONING_END)[0].split("<think>")[-1].strip()
 
 
-def encode_conversations(template: ChatTemplate, conversations: Sequence[Conversation]) -> Iterator[list[Document]]:
+def encode_conversations(
+    template: ChatTemplate, conversations: Sequence[Sequence[Rendered]]
+) -> Iterator[list[Document]]:
     """Yield the documents of each conversation, whose labels are its answers."""
     tokenizer = template.tokenizer
-    texts = [rendered.text for conversation in conversations for rendered in conversation.texts]
+    texts = [rendered.text for conversation in conversations for rendered in conversation]
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     encodings = iter(tokenizer(texts, **options).encodings or () if texts and tokenizer.is_fast else ())
-    ends = template.all_end_ids
     for conversation in conversations:
-        # Take all encodings of this conversation first, so that the next one gets its own.
-        pairs = [*zip(conversation.texts, islice(encodings, len(conversation.texts)), strict=tokenizer.is_fast)]
-        labelled = [_labelled(rendered, encoding, ends) for rendered, encoding in pairs]
+        pairs = zip(conversation, [*islice(encodings, len(conversation))], strict=False)
+        labelled = [_label_answers(*pair, template.all_end_ids) for pair in pairs]
         documents = [document for document in labelled if document is not None]
-        whole = len(documents) == len(conversation.texts) > 0
-        yield documents if whole else encode_turn_by_turn(tokenizer, conversation.texts)
+        is_whole = len(documents) == len(conversation)
+        yield documents if is_whole else encode_turn_by_turn(tokenizer, conversation)
 
 
 def encode_turn_by_turn(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Rendered]) -> list[Document]:
@@ -303,7 +237,7 @@ def join_texts(texts: Iterable[tuple[int, list[int]]], *, train_on_prompts: bool
     return [*documents, Document.of(ids, labels)] if ids else documents
 
 
-def _labelled(rendered: Rendered, encoding: Encoding, ends: Collection[int]) -> Document | None:
+def _label_answers(rendered: Rendered, encoding: Encoding, ends: Collection[int]) -> Document | None:
     """Return the document of a text, or None if no token begins at a place where an answer begins or ends."""
     ids = np.array(encoding.ids, dtype=np.int32)
     bounds = np.array([*encoding.offsets, (len(rendered.text), len(rendered.text) + 1)])
@@ -322,106 +256,3 @@ def _labelled(rendered: Rendered, encoding: Encoding, ends: Collection[int]) -> 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return ids
-
-
-Prompts = Generator[list[int], list[int], str | None]
-"""Yields prompts and is sent their answers. Returns why it ends before the end of the record, or None."""
-
-
-class Dialogue:
-    """The prompts of one record, with their answers."""
-
-    def __init__(self, prompts: Prompts, about: Mapping[str, str] | None = None) -> None:
-        self._prompts = prompts
-        self.about = about or {}
-        """What a document says of the record: its `form`, `unread` and `notes`."""
-        self.prompt: list[int] | None = None
-        """Token ids of the next prompt, or None at the end."""
-        self.exchanges: list[tuple[list[int], list[int]]] = []
-        self.cut: str | None = None
-        """Reason why the dialogue ended before its record, or None."""
-        self._next(None)
-
-    def answer(self, ids: list[int]) -> None:
-        assert self.prompt is not None
-        self.exchanges.append((self.prompt, ids))
-        self._next(ids)
-
-    def take(self, kept: Callable[[list[int]], list[int] | None]) -> None:
-        while self.prompt is not None and (ids := kept(self.prompt)) is not None:
-            self.answer(ids)
-
-    def _next(self, answer: Any) -> None:
-        try:
-            self.prompt = self._prompts.send(answer)
-        except StopIteration as end:
-            self.prompt, self.cut = None, end.value
-
-
-def answer_rendered(template: ChatTemplate, rendered: Rendered, most: int) -> Prompts:
-    """Yield the prompts of a text that the chat template has rendered, in which the target's answers replace those of
-    the text. It ends before a prompt of more than `most` tokens."""
-    ids: list[int] = []
-    at = 0
-    for start, stop in rendered.answers:
-        ids = [*ids, *token_ids(template.tokenizer, rendered.text[at:start])]
-        if len(ids) > most:
-            return f"a prompt of more than {most} tokens"
-        answer = yield ids
-        ids = [*ids, *answer]
-        end = template.ends.search(rendered.text, start, stop)
-        at = end.start() if end is not None and answer[-1] not in template.all_end_ids else stop
-    return None
-
-
-def lone(prompt: list[int]) -> Prompts:
-    yield prompt
-    return None
-
-
-def answer_by_answer(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    *,
-    place: str,
-    tools: Any = None,
-    most: int,
-    last_only: bool = False,
-    calls: bool = False,
-) -> Prompts:
-    """Yield the prompts of a conversation, in which the target's answers replace the assistant's. Turns that call tools
-    are kept, since the next turns answer their calls, and so are answers of weight 0, which are context. It ends before
-    a prompt of more than `most` tokens.
-
-    `last_only`: the target gives only the last answer. `calls`: a turn that calls tools also counts as an answer.
-    RecordError for a conversation without a first prompt.
-    """
-    messages = list(template.prepared(messages, place=place, tools=tools))
-    tokenizer = template.tokenizer
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special.update(tokenizer.all_special_ids)
-    turns = [n for n in trained_answers(messages, place) if calls or "tool_calls" not in messages[n]]
-    if not turns:
-        raise RecordError(f"{place}: expected an answer of the assistant, got none", "without an answer")
-    num_read = 0
-    for turn in turns[-1:] if last_only else turns:
-        try:
-            text = template.render(messages[:turn], place=place, tools=tools, answer_next=True)
-            check_rendered(enumerate(messages[num_read:turn], start=num_read + 1), text, place, template.called)
-            prompt = token_ids(tokenizer, text)
-            template.check_ids(prompt, place)
-        except RecordError as error:
-            if turn == turns[0] or last_only:
-                raise
-            return f"a turn {error.reason}"
-        if len(prompt) > most:
-            return f"a prompt of more than {most} tokens"
-        answer = yield prompt
-        said = answer[:-1] if answer[-1] in special | template.all_end_ids else answer
-        if turn != turns[-1] and not special.isdisjoint(said):
-            # Such as channels and calls: only the template knows which turn they would belong to.
-            return "a turn on an answer with special tokens"
-        text = str(tokenizer.decode(said, clean_up_tokenization_spaces=False))
-        messages[turn] = {"role": "assistant", "content": text}
-        num_read = turn + 1
-    return None

@@ -1,10 +1,9 @@
-"""Tokenised documents in the cache of `datasets`, and a target's answers.
+"""Tokenised documents in the cache of `datasets`.
 
 A data set's fingerprint is a hash of everything on which its tokens depend, so a run that needs the same tokens maps
 them into memory. `datasets` writes a data set completely or not at all, and lets one process write at a time.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -45,21 +44,16 @@ class Document:
 
     ids: NDArray[np.int32]
     labels: NDArray[np.bool_]
-    ends_record: bool = True
-    """True for the last document of a record."""
     reason: str = ""
-    """Reason why the record was left out (there are no tokens then) or ends early, in general words."""
+    """Reason why the record was skipped (there are no tokens then) or ends early, in general words."""
     error: str = ""
-    """Location and fault of a record that was left out, without the name of the source."""
+    """Location and fault of a record that was skipped, without the name of the source."""
     form: str = ""
     """Form of the record, in its last document."""
     unread: str = ""
     """Columns of the record that its form does not read, a line each, in its last document."""
     notes: str = ""
     """What is worth saying of the record or of its answers, in general words, a line each, in its last document."""
-
-    def __post_init__(self) -> None:
-        assert self.ids.shape == self.labels.shape, (self.ids.shape, self.labels.shape)
 
     @classmethod
     def of(cls, ids: Sequence[int], labels: ArrayLike, **more: Any) -> Self:
@@ -72,11 +66,11 @@ class Tally:
 
     records: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
-    """Number of records left out, or ending early, by reason."""
+    """Number of records skipped, or ending early, by reason."""
     first_skipped: str = ""
-    """Location and fault of the first record left out, without the name of the source."""
+    """Location and fault of the first skipped record, without the name of the source."""
     too_long: int = 0
-    """Number of conversations left out because their first prompt is too long."""
+    """Number of conversations skipped because their first prompt is too long."""
     forms: dict[str, int] = field(default_factory=dict)
     """Number of records used, by form."""
     unread: dict[str, int] = field(default_factory=dict)
@@ -148,11 +142,8 @@ class Corpus:
 
 
 def corpus_of(documents: Iterable[Document]) -> Corpus:
-    held = list(documents)
-    if not held:
-        return Corpus([], np.zeros(0, np.int64))
-    whole = np.concatenate([document.ids for document in held]), np.concatenate([document.labels for document in held])
-    return Corpus([whole], np.cumsum([len(document.ids) for document in held], dtype=np.int64))
+    ids, labels = zip(*((document.ids, document.labels) for document in documents), strict=True)
+    return Corpus([(np.concatenate(ids), np.concatenate(labels))], np.cumsum([*map(len, ids)], dtype=np.int64))
 
 
 def cache_root() -> Path:
@@ -160,17 +151,11 @@ def cache_root() -> Path:
     `XDG_CACHE_HOME`."""
     if named := os.environ.get("DRAFTSMITH_DATA_CACHE"):
         return Path(named)
-    try:
-        above = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        raise UserError(
-            "this user has no home folder for tokenised data; name another with DRAFTSMITH_DATA_CACHE"
-        ) from None
-    return above / "draftsmith" / "data"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / "data"
 
 
 @contextmanager
-def unwritable(folder: Path) -> Iterator[None]:
+def cache_errors(folder: Path) -> Iterator[None]:
     """Turn an error from writing to a folder of the cache, or from a damaged file in it, into a UserError."""
     from pyarrow import ArrowInvalid
 
@@ -188,13 +173,11 @@ def fingerprint(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps([VERSION, key], sort_keys=True).encode()).hexdigest()[:32]
 
 
-def columns(documents: Iterable[Document]) -> dict[str, list[Any]]:
-    rows = [row(document) for document in documents]
-    return {name: [each[name] for each in rows] for name in document_features()}
-
-
-def row(document: Document) -> dict[str, Any]:
-    return vars(document) | {"labels": document.labels.view(np.uint8)}  # Arrow would pack bools into bits
+def record_rows(documents: Sequence[Document]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a data set for the documents of one record."""
+    for number, document in enumerate(documents, start=1):
+        labels = document.labels.view(np.uint8)  # Arrow would pack bools into bits
+        yield vars(document) | {"labels": labels, "ends_record": number == len(documents)}
 
 
 def document_features() -> Any:
@@ -204,7 +187,7 @@ def document_features() -> Any:
     return Features(kinds | dict.fromkeys(("reason", "error", "form", "unread", "notes"), Value("string")))
 
 
-def stored(name: str, features: Any, rows: Callable[[], Iterable[dict[str, Any]]]) -> "Dataset":
+def load_rows(name: str, features: Any, rows: Callable[[], Iterable[dict[str, Any]]]) -> "Dataset":
     """Return the data set with a fingerprint. `rows` yields its rows, if it is not in the cache."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
@@ -222,15 +205,22 @@ def stored(name: str, features: Any, rows: Callable[[], Iterable[dict[str, Any]]
         raise error.__cause__ or error from None
 
 
-def stored_documents(name: str, documents: Callable[[], Iterable[Document]]) -> Corpus:
-    return corpus_in(stored(name, document_features(), lambda: map(row, documents())))
+def load_documents(name: str, records: Callable[[], Iterable[Sequence[Document]]]) -> Corpus:
+    """Return the corpus with a fingerprint. `records` yields the documents of each record, if it is not in the
+    cache."""
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for documents in records():
+            yield from record_rows(documents)
+
+    return corpus_of_rows(load_rows(name, document_features(), rows))
 
 
 def has_documents(name: str) -> bool:
     return any(cache_root().glob(f"generator/*={name}/*/dataset_info.json"))
 
 
-def corpus_in(rows: "Dataset") -> Corpus:
+def corpus_of_rows(rows: "Dataset") -> Corpus:
     """Return the documents in a data set, memory-mapped."""
     from pyarrow import compute
 
@@ -280,7 +270,7 @@ class Reader:
         faults: list[UserError | Interrupted] = []
         if self.accelerator.is_local_main_process:
             try:
-                with unwritable(cache_root()), Progress(f"{what}: tokenising", announced=True):
+                with cache_errors(cache_root()), Progress(f"{what}: tokenising", announced=True):
                     corpus = read()
             except (UserError, Interrupted) as error:
                 faults = [error]
@@ -292,93 +282,5 @@ class Reader:
         return corpus
 
 
-def prompt_key(prompt: Sequence[int]) -> bytes:
-    return hashlib.sha256(np.array(prompt, dtype="<i4").tobytes()).digest()[:16]
-
-
-class AnswerStore:
-    """A target's answers in a folder, by their prompts, open for a `with` block. All heads of the target use it.
-
-    A folder belongs to one target and its sampling settings. Each process of a launch appends to its own file of JSON
-    lines, {"prompt": hash, "answer": token ids}. An answer is on disk as soon as it is added, however the process ends.
-    """
-
-    def __init__(self, folder: Path, say: Callable[[str], None], writer: int | None = None) -> None:
-        """`writer`: the number of the file to which answers are added; None opens the store read-only."""
-        self.folder, self.say = folder, say
-        self._own = None if writer is None else self._path(writer)
-        self._places: dict[bytes, tuple[BinaryIO, int, int]] = {}
-        self._files: dict[Path, BinaryIO] = {}
-
-    def __enter__(self) -> Self:
-        """Lock the file for writing. UserError if another run holds it or it is not writable."""
-        if self._own is None:
-            return self
-        with unwritable(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = self._files[self._own] = self._own.open("ab+", buffering=0)
-            if lock(file.fileno()) is False:
-                self.__exit__()
-                raise UserError(
-                    f"{self.folder}: another run has the same target answer into this folder; begin again when it has "
-                    "its answers, and they are this run's too"
-                )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def read(self, num_writers: int = 0) -> None:
-        """Index the answers in all files. UserError if the file of one of the launch's `num_writers` is missing."""
-        if not all(self._path(writer).is_file() for writer in range(num_writers)):
-            raise UserError(
-                f"{self.folder}: the machines of this launch do not share it; name a folder that they share with "
-                "DRAFTSMITH_DATA_CACHE"
-            )
-        for path in sorted(self.folder.glob("*.jsonl")):
-            with unwritable(self.folder):
-                if path not in self._files:
-                    self._files[path] = path.open("rb")
-                file, at, damaged, line = self._files[path], 0, 0, b""
-                with path.open("rb") as lines:
-                    for line in lines:
-                        try:
-                            key = bytes.fromhex(json.loads(line)["prompt"])
-                            self._places.setdefault(key, (file, at, len(line)))
-                        except (ValueError, TypeError, LookupError):
-                            damaged += 1
-                        at += len(line)
-                if damaged:
-                    self.say(f"{path}: {damaged} lines are no whole answers; they are asked for again")
-                if path == self._own and line and not line.endswith(b"\n"):
-                    file.write(b"\n")
-
-    def get(self, prompt: Sequence[int]) -> list[int] | None:
-        place = self._places.get(prompt_key(prompt))
-        if place is None:
-            return None
-        file, start, length = place
-        answer: list[int] = json.loads(os.pread(file.fileno(), length, start))["answer"]
-        return answer
-
-    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Store an answer, unless the prompt already has one."""
-        key = prompt_key(prompt)
-        if key in self._places:
-            return
-        assert self._own is not None
-        file = self._files[self._own]
-        begin = os.fstat(file.fileno()).st_size
-        line = json.dumps({"prompt": key.hex(), "answer": list(answer)}).encode() + b"\n"
-        with unwritable(self.folder):
-            if file.write(line) != len(line):
-                file.truncate(begin)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._places[key] = (file, begin, len(line))
-
-    def _path(self, writer: int) -> Path:
-        return self.folder / f"{writer}.jsonl"
+def token_hash(ids: Sequence[int]) -> bytes:
+    return hashlib.sha256(np.array(ids, dtype="<i4").tobytes()).digest()

@@ -114,20 +114,20 @@ def cut_document(labels: NDArray[np.bool_], row_length: int, num_positions: int)
         yield from ((at, min(at + row_length, len(labels)), 0, 0) for at in range(0, len(labels), row_length))
         return
     length = min(len(labels), num_positions)
-    behind = np.append(np.flatnonzero(labels[: length - 1] & ~labels[1:length]) + 1, length)
+    answer_ends = np.append(np.flatnonzero(labels[: length - 1] & ~labels[1:length]) + 1, length)
     begin = done = 0
     while done < length:
-        fitting = behind[(behind > done) & (behind <= begin + row_length)]
+        fitting = answer_ends[(answer_ends > done) & (answer_ends <= begin + row_length)]
         end = int(fitting[-1]) if len(fitting) else begin + row_length
         if labels[done:end].any():
             yield begin, end, begin, done - begin
         done = end
         # If a row cannot hold both, the next answer takes precedence over its context.
-        later = behind[behind > done]
+        later = answer_ends[answer_ends > done]
         room = int(later[0]) - row_length if len(later) and later[0] - row_length <= done else 0
         begin = max(done - row_length // 2, room)
-        behind_others = behind[(behind >= begin) & (behind < done)]
-        begin = int(behind_others[0]) if len(behind_others) else begin
+        inside = answer_ends[(answer_ends >= begin) & (answer_ends < done)]
+        begin = int(inside[0]) if len(inside) else begin
 
 
 def best_fit(lengths: NDArray[np.int64], row_length: int) -> NDArray[np.int64]:
@@ -141,16 +141,16 @@ def best_fit(lengths: NDArray[np.int64], row_length: int) -> NDArray[np.int64]:
     open_rows: dict[int, list[int]] = {}  # free space -> the rows with that much free space
     spaces: list[int] = []  # the keys of open_rows, ascending
     for piece, length in enumerate(lengths.tolist()):
-        found = bisect_left(spaces, length)
-        if found == len(spaces):
+        at = bisect_left(spaces, length)
+        if at == len(spaces):
             row, space = count, row_length
             count += 1
         else:
-            space = spaces[found]
+            space = spaces[at]
             row = open_rows[space].pop()
             if not open_rows[space]:
                 del open_rows[space]
-                spaces.pop(found)
+                spaces.pop(at)
         rows[piece] = row
         if left := space - length:
             if left not in open_rows:

@@ -8,13 +8,12 @@ from heads.core.contract import DraftHead
 from heads.core.errors import UserError
 from heads.targets.hf import positions_of
 from heads.targets.model import FrozenTarget
-from train.data.answers import describe_cut, find_prompts, read_answering
+from train.data.answers import describe_cut, open_answers, read_prompts
 from train.data.corpus import Corpus, Reader
 from train.data.on_policy import Samples
 from train.data.packing import Mixture, Pool
-from train.data.screen import screen
 from train.data.settings import Data
-from train.data.sources import read_source
+from train.data.tokenise import describe_source, read_source
 
 
 def check_data(data: Data, target: FrozenTarget) -> None:
@@ -32,8 +31,6 @@ def check_data(data: Data, target: FrozenTarget) -> None:
                 f"data.sources.{number}: an encoder-decoder target learns from questions and their answers, got kind "
                 f"{source.kind}; use kind chat"
             )
-    if data.regenerate is not None and data.regenerate.server is not None:
-        raise UserError("data.regenerate.server: servers take no prompts of an encoder-decoder target; leave it out")
     for name, answers in (("regenerate", data.regenerate), ("on_policy", data.on_policy)):
         if answers is not None and answers.train_on_prompts:
             raise UserError(
@@ -63,7 +60,7 @@ def load_data(
     pools: list[Pool] = []
     weights: list[float] = []
     num_texts = 0
-    kept = 1.0 if regenerate is None else 1 - regenerate.share
+    source_share = 1.0 if regenerate is None else 1 - regenerate.share
     num_positions = target.context_length
     if head.language_model is not None:
         num_positions = min(num_positions, positions_of(head.language_model.config.get_text_config()))
@@ -75,18 +72,20 @@ def load_data(
         pools.append(pool)
         weights.append(len(pool) if weight is None else weight)
 
-    if kept > 0:
+    if source_share > 0:
         for number, source in enumerate(data.sources):
             name = f"data.sources.{number}"
             corpus = read_source(source, name, reader)
             num_texts += corpus.tally.records - sum(corpus.tally.skipped.values())
             add(corpus, source.weight, name)
-        weights = [kept * weight / sum(weights) for weight in weights]
+        weights = [source_share * weight / sum(weights) for weight in weights]
     if regenerate is not None:
-        corpus = read_answering(data, seed, target, reader, quiet=bool(pools)).corpus()
+        corpus = open_answers(data, seed, target, reader, quiet=bool(pools)).corpus()
         sizes = f"{corpus.tally.records:,} conversations, {corpus.num_tokens:,} tokens, {corpus.num_labels:,} labels"
         cut = [describe_cut(corpus.tally)] if corpus.tally.skipped else []
-        reader.say(screen("data.regenerate: the target's answers", sizes, corpus, reader.rendering.tokenizer, *cut))
+        reader.say(
+            describe_source("data.regenerate: the target's answers", sizes, corpus, reader.rendering.tokenizer, *cut)
+        )
         num_texts = max(num_texts, corpus.tally.records)
         add(corpus, regenerate.share, "data.regenerate")
     mixture = Mixture(pools, weights, seed)
@@ -95,8 +94,8 @@ def load_data(
     check_supervision(head, mixture)
     if data.on_policy is None:
         return mixture, None
-    found = find_prompts(data, seed, data.on_policy, "data.on_policy", reader, recorded=True, quiet=True)
-    prompts = [document.ids.tolist() for each in found for document in each.documents]
+    sources = read_prompts(data, seed, data.on_policy, "data.on_policy", reader, recorded=True, quiet=True)
+    prompts = [document.ids.tolist() for source in sources for document in source.corpus]
     return mixture, Samples(mixture, prompts, data.on_policy, target, folder / "on_policy")
 
 

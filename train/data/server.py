@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.measure.server import ServerClient, sampling_parameters
 from heads.core.errors import UserError
-from train.data.chats import Dialogue
-from train.data.corpus import AnswerStore
+from train.data.dialogues import Dialogue
 
 if TYPE_CHECKING:
     from eval.runtime.request import Request
@@ -29,16 +28,6 @@ CHECKED_TOKENS = 16
 
 Check = Callable[[Sequence[int], Sequence[int]], str | None]
 """(prompt, greedy answer) -> what is wrong with the answer, or None."""
-
-
-def _body(path: str, model: str, request: "Request", eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the body of a request for token ids from the target's own distribution."""
-    prompt, length, seed = list(request.prompt), request.max_new_tokens, request.sampling.seed
-    sampling = sampling_parameters(request.sampling, eos_token_ids)
-    if path == GENERATE:
-        length_and_seed = {"max_new_tokens": length, "sampling_seed": seed}
-        return {"input_ids": prompt, "sampling_params": sampling | length_and_seed}
-    return {"model": model, "prompt": prompt, "max_tokens": length, "seed": seed, "return_token_ids": True} | sampling
 
 
 @dataclass
@@ -91,55 +80,45 @@ class AnsweringServer:
 
     async def _ask(self, path: str, request: "Request", retries: int | None = None) -> list[int] | None:
         """Return the token ids in the server's reply, or None. UserError for ids that the target does not have."""
-        body = _body(path, self.model, request, self.eos_token_ids)
-        reply = await self.client.send(path, body, 60 + SLOWEST * request.max_new_tokens, retries)
+        prompt, length, seed = list(request.prompt), request.max_new_tokens, request.sampling.seed
+        sampling = sampling_parameters(request.sampling, self.eos_token_ids)
+        if path == GENERATE:
+            sampling |= {"max_new_tokens": length, "sampling_seed": seed}
+            body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling}
+        else:
+            body = {"model": self.model, "prompt": prompt, "max_tokens": length, "seed": seed, **sampling}
+            body["return_token_ids"] = True
+        reply = await self.client.send(path, body, 60 + SLOWEST * length, retries)
         try:
-            ids = reply["output_ids"] if path == GENERATE else reply["choices"][0]["token_ids"]
+            ids: list[int] | None = reply["output_ids"] if path == GENERATE else reply["choices"][0]["token_ids"]
         except (LookupError, TypeError):
             return None
-        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-            return None
-        if not 0 <= min(ids) <= max(ids) < self.vocab_size:
+        if ids and max(ids) >= self.vocab_size:
             raise self.client.error(
-                f"expected token ids below {self.vocab_size}, got {max(ids, key=abs)}; it serves another model than "
-                "the target"
+                f"expected token ids below {self.vocab_size}, got {max(ids)}; it serves another model than the target"
             )
         return ids
 
 
 def answer_by_server(
-    dialogues: Iterator[Dialogue],
-    store: AnswerStore,
+    dialogues: Iterator[tuple[int, Dialogue]],
     request_of: Callable[[list[int]], "Request"],
     server: AnsweringServer,
     in_flight: int,
-    done: Callable[[Dialogue], None],
+    write: Callable[[int, Dialogue], None],
 ) -> None:
-    """Let the server answer the dialogues, `in_flight` at a time, and store the answers."""
-    asked: dict[tuple[int, ...], asyncio.Task[list[int]]] = {}
+    """Let the server answer the numbered dialogues, `in_flight` at a time. `write` is called with each that ends."""
 
-    async def ask(prompt: list[int]) -> list[int]:
-        ids = await server.answer(request_of(prompt))
-        store.add(prompt, ids)
-        return ids
-
-    async def work(group: asyncio.TaskGroup) -> None:
-        for dialogue in dialogues:
-            while (prompt := dialogue.prompt) is not None:
-                ids = store.get(prompt)
-                if ids is None:
-                    key = tuple(prompt)
-                    if key not in asked:  # by another dialogue
-                        asked[key] = group.create_task(ask(prompt))
-                    ids = await asked[key]
-                    asked.pop(key, None)
-                dialogue.answer(ids)
-            done(dialogue)
+    async def work() -> None:
+        for number, dialogue in dialogues:
+            while dialogue.prompt is not None:
+                dialogue.answer(await server.answer(request_of(dialogue.prompt)))
+            write(number, dialogue)
 
     async def main() -> None:
         async with aclosing(server.client), asyncio.TaskGroup() as group:
             for _ in range(in_flight):
-                group.create_task(work(group))
+                group.create_task(work())
 
     try:
         asyncio.run(main())

@@ -32,7 +32,7 @@ class Answers(Settings):
     conversation or text."""
     prompt_tokens: Count = 512
     """Maximum number of tokens of a prompt. Prompts cut from text are shortened to it. Conversations whose first prompt
-    is longer are left out."""
+    is longer are skipped."""
     new_tokens: Count = 256
     """Maximum number of tokens of an answer."""
     batch_size: Count = 8

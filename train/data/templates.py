@@ -11,11 +11,12 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eval.measure.chat_template import (
@@ -36,6 +37,7 @@ from heads.core.errors import UserError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
 
@@ -63,7 +65,7 @@ class ChatTemplate:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the template, such as `enable_thinking`."""
     day: date = field(default_factory=date.today)
-    """The current date for the template."""
+    """The date that `strftime_now` gives in the template."""
     end_ids: Collection[int] = ()
     """Tokens that end an answer, in addition to the tokenizer's."""
     file: str | None = None
@@ -71,8 +73,19 @@ class ChatTemplate:
     vocab_size: int | None = None
     """Number of tokens of the target; None: unknown. A tokenizer may have more, which texts then must not have."""
 
-    def source(self, tools: Any = None) -> str:
-        return dated(str(self.tokenizer.get_chat_template(self.text, tools)), self.day)
+    @property
+    def template(self) -> Any:
+        """The template, or several by name, or None."""
+        return self.text or self.tokenizer.chat_template
+
+    def dated_template(self, tools: Any = None) -> str:
+        """Return the template with `strftime_now` as a macro that gives the date of `day`."""
+        text = str(self.tokenizer.get_chat_template(self.text, tools))
+        codes = sorted(set(DATE_CODE.findall(text)), key=len, reverse=True) if "strftime_now" in text else []
+        if not codes:
+            return text
+        filled = "".join(f" | replace({code!r}, {self.day.strftime(code)!r})" for code in codes)
+        return "{%- macro strftime_now(format) -%}{{ format" + filled + " }}{%- endmacro -%}" + text
 
     @property
     def called(self) -> str:
@@ -80,10 +93,10 @@ class ChatTemplate:
 
     @property
     def traits(self) -> Traits:
-        return traits_of(self.tokenizer, self.source())
+        return traits_of(self.tokenizer, self.dated_template())
 
     def has_rendered(self, text: str) -> bool:
-        return bool(self.text or self.tokenizer.chat_template) and self.traits.has_rendered(text)
+        return bool(self.template) and self.traits.has_rendered(text)
 
     @property
     def all_end_ids(self) -> set[int]:
@@ -98,14 +111,13 @@ class ChatTemplate:
 
     @property
     def has_date(self) -> bool:
-        return "strftime_now" in json.dumps([self.text or self.tokenizer.chat_template])
+        return "strftime_now" in json.dumps(self.template)
 
     def key(self) -> dict[str, Any]:
         """Return the plain values on which the rendered texts depend."""
-        text = self.text or self.tokenizer.chat_template
         day = str(self.day) if self.has_date else None
         ends = sorted(self.all_end_ids)
-        return {"template": text, "arguments": dict(self.arguments), "day": day, "ends": ends}
+        return {"template": self.template, "arguments": dict(self.arguments), "day": day, "ends": ends}
 
     def render(self, messages: Sequence[Message], *, place: str, tools: Any = None, answer_next: bool = False) -> str:
         """Return the text of a conversation. `answer_next`: add the opening of an answer. RecordError if it fails."""
@@ -116,7 +128,7 @@ class ChatTemplate:
             self.tokenizer,
             place,
             tools=tools,
-            chat_template=self.source(tools),
+            chat_template=self.dated_template(tools),
             add_generation_prompt=answer_next,
             **self.arguments,
         )
@@ -124,9 +136,8 @@ class ChatTemplate:
     @cached_property
     def limit(self) -> int | None:
         """Number of the target's tokens if the tokenizer has ids beyond them, else None."""
-        return (
-            self.vocab_size if self.vocab_size and max(self.tokenizer.get_vocab().values()) >= self.vocab_size else None
-        )
+        highest = max(self.tokenizer.get_vocab().values())
+        return self.vocab_size if self.vocab_size and highest >= self.vocab_size else None
 
     def check_ids(self, ids: Collection[int], place: str) -> None:
         """Raise RecordError for a text with a token that the target does not have."""
@@ -135,14 +146,14 @@ class ChatTemplate:
 
     def check(self, name: str) -> None:
         """Raise UserError for a tokenizer without a template. `name`: the name of the source."""
-        if self.text is None and self.tokenizer.chat_template is None:
+        if self.template is None:
             raise UserError(
                 f"{name}: the target's tokenizer has no chat template, which chat data needs; "
                 "give the source a chat_template file, or use kind text"
             )
 
     def arguments_read(self) -> list[str] | None:
-        return arguments_read(self.text or self.tokenizer.chat_template, self.tokenizer)
+        return arguments_read(self.template, self.tokenizer)
 
     @cached_property
     def _variants(self) -> dict[str, tuple[ChatTemplate, list[str]]]:
@@ -153,7 +164,7 @@ class ChatTemplate:
         does not read."""
         key = json.dumps(arguments, sort_keys=True, default=str)
         if key not in self._variants:
-            read, unread = split_arguments(arguments, self.text or self.tokenizer.chat_template, self.tokenizer)
+            read, unread = split_arguments(arguments, self.template, self.tokenizer)
             own = replace(self, arguments={**self.arguments, **read}) if read else self
             self._variants[key] = own, unread
         return self._variants[key]
@@ -169,16 +180,16 @@ class ChatTemplate:
             return ""
 
         prompt, plain = rendered(question, answer_next=True), rendered(question, answer)
-        found, before = plain.find(ANSWERED), common_prefix(prompt, plain)
-        if found < 0 or before < common_prefix(prompt, rendered(question)):
+        start, before = plain.find(ANSWERED), common_prefix(prompt, plain)
+        if start < 0 or before < common_prefix(prompt, rendered(question)):
             return Frame()  # it rewrites prompts; conversations that it spoils are refused one by one
-        opened, empty = prompt[before:], plain[before:found]
+        opened, empty = prompt[before:], plain[before:start]
         if not opened:
             # What stands before the answer may also be the target's own, such as gpt-oss's name of a channel.
             thinking = rendered(question, answer | {"reasoning_content": THOUGHT})[before:].partition(ANSWERED)[0]
             if THOUGHT not in thinking or _blank(thinking.replace(THOUGHT, "")) != _blank(empty):
                 empty = ""
-        rest, following = plain[found + len(ANSWERED) :], {}
+        rest, following = plain[start + len(ANSWERED) :], {}
         if not self.ends.search(rest):
             for role in ("user", "tool"):
                 after = rendered(question, answer, {"role": role, "content": NEXT}).partition(ANSWERED)[2]
@@ -212,7 +223,8 @@ class ChatTemplate:
             silent = self.render(plain, place=place, tools=tools)
         for form in CALL_FORMS:
             formed = with_calls(messages, form, place)
-            names = Counter(str(call.get("function", call).get("name")) for call in calls_of(formed))
+            calls = (call for message in formed for call in message.get("tool_calls", ()))
+            names = Counter(str(call.get("function", call).get("name")) for call in calls)
             try:
                 text = self.render(formed, place=place, tools=tools)
             except RecordError as error:
@@ -231,17 +243,6 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
-def dated(text: str, day: date) -> str:
-    """Return the template with `strftime_now` replaced by a macro that gives the date of a fixed day."""
-    if "strftime_now" not in text:
-        return text
-    codes = sorted(set(DATE_CODE.findall(text)), key=len, reverse=True)
-    if not codes:
-        return text
-    filled = "".join(f" | replace({code!r}, {day.strftime(code)!r})" for code in codes)
-    return "{%- macro strftime_now(format) -%}{{ format" + filled + " }}{%- endmacro -%}" + text
-
-
 class CallForm(NamedTuple):
     """A form in which templates expect tool calls."""
 
@@ -256,14 +257,9 @@ class CallForm(NamedTuple):
 CALL_FORMS = (CallForm(), CallForm(as_json=True), CallForm(wrapped=False), CallForm(short_ids=True))
 
 
-def calls_of(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
-    for message in messages:
-        yield from message.get("tool_calls", ())
-
-
 def with_calls(messages: Sequence[Message], form: CallForm, place: str) -> list[Message]:
     """Return a conversation with its tool calls in a form. RecordError for calls in no form."""
-    num_calls, num_results, formed = 0, 0, []
+    call_numbers, result_numbers, formed = count(), count(), []
     for message in messages:
         if "tool_calls" in message:
             calls = message["tool_calls"]
@@ -271,32 +267,30 @@ def with_calls(messages: Sequence[Message], form: CallForm, place: str) -> list[
                 raise RecordError(
                     f"{place}: expected tool_calls to be a list of calls, got {shown(calls)}", "unreadable tool calls"
                 )
-            made = []
-            for call in calls:
-                whole = {"type": "function", **call}
-                function = whole.pop("function", None)
-                if not isinstance(function, dict):
-                    function = {name: whole.pop(name) for name in ("name", "arguments") if name in whole}
-                function = function | {"arguments": _arguments(function.get("arguments"), form)}
-                if form.short_ids:
-                    whole["id"] = _short(whole.get("id", num_calls))
-                made.append(whole | ({"function": function} if form.wrapped else function))
-                num_calls += 1
-            message = {**message, "tool_calls": made}
+            message = {**message, "tool_calls": [with_form(call, form, next(call_numbers)) for call in calls]}
         elif form.short_ids and message["role"] == "tool":
-            message = {**message, "tool_call_id": _short(message.get("tool_call_id", num_results))}
-            num_results += 1
+            message = {**message, "tool_call_id": _short(message.get("tool_call_id", next(result_numbers)))}
         formed.append(message)
     return formed
 
 
-def _arguments(given: Any, form: CallForm) -> Any:
-    given = {} if given is None else given
-    if form.as_json:
-        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    with suppress(ValueError, RecursionError):
-        return json.loads(given) if isinstance(given, str) else given
-    return given
+def with_form(call: dict[str, Any], form: CallForm, number: int) -> dict[str, Any]:
+    """Return a tool call, number `number` of its conversation, in a form."""
+    whole = {"type": "function", **call}
+    function = whole.pop("function", None)
+    if not isinstance(function, dict):
+        function = {name: whole.pop(name) for name in ("name", "arguments") if name in whole}
+    arguments = function.get("arguments")
+    arguments = {} if arguments is None else arguments
+    if form.as_json and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not form.as_json and isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    function = function | {"arguments": arguments}
+    if form.short_ids:
+        whole["id"] = _short(whole.get("id", number))
+    return whole | ({"function": function} if form.wrapped else function)
 
 
 def _short(number: Any) -> str:

@@ -59,11 +59,11 @@ def check_holds(folder: Path, about: dict[str, Any], wanted: dict[str, Any], *, 
     """Raise UserError with the first difference if features described by `about` are not the `wanted` ones. They may
     have more layers, unless `exact`."""
     for name, value in wanted.items():
-        held = about.get(name)
-        has_more = name == "aux_layer_ids" and not exact and set(value) <= set(held or ())
-        if held != value and not has_more:
+        present = about.get(name)
+        has_more = name == "aux_layer_ids" and not exact and set(value) <= set(present or ())
+        if present != value and not has_more:
             raise UserError(
-                f"features.folder {folder}: {name}: holds {held!r}, expected {value!r}; fill another folder with "
+                f"features.folder {folder}: {name}: holds {present!r}, expected {value!r}; fill another folder with "
                 f"{COMMAND}"
             )
 
@@ -180,15 +180,15 @@ def fill_folder(
         """Return the numbers of the shards that are not in the folder."""
         check_folder(folder, "features.folder")
         folder.mkdir(parents=True, exist_ok=True)
-        found = open_shards(folder)
-        is_filled = bool(found) and len(found) == found[0].total
-        for shard in found:
+        present = open_shards(folder)
+        is_filled = bool(present) and len(present) == present[0].total
+        for shard in present:
             check_holds(folder, shard.about, about, exact=not is_filled)
         if is_filled:
             say(f"features.folder {folder}: filled already")
             return []
         whole = sum(int(pool.pieces[:, 1].sum()) for pool in mixture.pools) * token_bytes
-        written = sum(shard.path.stat().st_size for shard in found)
+        written = sum(shard.path.stat().st_size for shard in present)
         say(f"features.folder {folder}: {whole / 1e9:.3g} GB, of which {written / 1e9:.3g} GB are there")
         free = shutil.disk_usage(folder).free
         if whole - written > free:

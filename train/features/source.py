@@ -63,17 +63,17 @@ def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], d
     Under autocast, the target's matrix products are in its dtype, like the head's; otherwise in the target's own dtype.
     The target's logits, which the head learns, are always computed without autocast.
     """
-    given = {name: part.to(target.device, non_blocking=True) for name, part in vars(rows).items()}
-    features = target.packed_features(given["tokens"], given["positions"], given["documents"], aux_layer_ids)
+    inputs = {name: part.to(target.device, non_blocking=True) for name, part in vars(rows).items()}
+    features = target.packed_features(inputs["tokens"], inputs["positions"], inputs["documents"], aux_layer_ids)
     with torch.no_grad():
-        embeddings = target.shared.embed_tokens(given["tokens"])
+        embeddings = target.shared.embed_tokens(inputs["tokens"])
 
     def logits(hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             return target.shared.lm_head(hidden.to(target.dtype))
 
     return Batch(
-        **given,
+        **inputs,
         embeddings=embeddings.to(dtype),
         aux_hidden_states=features.aux_hidden_states.to(dtype),
         hidden=features.hidden.to(dtype),

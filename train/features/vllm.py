@@ -83,8 +83,8 @@ class HiddenStatesServer:
 
     def log_probabilities(self, tokens: Tensor) -> Tensor:
         """Return the server's own log-probabilities (T - 1,) of a document's tokens from the second on."""
-        asked = self._complete(tokens.tolist(), prompt_logprobs=0)
-        answer = asyncio.run_coroutine_threadsafe(asked, self.loop).result()
+        request = self._complete(tokens.tolist(), prompt_logprobs=0)
+        answer = asyncio.run_coroutine_threadsafe(request, self.loop).result()
         with suppress(OSError, SafetensorError):
             self._read(answer)
         try:
@@ -118,12 +118,12 @@ class HiddenStatesServer:
                     raise self.client.error("its states are not needed any more")
                 answer = await self._complete(tokens)
                 try:
-                    found = await asyncio.to_thread(self._read, answer)
+                    tensors = await asyncio.to_thread(self._read, answer)
                     break
                 except (OSError, SafetensorError) as error:
                     if trial == TRIALS:
                         raise self.client.error(f"its file cannot be read ({first_line(error)})") from None
-        states, ids = found.get("hidden_states"), found.get("token_ids")
+        states, ids = tensors.get("hidden_states"), tensors.get("token_ids")
         if states is None or ids is None or ids.tolist() != tokens:
             raise self.client.error("its file is not of the tokens sent; start it with --no-enable-prefix-caching")
         if states.dim() != 3 or states.shape[:2] != (len(tokens), len(self.streams)):
@@ -172,9 +172,9 @@ class HiddenStatesServer:
 def documents_of(tokens: Tensor, documents: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
     """Yield (row, slice, tokens) of each document in packed rows (B, T) on the CPU."""
     for row, numbers in enumerate(documents):
-        kept, sizes = torch.unique_consecutive(numbers, return_counts=True)
+        runs, sizes = torch.unique_consecutive(numbers, return_counts=True)
         begin = 0
-        for number, size in zip(kept.tolist(), sizes.tolist(), strict=True):
+        for number, size in zip(runs.tolist(), sizes.tolist(), strict=True):
             if number >= 0:
                 yield row, slice(begin, begin + size), tokens[row, begin : begin + size]
             begin += size
@@ -225,10 +225,10 @@ class ServedFeatures(FeatureSource):
         CPU."""
         whole: Tensor | None = None
         for row, place, part in documents_of(tokens, documents):
-            found = server.take(part).to(self.target.device)
+            streams = server.take(part).to(self.target.device)
             if whole is None:
-                whole = found.new_zeros(*tokens.shape, *found.shape[1:])
-            whole[row, place] = found
+                whole = streams.new_zeros(*tokens.shape, *streams.shape[1:])
+            whole[row, place] = streams
         assert whole is not None
         return whole
 
@@ -254,21 +254,25 @@ class ServedFeatures(FeatureSource):
 
     def _compare(self, server: HiddenStatesServer, whole: FrozenTarget, rows: Rows) -> None:
         """Raise UserError unless each stream is closest to the target's stream of the same layer, and close to it."""
-        n, kept = whole.num_layers, rows.documents >= 0
+        n, inside = whole.num_layers, rows.documents >= 0
         known = sorted({k + step for k in server.streams for step in (-1, 0, 1)} & set(range(n + 1)))
         batch = [part.to(whole.device) for part in (rows.tokens, rows.positions, rows.documents)]
         features = whole.packed_features(batch[0], batch[1], batch[2], known)
-        ours = features.aux_hidden_states.unflatten(-1, (len(known), -1)).cpu()[kept].float()
+        ours = features.aux_hidden_states.unflatten(-1, (len(known), -1)).cpu()[inside].float()
         names = [f"enters layer {k}" for k in known[:-1]] + ["leaves the last layer", "leaves the final norm"]
-        candidates = torch.cat([ours, features.hidden.cpu()[kept].float()[:, None]], 1)  # (N, known + 1, D)
-        theirs = self.states(server, rows.tokens, rows.documents).cpu()[kept].float()
+        candidates = torch.cat([ours, features.hidden.cpu()[inside].float()[:, None]], 1)  # (N, known + 1, D)
+        theirs = self.states(server, rows.tokens, rows.documents).cpu()[inside].float()
         for place, k in enumerate(server.streams):
             apart = (candidates - theirs[:, place, None]).norm(dim=(0, 2)) / candidates.norm(dim=(0, 2))
-            nearest, own = int(apart.argmin()), known.index(k)
-            if nearest != own:
-                raise self._wrong(server, f"its state number {place + 1} {names[nearest]}, expected what {names[own]}")
-            if not float(apart[own]) <= LARGEST_DISTANCE:
-                raise self._wrong(server, f"what {names[own]} is {float(apart[own]):.0%} from the target's own")
+            nearest, expected = int(apart.argmin()), known.index(k)
+            if nearest != expected:
+                raise self._wrong(
+                    server, f"its state number {place + 1} {names[nearest]}, expected what {names[expected]}"
+                )
+            if not float(apart[expected]) <= LARGEST_DISTANCE:
+                raise self._wrong(
+                    server, f"what {names[expected]} is {float(apart[expected]):.0%} from the target's own"
+                )
 
     def _compare_logits(self, server: HiddenStatesServer, rows: Rows) -> None:
         """Raise UserError unless our final norm and output head turn the server's states into its own

@@ -1,5 +1,6 @@
 """The target's own answers: what the runtime gives, asked for once for all heads and any number of processes."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,15 +9,18 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from eval.measure.progress import Progress
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.errors import UserError
+from heads.core.files import lock
 from heads.targets.load import load_target, load_tokenizer
 from heads.targets.model import FrozenTarget
 from tests.answering import Stub, by_engine, serving
 from tests.chats import reader_of, talk, write_chats
-from train.data.answers import Answering, describe_cut, read_answering
-from train.data.corpus import AnswerStore
+from tests.faults import small_files
+from train.data.answers import TargetAnswers, describe_cut, open_answers
 from train.data.settings import Data
+from train.data.tokenise import read_source
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -46,40 +50,48 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     return Noting.noted
 
 
-Make = Callable[..., Answering]
+Make = Callable[..., TargetAnswers]
 
 
 @pytest.fixture
 def make(target: FrozenTarget, tmp_path: Path) -> Make:
     """settings of `data.regenerate` -> the answers of the tiny target to short conversations."""
 
-    def make(*, turns: int = 2, **settings: Any) -> Answering:
+    def make(*, turns: int = 2, **settings: Any) -> TargetAnswers:
         said = ([f"{WORDS[n % 8]} {n // 8} {turn // 2}" for turn in range(2 * turns)] for n in range(20))
         source = write_chats(tmp_path / f"chats-{turns}.jsonl", ({"messages": talk(*texts)} for texts in said))
         regenerate = {"prompts": 20, "prompt_tokens": 64, "new_tokens": 6, "batch_size": 2, **settings}
         data = Data.model_validate({"sources": [source], "regenerate": regenerate})
-        return read_answering(data, 0, target, reader_of(load_tokenizer(target.name)))
+        return open_answers(data, 0, target, reader_of(load_tokenizer(target.name)))
 
     return make
 
 
-def exchanges(answering: Answering) -> list[tuple[list[int], list[int]]]:
-    return [exchange for dialogue in answering.answered() for exchange in dialogue.exchanges]
+def records(answers: TargetAnswers) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in answers.lines()]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_answers_are_the_targets_to_every_turn(temperature: float, make: Make, target: FrozenTarget) -> None:
-    answering = make(turns=3, temperature=temperature)
-    corpus = answering.corpus()
-    made = exchanges(answering)
-    requests = [answering.request(prompt) for prompt, _ in made]
+def test_answers_are_the_targets_to_every_turn(
+    temperature: float, make: Make, target: FrozenTarget, tmp_path: Path
+) -> None:
+    answers = make(turns=3, temperature=temperature)
+    corpus = answers.corpus()
+    found = records(answers)
+    pairs = [pair for record in found for pair in record["exchanges"]]
+    requests = [answers.request(prompt) for prompt, _ in pairs]
     outputs = Engine(target, None, EngineOptions(max_length=80, batch_size=8)).generate(requests)
-    assert [output.tokens for output in outputs] == [answer for _, answer in made]
+    assert [output.tokens for output in outputs] == [answer for _, answer in pairs]
     assert len({request.sampling.seed for request in requests}) == len({tuple(r.prompt) for r in requests})
-    answered = [len(dialogue.exchanges) for dialogue in answering.answered()]
-    assert len(answered) == 20 and max(answered) == 3 and sum(answered) == len(made)
+    assert len(found) == 20 and max(len(record["exchanges"]) for record in found) == 3
     labels = [token for document in corpus for token in document.ids[document.labels].tolist()]
-    assert labels == [token for _, answer in made for token in answer]
+    assert labels == [token for _, answer in pairs for token in answer]
+    # The file is also a source of conversations.
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(b"".join(answers.lines()))
+    source = Data.model_validate({"sources": [{"kind": "chat", "path": str(path), "max_skipped": 1.0}]}).sources[0]
+    read = read_source(source, "data.sources.0", reader_of(load_tokenizer(target.name)))
+    assert read.tally.records == 20 and read.tally.forms.keys() == {"messages"} and read.num_labels > 20
 
 
 def test_conversations_that_end_early_are_counted(make: Make) -> None:
@@ -98,33 +110,49 @@ def test_another_head_asks_for_nothing(
     assert make(batch_size=1, share=0.5).corpus().digest == corpus.digest
     trained = make(train_on_prompts=True).corpus()  # documents of its own, from the same answers
     assert trained.num_labels > corpus.num_labels
-    make(prompts=18).corpus()
     assert not asked
     make(new_tokens=7).corpus()
     assert asked and len(list((own_cache / "answers").iterdir())) == 2
     asked.clear()
     often = int(corpus.counts[1].argmax())
-    monkeypatch.setattr(target, "eos_token_ids", (*target.eos_token_ids, often))  # of a mended generation_config.json
+    monkeypatch.setattr(target, "eos_token_ids", (*target.eos_token_ids, often))  # of an edited generation_config.json
     assert make().corpus().digest != corpus.digest
     assert asked
 
 
-def test_an_interruption_loses_the_rows_in_flight(
+def test_an_interruption_loses_the_conversations_in_flight(
     make: Make, asked: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answering, add = make(turns=1), AnswerStore.add
-
-    def some(store: AnswerStore, prompt: list[int], answer: list[int]) -> None:
-        if len(store) == 7:
-            raise KeyboardInterrupt
-        add(store, prompt, answer)
-
+    """And a file cut anywhere loses only the line that was being written."""
+    answers = make(turns=1)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(AnswerStore, "add", some)
-        answering.ask()
+        patch.setattr("train.data.answers.Progress.advance", interrupt_after(7))
+        answers.generate()
     asked.clear()
-    answering.ask()
+    answers.generate()
     assert len(asked) == 20 - 7
+    path = answers.folder / "0.jsonl"
+    whole, asked[:] = path.read_bytes(), []
+    path.write_bytes(whole[:-9])
+    with pytest.raises(UserError, match=r"lacks 1 of 20 answers; the same command generates them"):
+        list(answers.lines())
+    answers.generate()
+    assert len(asked) == 1 and path.read_bytes() == whole
+    path.write_bytes(whole[:-9])
+    with small_files(len(whole) - 9), pytest.raises(UserError, match="cannot be written to"):
+        answers.generate()
+    with path.open("ab") as file, pytest.raises(UserError, match="another run generates these answers"):
+        assert lock(file.fileno())
+        answers.generate()
+
+
+def interrupt_after(count: int) -> Callable[[Progress], None]:
+    def advance(progress: Progress) -> None:
+        progress.done += 1
+        if progress.done == count:
+            raise KeyboardInterrupt
+
+    return advance
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -134,12 +162,12 @@ def test_a_server_gives_the_same_answers(
     own = make(temperature=temperature).corpus()
     asked.clear()
     with serving(Stub(by_engine(target), model=target.name)) as stub:
-        answering = make(temperature=temperature, server={"url": stub.url})
-        assert answering.corpus().digest == own.digest
+        answers = make(temperature=temperature, server={"url": stub.url})
+        assert answers.corpus().digest == own.digest
         stub.asked.clear()
         make(temperature=temperature, server={"url": stub.url + "/v1", "in_flight": 3}).corpus()
         assert not stub.asked and not asked
-    answering.corpus()  # without a server, and without an engine
+    answers.corpus()  # without a server, and without an engine
 
 
 def test_a_server_of_other_weights_is_refused(make: Make, target: FrozenTarget) -> None:
@@ -163,9 +191,9 @@ def test_prompts_come_from_every_source_by_weight(
     def read(count: int) -> list[list[int]]:
         regenerate = {"prompts": count, "prompt_tokens": 12, "new_tokens": 16}
         data = Data.model_validate({"sources": sources, "regenerate": regenerate})
-        answering = read_answering(data, 0, target, reader_of(tokenizer))
-        firsts = [first.ids.tolist() for prompts in answering.prompts for first in prompts.documents]
-        assert [dialogue.prompt for dialogue in answering.dialogues()] == firsts
+        answers = open_answers(data, 0, target, reader_of(tokenizer))
+        firsts = [first.ids.tolist() for prompts in answers.prompts for first in prompts.corpus]
+        assert [dialogue.prompt for dialogue in answers.dialogues()] == firsts
         return firsts
 
     prompts = read(16)
@@ -176,4 +204,4 @@ def test_prompts_come_from_every_source_by_weight(
     chats.write_text('{"text": "short"}\n')
     data = Data.model_validate({"sources": [{"kind": "text", "path": str(chats)}], "regenerate": {}})
     with pytest.raises(UserError, match="no text has 40 characters"):
-        read_answering(data, 0, target, reader_of(tokenizer))
+        open_answers(data, 0, target, reader_of(tokenizer))

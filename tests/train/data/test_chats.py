@@ -13,19 +13,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eval.measure.chat_template import with_arguments
-from eval.measure.forms import read_chat
+from eval.measure.forms import Chat, read_chat
 from eval.measure.prompts import render
 from eval.measure.records import RecordError
 from heads.core.errors import UserError
 from tests.chats import bracketed, encode_chat, talk
-from train.data.chats import (
-    Dialogue,
-    answer_by_answer,
-    encode_conversations,
-    encode_text,
-    encode_turn_by_turn,
-    read_conversation,
-)
+from train.data.chats import encode_conversations, encode_texts, encode_turn_by_turn, read_conversation
+from train.data.dialogues import ChatDialogue
 from train.data.templates import ChatTemplate
 
 CHATML = (
@@ -63,7 +57,7 @@ def marked(
 
 def first_prompt(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any = None) -> list[int] | None:
     """The tokens that are put to the target first."""
-    return Dialogue(answer_by_answer(template, messages, place="f:1", tools=tools, most=100)).prompt
+    return ChatDialogue(template, Chat(messages, tools, "", ()), "f:1", 100).prompt
 
 
 def test_answers_are_labels_and_what_a_template_adds_after_their_end_is_none(
@@ -104,9 +98,9 @@ def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
 ) -> None:
     assume(not any("</s>" in answer.removesuffix("</s>") for _, answer in turns))  # they are left out
     chat = ChatTemplate(read_tokenizer(tiny_target_dir), template)
-    conversation = read_conversation(chat, talk(*chain.from_iterable(turns)), place="f:1")
-    (found,) = encode_conversations(chat, [conversation])
-    expected = encode_turn_by_turn(chat.tokenizer, conversation.texts)
+    texts, _ = read_conversation(chat, talk(*chain.from_iterable(turns)), place="f:1")
+    (found,) = encode_conversations(chat, [texts])
+    expected = encode_turn_by_turn(chat.tokenizer, texts)
     assert [d.ids.tolist() for d in found] == [d.ids.tolist() for d in expected]
     assert [d.labels.tolist() for d in found] == [d.labels.tolist() for d in expected]
 
@@ -168,7 +162,8 @@ def test_an_answer_follows_its_prompt_as_served_where_the_template_rewrites_it(
 def test_the_first_of_the_targets_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerBase) -> None:
     end_ids: Any = tokenizer.convert_tokens_to_ids(["<|system|>"])
     chat = ChatTemplate(tokenizer, CHATML.replace("</s>", "<|system|></s>"), end_ids=end_ids)
-    (documents,) = encode_conversations(chat, [read_conversation(chat, talk("hi", "the sea"), place="f:1")])
+    texts, _ = read_conversation(chat, talk("hi", "the sea"), place="f:1")
+    (documents,) = encode_conversations(chat, [texts])
     assert bracketed(tokenizer, documents) == ["<|user|>\nhi<|system|></s>\n<|assistant|>\n[the sea<|system|>]"]
 
 
@@ -205,18 +200,7 @@ def test_null_says_nothing_where_every_turn_of_a_table_has_the_column() -> None:
     assert ["weight" in turn for turn in read_chat(("f:1", {"messages": turns})).messages] == [False] * 4 + [True]
 
 
-CALLS = {
-    # As Qwen's and Hermes': a mapping or JSON.
-    "either": "{% for c in m.tool_calls %}{% set a = c.function.arguments %}<call>{{ c.function.name }}("
-    "{{ a if a is string else a | tojson }}){% endfor %}",
-    # As Llama's: a mapping, element by element.
-    "mapping": "{% for c in m.tool_calls %}<call>{{ c.function.name }}({% for k, v in c.function.arguments.items() %}"
-    "{{ k }}={{ v }}{% endfor %}){% endfor %}",
-    # As DeepSeek's: text.
-    "text": "{% for c in m.tool_calls %}{{ '<call>' + c.function.name + '(' + c.function.arguments + ')' }}"
-    "{% endfor %}",
-    "alone": "{% for c in m.tool_calls %}{{ '<call>' ~ c.name ~ '(' ~ c.arguments.at ~ ')' }}{% endfor %}",
-}
+CALLS = "{% for c in m.tool_calls %}{{ '<call>' ~ c.name ~ '(' ~ c.arguments.at ~ ')' }}{% endfor %}"
 CALLING = (
     "{% if tools %}<tools>{{ tools[0].name }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{% if m.content %}"
     "{{ m.content }}{% endif %}CALLS{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
@@ -236,14 +220,12 @@ def calling(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
-@pytest.mark.parametrize(
-    ("form", "shown"), [("either", '{"at": "sea"}'), ("mapping", "at=sea"), ("text", '{"at": "sea"}'), ("alone", "sea")]
-)
 def test_calls_of_tools_render_as_the_template_wants_them(
-    form: str, shown: str, content: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+    content: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    template = CALLING.replace("CALLS", CALLS[form])
-    text = f"<|user|>hi<|assistant|>[<call>look({shown})</s>]<|tool|>blue<|assistant|>[blue</s>]"
+    """Here name and arguments alone; the other forms are those of the families in test_templates.py."""
+    template = CALLING.replace("CALLS", CALLS)
+    text = "<|user|>hi<|assistant|>[<call>look(sea)</s>]<|tool|>blue<|assistant|>[blue</s>]"
     assert marked(tokenizer, calling(content), template) == [text]
     function: dict[str, Any] = {"name": "look", "arguments": {"at": "sea"}}
     for call in ({**CALL, "function": function}, function):
@@ -259,7 +241,7 @@ def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase
 
 
 def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    (document,) = encode_text(ChatTemplate(tokenizer), ["the sea"])
+    ((document,),) = encode_texts(ChatTemplate(tokenizer), ["the sea"])
     assert tokenizer.decode(document.ids.tolist()) == "the sea</s>" and document.labels.all()
 
 
@@ -267,7 +249,8 @@ def test_text_that_the_template_has_rendered_has_one_bos_and_the_labels_of_a_cha
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     text = str(tokenizer.apply_chat_template(TALK, tokenize=False))
-    assert bracketed(tokenizer, [*encode_text(ChatTemplate(tokenizer), [text])]) == marked(tokenizer, TALK)
+    (documents,) = encode_texts(ChatTemplate(tokenizer), [text])
+    assert bracketed(tokenizer, documents) == marked(tokenizer, TALK)
     prompt, ids = render([{"role": "user", "content": "<s><|user|>hi<|assistant|>"}], tokenizer)
     assert prompt == "<s><|user|>hi<|assistant|>" and tokenizer.decode([*ids]) == prompt
 

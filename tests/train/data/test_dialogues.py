@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from eval.measure.forms import Chat
 from eval.measure.records import Message
 from heads.targets.load import load_tokenizer
 from tests.chats import bracketed, talk
-from train.data.chats import Dialogue, answer_by_answer, join_texts
+from train.data.chats import join_texts
 from train.data.corpus import Document
+from train.data.dialogues import ChatDialogue, Dialogue
 from train.data.templates import ChatTemplate
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
@@ -32,17 +34,21 @@ def ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return found
 
 
+def chat_of(messages: list[Message]) -> Chat:
+    return Chat(messages, None, "", ())
+
+
 def converse(
     tokenizer: PreTrainedTokenizerBase,
     answers: list[str],
     messages: list[Message] = CHAT,
     template: str | None = None,
-    most: int = 100,
+    max_tokens: int = 100,
     **settings: Any,
 ) -> tuple[list[str], Dialogue]:
     """The prompts that a conversation gives, where the answers are these."""
-    made = answer_by_answer(ChatTemplate(tokenizer, template), messages, place="x", most=most, **settings)
-    dialogue, prompts = Dialogue(made), []
+    dialogue = ChatDialogue(ChatTemplate(tokenizer, template), chat_of(messages), "x", max_tokens, **settings)
+    prompts = []
     for answer in answers:
         if dialogue.prompt is not None:
             prompts.append(str(tokenizer.decode(dialogue.prompt, clean_up_tokenization_spaces=False)))
@@ -79,12 +85,12 @@ def test_a_template_that_rewrites_answers_gives_each_a_document(tokenizer: PreTr
 
 def test_an_answer_that_is_tokenised_otherwise_keeps_its_own_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     """As where a model writes a word in two tokens: the next prompt begins anew with the tokenizer's."""
-    made = Dialogue(answer_by_answer(ChatTemplate(tokenizer), CHAT, place="x", most=100))
+    dialogue = ChatDialogue(ChatTemplate(tokenizer), chat_of(CHAT), "x", 100)
     written = [*ids(tokenizer, "t"), *ids(tokenizer, "h"), tokenizer.eos_token_id]
     assert written[:2] != ids(tokenizer, "th")
-    made.answer(written)
-    made.answer(ids(tokenizer, "so</s>"))
-    first, second = joined(made)
+    dialogue.answer(written)
+    dialogue.answer(ids(tokenizer, "so</s>"))
+    first, second = joined(dialogue)
     assert first.ids[first.labels].tolist() == written
     assert second.ids[second.labels].tolist() == ids(tokenizer, "so</s>")
 
@@ -103,22 +109,24 @@ def test_an_answer_that_goes_through_text_comes_back(tokenizer: PreTrainedTokeni
 
 def test_an_answer_ends_at_a_token_that_is_not_special(tokenizer: PreTrainedTokenizerBase) -> None:
     ends = ids(tokenizer, "!")
-    dialogue = Dialogue(answer_by_answer(ChatTemplate(tokenizer, end_ids=ends), CHAT, place="x", most=100))
+    dialogue = ChatDialogue(ChatTemplate(tokenizer, end_ids=ends), chat_of(CHAT), "x", 100)
     dialogue.answer([*ids(tokenizer, "so"), *ends])
     assert dialogue.prompt == ids(tokenizer, "<s><|user|>one<|assistant|>so</s><|user|>two<|assistant|>")
 
 
 def test_a_conversation_ends_where_it_cannot_go_on(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompts, dialogue = converse(tokenizer, ["so</s>"], most=10)
+    prompts, dialogue = converse(tokenizer, ["so</s>"], max_tokens=10)
     assert len(prompts) == 1 and dialogue.cut == "a prompt of more than 10 tokens"
-    assert converse(tokenizer, [], most=3)[1].exchanges == []
+    assert converse(tokenizer, [], max_tokens=3)[1].exchanges == []
     _, dialogue = converse(tokenizer, ["s<|user|>o</s>"])
     assert len(dialogue.exchanges) == 1 and dialogue.cut == "a turn on an answer with special tokens"
 
 
 def test_the_last_answer_alone_stands_on_the_record(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompts, _ = converse(tokenizer, ["so</s>"], last_only=True)
+    prompts, dialogue = converse(tokenizer, ["so</s>"], last_only=True)
     assert prompts == ["<s><|user|>one<|assistant|>as recorded</s><|user|>two<|assistant|>"]
+    messages = dialogue.record()["messages"]
+    assert messages == [CHAT[0], {**CHAT[1], "weight": 0}, CHAT[2], {"role": "assistant", "content": "so"}]
 
 
 def test_calls_of_tools_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,4 +1,4 @@
-"""Real chat data: what cannot be used is left out and counted, up to a share."""
+"""Real chat data: what cannot be used is skipped and counted, up to a share."""
 
 import json
 import re
@@ -13,10 +13,11 @@ from heads.core.errors import UserError
 from heads.targets.load import load_target
 from tests.chats import reader_of
 from tests.eval.measure.test_forms import GPT, HUMAN, A, U
-from train.data.answers import read_answering
+from train.data.answers import open_answers
 from train.data.corpus import Document
 from train.data.settings import Data
-from train.data.sources import ChatSource, read_source
+from train.data.sources import ChatSource
+from train.data.tokenise import read_source
 
 GOOD = {"conversations": [HUMAN, {**GPT, "value": "the sea"}]}
 ODD: dict[str, dict[str, Any]] = {
@@ -63,8 +64,8 @@ def read(
 def test_one_odd_record_is_left_out_and_given(reason: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     documents, said = read([GOOD, ODD[reason], *[GOOD] * 18], tmp_path, tokenizer)
     assert len(documents) == 19
-    (line,) = (line for line in said[0].splitlines() if "left out" in line)
-    assert f"1 of 20 records are left out: 1 {reason}; the first is" in line and "chats.json: record 2: " in line
+    (line,) = (line for line in said[0].splitlines() if "are skipped" in line)
+    assert f"1 of 20 records are skipped: 1 {reason}; the first is" in line and "chats.json: record 2: " in line
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_a_weight_is_0_or_1(
 ) -> None:
     odd = {"messages": [U, {**A, name: weight}]}
     _, said = read([odd, *[GOOD] * 19], tmp_path, tokenizer)
-    assert "1 of 20 records are left out: 1 a weight other than 0 or 1; the first is" in said[0]
+    assert "1 of 20 records are skipped: 1 a weight other than 0 or 1; the first is" in said[0]
     assert f"messages[1]: {name}: expected 0 (not to be trained on) or 1, got {got}" in said[0]
 
 
@@ -103,8 +104,8 @@ def test_reasons_are_counted_and_more_than_the_recipe_allows_are_refused(
     records = [*[ODD["no turns"]] * 3, *ODD.values(), *[GOOD] * 4]
     documents, said = read(records, tmp_path, tokenizer, max_skipped=0.8)
     assert len(documents) == 4
-    assert "16 of 20 records are left out: 4 no turns, 1 " in said[0] and ", 8 others; the first is" in said[0]
-    with pytest.raises(UserError, match=r"16 of 20 records are left out: 4 no .* record 1: .* max_skipped=0\.79"):
+    assert "16 of 20 records are skipped: 4 no turns, 1 " in said[0] and ", 8 others; the first is" in said[0]
+    with pytest.raises(UserError, match=r"16 of 20 records are skipped: 4 no .* record 1: .* max_skipped=0\.79"):
         read(records, tmp_path, tokenizer, max_skipped=0.79)
     with pytest.raises(UserError, match="no token to train on in its 0 texts"):
         read([ODD["no turns"]], tmp_path, tokenizer, max_skipped=1.0)
@@ -126,12 +127,12 @@ def test_a_record_with_a_token_that_the_target_lacks_is_left_out(
     reader = reader_of(tokenizer, said)
     reader = replace(reader, rendering=replace(reader.rendering, vocab_size=128))
     assert len(read_source(data.sources[0], "data.sources.0", reader)) == 2
-    list(read_answering(data, 0, target, reader).dialogues())
+    list(open_answers(data, 0, target, reader).dialogues())
     fault = f"the first is {path}:2: token '<|image|>' (128) is none of the target's 128 tokens"
-    line = f"1 of 3 records are left out: 1 with a token that the target has no row for; {fault}"
+    line = f"1 of 3 records are skipped: 1 with a token that the target has no row for; {fault}"
     assert [line in text for text in said] == [True, True]
     path.write_text(json.dumps(forms[kind][1]))
-    with pytest.raises(UserError, match=r"1 of 1 records are left out: 1 with a token that the target has no row"):
+    with pytest.raises(UserError, match=r"1 of 1 records are skipped: 1 with a token that the target has no row"):
         read_source(data.sources[0], "data.sources.0", reader)
 
 
@@ -139,7 +140,7 @@ SCREEN = """\
 data.sources.0: FILE
   form: question, response: 18 records; conversations: 1 records
   20 records: 19 conversations, 281 tokens, 114 labels
-  1 of 20 records are left out: 1 without an answer; the first is FILE: record 20: expected an answer of the \
+  1 of 20 records are skipped: 1 without an answer; the first is FILE: record 20: expected an answer of the \
 assistant, got none
   1 records begin with an answer, which is dropped
   columns 'context', 'id' are not read
@@ -177,20 +178,20 @@ def test_prompts_are_read_past_odd_records(
     data = Data.model_validate({"sources": sources, "context_length": 64, "regenerate": regenerate})
     target, said = load_target(str(tiny_target_dir)), list[str]()
     path.write_text(json.dumps([ODD["no turns"], *[GOOD] * 30]))
-    answering = read_answering(data, 0, target, reader_of(tokenizer, said))
-    assert len(list(answering.dialogues())) == 4
-    assert len(said) == 1 and "1 of 5 records are left out" in said[0]
+    answers = open_answers(data, 0, target, reader_of(tokenizer, said))
+    assert len(list(answers.dialogues())) == 4
+    assert len(said) == 1 and "1 of 5 records are skipped" in said[0]
     said.clear()
     data = Data.model_validate({"sources": sources, "context_length": 64, "regenerate": regenerate | {"prompts": None}})
     long = {"instruction": "say " * 20, "response": "so"}
     path.write_text(json.dumps([long, ODD["no turns"], *[GOOD] * 30, long]))
-    answering = read_answering(data, 0, target, reader_of(tokenizer, said))
-    assert len(list(answering.dialogues())) == 30
+    answers = open_answers(data, 0, target, reader_of(tokenizer, said))
+    assert len(list(answers.dialogues())) == 30
     assert "30 conversations to answer; 2 begin with a prompt of more than 16 tokens (data.regenerate." in said[0]
     path.write_text(json.dumps([long]))
     with pytest.raises(UserError, match=r"gives 0 prompts of at most 16 tokens, expected at least 1; raise prompt_tok"):
-        read_answering(data, 0, target, reader_of(tokenizer))
+        open_answers(data, 0, target, reader_of(tokenizer))
     data = Data.model_validate({"sources": sources, "context_length": 64, "regenerate": regenerate})
     path.write_text(json.dumps([ODD["no turns"], GOOD]))
-    with pytest.raises(UserError, match=r"1 of 2 records are left out"):
-        read_answering(data, 0, target, reader_of(tokenizer))
+    with pytest.raises(UserError, match=r"1 of 2 records are skipped"):
+        open_answers(data, 0, target, reader_of(tokenizer))

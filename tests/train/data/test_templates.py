@@ -5,7 +5,7 @@ built from two texts alone: the prompt as served, and what such a target writes,
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
@@ -15,7 +15,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eval.measure.chat_template import apply_template
 from eval.measure.records import Message
 from train.data.chats import encode_conversations, read_conversation, read_rendered
 from train.data.templates import ChatTemplate
@@ -307,7 +306,8 @@ def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str,
             prompt = prompt.removesuffix(family.bare[0]) + family.bare[1]
         expected.append((ids(prompt), ids(str(written(family, messages[n])))))
 
-    (documents,) = encode_conversations(template, [read_conversation(template, messages, place="f:1")])
+    texts, _ = read_conversation(template, messages, place="f:1")
+    (documents,) = encode_conversations(template, [texts])
     found = []
     for document in documents:
         at = 0
@@ -325,53 +325,12 @@ def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str,
 )
 def test_rendered_text_has_the_labels_of_its_conversation(name: str, case: str) -> None:
     template, messages = template_of(name), CASES[case]
-    conversation = read_conversation(template, messages, place="f:1")
+    (first, *others), _ = read_conversation(template, messages, place="f:1")
     text = template.render(template.prepared(messages, place=""), place="")
-    if len(conversation.texts) > 1 or not text.startswith(conversation.texts[0].text):
+    if others or not text.startswith(first.text):
         return  # the template rewrites turns, and no text has the labels of all answers
     assert template.has_rendered(text)
-    answers = conversation.texts[0].answers
+    answers = first.answers
     if name in ("Mistral", "DeepSeek-R1"):
         answers = answers[: 1 if messages is CALLED else None]  # nothing marks one straight after a tool's result
     assert read_rendered(template, text).answers == answers
-
-
-LONG = 24
-"""Answers of a conversation that is rendered in parts."""
-
-
-def long_case(case: str, count: int) -> list[Message]:
-    """A conversation of as many exchanges, each with other texts. `case`: one of `CASES`."""
-    lead, turns = ([], CASES[case]) if CASES[case][0]["role"] == "user" else (CASES[case][:1], CASES[case][1:])
-    rounds = -(-count * 2 // len(turns))
-    return [*lead, *({**turn, "content": f"{turn['content']} {n}"} for n in range(rounds) for turn in turns)]
-
-
-@pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name in FAMILIES for case in CASES if renders(FAMILIES[name], CASES[case])]
-)
-def test_a_long_conversation_has_the_texts_of_its_answers_one_by_one(
-    name: str, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template, messages = template_of(name), long_case(case, LONG)
-    monkeypatch.setattr("train.data.chats.MAX_WHOLE", len(messages))
-    expected = read_conversation(template, messages, place="f:1")
-    monkeypatch.setattr("train.data.chats.MAX_WHOLE", 0)
-    assert read_conversation(template, messages, place="f:1") == expected
-
-
-@pytest.mark.parametrize("name", ["Llama 3", "Qwen2.5", "Phi-3", "DeepSeek-R1", "GLM-4.5, not thinking"])
-def test_the_turns_rendered_of_a_conversation_grow_with_its_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rendered: list[int] = []
-
-    def counting(messages: Sequence[Message], *arguments: Any, **options: Any) -> str:
-        rendered.append(len(messages))
-        return apply_template(messages, *arguments, **options)
-
-    monkeypatch.setattr("train.data.templates.apply_template", counting)
-    totals = []
-    for count in (100, 200):
-        rendered.clear()
-        read_conversation(template_of(name), long_case("two turns", count), place="f:1")
-        totals.append(sum(rendered))
-    assert totals[1] < 2.5 * totals[0]

@@ -1,0 +1,185 @@
+"""Sources read as tokenised documents, and what is printed of each before training: its form, its sizes, what is
+skipped and why, and its first document with the labels marked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eval.measure.records import RecordError
+from heads.core.errors import UserError
+from train.data.corpus import (
+    Corpus,
+    Document,
+    Reader,
+    Tally,
+    corpus_of_rows,
+    document_features,
+    fingerprint,
+    load_rows,
+    record_rows,
+)
+from train.data.sources import AnySource, ChatSource, skipped_document
+from train.data.templates import ChatTemplate, tokenizer_key
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+OPEN, CLOSE = "⟦", "⟧"
+MAX_COLUMNS = 8
+"""Number of columns to name, the most common first."""
+MAX_CHARACTERS, MAX_STRETCH = 1200, 400
+"""Number of characters to show of a document, and of each of its stretches of labels and of other tokens."""
+MAX_REASONS = 5
+"""Number of reasons to list for skipped records, the most common first."""
+BATCH = 64
+"""Records tokenised together."""
+RECORDS_PER_PROCESS = 8192
+"""Minimum number of records for each process that tokenises."""
+
+
+def describe_skipped(source: AnySource, tally: Tally, *, whole: bool) -> list[str]:
+    """Return the line on a source's skipped records, by reason, if there are some. `whole`: all records have
+    been read; UserError if more are unusable than the source allows."""
+    if not tally.skipped:
+        return []
+    named = sorted(tally.skipped.items(), key=lambda pair: -pair[1])
+    reasons = ", ".join(f"{count} {reason}" for reason, count in named[:MAX_REASONS])
+    rest, skipped = sum(count for _, count in named[MAX_REASONS:]), sum(tally.skipped.values())
+    line = (
+        f"{skipped} of {tally.records} records are skipped: {reasons}{f', {rest} others' if rest else ''}; "
+        f"the first is {source}{tally.first_skipped}"
+    )
+    if whole and isinstance(source, ChatSource) and skipped > source.max_skipped * tally.records:
+        raise UserError(
+            f"{source}: {line}; fix them, or allow more than max_skipped={source.max_skipped:g} of this source"
+        )
+    return [line]
+
+
+def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
+    """Return the documents of a source, and print what they are. `name`: the source's key in the recipe. UserError if
+    there is nothing to train on."""
+    corpus = reader.read(str(source), lambda: _tokenise_source(source, reader.rendering))
+    tally = corpus.tally
+    lines = [*source.unread(), *describe_skipped(source, tally, whole=True)]
+    if corpus.num_labels == 0:
+        remedy = lines[0] if lines else "give longer ones"
+        raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; {remedy}")
+    if source.kind == "chat" and tally.last_tokens < corpus.num_tokens:
+        lines.append(
+            "the chat template rewrites earlier turns, so answers are documents of their own: "
+            f"{corpus.num_tokens / tally.last_tokens:.2f} times the conversations' tokens; {name}.answers=last trains "
+            "on their last answers alone"
+        )
+    sizes = (
+        f"{tally.records:,} records: {tally.records - sum(tally.skipped.values()):,} {texts_of(source)}, "
+        f"{corpus.num_tokens:,} tokens, {corpus.num_labels:,} labels"
+    )
+    reader.say(describe_source(f"{name}: {source}", sizes, corpus, reader.rendering.tokenizer, *lines))
+    return corpus
+
+
+def texts_of(source: AnySource) -> str:
+    return "conversations" if source.kind == "chat" else "texts"
+
+
+def _tokenise_source(source: AnySource, rendering: ChatTemplate) -> Corpus:
+    """Return the documents of a source, tokenised by several processes if it is large."""
+    content = source.content()
+    records = _load_records(source, fingerprint(content))
+    processes = min(len(os.sched_getaffinity(0)), len(records) // RECORDS_PER_PROCESS)
+    documents = records.map(
+        partial(_tokenise_batch, source, rendering, os.getpid()),
+        batched=True,
+        batch_size=BATCH,
+        remove_columns=records.column_names,
+        features=document_features(),
+        num_proc=processes if processes > 1 else None,
+        new_fingerprint=fingerprint({"records": content, **tokens_key(source, rendering)}),
+        load_from_cache_file=True,
+    )
+    return corpus_of_rows(documents)
+
+
+def tokens_key(source: AnySource, rendering: ChatTemplate) -> dict[str, Any]:
+    limit = {} if rendering.limit is None else {"vocab_size": rendering.limit}
+    return {"tokenizer": tokenizer_key(rendering.tokenizer), **limit, **source.key(rendering)}
+
+
+def _load_records(source: AnySource, name: str) -> Dataset:
+    """Return a source's records as a data set of JSON texts: their own fields may be of a type for each record."""
+    from datasets import Features, Value
+
+    def rows() -> Iterator[dict[str, Any]]:
+        place = None
+        for place, record in source.records():
+            yield {"place": place.removeprefix(str(source)), "record": json.dumps(record, default=str)}
+        if place is None:
+            raise UserError(f"{source}: holds no records; expected some text or conversations")
+
+    return load_rows(name, Features({"place": Value("string"), "record": Value("large_string")}), rows)
+
+
+def _tokenise_batch(
+    source: AnySource, rendering: ChatTemplate, process: int, batch: dict[str, list[str]]
+) -> dict[str, list[Any]]:
+    if os.getpid() != process:  # one of several, which leaves signals to the run
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    places = [f"{source}{place}" for place in batch["place"]]  # the file may have moved
+    records = [*zip(places, map(json.loads, batch["record"]), strict=True)]
+    rows: list[dict[str, Any]] = []
+    for place, documents in zip(places, source.documents(rendering, records), strict=True):
+        try:
+            rendering.check_ids(np.concatenate([document.ids for document in documents]), place)
+        except RecordError as error:
+            documents = [skipped_document(error, str(source))]
+        rows += record_rows(documents)
+    return {name: [row[name] for row in rows] for name in document_features()}
+
+
+def describe_source(title: str, sizes: str, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *lines: str) -> str:
+    """Return the lines on a corpus. `lines`: those that come after its sizes."""
+    tally = corpus.tally
+    forms = [f"{form}: {count:,} records" if len(tally.forms) > 1 else form for form, count in tally.forms.items()]
+    described = [title, *(["form: " + "; ".join(forms)] if forms else []), sizes, *lines]
+    described += [f"{count:,} {note}" for note, count in tally.notes.items()]
+    if tally.unread:
+        names = ", ".join(f"'{column}'" for column in [*tally.unread][:MAX_COLUMNS])
+        others = f" and {len(tally.unread) - MAX_COLUMNS} others" if len(tally.unread) > MAX_COLUMNS else ""
+        described.append(
+            f"columns {names}{others} are not read" if len(tally.unread) > 1 else f"column {names} is not read"
+        )
+    document = next(iter(corpus), None)
+    if document is not None:
+        what = f"labels in {OPEN}{CLOSE}" if document.labels.any() else "without labels"
+        described.append(f"the first of {len(corpus):,} documents, {len(document.ids):,} tokens, {what}:")
+        text = marked(tokenizer, document, MAX_STRETCH)
+        described += _clipped(text, MAX_CHARACTERS).splitlines()
+    return "\n  ".join(described)
+
+
+def marked(tokenizer: PreTrainedTokenizerBase, document: Document, most: int | None = None) -> str:
+    """Return the text of a document with its labels in brackets. `most`: number of characters to show of a stretch."""
+    ids, labels = document.ids.tolist(), document.labels.tolist()
+    bounds = [n for n in range(1, len(ids)) if labels[n] != labels[n - 1]]
+    stretches = zip([0, *bounds], [*bounds, len(ids)], strict=True)
+    texts = [
+        (_clipped(str(tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)), most), labels[start])
+        for start, end in stretches
+    ]
+    return "".join(f"{OPEN}{text}{CLOSE}" if label else text for text, label in texts)
+
+
+def _clipped(text: str, most: int | None) -> str:
+    if most is None or len(text) <= most:
+        return text
+    return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-(most // 2) :]}"
