@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-import torch
 from accelerate.utils import gather_object
 
 from eval.measure.progress import Progress
@@ -48,13 +47,8 @@ from train.data.settings import Answers, Data, Regenerate
 from train.data.sources import AnySource, skipped_document
 from train.data.tokenise import describe_skipped, describe_source, texts_of, tokens_key
 
-MARGIN = 1.0
-"""Largest accepted difference between the highest logit and the logit of a server's greedy token."""
 BATCHES = 8
 """Batches per call of the engine. Rows that end early continue with the next prompt."""
-
-Numbered = Iterator[tuple[int, Dialogue]]
-"""Dialogues, each after its number among those of all sources."""
 
 
 class Prompts(NamedTuple):
@@ -78,9 +72,7 @@ def read_prompts(
     counts: list[int | None] = [None] * len(data.sources)
     if settings.prompts is not None:
         if settings.prompts < len(data.sources):
-            raise UserError(
-                f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
-            )
+            raise UserError(f"{name}.prompts: expected at least one for each source, got {settings.prompts}")
         counts = [*shares([source.weight or 1.0 for source in data.sources], settings.prompts)]
     max_tokens = settings.prompt_tokens
     prompts = [
@@ -250,8 +242,7 @@ class TargetAnswers:
             if server is None:
                 self.answer_by_engine(dialogues, write)
             else:
-                client, ends = ServerClient(server.url), target.eos_token_ids
-                answering = AnsweringServer(client, server.model or target.name, target.vocab_size, ends, self.fault_of)
+                answering = AnsweringServer(ServerClient(server.url), server.model or target.name, target)
                 in_flight = max(1, server.in_flight // self.reader.accelerator.num_processes)
                 answer_by_server(dialogues, self.request, answering, in_flight, write)
         whose = " by the first process" if self.reader.accelerator.num_processes > 1 else ""
@@ -272,7 +263,10 @@ class TargetAnswers:
             raise UserError(f"{self.folder}: lacks {missing} of {self.count} answers; the same command generates them")
         return [lines[number] for number in range(self.count)]
 
-    def answer_by_engine(self, dialogues: Numbered, write: Callable[[int, Dialogue], None]) -> None:
+    def answer_by_engine(
+        self, dialogues: Iterator[tuple[int, Dialogue]], write: Callable[[int, Dialogue], None]
+    ) -> None:
+        """Answer the numbered dialogues. `write` is called with each that ends."""
         settings, target, engine = self.settings, self.target, None
         longest = min(settings.prompt_tokens + settings.new_tokens + 1, target.context_length)
         options = EngineOptions(batch_size=settings.batch_size, max_length=longest)
@@ -295,22 +289,3 @@ class TargetAnswers:
             answers = [[] for _ in waiting]
             engine = engine or Engine(target, None, options)
             engine.generate([self.request(dialogue.prompt or []) for _, dialogue in waiting], on_tokens=keep)
-
-    def fault_of(self, prompt: Sequence[int], answer: Sequence[int]) -> str | None:
-        """Return what is wrong with a server's greedy answer: a token whose logit is far below the target's highest.
-        None if there is no such token, or if the target is not whole in this process."""
-        if self.target.placement != "whole":
-            return None
-        tokens = torch.tensor([[*prompt, *answer]], device=self.target.device)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        features = self.target.packed_features(tokens, positions, torch.zeros_like(tokens), ())
-        logits = self.target.shared.lm_head(features.hidden[:, len(prompt) - 1 : -1])[0].float()
-        margins = logits.amax(dim=-1) - logits[torch.arange(len(answer)), tokens[0, len(prompt) :]]
-        worst = int(margins.argmax())
-        if float(margins[worst]) <= MARGIN:
-            return None
-        return (
-            f"expected the target's greedy answer, got token {answer[worst]} at place {worst}, whose logit is "
-            f"{float(margins[worst]):.1f} below that of {int(logits[worst].argmax())}; serve the same weights as "
-            "target.path, in the same precision"
-        )

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ def made_up(request: Request) -> list[int]:
 
 
 def ask(stub: Stub, dialogues: Sequence[Dialogue], *, in_flight: int = 64, retries: int = 0, url: str = "") -> None:
-    server = AnsweringServer(ServerClient(url or stub.url, retries), "tiny", 128, (EOS,), lambda *_: None)
+    target: Any = SimpleNamespace(vocab_size=128, eos_token_ids=(EOS,), placement="elsewhere")
+    server = AnsweringServer(ServerClient(url or stub.url, retries), "tiny", target)
 
     def request(prompt: list[int]) -> Request:
         return Request(prompt, TOKENS, Sampling(0.5, seed=len(prompt)))
