@@ -69,13 +69,6 @@ def test_answers_are_labels_and_what_a_template_adds_after_their_end_is_none(
     assert marked(tokenizer, TALK[1:3], CHATML) == ["<|user|>\nhi</s>\n<|assistant|>\n[the sea</s>]"]
 
 
-def test_a_template_that_drops_reasoning_gives_each_answer_its_own_document(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert marked(tokenizer, talk("hi", "so/think sea", "and", "no/think sand"), FORGETFUL) == [
-        "<|user|>hi</s><|assistant|>[so/think sea</s>]",
-        "<|user|>hi</s><|assistant|>sea</s><|user|>and</s><|assistant|>[no/think sand</s>]",
-    ]
-
-
 THINKING = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>the{% endif %}"

@@ -230,6 +230,8 @@ def test_faults_of_a_server_are_named(server: StubServer, tmp_path: Path) -> Non
         finally:
             client.close()
 
+    with pytest.raises(ValueError, match="expected an address such as"):
+        VllmFeatures(kind="vllm", url="nowhere")
     with pytest.raises(UserError, match=r"shape \(14, 4, 32\), expected .* start it with .*_layer_ids \[2, 8\]"):
         states([2, 8])
     server.lost = 9
