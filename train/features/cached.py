@@ -127,10 +127,9 @@ class CachedFeatures(FeatureSource):
         shards = open_shards(self.folder)
         if not shards or len(shards) < shards[0].total:
             raise UserError(f"features.folder {self.folder}: is not filled; run {COMMAND} first")
-        wanted = {"target": target.fingerprint, "dtype": self.dtype, "precision": precision}
-        for shard in shards:
-            check_holds(self.folder, shard.about, wanted)
         self.about = shards[0].about
+        wanted = {"target": target.fingerprint, "dtype": self.dtype, "precision": precision}
+        check_holds(self.folder, self.about, wanted)
         self.shards = {key: shard for shard in shards for key in shard.rows}
         """The key of each row -> the shard that holds it."""
         target.remote = self.fetch
