@@ -233,7 +233,7 @@ class TargetAnswers:
             def write(number: int, dialogue: Dialogue) -> None:
                 nonlocal num_tokens
                 more = {"number": number, "exchanges": dialogue.exchanges, "cut": dialogue.cut}
-                file.write(json.dumps(dialogue.record() | more).encode() + b"\n")
+                file.write(json.dumps(dialogue.record() | more, default=str).encode() + b"\n")
                 file.flush()
                 num_tokens += sum(len(answer) for _, answer in dialogue.exchanges)
                 progress.note = f"{num_tokens:,} tokens"
