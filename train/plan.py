@@ -13,7 +13,7 @@ from torch import nn
 from eval.measure.prompts import split_prompts, spread
 from eval.pages.format import count as short
 from eval.pages.format import number, plural, with_interval
-from heads.targets.quantization import LEAST_SHARE
+from heads.targets.quantization import MIN_SHARE
 from train.accelerator import wanted_mode
 from train.counting import ACTIVATIONS, GIB, STATE, Launch, Plan
 from train.fast_dtype import measured_tflops
@@ -201,7 +201,7 @@ def advice(plan: Plan) -> Iterator[tuple[str, int]]:
         layers = plan.target.layers
         linear = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
         int8_bytes = plan.end_bytes + sum(plan.layer_bytes("int8"))
-        if linear >= LEAST_SHARE * sum(p.numel() for p in layers.parameters()) and int8_bytes < plan.target_bytes:
+        if linear >= MIN_SHARE * sum(p.numel() for p in layers.parameters()) and int8_bytes < plan.target_bytes:
             yield "target.quantize=int8", others + int8_bytes
         largest = max(plan.layer_bytes(plan.recipe.target.quantize))
         if (room := launch.memory_bytes - others - largest) > 0:
