@@ -38,9 +38,10 @@ from eval.measure.command import (
     print_line,
     typed,
 )
-from eval.measure.folders import BENCH, own_folder, plain_name, short_name
+from eval.measure.folders import BENCH, RESULTS, own_folder, plain_name, short_name
 from eval.measure.prompts import check_suites
-from eval.measure.results import Results, write_record, write_results
+from eval.measure.results import COMPARED, write_results
+from eval.measure.schema import Results
 from eval.measure.server import check_url
 from eval.measure.settings import BenchSettings, add_measure_options, to_settings
 from heads.core.contract import HEAD_TREE
@@ -107,7 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eval.measure.environment import contention
     from eval.measure.loading import fitting_head, open_target_of
     from eval.pages.card import check_card
-    from eval.pages.format import is_exact
     from eval.pages.wandb_run import tracked
     from heads.published import is_published
     from heads.registry import untrained_kind
@@ -129,14 +129,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = run_bench(target, heads, tokenizer, settings, out=out, with_roofline=options.roofline)
         log(results)
     print(f"written to {out}", file=sys.stderr)
-    return 0 if is_exact(results) else 1
+    return 0 if results.is_exact else 1
 
 
 def measure_served(options: argparse.Namespace, settings: BenchSettings) -> int:
     from rich.console import Console
 
     from eval.measure.bench_server import bench_server
-    from eval.pages.format import is_exact
 
     parent = default_out(options.heads[0]) if options.heads else Path("runs", plain_name(f"bench-{options.server}"))
     check_suites(settings.prompts)
@@ -144,7 +143,7 @@ def measure_served(options: argparse.Namespace, settings: BenchSettings) -> int:
         results = bench_server(options, settings)
         report(results, out, Console())
     print(f"written to {out}", file=sys.stderr)
-    return 0 if is_exact(results) else 1
+    return 0 if results.is_exact else 1
 
 
 def run_bench(
@@ -162,7 +161,6 @@ def run_bench(
     from rich.console import Console
 
     from eval.measure.bench_heads import bench_heads
-    from eval.measure.roofline import lines
     from eval.pages.report import print_audit_report
 
     console = console or Console()
@@ -170,11 +168,9 @@ def run_bench(
     if not settings.timing:
         print_audit_report(results, console)
         if out is not None:
-            write_record(results, out / "audit.json")
+            write_results(results, out / "audit.json")
         return results
     report(results, out, console)
-    if with_roofline:
-        console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
     return results
 
 
@@ -185,8 +181,7 @@ def report(results: Results, out: Path | None, console: "Console") -> None:
 
     try:
         if out is not None:
-            write, name = (write_record, "compare.json") if "heads" in results else (write_results, "results.json")
-            write(results, out / name)
+            write_results(results, out / (COMPARED if results.is_comparison else RESULTS))
             with Progress("writing the report", announced=True):
                 write_report(results, out)
     finally:  # of a measurement that cannot be saved, the figures are shown

@@ -12,6 +12,7 @@ interrupted: writes its report.html with the curves so far. No model is loaded.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -19,9 +20,11 @@ from pathlib import Path
 
 from eval.measure.command import Parser, exit_status
 from eval.measure.folders import RESULTS, folders_of, newest_results
-from eval.measure.results import COMPARED, Results, read_log, read_results
+from eval.measure.results import COMPARED, read_log, read_results
+from eval.measure.schema import Results
 from heads.core.errors import UserError
-from heads.core.files import check_folder
+from heads.core.files import check_folder, file_hash
+from heads.targets.hub import is_here
 
 SEVERAL = Path("runs/report")
 
@@ -54,18 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_progress(options.results[0], Console())
         print(f"written to {options.results[0] / 'report.html'}", file=sys.stderr)
         return 0
-    found = [find_results(path) for path in options.results]
-    if len(found) > 1:
+    measurements = [find_results(path) for path in options.results]
+    if len(measurements) > 1:
         check_folder(options.out or SEVERAL, "--out")
-        print(f"written to {write_page([results for _, results in found], options.out or SEVERAL)}", file=sys.stderr)
+        print(
+            f"written to {write_page([results for _, results in measurements], options.out or SEVERAL)}",
+            file=sys.stderr,
+        )
         return 0
-    ((folder, results),) = found
-    if "heads" not in results:
+    ((folder, results),) = measurements
+    if not results.is_comparison:
         check_card(folder, "the folder")
         follow_head(results, options.results[0])
     write_report(results, folder)
     print_report(results, Console())
-    for line in held_out_lines((results.get("head") or {}).get("curve", ())):
+    for line in held_out_lines(results.head.curve):
         print(line)
     print(f"written to {folder}", file=sys.stderr)
     return 0
@@ -74,14 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def follow_head(results: Results, path: Path) -> None:
     """Let results name the head of the run at `path` and its target where they are, if the results are of that head:
     the run may have moved since, or the working folder was another."""
-    from heads.saved import find_head, read_config, weights_hash
-    from heads.targets.hub import is_here
-
-    if (results.get("head") or {}).get("sha256") == weights_hash(path) is not None:
-        head = find_head(path)
-        results["head"]["path"], name = str(head), read_config(head)["target"]["name"]
-        if name is not None and not is_here(results["target"]["name"]):
-            results["target"]["name"] = name
+    for file in [*path.glob("*.safetensors"), *path.glob("head/*.safetensors")]:
+        if file_hash(file) == results.head.sha256:
+            results.head.path = str(file.parent)
+            config = json.loads((file.parent / "config.json").read_text(encoding="utf-8"))
+            target = config["draftsmith"]["target"]["name"]
+            if target is not None and not is_here(results.target.name):
+                results.target.name = target
+            return
 
 
 def is_unmeasured(run: Path) -> bool:

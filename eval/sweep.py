@@ -23,7 +23,7 @@ from eval import bench
 from eval.measure.command import Parser, add_wandb_option, exit_status, typed
 from eval.measure.folders import RESULTS, plain_name
 from eval.measure.prompts import split_prompts
-from eval.measure.results import figures_of, read_results
+from eval.measure.results import named_figures, read_results
 from eval.measure.settings import Count, to_settings
 from eval.pages.format import exact_cell
 from heads.core.errors import UserError
@@ -111,8 +111,8 @@ def measure(setting: dict[str, Any], folder: Path, wandb: str) -> dict[str, Any]
     row = {"folder": folder.name, "status": status or 1, "figures": {}, "identical": "failed"}
     if (folder / RESULTS).is_file():
         results = read_results(folder / RESULTS)
-        row |= {"status": int(bool(results["exact"]["divergences"])), "identical": exact_cell(results)}
-        row["figures"] = figures_of(results)
+        row |= {"status": int(not results.is_exact), "identical": exact_cell(results.exact)}
+        row["figures"] = named_figures(results.headline)
     return row
 
 

@@ -9,14 +9,16 @@ hyphen and up to a dot: eagle3.json, eagle3.ratio.json, eagle3-large.json.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from eval.measure.command import Parser
 from eval.measure.prompts import suite_name
-from eval.measure.results import Results
+from eval.measure.results import read_results
+from eval.measure.schema import Head, Measurement, Results
 from eval.pages import format
+from eval.pages.tables import Table
 from train.entry import run_script
 from train.recipe import Recipe
 from train.recipe_help import keys_page
@@ -44,37 +46,35 @@ SUITES = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench", "p
 GREEDY, MEAN = "greedy", "mean"
 
 
-class Found:
-    """The figures of some records: by method, draft, way of choosing tokens, and suite."""
+class Records:
+    """The figures of some records: by method, draft and way of choosing tokens, over all prompts and by suite."""
 
     def __init__(self, pattern: str) -> None:
         self.records: list[Results] = []
-        self.heads: dict[str, Results] = {}
-        self.figures: dict[tuple[str, str, str], dict[str, Results]] = {}
+        self.heads: dict[str, Head] = {}
+        self.pooled: dict[tuple[str, str, str], Measurement] = {}
+        self.by_suite: dict[tuple[str, str, str], dict[str, Measurement]] = {}
         for path in sorted(RESULTS.glob(pattern)):
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = read_results(path)
             self.records.append(record)
-            variant = path.stem.partition(".")[0].partition("-")[2] if "head" in record else ""
-            heads = {head.get("name"): head for head in record.get("heads") or [record["head"]]}
-            suites = [suite_name(name) for name in record["settings"]["suites"]]
-            parts = [(name, part | {"pooled": record}) for name, part in record.get("suites", {}).items()]
-            for m in record["measurements"]:
-                own = m.get("suites") or (dict.fromkeys(suites, m) if len(suites) == 1 else {})
-                parts += [(name, m | part | {"pooled": m}) for name, part in own.items()]
-            for name, m in ((name, m) for name, m in parts if name in suites):  # not categories
-                head = heads[m.get("head")]
-                method = METHODS[head["kind"]] + f", {variant}" * bool(variant)
+            variant = "" if record.is_comparison else path.stem.partition(".")[0].partition("-")[2]
+            suites = [suite_name(name) for name in record.settings.suites]
+            for m in record.measurements:
+                head = record.head_of(m)
+                method = METHODS[head.kind] + f", {variant}" * bool(variant)
                 self.heads.setdefault(method, head)
-                way = format.sampling_text(m["temperature"])
-                way += ", ratio" * (m["rule"] == "ratio" and m["temperature"] > 0)
-                way += ", served" * ("server" in record)
-                title = next((title for start, title in SUITES.items() if name.startswith(start)), name)
-                self.figures.setdefault((method, m["tree"], way), {}).setdefault(title, m)
-        self.suites = list(dict.fromkeys(title for of_suites in self.figures.values() for title in of_suites))
+                way = format.sampling_text(m.temperature)
+                way += ", ratio" * (m.rule == "ratio" and m.temperature > 0) + ", served" * (record.server is not None)
+                parts = dict.fromkeys(suites, m) if len(suites) == 1 else m.suites
+                for name in (name for name in parts if name in suites):  # not categories
+                    title = next((title for start, title in SUITES.items() if name.startswith(start)), name)
+                    self.pooled.setdefault((method, m.tree, way), m)
+                    self.by_suite.setdefault((method, m.tree, way), {}).setdefault(title, parts[name])
+        self.suites = list(dict.fromkeys(title for parts in self.by_suite.values() for title in parts))
         self.suites.sort(key=lambda title: [*SUITES.values(), title].index(title))
         self.average = MEAN if len(self.suites) > 1 else self.suites[0]
         order = list(METHODS.values())
-        rows = dict.fromkeys((method, draft) for method, draft, _ in self.figures)
+        rows = dict.fromkeys((method, draft) for method, draft, _ in self.pooled)
         self.rows = sorted(rows, key=lambda row: (order.index(row[0].partition(",")[0]), row[0]))
 
     @property
@@ -82,38 +82,40 @@ class Found:
         """The rows without those of a chain that is shorter than another of the same method."""
         chains: dict[str, int] = {}
         for method, draft in self.rows:
-            if draft.startswith("chain:"):
-                chains[method] = max(chains.get(method, 0), chain_length(draft))
-        return [row for row in self.rows if chain_length(row[1]) in (0, chains.get(row[0]))]
+            chains[method] = max(chains.get(method, 0), chain_length(draft))
+        return [row for row in self.rows if chain_length(row[1]) in (0, chains[row[0]])]
 
     def tau(self, row: tuple[str, str], suite: str, way: str) -> str:
         """Return tau on a suite, with its interval, or under `MEAN` the mean of all suites."""
-        of_suites = self.figures.get((*row, way), {})
-        if suite == MEAN and of_suites.keys() == {*self.suites}:
-            return format.number(fmean(m["tau"]["mean"] for m in of_suites.values()))
-        return format.tau_text(of_suites[suite]) if suite in of_suites else format.MISSING
+        parts = self.by_suite.get((*row, way), {})
+        if suite == MEAN and parts.keys() == {*self.suites}:
+            return format.number(fmean(m.tau.mean for m in parts.values()))
+        return format.tau_text(parts[suite]) if suite in parts else format.MISSING
 
     def speedup(self, row: tuple[str, str]) -> str:
         """Return the greedy speedup over all prompts."""
-        of_suites = self.figures.get((*row, GREEDY))
-        return format.speedup_cell(next(iter(of_suites.values()))["pooled"]) if of_suites else format.MISSING
+        pooled = self.pooled.get((*row, GREEDY))
+        return format.speedup_cell(pooled) if pooled else format.MISSING
 
     def caption(self) -> str:
         """Return the sentence below a table: how many prompts, where, and how many outputs were the target's own."""
-        settings = [record["settings"] for record in self.records]
-        commits = sorted({record["versions"]["draftsmith"][:7] for record in self.records})
-        here = [record for record in self.records if "server" not in record]
-        exact = [record["exact"] for record in here if record["exact"]["identical"] is not None]
-        counts = [sum(part[key] for part in exact) for key in ("identical", "prompts")]
-        near = sum(len(part.get("near_ties", ())) for part in exact)
-        ranges = [sorted({own[key] for own in settings}) for key in ("num_prompts", "max_new_tokens")]
-        sizes = [f"{found[0]:,} to {found[-1]:,}" if len(found) > 1 else f"{found[0]:,}" for found in ranges]
+        prompts = number_range(record.settings.num_prompts for record in self.records)
+        tokens = number_range(record.settings.max_new_tokens for record in self.records)
+        commits = sorted({record.versions["draftsmith"][:7] for record in self.records})
+        here = [record for record in self.records if record.server is None]
+        exact = [record.exact for record in here if record.exact.identical is not None]
+        near = sum(len(part.near_ties) for part in exact)
         return (
-            f"{sizes[0]} prompts of {', '.join(self.suites)}, {sizes[1]} new tokens; "
+            f"{prompts} prompts of {', '.join(self.suites)}, {tokens} new tokens; "
             f"{'; '.join(sorted(set(map(format.device_text, here))))}; commit {', '.join(commits)}; 95% intervals. "
-            f"Identical to plain decoding: {counts[0]:,} of {counts[1]:,} outputs"
-            f"{f', {near} of them but for near-ties' if near else ''}."
+            f"Identical to plain decoding: {sum(part.identical or 0 for part in exact):,} of "
+            f"{sum(part.prompts for part in exact):,} outputs{f', {near} of them but for near-ties' if near else ''}."
         )
+
+
+def number_range(numbers: Iterable[int]) -> str:
+    least, *others = sorted(set(numbers))
+    return f"{least:,} to {others[-1]:,}" if others else f"{least:,}"
 
 
 def chain_length(draft: str) -> int:
@@ -121,45 +123,46 @@ def chain_length(draft: str) -> int:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table without the columns in which nothing was measured."""
-    kept = [n for n in range(len(columns)) if any(row[n] != format.MISSING for row in rows)]
-    lines = [[cells[n] for n in kept] for cells in (columns, ["---"] * len(columns), *rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return Table("", [], columns, rows).markdown()
 
 
 def first_table(pattern: str) -> str:
     """Return each method's longest chain, without intervals of tau."""
-    found = Found(pattern)
-    columns = ["method", "draft", *(f"tau, {suite}" for suite in found.suites), f"tau, {found.average}, T = 1"]
-    rows = []
-    for row in filter(lambda row: chain_length(row[1]), found.longest):
-        taus = [found.tau(row, suite, GREEDY) for suite in found.suites] + [found.tau(row, found.average, "T = 1")]
-        rows.append([*row, *(tau.partition(" ")[0] for tau in taus), found.speedup(row)])
-    return f"{markdown([*columns, 'speedup'], rows)}\n\n{found.caption()}"
+    records = Records(pattern)
+    cells = [*((suite, GREEDY) for suite in records.suites), (records.average, "T = 1")]
+    columns = ["method", "draft", *(f"tau, {suite}" for suite in records.suites), f"tau, {records.average}, T = 1"]
+    rows = [
+        [*row, *(records.tau(row, *cell).partition(" ")[0] for cell in cells), records.speedup(row)]
+        for row in records.longest
+        if chain_length(row[1])
+    ]
+    return f"{markdown([*columns, 'speedup'], rows)}\n\n{records.caption()}"
 
 
 def all_table(pattern: str, *, speeds: bool = True) -> str:
     """Return every draft of every method; without speedups, of chains the longest."""
-    found = Found(pattern)
-    cells = [(suite, GREEDY) for suite in found.suites if found.average == MEAN]
-    cells += [(found.average, way) for way in (GREEDY, "T = 1", "T = 1, ratio", "greedy, served", "T = 1, served")]
+    records = Records(pattern)
+    cells = [(suite, GREEDY) for suite in records.suites if records.average == MEAN]
+    cells += [(records.average, way) for way in (GREEDY, "T = 1", "T = 1, ratio", "greedy, served", "T = 1, served")]
     columns = ["method", "draft", *(f"tau, {suite}, {way}" for suite, way in cells)]
-    drafts = found.rows if speeds else found.longest
-    rows = [[*row, *(found.tau(row, *cell) for cell in cells), *[found.speedup(row)] * speeds] for row in drafts]
-    return f"{markdown(columns + ['speedup, greedy'] * speeds, rows)}\n\n{found.caption()}"
+    drafts = records.rows if speeds else records.longest
+    rows = [[*row, *(records.tau(row, *cell) for cell in cells), *[records.speedup(row)] * speeds] for row in drafts]
+    return f"{markdown(columns + ['speedup, greedy'] * speeds, rows)}\n\n{records.caption()}"
 
 
 def cost_table(pattern: str) -> str:
     """Return the size of each method's head, how long its rounds take, and on how many tokens it was trained."""
-    found = Found(pattern)
+    records = Records(pattern)
     rows = []
-    for method, draft in found.longest:
-        if figures := found.figures.get((method, draft, GREEDY)):
-            first, head = next(iter(figures.values())), found.heads[method]
-            read, tokens = first.get("draft_bytes"), head.get("budget_tokens")
-            took = first["speculative"]["round_ms"]["median"] / first["baseline"]["step_ms"]["median"]
-            sizes = [format.count(head["parameters"]), format.number(read and read / 1e6, 1), format.number(took)]
-            rows.append([method, draft, *sizes, format.count(tokens) if tokens else format.MISSING])
+    for method, draft in records.longest:
+        m = next(iter(records.by_suite.get((method, draft, GREEDY), {}).values()), None)
+        if m is None or m.baseline is None:
+            continue
+        head = records.heads[method]
+        took = m.speculative.round_ms.median / m.baseline.step_ms.median
+        read = format.MISSING if m.draft_bytes is None else format.number(m.draft_bytes / 1e6, 1)
+        tokens = format.count(head.budget_tokens) if head.budget_tokens else format.MISSING
+        rows.append([method, draft, format.count(head.parameters), read, format.number(took), tokens])
     columns = ["method", "draft", "parameters", "MB read a round", "a round, in plain steps", "training tokens"]
     return markdown(columns, rows)
 
@@ -168,11 +171,11 @@ def engine_table(pattern: str) -> str:
     """Return the heads that vLLM ran, and what it accepted, which is what was accepted here."""
     (path,) = RESULTS.glob(pattern)
     rows = []
-    for found in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-        theirs, ours = (found["accepted_by_position"][who] for who in ("vllm", "draftsmith"))
-        assert theirs == ours and len(set(found["rounds"].values())) == 1 and found["identical"] == found["prompts"]
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        theirs, ours = (row["accepted_by_position"][who] for who in ("vllm", "draftsmith"))
+        assert theirs == ours and len(set(row["rounds"].values())) == 1 and row["identical"] == row["prompts"]
         counts = ", ".join(f"{count:,}" for count in ours)
-        rows.append([found["family"], str(found["depth"]), f"{found['rounds']['vllm']:,}", counts])
+        rows.append([row["family"], str(row["depth"]), f"{row['rounds']['vllm']:,}", counts])
     return markdown(["head", "K", "rounds", "accepted by position"], rows)
 
 

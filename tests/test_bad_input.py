@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval import bench, report
 from eval.measure.command import exit_status
-from eval.measure.results import read_results
 from heads.core.files import file_hash
 from heads.saved import read_config
 from tests.native_mtp import change_config
@@ -218,7 +217,8 @@ def test_nothing_to_draft_is_given_at_the_first_measurement(here: Path, capsys: 
 
 def test_results_are_of_the_head_that_is_there_and_of_the_settings_asked_for(here: Path) -> None:
     def measured() -> dict[str, Any]:
-        return {key: read_results(here / "run/results.json")[key] for key in ("head", "settings")}
+        results = json.loads((here / "run/results.json").read_text())
+        return {key: results[key] for key in ("head", "settings")}
 
     first = measured()
     assert train("output_dir=run", "train.log_every=2") == 0

@@ -65,7 +65,7 @@ def finish(outcome: Outcome, run: Run) -> int:
             write_record(profile, folder.head / ACCEPTANCE)
         tracker.log_outcome(results)
         folder.write_recipe(plain_settings(recipe))
-        return 1 if results["exact"]["divergences"] else 0
+        return 0 if results.is_exact else 1
 
     code = on_main(run.accelerator, act)
     tracker.finish(code=code)
@@ -77,7 +77,7 @@ def is_measured(folder: RunFolder, settings: Eval) -> bool:
     if not folder.results.is_file():
         return False
     try:
-        measured = read_results(folder.results)["head"]["sha256"]
+        measured = read_results(folder.results).head.sha256
     except UserError:  # a damaged file counts as no results
         return False
     was, now = load_recipe(folder.recipe).eval.final(), settings.final()

@@ -10,9 +10,10 @@ from typing import Any, TextIO
 from accelerate import Accelerator
 
 from eval.measure.progress import Progress
-from eval.measure.results import Results
+from eval.measure.results import named_figures
+from eval.measure.schema import Results
 from eval.pages.format import count
-from eval.pages.wandb_run import known_figures, log_outcome, quiet_settings, run_place, tags
+from eval.pages.wandb_run import log_outcome, quiet_settings, run_place, tags
 from heads.core.errors import UserError, expect, first_line
 from heads.core.files import write_text
 from train.recipe import Tracking
@@ -105,7 +106,7 @@ class Tracker:
             if tracker.name == "wandb":
                 log_outcome(tracker.tracker, results, self.folder.path, head=self.folder.head)
             else:
-                tracker.log(known_figures(results), step=self.max_steps)
+                tracker.log(named_figures(results.headline), step=self.max_steps)
 
     def stop(self) -> None:
         """Close the bar and `metrics.jsonl`. Trackers stay open for the final measurement. May be called twice."""

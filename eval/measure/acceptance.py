@@ -8,93 +8,89 @@ rounds, the last round of an answer included, so that a mean length is 1 plus th
 import json
 import shlex
 from itertools import accumulate, pairwise
+from typing import Any
 
 from eval.measure.folders import short_name
-from eval.measure.results import Results
-from eval.measure.speedup_checks import headline, why_unreliable
+from eval.measure.schema import Measurement, Results, Settings
+from eval.measure.speedup_checks import headline_index, why_unreliable
 
 ACCEPTANCE = "acceptance.json"
 METHODS = {"draft": "draft_model"}
 """The proposal's names of methods that have another name here."""
-CONDITIONS = ("temperature", "rule", "batch_size", "context")
-"""Keys of a measurement that, beside K, change its lengths."""
 
 
-def acceptance_profile(results: Results) -> Results | None:
+def acceptance_profile(results: Results) -> dict[str, Any] | None:
     """Return the contents of acceptance.json, or None if no chain was measured or the audit failed. Block verification
     has no rates by position, so under it there is no profile."""
-    chains = [m for m in results["measurements"] if m["nodes"] == m["depth"] + 1 and m["rule"] != "block"]
-    if not chains or results["exact"]["divergences"]:
+    chains = [m for m in results.measurements if m.nodes == m.depth + 1 and m.rule != "block"]
+    if not chains or results.exact.divergences:
         return None
-    best, head, settings = chains[headline(chains)], results["head"], results["settings"]
-    method, rates = METHODS.get(head["kind"], head["kind"]), rates_of(best)
+    best, head, settings = chains[headline_index(chains)], results.head, results.settings
+    method, rates = METHODS.get(head.kind, head.kind), rates_of(best)
     implied = 1 + sum(rates["marginal_accept_rates"])
-    at_best = [m for m in chains if all(m.get(key) == best.get(key) for key in CONDITIONS)]
+    at_best = [m for m in chains if conditions(m, settings) == conditions(best, settings)]
     # All but block kinds draft the beginning of their longer draft as a shorter one: one K tells of all smaller ones.
-    block_size = head["config"].get("block_size")
-    is_headline = all(best.get(key) == results.get(key) for key in ("tree", *CONDITIONS))
+    block_size = head.config.block_size
+    by_category = {name: rates_of(suite) for name, suite in best.suites.items()}
     return {
         "schema_version": "1.0",
         "proposal": "NVIDIA/Model-Optimizer#2247",
         "measured": True,
         "method": method,
-        "draft_checkpoint": {"name": short_name(head["path"]), "sha256": head["sha256"]},
-        "target_model": {
-            "name": short_name(results["target"]["name"]),
-            "fingerprint": results["target"]["fingerprint"],
-        },
-        "num_speculative_tokens": best["depth"],
-        "best_num_speculative_tokens": best["depth"] if why_unreliable(best) is None else None,
+        "draft_checkpoint": {"name": short_name(head.path), "sha256": head.sha256},
+        "target_model": {"name": short_name(results.target.name), "fingerprint": results.target.fingerprint},
+        "num_speculative_tokens": best.depth,
+        "best_num_speculative_tokens": best.depth if why_unreliable(best) is None else None,
         "block_size": block_size,
-        "max_supported_k": max(m["depth"] for m in chains),
+        "max_supported_k": max(m.depth for m in chains),
         "verification_method": "longest_prefix",
         **rates,
         "accept_length_model": "chain_analytic" if block_size is None else "measured_per_k",
-        "accept_length_by_k": {str(m["depth"]): m["tau"]["mean"] for m in at_best},
-        "per_category": {name: rates_of(suite) for name, suite in results["suites"].items()} if is_headline else None,
+        "accept_length_by_k": {str(m.depth): m.tau.mean for m in at_best},
+        "per_category": by_category if best == results.headline else None,
         "measurement_conditions": {
-            "dataset": ",".join(map(short_name, settings["suites"])),
-            "prompts_hash": settings["prompts_hash"],
-            "num_samples": settings["num_prompts"],
-            "osl": settings["max_new_tokens"],
-            "temperature": best["temperature"],
-            **{name: settings.get(name) for name in ("top_k", "top_p", "min_p")},
-            "rule": best["rule"],
-            "concurrency": best.get("batch_size", settings["batch_size"]),
-            "engine": f"draftsmith {results['versions'].get('draftsmith')}",
-            "device": results["device"]["name"],
-            "dtype": results["dtype"],
-            "measured_at": results["measured_at"],
+            "dataset": ",".join(map(short_name, settings.suites)),
+            "prompts_hash": settings.prompts_hash,
+            "num_samples": settings.num_prompts,
+            "osl": settings.max_new_tokens,
+            "temperature": best.temperature,
+            **{"top_k": settings.top_k, "top_p": settings.top_p, "min_p": settings.min_p},
+            "rule": best.rule,
+            "concurrency": best.batch_size or settings.batch_size,
+            "engine": f"draftsmith {results.versions.get('draftsmith')}",
+            "device": results.device.name,
+            "dtype": results.dtype,
+            "measured_at": results.measured_at,
         },
         "validation": {
             "mean_consistency": {
                 "implied_mean_accept_length": implied,
-                "reported_mean_accept_length": best["tau"]["mean"],
-                "passed": abs(implied - best["tau"]["mean"]) <= 0.02,
+                "reported_mean_accept_length": best.tau.mean,
+                "passed": abs(implied - best.tau.mean) <= 0.02,
             }
         },
-        "measurements": [
-            {"num_speculative_tokens": m["depth"]}
-            | {key: m.get(key, settings.get(key)) for key in CONDITIONS}
-            | rates_of(m)
-            for m in chains
-        ],
+        "measurements": [{"num_speculative_tokens": m.depth} | conditions(m, settings) | rates_of(m) for m in chains],
     }
 
 
-def rates_of(figures: Results) -> Results:
-    histogram = figures["accepted_histogram"]
-    reached = list(accumulate(reversed(histogram)))[::-1]  # by depth, from 0: rounds that accepted so many
+def conditions(m: Measurement, settings: Settings) -> dict[str, Any]:
+    """Return what, beside K, changes the lengths of a measurement."""
+    batch_size = m.batch_size or settings.batch_size
+    return {"temperature": m.temperature, "rule": m.rule, "batch_size": batch_size, "context": m.context}
+
+
+def rates_of(m: Measurement) -> dict[str, Any]:
+    reached = list(accumulate(reversed(m.accepted_histogram)))[::-1]  # by depth, from 0: rounds that accepted so many
     return {
         "conditional_accept_rates": [round(n / before, 6) if before else 0.0 for before, n in pairwise(reached)],
         "marginal_accept_rates": [round(n / max(reached[0], 1), 6) for n in reached[1:]],
-        "mean_accept_length": figures["tau"]["mean"],
-        "mean_accept_length_per_request": figures["tau"].get("per_request"),
-        "acceptance_length_histogram": {str(n): count for n, count in enumerate(histogram, start=1)},
+        "mean_accept_length": m.tau.mean,
+        "mean_accept_length_per_request": m.tau.per_request,
+        "acceptance_length_histogram": {str(n): count for n, count in enumerate(m.accepted_histogram, start=1)},
     }
 
 
-def load_test(profile: Results, target: str) -> str:
+def load_test(profile: dict[str, Any], target: str) -> str:
     """Return the command with which vLLM 0.33 accepts draft tokens of prompt lookup at the head's rates, without the
     head. Rounds in which the lookup finds no draft accept none, so that these rates are the most."""
     settings = {

@@ -13,7 +13,8 @@ from eval.measure.command import AUTO
 from eval.measure.measure import check_decoded, compare
 from eval.measure.metrics import rate_ratio, tau
 from eval.measure.prompts import Prompt, spread
-from eval.measure.results import Results
+from eval.measure.schema import Look, Measurement
+from eval.measure.schema import Search as SearchRecord
 from eval.measure.settings import BenchSettings
 from eval.measure.speedup_checks import why_unreliable
 from eval.runtime.sampling_params import check_rule
@@ -39,31 +40,31 @@ class Search:
     """Search for the fastest draft of one head at one temperature."""
 
     finalists: list[TreeShape]
-    looks: dict[str, Results] = field(default_factory=dict)
+    looks: dict[str, Look] = field(default_factory=dict)
     """Figures of the newest look by tree. Empty if the grid has no more drafts than finalists."""
     measured: dict[str, float] = field(default_factory=dict)
     """Measured speedup by tree, of those that are reliable."""
     unreliable: list[str] = field(default_factory=list)
     """Trees that were measured while something else used the machine, or on too few tokens."""
 
-    def take(self, measurements: Iterable[Results]) -> None:
+    def take(self, measurements: Iterable[Measurement]) -> None:
         for m in measurements:
-            if m["speedup"] is not None and why_unreliable(m) is None:
-                self.measured[m["tree"]] = m["speedup"]["measured"]
-            elif m["speedup"] is not None:
-                self.unreliable.append(m["tree"])
+            if m.speedup is not None and why_unreliable(m) is None:
+                self.measured[m.tree] = m.speedup.measured
+            elif m.speedup is not None:
+                self.unreliable.append(m.tree)
 
-    def record(self, temperature: float) -> Results:
+    def record(self, temperature: float) -> SearchRecord:
         chosen = max(self.measured, key=lambda tree: self.measured[tree]) if self.measured else None
-        return {
-            "temperature": temperature,
-            "curve": list(self.looks.values()),
-            "proposed": [shape.text for shape in self.finalists],
-            "measured": self.measured,
-            "unreliable": self.unreliable,
-            "chosen": chosen,
-            "plain_is_faster": chosen is not None and self.measured[chosen] < 1,
-        }
+        return SearchRecord(
+            temperature=temperature,
+            curve=list(self.looks.values()),
+            proposed=[shape.text for shape in self.finalists],
+            measured=self.measured,
+            unreliable=self.unreliable,
+            chosen=chosen,
+            plain_is_faster=chosen is not None and self.measured[chosen] < 1,
+        )
 
 
 def search_drafts(
@@ -76,8 +77,8 @@ def search_drafts(
     search, count = Search(shapes), max(FIRST_PROMPTS, settings.batch_size)
     while len(search.finalists) > FINALISTS:
         for look in look_at(target, head, search.finalists, spread(prompts, count), temperature, settings):
-            search.looks[look["tree"]] = look
-        ranked = sorted(search.finalists, key=lambda shape: -search.looks[shape.text]["speedup"])
+            search.looks[look.tree] = look
+        ranked = sorted(search.finalists, key=lambda shape: -search.looks[shape.text].speedup)
         search.finalists, count = ranked[: max(FINALISTS, len(ranked) // 2)], 2 * count
     return search
 
@@ -89,7 +90,7 @@ def look_at(
     prompts: Sequence[Prompt],
     temperature: float,
     settings: BenchSettings,
-) -> list[Results]:
+) -> list[Look]:
     """Decode a few prompts once with each shape, in turns with plain decoding. Speedups on so few prompts rank drafts
     and are not printed."""
     tokens = min(settings.max_new_tokens, LOOK_TOKENS)
@@ -100,12 +101,15 @@ def look_at(
     turns = found.timed_turns(range(len(found.units)))
     plain = found.rate(found.plain, turns)
     return [
-        {
-            **{"tree": shape.text, "depth": shape.depth, "nodes": shape.nodes, "width": shape.top_k},
-            "tokens": tau(list(variant.outputs[0].values())),
-            "speedup": rate_ratio(found.rate(variant, turns), plain),
-            "prompts": len(prompts),
-        }
+        Look(
+            tree=shape.text,
+            depth=shape.depth,
+            nodes=shape.nodes,
+            width=shape.top_k,
+            tokens=tau(list(variant.outputs[0].values())),
+            speedup=rate_ratio(found.rate(variant, turns), plain),
+            prompts=len(prompts),
+        )
         for shape, variant in zip(shapes, found.drafting, strict=True)
     ]
 

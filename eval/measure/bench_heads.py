@@ -2,21 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from eval.measure.auto import LARGEST_TREE, Search, can_draft, search_drafts
 from eval.measure.command import draft_shapes, print_line
 from eval.measure.environment import dtype_options, environment, head_facts, target_facts
-from eval.measure.figures import Divergence, Measured, find_differences, judge, pooled_exactness
+from eval.measure.figures import Audited, find_differences, judge, pooled_exactness
 from eval.measure.folders import short_name
 from eval.measure.loading import choose_prompts
 from eval.measure.measure import Comparison, compare, engine_options
 from eval.measure.prompts import Prompt
-from eval.measure.results import SCHEMA_VERSION, Results
 from eval.measure.roofline import copy_bandwidth, roofline
+from eval.measure.schema import Divergence, Results, Settings
+from eval.measure.schema import Search as SearchRecord
 from eval.measure.settings import BenchSettings
-from eval.measure.speedup_checks import headline
+from eval.measure.speedup_checks import headline_index
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.graph import is_out_of_memory
 from heads.core.contract import HEAD_TREE, Drafter
@@ -30,10 +32,10 @@ from heads.targets.model import FrozenTarget
 class Found:
     """All that was measured so far."""
 
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[Audited] = field(default_factory=list)
     unrepeatable: list[Divergence] = field(default_factory=list)
     """Places where plain decoding did not repeat its own tokens, in another repeat or at another batch size."""
-    searches: list[tuple[int, Results]] = field(default_factory=list)
+    searches: list[tuple[int, SearchRecord]] = field(default_factory=list)
     """Records of searches, each with the index of its head."""
     plain: dict[tuple[int | None, float], Comparison] = field(default_factory=dict)
     """Plain decoding at the first batch size, by context and temperature."""
@@ -69,31 +71,40 @@ def bench_heads(
             print_line(f"batch {batch_size}, context {context or 'of the prompts'}: skipped, {first_line(error)}")
     if not found.measured:
         raise UserError("out of memory at every batch size and context; use smaller ones")
-    exact = pooled_exactness([m.figures for m in found.measured], found.unrepeatable)
-    if exact["divergences"] and settings.timing:
-        for m in found.measured:
-            for figures in (m.figures, *m.suites.values()):
-                figures["speedup"] = None
-    every = [prompt for chosen in prompts.values() for prompt in chosen]
-    results: Results = {"schema_version": SCHEMA_VERSION, "target": target_facts(target)}
-    results |= {**environment(target), "settings": settings.record(every)}
-    given = [*settings.options(), *dtype_options(target)]
-    results["command"] = ["python", "eval/bench.py", *heads, "--target", target.name, *given]
-    owner: list[Results] = [{"head": name} if several else {} for name in names]
-    measurements = [owner[m.head] | m.figures | {"suites": m.suites} for m in found.measured]
-    facts = [{"name": name} | head_facts(head, path) for name, (path, head) in zip(names, heads.items(), strict=True)]
+    measurements = [m.figures for m in found.measured]
+    exact = pooled_exactness([m.exact for m in measurements], found.unrepeatable)
+    if exact.divergences and settings.timing:
+        for m in measurements:
+            for part in (m, *m.suites.values()):
+                part.speedup = None
     if several:
-        results["heads"] = facts
-    else:
-        if settings.timing:
-            best = found.measured[headline(measurements)]
-            results |= {**best.figures, "suites": best.suites, "samples": best.samples}
-        results["head"] = {name: fact for name, fact in facts[0].items() if name != "name"}
-    results |= {"exact": exact, "measurements": measurements}
+        for each in found.measured:
+            each.figures.head = names[each.head]
+        for n, search in found.searches:
+            search.head = names[n]
+    every = [prompt for chosen in prompts.values() for prompt in chosen]
+    best = headline_index(measurements) if settings.timing and not several else 0
+    given = [*settings.options(), *dtype_options(target)]
+    results = Results(
+        schema_version=1,
+        target=target_facts(target),
+        **environment(target),
+        settings=Settings(**settings.record(every)),
+        command=["python", "eval/bench.py", *heads, "--target", target.name, *given],
+        heads=[
+            head_facts(head, path, name=name if several else "", depth=None if several else measurements[best].depth)
+            for name, (path, head) in zip(names, heads.items(), strict=True)
+        ],
+        exact=exact,
+        measurements=measurements,
+        chosen=best,
+    )
+    if settings.timing and not several:
+        results.samples = found.measured[best].samples
     if found.searches:
-        results["auto"] = [owner[n] | search for n, search in found.searches]
+        results.auto = [search for _, search in found.searches]
     if with_roofline:
-        results["roofline"] = parts_of_headline(target, next(iter(heads.values())), every, settings, results)
+        results.roofline = parts_of_headline(target, next(iter(heads.values())), every, settings, results)
     return results
 
 
@@ -109,7 +120,7 @@ def measure_point(
 ) -> None:
     """Measure each head's shapes, and with a search those that it finds, at one batch size and context and at every
     temperature."""
-    point: Results = {"batch_size": settings.batch_size} if settings.batch_sizes else {}
+    point: dict[str, int] = {"batch_size": settings.batch_size} if settings.batch_sizes else {}
     point |= {"context": context} if context is not None else {}
     found.plain = {place: kept for place, kept in found.plain.items() if place[0] == context}  # frees other caches
     where = "".join(f", {name.removesuffix('_size')} {value}" for name, value in point.items())
@@ -126,12 +137,12 @@ def measure_point(
             found.plain[context, temperature] = replace(result, drafting=[], breakdowns=[])
         else:  # at another batch size plain decoding must give the same texts
             across = find_differences(first, result.plain, tokenizer)
-            unrepeatable += [difference for difference in across if not difference["near_tie"]]
+            unrepeatable += [difference for difference in across if not difference.near_tie]
         for n, search in enumerate(searches):
             search.take(m.figures for m in fresh if m.head == n)
-            found.searches.append((n, point | search.record(temperature)))
+            found.searches.append((n, search.record(temperature).model_copy(update=point)))
         for m in fresh:
-            m.figures |= point
+            m.figures = m.figures.model_copy(update=point)
         found.measured += fresh
         found.unrepeatable += unrepeatable
 
@@ -158,14 +169,15 @@ def head_names(paths: Sequence[str]) -> list[str]:
 
 def parts_of_headline(
     target: FrozenTarget, head: Drafter, prompts: Sequence[Prompt], settings: BenchSettings, results: Results
-) -> Results:
+) -> dict[str, Any]:
     """Return the roofline of the headline setting, in the middle of an output after a prompt of median length."""
-    (shape,) = draft_shapes([results["tree"]], head)
-    settings = settings.model_copy(update={"batch_size": results.get("batch_size", settings.batch_size)})
+    (shape,) = draft_shapes([results.headline.tree], head)
+    batch_size = results.headline.batch_size or settings.batch_size
+    settings = settings.model_copy(update={"batch_size": batch_size})
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     room = lengths[-1] + settings.max_new_tokens + shape.nodes
     length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2
     engine = Engine(target, head, engine_options(settings, shape, room))
     plain = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=room))
     length, bandwidth = min(length, room - 3 * shape.nodes), copy_bandwidth(plain)
-    return roofline(engine, plain, length=length, tau=results["tau"]["mean"], bandwidth=bandwidth)
+    return roofline(engine, plain, length=length, tau=results.headline.tau.mean, bandwidth=bandwidth)

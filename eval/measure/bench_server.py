@@ -8,6 +8,7 @@ tokens that came out per round, as everywhere.
 
 import argparse
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,12 +24,27 @@ from eval.measure import metrics
 from eval.measure.chat_template import with_arguments
 from eval.measure.engine_server import DRAFTS, Answer, EngineServer, RoundCounts, count_rounds
 from eval.measure.environment import dtype_options, head_facts, machine, target_facts
-from eval.measure.figures import top_two_margin
+from eval.measure.figures import token_at, top_two_margin
 from eval.measure.loading import fitting_head, open_target, open_target_of, read_prompts
 from eval.measure.measure import split_units, units_by_suite
 from eval.measure.progress import Progress
 from eval.measure.prompts import HELD_OUT_SUITE, Prompt
-from eval.measure.results import SCHEMA_VERSION, Results
+from eval.measure.schema import (
+    Baseline,
+    Device,
+    Divergence,
+    Exact,
+    Head,
+    HeadConfig,
+    Measurement,
+    Results,
+    Served,
+    Settings,
+    Speculative,
+    Speedup,
+    Target,
+    Tau,
+)
 from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.identity import FAR, find_mismatches, first_difference
@@ -95,30 +111,35 @@ class Reference:
 
     def differences(
         self, prompts: Sequence[Prompt], texts: Sequence[list[int]], max_new_tokens: int, tree: str
-    ) -> list[Results]:
+    ) -> list[Divergence]:
         """Return where greedy texts of a server differ from plain decoding here. One is a `near_tie` if each of its
         tokens is within rounding of the target's choice."""
         requests = self.requests(prompts, max_new_tokens)
         engine = self.engine(requests)
-        differences: list[Results] = []
+        differences: list[Divergence] = []
         for prompt, request, text in zip(prompts, requests, texts, strict=True):
             (output,) = engine.generate([request])
             position = first_difference(output.tokens, text)
             if position is None:
                 continue
             mismatches = find_mismatches(engine, request, text)
-            pair = [ids[position] if position < len(ids) else None for ids in (output.tokens, text)]
-            shown = [
-                None if token is None else self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
-                for token in pair
-            ]
+            plain, here = (token_at(position, ids, self.tokenizer) for ids in (output.tokens, text))
             before = [*prompt.ids, *text[:position]]
             differences.append(
-                {"suite": prompt.suite, "prompt": prompt.id, "tree": tree, "against": "plain", "temperature": 0.0}
-                | {"position": position, "plain_text": shown[0], "text": shown[1]}
-                | {"top_two_margin": top_two_margin(self.target, before, Sampling())}
-                | {"near_tie": None not in pair and all(mismatch.is_within(FAR) for mismatch in mismatches)}
-                | {"flips": [asdict(mismatch) for mismatch in mismatches]}
+                Divergence(
+                    suite=prompt.suite,
+                    prompt=prompt.id,
+                    tree=tree,
+                    against="plain",
+                    temperature=0.0,
+                    position=position,
+                    plain_text=plain[1],
+                    text=here[1],
+                    top_two_margin=top_two_margin(self.target, before, Sampling()),
+                    near_tie=None not in (plain[0], here[0])
+                    and all(mismatch.is_within(FAR) for mismatch in mismatches),
+                    flips=[asdict(mismatch) for mismatch in mismatches],
+                )
             )
         return differences
 
@@ -186,8 +207,7 @@ def measure_server(
     prompts = read_prompts(settings, tokenizer, min(settings.max_prompt_tokens or room, room), answer, vocab_size)
     if reference is not None:
         run(reference.check(server, prompts[0]))
-    measurements: list[Results] = []
-    suites: dict[str, Results] = {}
+    measurements: list[Measurement] = []
     for temperature in settings.temperatures:
         for _, concurrency in settings.points:
             at = settings.model_copy(update={"batch_size": concurrency})
@@ -199,50 +219,53 @@ def measure_server(
                 with Progress(f"decoding {len(prompts)} prompts here, to compare the texts", announced=True):
                     differences = reference.differences(prompts, texts, settings.max_new_tokens, settings.trees[0])
             take = partial(figures, server.depth, prompts, temperature, differences)
-            point = {"batch_size": concurrency} if settings.batch_sizes else {}
-            measurements.append(take(groups) | point)
-            if not suites:
+            measurement = take(groups)
+            if settings.batch_sizes:
+                measurement.batch_size = concurrency
+            if not measurements:
                 units = units_by_suite(prompts, [group.indices for group in groups])
-                suites = {name: take([groups[n] for n in own]) for name, own in units.items()}
-    exact = pooled([measurement["exact"] for measurement in measurements])
-    if exact["divergences"]:
-        for figures_of_part in (*measurements, *suites.values()):
-            figures_of_part["speedup"] = None
+                measurement.suites = {name: take([groups[n] for n in own]) for name, own in units.items()}
+            measurements.append(measurement)
+    exact = pooled([m.exact for m in measurements])
+    if exact.divergences:
+        for m in measurements:
+            for part in (m, *m.suites.values()):
+                part.speedup = None
     facts = machine(torch.device("cpu"))
     facts["versions"] |= {server.engine.lower(): server.version}
     command = ["python", "eval/bench.py", *([head] if head else []), "--server", server.url]
     command += ["--plain-server", plain.url] if plain else []
     if reference:
         command += ["--target", reference.target.name, *dtype_options(reference.target)]
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "target": target_facts(reference.target) if reference else {"name": server.root},
-        **facts,
-        "device": {"name": f"{server.name} at {server.url}"},
-        "dtype": "its own dtype",
-        "server": {"name": server.name, "url": server.url, "model": server.model, "plain_url": plain and plain.url},
-        "settings": settings.record(prompts),
-        "command": [*command, *settings.options()[2:]],
-        **measurements[0],
-        "exact": exact,
-        "suites": suites,
-        "measurements": measurements,
-        "samples": [],
-        "head": head_facts(drafter, head)
-        if drafter
-        else {"kind": "draft", "path": server.url, "sha256": None, "parameters": 0, "aux_layer_ids": [], "config": {}},
-    }
+    return Results(
+        schema_version=1,
+        target=target_facts(reference.target) if reference else Target(name=server.root),
+        **{**facts, "device": Device(name=f"{server.name} at {server.url}")},
+        dtype="its own dtype",
+        server=Served(name=server.name, url=server.url, model=server.model, plain_url=plain.url if plain else None),
+        settings=Settings(**settings.record(prompts)),
+        command=[*command, *settings.options()[2:]],
+        heads=[
+            head_facts(drafter, head, depth=server.depth)
+            if drafter and head
+            else Head(kind="draft", path=server.url, sha256=None, parameters=0, aux_layer_ids=[], config=HeadConfig())
+        ],
+        exact=exact,
+        measurements=measurements,
+        samples=[],
+    )
 
 
-def pooled(exacts: Sequence[Results]) -> Results:
+def pooled(exacts: Sequence[Exact]) -> Exact:
     """Return the record `exact` of all settings: of those whose texts were compared, if there are any."""
-    compared = [exact for exact in exacts if exact["identical"] is not None]
-    return (compared or exacts)[0] | {
-        "prompts": sum(exact["prompts"] for exact in compared or exacts),
-        "identical": sum(exact["identical"] for exact in compared) if compared else None,
-        "divergences": [difference for exact in exacts for difference in exact["divergences"]],
-        "near_ties": [difference for exact in exacts for difference in exact["near_ties"]],
-    }
+    compared = [exact for exact in exacts if exact.identical is not None]
+    return Exact(
+        prompts=sum(exact.prompts for exact in compared or exacts),
+        identical=sum(exact.identical or 0 for exact in compared) if compared else None,
+        divergences=[difference for exact in exacts for difference in exact.divergences],
+        near_ties=[difference for exact in exacts for difference in exact.near_ties],
+        against=(compared or exacts)[0].against,
+    )
 
 
 async def ask_all(
@@ -301,9 +324,9 @@ def figures(
     depth: int,
     prompts: Sequence[Prompt],
     temperature: float,
-    differences: Sequence[Results] | None,
+    differences: Sequence[Divergence] | None,
     groups: Sequence[Group],
-) -> Results:
+) -> Measurement:
     """Return the figures of one setting over some groups, over all repeats. `differences`: those of all greedy texts
     from plain decoding here, or None if there was no comparison."""
     parts = [part for group in groups for part in group.rounds]
@@ -314,40 +337,41 @@ def figures(
     by_prompt = len(numbers) == sum(len(group.indices) for group in groups)
     each = [tokens / number for tokens, number in zip(decoded, numbers, strict=True) if number]
     made, plain = rate([group.answers for group in groups]), rate([group.plain for group in groups])
-    speed = speeds(answers, made) | {"ms_per_round": 1e3 * sum(made[1]) / max(sum(numbers), 1)}
-    return {
-        "tree": f"chain:{depth}",
-        "depth": depth,
-        "nodes": depth + 1,
-        "temperature": temperature,
-        "rule": "match" if temperature == 0 else "server",
-        "exact": compare(groups, prompts, temperature, differences),
-        "tau": {
-            "mean": sum(decoded) / max(sum(numbers), 1),
-            "ci95": metrics.ratio_interval(decoded, numbers),
-            "per_request": fmean(each) if each and by_prompt else None,
-        },
-        "alpha": [n / rounds if rounds else None for n, rounds in zip(accepted, tested, strict=True)],
-        "accepted_histogram": [n - deeper for n, deeper in pairwise([sum(numbers), *accepted, 0])],
-        "loop_share": metrics.loop_share([answer.tokens for answer in answers]) if answers[0].tokens else None,
-        "tokens": sum(answer.count for answer in answers),
-        "undecoded": sum(answer.count == 1 for group in groups for answer in group.answers[0]),
-        "first_token_ms": metrics.token_percentiles(  # of the first repeat: servers cache prompts
+    measurement = Measurement(
+        tree=f"chain:{depth}",
+        depth=depth,
+        nodes=depth + 1,
+        temperature=temperature,
+        rule="match" if temperature == 0 else "server",
+        exact=compare(groups, prompts, temperature, differences),
+        tau=Tau(
+            mean=sum(decoded) / max(sum(numbers), 1),
+            ci95=metrics.ratio_interval(decoded, numbers),
+            per_request=fmean(each) if each and by_prompt else None,
+        ),
+        alpha=[n / rounds if rounds else None for n, rounds in zip(accepted, tested, strict=True)],
+        accepted_histogram=[n - deeper for n, deeper in pairwise([sum(numbers), *accepted, 0])],
+        loop_share=metrics.loop_share([answer.tokens for answer in answers]) if answers[0].tokens else None,
+        tokens=sum(answer.count for answer in answers),
+        undecoded=sum(answer.count == 1 for group in groups for answer in group.answers[0]),
+        first_token_ms=metrics.token_percentiles(  # of the first repeat: servers cache prompts
             [answer.pieces[0][0] - answer.sent for group in groups for answer in group.answers[0]]
         ),
-        "baseline": speeds([a for group in groups for repeat in group.plain for a in repeat], plain)
-        if groups[0].plain
-        else None,
-        "speculative": speed,
-        "speedup": {
-            "measured": metrics.rate_ratio(made, plain),
-            "ci95": metrics.rate_ratio_interval(made, plain),
-            "predicted": None,
-            "tokens": min(sum(made[0]), sum(plain[0])),
-        }
-        if groups[0].plain
-        else None,
-    }
+        baseline=None,
+        speculative=Speculative(ms_per_round=1e3 * sum(made[1]) / max(sum(numbers), 1), **speeds(answers, made)),
+        speedup=None,
+    )
+    if groups[0].plain:
+        measurement.baseline = Baseline(
+            **speeds([a for group in groups for repeat in group.plain for a in repeat], plain)
+        )
+        measurement.speedup = Speedup(
+            measured=metrics.rate_ratio(made, plain),
+            ci95=metrics.rate_ratio_interval(made, plain),
+            predicted=math.nan,
+            tokens=int(min(sum(made[0]), sum(plain[0]))),
+        )
+    return measurement
 
 
 def rate(groups: Sequence[Sequence[Sequence[Answer]]]) -> metrics.Rate:
@@ -361,7 +385,7 @@ def rate(groups: Sequence[Sequence[Sequence[Answer]]]) -> metrics.Rate:
     return tokens, seconds
 
 
-def speeds(answers: Sequence[Answer], made: metrics.Rate) -> Results:
+def speeds(answers: Sequence[Answer], made: metrics.Rate) -> dict[str, Any]:
     """Return tokens/s, and the time between tokens as in `metrics.token_seconds`: that of a piece, divided by its
     tokens."""
     between = [
@@ -378,21 +402,21 @@ def speeds(answers: Sequence[Answer], made: metrics.Rate) -> Results:
 
 
 def compare(
-    groups: Sequence[Group], prompts: Sequence[Prompt], temperature: float, differences: Sequence[Results] | None
-) -> Results:
+    groups: Sequence[Group], prompts: Sequence[Prompt], temperature: float, differences: Sequence[Divergence] | None
+) -> Exact:
     """Return the record `exact`. Greedy texts are compared with plain decoding here, which judges differences, else
     with those of the plain server, which are only counted: two servers may round differently."""
     indices = [i for group in groups for i in group.indices]
-    record: Results = {"prompts": len(indices), "identical": None, "divergences": [], "near_ties": []}
+    exact = Exact(prompts=len(indices), identical=None, divergences=[], near_ties=[], against="nothing")
     if differences is not None:
-        chosen = {(prompts[i].suite, prompts[i].id) for i in indices}
-        own = [found for found in differences if (found["suite"], found["prompt"]) in chosen]
-        wrong = [found for found in own if not found["near_tie"]]
-        near = [found for found in own if found["near_tie"]]
-        same = len(indices) - len(wrong)
-        return record | {"against": "runtime", "identical": same, "divergences": wrong, "near_ties": near}
-    if temperature > 0 or not groups[0].plain:
-        return record | {"against": "nothing"}
-    pairs = [pair for group in groups for pair in zip(group.answers[0], group.plain[0], strict=True)]
-    same = sum((one.tokens or one.text) == (other.tokens or other.text) for one, other in pairs)
-    return record | {"against": "plain server", "identical": same}
+        ids = {(prompts[i].suite, prompts[i].id) for i in indices}
+        differing = [found for found in differences if (found.suite, found.prompt) in ids]
+        exact.against = "runtime"
+        exact.divergences = [found for found in differing if not found.near_tie]
+        exact.near_ties = [found for found in differing if found.near_tie]
+        exact.identical = len(indices) - len(exact.divergences)
+    elif temperature == 0 and groups[0].plain:
+        pairs = [pair for group in groups for pair in zip(group.answers[0], group.plain[0], strict=True)]
+        exact.against = "plain server"
+        exact.identical = sum((one.tokens or one.text) == (other.tokens or other.text) for one, other in pairs)
+    return exact

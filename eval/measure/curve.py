@@ -9,7 +9,6 @@ a gain by more tokens, and promise too much. The term is fitted only if there is
 highest rate. A curve is of one run: a point before the end is not the end of a shorter run.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eval.measure.metrics import CONFIDENCE
-from eval.measure.results import Results
+from eval.measure.schema import Point
 
 Floats = npt.NDArray[np.float64]
 
@@ -69,9 +68,9 @@ class Fit:
         return self.interval(self.values(tokens, self.fallen if fallen is None else fallen))
 
 
-def fit_curve(points: Sequence[Results]) -> Fit:
+def fit_curve(points: Sequence[Point]) -> Fit:
     """Fit the curve to at least `MIN_POINTS` points, which were measured on the same prompts (`results.Point`)."""
-    return _fit(json.dumps(points))
+    return _fit("\n".join(point.model_dump_json() for point in points))
 
 
 @cache
@@ -79,11 +78,11 @@ def _fit(text: str) -> Fit:
     """The pages and the terminal say the same of one curve."""
     from scipy.optimize import minimize_scalar, nnls  # takes a moment to import
 
-    points: list[Results] = json.loads(text)
+    points = [Point.model_validate_json(line) for line in text.splitlines()]
     drawn = np.random.default_rng(0)
-    tokens, fallen = np.array([point["tokens"] for point in points], float), falls(points)
+    tokens, fallen = np.array([point.tokens for point in points], float), falls(points)
     n = tokens / tokens[-1]
-    counts = np.array([[pair for suite in point["suites"].values() for pair in suite["prompts"]] for point in points])
+    counts = np.array([[pair for suite in point.suites.values() for pair in suite.prompts] for point in points])
     size = counts.shape[1]
     prompts = np.concatenate([np.arange(size)[None], drawn.integers(size, size=(DRAWS, size))])
     emitted, rounds = np.moveaxis(counts[:, prompts].sum(axis=2), 2, 0)
@@ -97,8 +96,8 @@ def _fit(text: str) -> Fit:
 
         def linear(c: float) -> tuple[Floats, float]:
             terms = np.stack([np.ones_like(n), -(n**-c), fallen * has_fallen], axis=1)
-            found: tuple[Floats, float] = nnls(terms * weight[:, None], y * weight)
-            return found
+            solution: tuple[Floats, float] = nnls(terms * weight[:, None], y * weight)
+            return solution
 
         c = minimize_scalar(lambda c: linear(c)[1], bounds=EXPONENTS, method="bounded").x
         return [*linear(c)[0], c]
@@ -112,18 +111,18 @@ def _fit(text: str) -> Fit:
     return fit
 
 
-def falls(points: Sequence[Results]) -> Floats:
-    rates = np.array([point["lr"] for point in points], float)
+def falls(points: Sequence[Point]) -> Floats:
+    rates = np.array([point.lr for point in points], float)
     fallen: Floats = 1 - rates / rates.max()
     return fallen
 
 
-def learning_line(points: Sequence[Results]) -> str | None:
+def learning_line(points: Sequence[Point]) -> str | None:
     """Return a sentence on what twice the tokens would give, or on why there is none. None for a head without a curve,
     and where the interval says nothing: it holds no gain as well as a gain worth having."""
     if not points:
         return None
-    if any(point["is_estimate"] for point in points):
+    if any(point.is_estimate for point in points):
         return "the learning curve is an estimate, to which nothing is fitted"
     if len(points) < MIN_POINTS:
         number = f"{len(points)} point{'s' if len(points) > 1 else ''}"
@@ -133,24 +132,24 @@ def learning_line(points: Sequence[Results]) -> str | None:
     tau, low, high = fit.interval(twice)
     _, least, most = fit.interval(twice - fit.values(fit.tokens, fit.fallen))
     would = f"twice the tokens would give tau about {tau:.2f} [{low:.2f}, {high:.2f}]"
-    if most < MIN_GAIN * points[-1]["tau"]:
+    if most < MIN_GAIN * points[-1].tau:
         return f"near its end: {would}, a gain below {MIN_GAIN:.0%}"
     return f"still learning: {would}" if least > 0 else None
 
 
-def held_out_lines(points: Sequence[Results]) -> Iterator[str]:
+def held_out_lines(points: Sequence[Point]) -> Iterator[str]:
     """Yield for each point whether the curve foresees it that is fitted to the points of up to a quarter of its tokens,
     if these suffice for a fit."""
     for point in points:
-        before = [each for each in points if AHEAD * each["tokens"] <= ROUNDING * point["tokens"]]
-        if len(before) < MIN_POINTS or point["is_estimate"]:
+        before = [each for each in points if AHEAD * each.tokens <= ROUNDING * point.tokens]
+        if len(before) < MIN_POINTS or point.is_estimate:
             continue
         fallen = falls([*before, point])[-1]
-        tau, low, high = fit_curve(before).predict(point["tokens"], fallen)
-        verdict = "within" if low <= point["tau"] <= high else "outside"
+        tau, low, high = fit_curve(before).predict(point.tokens, fallen)
+        verdict = "within" if low <= point.tau <= high else "outside"
         lower = f", at {1 - fallen:.0%} of the highest learning rate" if fallen > 0.5 else ""
         yield (
-            f"held-out check: fitted to the {len(before)} points up to {before[-1]['tokens']:,} tokens, the curve "
-            f"gives tau {tau:.2f} [{low:.2f}, {high:.2f}] at {point['tokens']:,}; measured{lower}: "
-            f"{point['tau']:.2f}, {verdict} the interval"
+            f"held-out check: fitted to the {len(before)} points up to {before[-1].tokens:,} tokens, the curve "
+            f"gives tau {tau:.2f} [{low:.2f}, {high:.2f}] at {point.tokens:,}; measured{lower}: "
+            f"{point.tau:.2f}, {verdict} the interval"
         )

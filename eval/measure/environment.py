@@ -17,13 +17,22 @@ import psutil
 import torch
 from torch import nn
 
-from eval.measure.results import Results, read_curve
+from eval.measure.results import read_curve
+from eval.measure.schema import (
+    HEAD,
+    TARGET,
+    Head,
+    HeadConfig,
+    Origin,
+    Point,
+    Target,
+)
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
 from heads.core.strict_settings import Settings
-from heads.formats.engine_folder import why_unserved
+from heads.formats.engine_folder import ENGINES, Verdict, why_unserved
 from heads.registry import kind_of
-from heads.saved import check_loaders, find_head, read_config, weights_hash
+from heads.saved import check_loaders, find_head, read_config, trained_depth, weights_hash
 from heads.targets.decoder import why_not_native
 from heads.targets.model import FrozenTarget
 from heads.targets.product import find_compiler, load
@@ -36,49 +45,69 @@ PACKAGES = (
 )
 ROOT = Path(__file__).resolve().parents[2]
 LOOK_SECONDS = 0.3
+STEPS = 5
+"""Tokens drafted in a round by a head that was neither measured nor trained to a depth."""
 
 
-def target_facts(target: FrozenTarget) -> dict[str, Any]:
-    return {
-        "name": target.name,
-        "architecture": type(target.model).__name__,
-        "fingerprint": target.fingerprint,
-        "quantize": target.quantize,
-        "weight_bytes": weight_bytes(target.model),
-        "parameters": num_parameters(target.model),
-        "layers": target.num_layers,
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        "template": dict(target.template),
-        **({"two_tables": True} if target.two_tables else {}),
-    }
+def target_facts(target: FrozenTarget) -> Target:
+    facts = Target(
+        name=target.name,
+        architecture=type(target.model).__name__,
+        fingerprint=target.fingerprint,
+        quantize=target.quantize,
+        weight_bytes=weight_bytes(target.model),
+        parameters=num_parameters(target.model),
+        layers=target.num_layers,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        template=dict(target.template),
+    )
+    if target.two_tables:
+        facts.two_tables = True
+    return facts
 
 
-def head_facts(head: Drafter, path: str) -> dict[str, Any]:
-    """Return the identity and the size of the head. Weights that it shares with the target do not count."""
+def head_facts(head: Drafter, path: str, *, name: str = "", depth: int | None = None) -> Head:
+    """Return the identity and the size of the head. Weights that it shares with the target do not count. `name`: of one
+    of several heads. `depth`: of the drafts with which an engine should serve it."""
     config: Any = getattr(head, "config", None)
-    made: dict[str, Any] = {}
-    curve: list[Results] = []
-    unserved = None
+    provenance: dict[str, Any] = {}
+    curve: list[Point] = []
+    unserved = serve = None
     with suppress(UserError):  # an untrained draft, or a head of others
-        made = read_config(find_head(path))["provenance"]
+        provenance = read_config(find_head(path))["provenance"]
         curve = read_curve(find_head(path).parent / "metrics.jsonl")
-        unserved = why_unserved(check_loaders(path))
-    tokens, step, steps = (made.get(name) for name in ("tokens", "step", "steps"))
-    return {
-        "kind": kind_of(head),
-        "path": path,
-        "sha256": weights_hash(path),
-        "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
-        "trained_tokens": tokens,
-        "aux_layer_ids": list(head.aux_layer_ids),
-        "budget_tokens": round(tokens * steps / step) if tokens and step and steps else tokens,
-        "data_sha256": made.get("data", {}).get("sha256"),
-        "curve": curve,
-        "config": config.model_dump() if isinstance(config, Settings) else {},
-        "origin": None if head.origin is None else asdict(head.origin),
-        "unserved": unserved,
-    }
+        engines = engine_verdicts(path, depth, name=HEAD, base=TARGET)
+        unserved = why_unserved(engines)
+        serve = next((engine.shown for engine in engines if engine.reader in ENGINES and engine.serves), None)
+    tokens, step, steps = (provenance.get(key) for key in ("tokens", "step", "steps"))
+    facts = Head(
+        kind=kind_of(head),
+        path=path,
+        sha256=weights_hash(path),
+        parameters=num_parameters(head) if isinstance(head, nn.Module) else 0,
+        trained_tokens=tokens,
+        aux_layer_ids=list(head.aux_layer_ids),
+        budget_tokens=round(tokens * steps / step) if tokens and step and steps else tokens,
+        data_sha256=provenance.get("data", {}).get("sha256"),
+        curve=curve,
+        config=HeadConfig(**(config.model_dump() if isinstance(config, Settings) else {})),
+        origin=None if head.origin is None else Origin(**asdict(head.origin)),
+        unserved=unserved,
+        serve=serve,
+    )
+    if name:
+        facts.name = name
+    return facts
+
+
+def engine_verdicts(path: str | Path, depth: int | None, *, name: str, base: str) -> list[Verdict]:
+    """Return the verdict of each engine's check of a head. `depth`: number of draft tokens, by default that of the
+    training."""
+    record = read_config(find_head(path))
+    depth = depth or trained_depth(record) or STEPS
+    modules = record["config"].get("num_modules", 1)  # vLLM drafts with all of them, once or several times
+    return check_loaders(path, name=name, base=base, steps=max(depth // modules, 1) * modules)
 
 
 def environment(target: FrozenTarget) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from tempfile import TemporaryFile
 
 from eval.measure.command import print_line
 from eval.measure.prompts import split_prompts, suite_name
-from eval.measure.results import Results, read_results
+from eval.measure.results import read_results
+from eval.measure.schema import Results
 from eval.measure.settings import BenchSettings
 from heads.core.errors import UserError
 from heads.core.files import check_folder
@@ -91,10 +92,10 @@ def folders_of(run: Path) -> list[Path]:
 def newest_results(folders: Iterable[Path], *, served: bool = False) -> tuple[Path, Results] | None:
     """Return the folder and the results of the newest measurement in some folders, here or of a server (`served`), or
     None if there is none. Of equally new ones, return the first. Raise UserError if a results.json is damaged."""
-    return next((found for found in results_in(folders) if ("server" in found[1]) == served), None)
+    return next((found for found in results_in(folders) if (found[1].server is not None) == served), None)
 
 
 def results_in(folders: Iterable[Path]) -> list[tuple[Path, Results]]:
     """Return the measurements in some folders, the newest first. Raise UserError if a results.json is damaged."""
     read = [(folder, read_results(folder / RESULTS)) for folder in folders if (folder / RESULTS).is_file()]
-    return sorted(read, key=lambda pair: str(pair[1]["measured_at"]), reverse=True)
+    return sorted(read, key=lambda pair: pair[1].measured_at, reverse=True)

@@ -10,13 +10,18 @@ both use the same drawn units (paired), so that differences between easy and har
 fewer than two units that contribute there is no interval.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eval.runtime.request import Output
+from eval.measure.schema import Bin, Percentiles
+
+if TYPE_CHECKING:
+    from eval.runtime.request import Output
 
 Interval = tuple[float, float]
 Rate = tuple[Sequence[float], Sequence[float]]
@@ -24,7 +29,6 @@ Rate = tuple[Sequence[float], Sequence[float]]
 
 BOOTSTRAP_DRAWS = 2_000
 CONFIDENCE = 0.95
-TOKEN_PERCENTILES = (50, 95, 99)
 NEAR = 128
 """Number of positions in the first bin of `tau_by_position`."""
 LOOP_TAIL = 48
@@ -47,7 +51,7 @@ def tau_interval(outputs: Sequence[Output]) -> Interval | None:
     return ratio_interval([o.decoded for o in outputs], [o.rounds for o in outputs])
 
 
-def tau_by_position(outputs: Sequence[Output]) -> list[dict[str, Any]]:
+def tau_by_position(outputs: Sequence[Output]) -> list[Bin]:
     """Return `tau` by the position of the round's root, in bins from `from` (inclusive) to `to` (exclusive), with its
     interval over prompts. The first two bins have NEAR positions, and later ones double. Bins without rounds are left
     out."""
@@ -59,19 +63,19 @@ def tau_by_position(outputs: Sequence[Output]) -> list[dict[str, Any]]:
             sums[0] += tokens
             sums[1] += 1
             root += tokens
-    found = []
+    parts = []
     for number, by_prompt in sorted(bins.items()):
         emitted, rounds = zip(*by_prompt.values(), strict=True)
-        found.append(
-            {
-                "from": NEAR * 2 ** (number - 1) if number else 0,
-                "to": NEAR * 2**number,
-                "mean": _ratio(sum(emitted), sum(rounds)),
-                "ci95": ratio_interval(emitted, rounds),
-                "rounds": sum(rounds),
-            }
+        parts.append(
+            Bin(
+                start=NEAR * 2 ** (number - 1) if number else 0,
+                to=NEAR * 2**number,
+                mean=_ratio(sum(emitted), sum(rounds)),
+                ci95=ratio_interval(emitted, rounds),
+                rounds=sum(rounds),
+            )
         )
-    return found
+    return parts
 
 
 def acceptance_by_depth(outputs: Sequence[Output], depth: int) -> list[float | None]:
@@ -153,14 +157,14 @@ def round_seconds(output: Output, rounds: Sequence[float]) -> Sequence[float]:
 def token_seconds(output: Output, rounds: Sequence[float]) -> list[float]:
     """Return the time of each token after the first: its round's seconds, divided by the tokens that the round emitted.
     Rounds that accept little have slow tokens, which a mean hides. `rounds`: seconds of each round of the batch."""
-    own = round_seconds(output, rounds)
-    return [seconds / count for count, seconds in zip(output.emitted(), own, strict=True) for _ in range(count)]
+    seconds = round_seconds(output, rounds)
+    return [each / count for count, each in zip(output.emitted(), seconds, strict=True) for _ in range(count)]
 
 
-def token_percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Return p50, p95 and p99 of `token_seconds` in milliseconds."""
-    values = np.percentile(np.asarray(seconds), TOKEN_PERCENTILES) if seconds else [float("nan")] * 3
-    return {f"p{share}": 1e3 * float(value) for share, value in zip(TOKEN_PERCENTILES, values, strict=True)}
+def token_percentiles(seconds: Sequence[float]) -> Percentiles:
+    """Return percentiles of `token_seconds` in milliseconds."""
+    p50, p95, p99 = np.percentile(np.asarray(seconds), (50, 95, 99)) if seconds else [float("nan")] * 3
+    return Percentiles(p50=1e3 * float(p50), p95=1e3 * float(p95), p99=1e3 * float(p99))
 
 
 def is_loop(tokens: Sequence[int]) -> bool:

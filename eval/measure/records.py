@@ -254,17 +254,17 @@ def _reason(error: Exception) -> str:
 
 def _read_json(file: Path, called: str) -> Iterator[Record]:
     """Yield the records of JSON lines one by one, or those of an array, which is read whole."""
-    number, found = 0, False
+    number, is_empty = 0, True
     try:
         with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
-                if not found and line.lstrip().startswith(b"["):
+                if is_empty and line.lstrip().startswith(b"["):
                     # The newlines before the array keep the line numbers of errors right.
                     yield from _read_array(called, b"\n" * (number - 1) + line + lines.read())
                     return
                 if line.strip():
-                    found = True
+                    is_empty = False
                     place = f"{called}:{number}"
                     yield place, _check(place, _parse(place, line.strip()), escaped=b"\\u" in line)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -273,7 +273,7 @@ def _read_json(file: Path, called: str) -> Iterator[Record]:
         raise UserError(
             f"{called}: cannot be read ({error.strerror}); expected a file that this user may read"
         ) from None
-    if not found:
+    if is_empty:
         raise UserError(f"{called}: the file is empty; expected one JSON record a line")
 
 

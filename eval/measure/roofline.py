@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from eval.measure.speedup_checks import is_believable
 from eval.runtime.engine import Engine
 from eval.runtime.graph import preserved
 from eval.runtime.request import Request
@@ -26,8 +25,6 @@ from heads.targets.slots import round_up
 
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Bytes to copy, by type of device: more than any cache holds."""
-BELIEVABLE = 1.25
-"""Maximum plausible bandwidth of a plain step, relative to copying: it only reads, which may be faster than copying."""
 ROUNDS, TRIES = {"cpu": 1, "cuda": 16}, {"cpu": 12, "cuda": 4}
 """Number of runs timed together, and number of such timings, of which the best counts."""
 
@@ -153,32 +150,3 @@ def phase_seconds(engine: Engine, extent: int) -> dict[str, float]:
         state.done.fill_(True)  # so that a commit changes no row
         replays = {name: work if capture is None else capture(work).replay for name, work in phases.items()}
         return {name: best_seconds(engine, work) for name, work in replays.items()}
-
-
-def lines(record: dict[str, Any]) -> list[str]:
-    rows = [
-        f"copy bandwidth {record['copy_bandwidth'] / 1e9:.1f} GB/s, {record['length']} tokens of context, "
-        f"batch {record['batch_size']}, draft {record['tree']}, tau {record['tau']:.2f}"
-    ]
-    for name in ("plain", "round"):
-        rows.append(f"{name + ' step':24}{'MB':>10}{'floor us':>12}{'us':>12}{'ratio':>8}")
-        for part in record[name]:
-            ratio = "" if part["over_floor"] is None else f"{part['over_floor']:.2f}"
-            rows.append(
-                f"  {part['part']:22}{part['bytes'] / 1e6:>10.1f}{part['floor_us']:>12.1f}{part['us']:>12.1f}{ratio:>8}"
-            )
-        rows.append(f"  {'whole':22}{'':>10}{record[name + '_floor_us']:>12.1f}{record[name + '_us']:>12.1f}")
-    speedup = {
-        name: f"{value:.2f}" if is_believable(value, record["tau"]) else "not measured"
-        for name, value in record["speedup"].items()
-    }
-    rows.append(
-        f"speedup now {speedup['now']}, at the floor {speedup['floor']}; plain decoding at "
-        f"{record['plain_share_of_bandwidth']:.0%} of the bandwidth"
-    )
-    if record["plain_share_of_bandwidth"] > BELIEVABLE:
-        rows.append(
-            "plain decoding reads faster than memory was copied: the target lies in the processor's cache, or others "
-            "used the memory while it was copied; the floors say little here"
-        )
-    return [line.rstrip() for line in rows]

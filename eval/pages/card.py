@@ -1,5 +1,6 @@
 """The model card of a head: front matter that the Hub reads, and the measured figures in Markdown (card.md.j2)."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,10 +10,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from eval.measure.acceptance import acceptance_profile, load_test
 from eval.measure.curve import learning_line
-from eval.measure.results import Results
+from eval.measure.schema import Results
+from eval.measure.speedup_checks import why_unreliable
 from eval.pages import format
 from eval.pages.format import LOCAL_MODEL
-from eval.pages.tables import Table, settings_table
+from eval.pages.tables import headline_table, settings_table
+from eval.pages.verdicts import pays, reliable_speedup, serve_label, warnings
 from heads.core.errors import UserError
 from heads.targets.hub import is_hub_id, repo_and_revision
 
@@ -38,8 +41,8 @@ def check_card(folder: Path, name: str) -> None:
 
 def model_card(results: Results, *, serve: str | None = None, plots: Sequence[str] = ()) -> str:
     """Return the card of a measured head. `plots`: files of `PLOTS` that lie beside it."""
-    head = results["head"]
-    return render_card(head["kind"], results["target"]["name"], head["parameters"], results, serve=serve, plots=plots)
+    head = results.head
+    return render_card(head.kind, results.target.name, head.parameters, results, serve=serve, plots=plots)
 
 
 def render_card(
@@ -85,42 +88,34 @@ def render_card(
 
 def gain(results: Results) -> str:
     """Return what a head gains, and that the text stays the target's own."""
-    text = f"tau {format.tau_text(results)}"
-    if format.why_unreliable(results) is None:
-        text += f" and {format.speedup_text(results)} the speed of plain decoding"
-    sameness = "in distribution" if "kind" in results["exact"] else "token for token"
+    m = results.headline
+    text = f"tau {format.tau_text(m)}"
+    if why_unreliable(m) is None:
+        text += f" and {format.speedup_text(m)} the speed of plain decoding"
+    sameness = "in distribution" if results.exact.kind else "token for token"
     return (
-        f"{text} ({format.as_markdown(format.setting_text(results))}). The head drafts tokens that the target "
-        f"verifies, so the text is the target's own, {sameness}."
+        f"{text} ({format.as_markdown(format.setting_text(m))}). The head drafts tokens that the target verifies, so "
+        f"the text is the target's own, {sameness}."
     )
 
 
 def measured_values(results: Results) -> dict[str, Any]:
     """Return the template's figures."""
-    setting, table = format.as_markdown(format.setting_text(results)), settings_table(results)
-    compared = "outputs" if "kind" in results["exact"] else "outputs identical to plain decoding"
-    rows = [
-        ["tau, tokens per target pass", format.tau_text(results)],
-        ["speedup over plain decoding", format.speedup_text(results)],
-        [compared, format.exact_cell(results)],
-    ]
-    profile = acceptance_profile(results)
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    table, profile = settings_table(results), acceptance_profile(results)
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     return {
-        "headline": Table("", [], ["", setting], rows).markdown(),
-        "pays": format.pays(results),
-        "serve_label": format.serve_label(results),
+        "headline": headline_table(results).markdown(),
+        "pays": pays(results),
+        "serve_label": serve_label(results),
         "setting": format.as_markdown(format.setting_line(results)),
-        "versions": f"{versions} ({results['measured_at'][:10]})",
+        "versions": f"{versions} ({results.measured_at[:10]})",
         "command": format.command_text(results),
         "measured": table.markdown(),
-        "notes": f"{format.BRACKETS} {format.left_out_text(results)}".rstrip(),
+        "notes": " ".join(table.notes),
         "audit": format.sentence(format.audit_line(results)),
-        "headline_setting": setting,
-        "alpha": ", ".join(format.percent(value) for value in format.reached(results["alpha"])),
-        "learning": learning_line(results["head"].get("curve", ())),
-        "load_test": profile and load_test(profile, results["target"]["name"]),
-        "warnings": [format.as_markdown(warning) for warning in format.warnings(results)],
+        "learning": learning_line(results.head.curve),
+        "load_test": profile and load_test(profile, results.target.name),
+        "warnings": [format.as_markdown(warning) for warning in warnings(results)],
     }
 
 
@@ -130,20 +125,17 @@ def quoted(target: str) -> str:
 
 def eval_results(results: Results) -> list[EvalResult]:
     """Return the tau of every setting over all prompts, and its speedup if that is exact and reliable."""
-    prompts = ", ".join(format.short_name(name) for name in results["settings"]["prompts"].split(","))
-    found = []
-    for m in results["measurements"]:
-        speedup = m["speedup"]["measured"] if format.why_unreliable(m) is None else None
-        for metric, value in (("tau", m["tau"]["mean"]), ("speedup", speedup)):
-            if value is not None:
-                found.append(
-                    EvalResult(
-                        task_type=TASK,
-                        dataset_type=prompts,
-                        dataset_name=prompts,
-                        metric_type=metric,
-                        metric_name=f"{metric} ({format.setting_text(m)})",
-                        metric_value=round(value, 3),
-                    )
-                )
-    return found
+    prompts = ", ".join(format.short_name(name) for name in results.settings.prompts.split(","))
+    return [
+        EvalResult(
+            task_type=TASK,
+            dataset_type=prompts,
+            dataset_name=prompts,
+            metric_type=metric,
+            metric_name=f"{metric} ({format.setting_text(m)})",
+            metric_value=round(value, 3),
+        )
+        for m in results.measurements
+        for metric, value in (("tau", m.tau.mean), ("speedup", reliable_speedup(m)))
+        if not math.isnan(value)
+    ]

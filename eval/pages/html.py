@@ -3,21 +3,32 @@ texts needs a script, and nothing else does."""
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from eval.measure.results import Results
-from eval.measure.roofline import lines
+from eval.measure.curve import held_out_lines
+from eval.measure.results import plain
+from eval.measure.schema import Decoded, Results, Sample
+from eval.measure.speedup_checks import why_unreliable
 from eval.pages import format
 from eval.pages.drawing import COLOURS, Chart, inline_svg
-from eval.pages.format import NOT_RELIABLE
-from eval.pages.several import several_values
-from eval.pages.tables import Table, first_token_text, latency_table, settings_table, suites_table
+from eval.pages.roofline import roofline_lines
+from eval.pages.tables import (
+    Row,
+    beside_table,
+    comparison_table,
+    headline_table,
+    latency_table,
+    rows_of,
+    settings_table,
+    suites_table,
+)
+from eval.pages.training import training_charts
+from eval.pages.verdicts import serve_label, training_warning, verdicts, verdicts_on, warnings
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 DARK = {
@@ -33,198 +44,204 @@ DARK = {
     "faded": "#9aa3b2",
 }
 """The colours of charts on a dark page."""
-MOST_DIVERGENCES = 20
-Facts = list[tuple[str, Any]]
+OPTIONAL = (
+    *("setting", "serve", "tiles", "audit", "is_exact", "divergences", "warnings", "replays", "is_served"),
+    *("is_in_distribution", "diagnosis", "all_settings", "sources", "facts"),
+)
+"""Names of the template that not every page has."""
+MAX_DIVERGENCES = 20
 
 
-@dataclass(frozen=True)
-class Tile:
-    name: str
-    value: str
-    note: str
-    caution: str = ""
-    """Reason not to trust the figure."""
-
-
-def render_page(
-    results: Results,
-    charts: Sequence[Chart],
-    remarks: Sequence[str] = (),
-    serve: str | None = None,
-    beside: Sequence[Table] = (),
-) -> str:
-    """Return the page of a results.json. `remarks` stand in the place of charts of few points; `serve` is the command
-    that serves the head, and `beside` tables of other measurements of it."""
+def render_page(results: Results, charts: Sequence[Chart], serve: str | None, others: Sequence[Results] = ()) -> str:
+    """Return the page of a measurement of one head. `serve`: command that serves the head. `others`: measurements of
+    the head in servers, or here if this one is of a server, the newest first."""
+    headline = headline_table(results)
+    tables = [settings_table(results), beside_table(results, others), suites_table(results)]
     return render(
         heading=format.heading(results),
         setting=f"{format.subtitle(results)}.",
-        verdicts=format.verdicts(results),
+        verdicts=verdicts(results),
         serve=serve,
-        serve_label=format.serve_label(results),
-        tiles=tiles(results),
-        exact=format.is_exact(results),
-        audit=format.audit_line(results),
-        divergences=places(results["exact"]["divergences"]),
-        near_ties=places(results["exact"].get("near_ties", ())),
-        warnings=format.warnings(results),
-        replays=[replay(results, sample) for sample in typical_first(results)],
-        draft=format.setting_text(results),
+        serve_label=serve_label(results),
+        draft=format.setting_text(results.headline),
         device=format.device_text(results),
-        charts=[chart for chart in charts if not chart.folded],
-        tables=[settings_table(results), *beside, *suites_table(results)],
-        diagnosis=[chart for chart in charts if chart.folded],
-        folded_tables=latency_table(results),
-        remarks=remarks,
-        roofline="\n".join(lines(results["roofline"])) if "roofline" in results else None,
-        loops=format.percent(results["loop_share"]),
-        command=format.command_text(results),
-        date=results["measured_at"][:10],
-        facts=[
-            ("Target", target_facts(results["target"])),
-            ("Head", head_facts(results["head"])),
-            *measurement_facts(results),
+        loops=format.percent(results.headline.loop_share),
+        is_served=results.server is not None,
+        is_in_distribution=results.exact.kind is not None,
+        tiles=[headline.rows[n] for n in headline.marked],
+        audit=format.audit_line(results),
+        is_exact=results.is_exact,
+        divergences=divergence_lines(results),
+        warnings=warnings(results),
+        replays=[replay(results, sample) for sample in typical_first(results)],
+        parts=[
+            {
+                "verdicts": [],
+                "charts": [chart for chart in charts if not chart.folded],
+                "tables": [table for table in tables if table.rows],
+            }
         ],
-        is_served="server" in results,
-        is_in_distribution="kind" in results["exact"],
+        diagnosis={
+            "charts": [chart for chart in charts if chart.folded],
+            "tables": [table for table in (headline, latency_table(results)) if table.rows],
+            "remarks": list(held_out_lines(results.head.curve)),
+            "near_ties": [format.divergence_text(tie) for tie in results.exact.near_ties[:MAX_DIVERGENCES]],
+            "roofline": "\n".join(roofline_lines(results.roofline)) if results.roofline else "",
+        },
+        sources=[source(results, with_warnings=False)],
+        facts={
+            "Target": facts(plain(results.target)),
+            "Head": facts(plain(results.head)),
+            "Measurement": facts(plain(results.settings)),
+            "Machine": {"device": format.device_text(results), **results.versions},
+        },
     )
 
 
-def render_several(given: Sequence[Results]) -> str:
-    """Return the page of several results.json and compare.json."""
-    found = [divergence for results in given for divergence in results["exact"]["divergences"]]
-    kinds = {"is_served": False, "is_in_distribution": any("kind" in results["exact"] for results in given)}
-    return render(**several_values(given), divergences=places(found), serve=None, tiles=[], replays=[], **kinds)
+def render_several(measurements: Sequence[Results]) -> str:
+    """Return the page of several measurements, or of one of several heads: a table of each model."""
+    rows = sorted((row for results in measurements for row in rows_of(results)), key=lambda row: row.model)
+    models = [list(part) for _, part in groupby(rows, key=lambda row: row.model)]
+    names = [format.short_name(group[0].results.target.name) for group in models]
+    heading = f"{format.plural(len({row.method for row in rows}), 'draft')} on {', '.join(names)}"
+    parts = [
+        {
+            "verdicts": verdicts_of_rows(group) if len(models) > 1 else [],
+            "charts": training_charts({row.method: row.head.curve for row in group}),
+            "tables": [comparison_table(name, group, with_suites=True)],
+        }
+        for name, group in zip(names, models, strict=True)
+    ]
+    audit = format.audit_line(measurements[0])
+    if several := len(measurements) > 1:
+        compared = [results.exact for results in measurements if results.exact.identical is not None]
+        identical, prompts = sum(exact.identical or 0 for exact in compared), sum(exact.prompts for exact in compared)
+        audit = f"output identical to plain decoding: {identical} of {prompts} outputs"
+        audit = f"{audit}, of {len(measurements)} measurements together"
+    return render(
+        heading=heading,
+        setting="" if several else f"{format.subtitle(measurements[0])}.",
+        verdicts=verdicts_of_rows(models[0]) if len(models) == 1 else [heading],
+        is_in_distribution=any(results.exact.kind for results in measurements),
+        audit=audit,
+        is_exact=all(results.is_exact for results in measurements),
+        divergences=[line for results in measurements for line in divergence_lines(results)],
+        warnings=list(why_incomparable(models)) if several else warnings(measurements[0]),
+        parts=parts,
+        all_settings=[
+            comparison_table(format.heading(results), rows_of(results, whole=True))
+            for results in measurements
+            if results.is_comparison
+        ],
+        sources=[source(results, with_warnings=several) for results in measurements],
+    )
 
 
 def render_progress(lines: Sequence[str], charts: Sequence[Chart]) -> str:
     """Return the page of a run without a measurement of its head: where it is, and its charts."""
-    models = [{"table": None, "charts": charts, "verdicts": []}]
-    kinds = {"is_served": False, "is_in_distribution": False}
-    nothing: dict[str, Any] = dict.fromkeys(("divergences", "warnings", "tables", "sources", "tiles", "replays"), ())
-    page = {"heading": lines[0], "verdicts": lines, "exact": True, "audit": None, "serve": None, "models": models}
-    return render(**page, **nothing, **kinds)
+    return render(heading=lines[0], verdicts=lines, parts=[{"verdicts": [], "charts": charts, "tables": []}])
 
 
 def render(**values: Any) -> str:
+    """Return the page with these values of the template's names; all others have none."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"svg": inline_svg, "sentence": format.sentence, "number": format.number, "sha256": sha256}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(**values, light=COLOURS, dark=DARK, not_reliable=NOT_RELIABLE)
+    return template.render({**dict.fromkeys(OPTIONAL, ()), "light": COLOURS, "dark": DARK, **values})
 
 
 def sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def places(divergences: Sequence[Results]) -> list[str]:
-    return [format.divergence_text(found) for found in divergences[:MOST_DIVERGENCES]]
+def divergence_lines(results: Results) -> list[str]:
+    return [format.divergence_text(divergence) for divergence in results.exact.divergences[:MAX_DIVERGENCES]]
 
 
-def tiles(results: Results) -> list[Tile]:
-    """Return the tiles of the headline's figures."""
-    speed, plain, tau = results["speedup"], results["baseline"], results["tau"]
-    note = interval_note(tau["ci95"], "plain decoding has 1")
-    length = Tile("tau, tokens per target pass", format.number(tau["mean"]), note)
-    if plain is None:
-        speed_tile = Tile("tokens per second", format.speculative_text(results), results["server"]["name"])
-        return [length, speed_tile, Tile("time to first token", first_token_text(results), "median")]
-    rate = f"tokens/s, {format.number(plain['ms_per_token'])} ms a token"
-    own = Tile("plain decoding", format.number(plain["tokens_per_second"], 0), rate)
-    if speed is None:
-        withheld = "withheld", "the audit failed"
-        return [Tile("speedup", *withheld), length, own, Tile("speculative decoding", *withheld)]
-    fast = results["speculative"]
-    rate = f"tokens/s, {format.number(fast['ms_per_round'])} ms a round"
-    if (why := format.why_unreliable(results)) is not None:
-        note = format.robust_text(results) or "over plain decoding"
-        return [Tile("speedup", format.MISSING, note, f"{NOT_RELIABLE}: {why}"), length, own]
-    note = interval_note(speed["ci95"], "over plain decoding")
-    slow = "plain decoding is faster" if speed["measured"] < 1 else ""
-    return [
-        Tile("speedup", f"{format.number(speed['measured'])}×", note, slow),  # noqa: RUF001
-        length,
-        own,
-        Tile("speculative decoding", format.number(fast["tokens_per_second"], 0), rate),
-    ]
+# Replays
 
 
-def interval_note(interval: Sequence[float | None] | None, otherwise: str) -> str:
-    if interval is None or None in interval:
-        return otherwise
-    return f"95% interval {format.number(interval[0])} to {format.number(interval[1])}"
-
-
-def typical_first(results: Results) -> list[Results]:
+def typical_first(results: Results) -> list[Sample]:
     """Return the samples, the one whose tau is nearest to that of all prompts first."""
-    mean = results["tau"]["mean"]
-    return sorted(results["samples"], key=lambda sample: abs((sample["tau"] or 0) - mean))
+    return sorted(results.samples, key=lambda sample: abs(sample.tau - results.headline.tau.mean))
 
 
-def replay(results: Results, sample: Results) -> Results:
-    """Return a sample as the template shows it: `sides`, each with its name, its parts (rounds) and how long it took.
-    It has times, and the side of plain decoding, only if the speedup is reliable."""
-    plain, is_timed = sample.get("plain"), format.why_unreliable(results) is None and bool(sample.get("round_ms"))
-    both = [("Plain", plain), ("Drafted", sample)] if is_timed and plain else [("Drafted", sample)]
-    sides = []
-    for name, decoded in both:
-        times = [0.0, *accumulate(decoded["round_ms"])] if is_timed else None
-        count = len(decoded["pieces"])
-        took = f"{count} tokens, {times[-1] / 1e3:.2f} s" if times else ""
-        sides.append({"name": name, "parts": list(parts_of(decoded["pieces"], times)), "took": took})
-    return {**sample, "sides": sides, "is_timed": len(both) == 2}
+def replay(results: Results, sample: Sample) -> dict[str, Any]:
+    """Return a sample as the template shows it: `sides`, each with its name, its rounds and how long it took. It has
+    times, and the side of plain decoding, only if the speedup is reliable."""
+    sides: dict[str, Decoded] = {"Drafted": sample}
+    if is_timed := why_unreliable(results.headline) is None and bool(sample.round_ms) and sample.plain is not None:
+        assert sample.plain is not None
+        sides = {"Plain": sample.plain, "Drafted": sample}
+    shown = []
+    for name, decoded in sides.items():
+        ends = [0.0, *accumulate(decoded.round_ms)] if is_timed else []
+        took = f"{len(decoded.pieces)} tokens, {ends[-1] / 1e3:.2f} s" if ends else ""
+        shown.append({"name": name, "took": took, "rounds": list(rounds_of(decoded, ends))})
+    return {"sample": sample, "sides": shown, "is_timed": is_timed}
 
 
-def parts_of(pieces: Sequence[Results], times: Sequence[float] | None) -> Iterator[Results]:
+def rounds_of(decoded: Decoded, ends: Sequence[float]) -> Iterator[dict[str, Any]]:
     """Yield the rounds of a text, round 0 being the prompt's own pass: when each ended in ms, its number of tokens, and
     its text in runs, drafted or not."""
-    for number, group in groupby(pieces, key=lambda piece: piece["round"]):
-        own = list(group)
-        runs = [
-            {"drafted": drafted, "text": "".join(piece["text"] for piece in run)}
-            for drafted, run in groupby(own, key=lambda piece: piece["drafted"])
-        ]
-        drafted = sum(piece["drafted"] for piece in own)
-        title = f"round {number}: {drafted} drafted and accepted, {len(own) - drafted} from the target"
+    for number, group in groupby(decoded.pieces, key=lambda piece: piece.round):
+        pieces = list(group)
+        drafted = sum(piece.drafted for piece in pieces)
+        title = f"round {number}: {drafted} drafted and accepted, {len(pieces) - drafted} from the target"
         yield {
-            "ends": times and round(times[number], 1),
-            "tokens": len(own),
+            "ends": round(ends[number], 1) if ends else None,
+            "tokens": len(pieces),
             "title": title if number else "first token, from the prompt's own pass",
-            "runs": runs,
+            "runs": [
+                {"drafted": drafted, "text": "".join(piece.text for piece in run)}
+                for drafted, run in groupby(pieces, key=lambda piece: piece.drafted)
+            ],
         }
 
 
-def target_facts(target: Results) -> Facts:
-    if target.get("parameters") is None:  # a server's, which is not here
-        return [("name", target["name"])]
-    size = f"{format.count(target['parameters'])} parameters, {target['layers']} layers of {target['hidden_size']}"
-    return [
-        ("name", target["name"]),
-        ("architecture", target["architecture"]),
-        ("size", size),
-        ("vocabulary", f"{target['vocab_size']:,}"),
-        ("weights", f"{target['weight_bytes'] / 1e6:,.1f} MB"),
-        ("fingerprint", target["fingerprint"]),
-    ]
+# To measure it again
 
 
-def head_facts(head: Results) -> Facts:
-    form = [("read as", origin["form"])] if (origin := head.get("origin")) else []
-    layers = ", ".join(map(str, head["aux_layer_ids"])) or "none"
-    size = f"{format.count(head['parameters'])} parameters"
-    tokens = [("trained on", f"{head['trained_tokens']:,} tokens")] if head.get("trained_tokens") else []
-    return [("kind", head["kind"]), ("path", head["path"]), *form, ("size", size), *tokens, ("aux_layer_ids", layers)]
+def facts(values: Mapping[str, object]) -> dict[str, str]:
+    """Return the texts and numbers of a part of a results.json."""
+    return {
+        name: f"{value:,}" if isinstance(value, int) else str(value)
+        for name, value in values.items()
+        if value is not None and not isinstance(value, list | dict | tuple)
+    }
 
 
-def measurement_facts(results: Results) -> list[tuple[str, Facts]]:
-    settings = results["settings"]
-    measurement: Facts = [
-        ("prompts", f"{settings['num_prompts']} of {settings['prompts']}"),
-        ("prompt hash", settings["prompts_hash"]),
-        ("new tokens", f"{settings['max_new_tokens']} at most"),
-        ("rule", settings.get("rule", "match")),
-        ("batch", ", ".join(map(str, settings.get("batch_sizes") or [settings["batch_size"]]))),
-        ("repeats", settings["repeats"]),
-        ("seed", settings["seed"]),
-    ]
-    machine: Facts = [("device", format.device_text(results)), *results["versions"].items()]
-    return [("Measurement", measurement), ("Machine", machine)]
+def source(results: Results, *, with_warnings: bool) -> dict[str, Any]:
+    """Return what one needs to measure it again."""
+    return {
+        "name": format.heading(results),
+        "date": results.measured_at[:10],
+        "setting": format.setting_line(results),
+        "command": format.command_text(results),
+        "warnings": warnings(results) if with_warnings else [],
+    }
+
+
+# Several measurements
+
+
+def verdicts_of_rows(rows: Sequence[Row]) -> list[str]:
+    exact = [row for row in rows if row.results.is_exact]
+    failed = sorted({row.method for row in rows} - {row.method for row in exact})
+    lines = [f"{method}: the audit failed, no speedup is stated" for method in failed]
+    if not exact:
+        return lines
+    named = [row.figures.model_copy(update={"head": row.method}) for row in exact]
+    return [*verdicts_on(named, [row.head.model_copy(update={"name": row.method}) for row in exact]), *lines]
+
+
+def why_incomparable(models: Sequence[Sequence[Row]]) -> Iterator[str]:
+    """Yield what keeps rows of one model from being compared."""
+    for rows in models:
+        named = {row.method: row.head.model_copy(update={"name": row.method}) for row in rows}
+        if (line := training_warning(list(named.values()))) is not None:
+            yield line
+    if any(len({row.results.settings.prompts_hash for row in rows}) > 1 for rows in models):
+        yield "rows were measured on different prompts: their tau does not compare"
+    if any(len({format.device_text(row.results) for row in rows}) > 1 for rows in models):
+        yield "rows were measured on different machines, dtypes or engines: their speedups do not compare"

@@ -8,24 +8,27 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic_core import to_json
 
 from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
+from eval.measure.environment import engine_verdicts
 from eval.measure.folders import RESULTS, folders_of, newest_results
 from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES, split_prompts
-from eval.measure.results import Results, read_log
+from eval.measure.results import as_record, plain, read_log
+from eval.measure.schema import Results
 from eval.pages.card import CARD, PLOTS, quoted, render_card
-from eval.pages.format import LOCAL_MODEL, as_markdown, is_exact, pays, why_unreliable
+from eval.pages.format import LOCAL_MODEL, as_markdown
 from heads.core.errors import UserError
-from heads.formats.engine_folder import ENGINES, Verdict, why_unfit
-from heads.registry import HEADS, untrained_kind
-from heads.saved import CONFIG, check_loaders, find_head, load_head, read_config, trained_depth
-from heads.targets.hub import absolute, is_hub_id, name_of, repo_and_revision, with_names
+from heads.formats.engine_folder import ENGINES, why_unfit
+from heads.registry import HEADS
+from heads.saved import CONFIG, find_head, load_head, read_config
+from heads.targets.hub import is_hub_id, name_of, repo_and_revision, with_names
 
 OTHERS = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
@@ -37,9 +40,6 @@ RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
 SHOWN = ("optimizer", "lr", "max_steps", "tokens_per_step", "batch_size", "warmup_steps", "precision")
 """Settings of `train` that a card lists."""
-STEPS = 5
-"""Tokens drafted in a round by a head that was neither measured nor trained to a depth."""
-
 Contents = dict[str, Path | bytes]
 
 
@@ -81,23 +81,24 @@ def collect(
         raise UserError(f"{run}: no such folder; expected a run directory")
     folder = find_head(run)
     head, record = load_head(folder), read_config(folder)
-    place, figures = measured(folder, record, unmeasured, results) or (None, None)
+    place, figures = find_measurement(folder, record, unmeasured, results) or (None, None)
     name = record["target"]["name"]
-    beside = folder.resolve().parents  # a relative path may start at any of them
-    here = any(os.path.exists(parent / str(name)) for parent in beside)
-    base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not here else None)
+    parents = folder.resolve().parents  # a relative path may start at any of them
+    is_folder = any(os.path.exists(parent / str(name)) for parent in parents)
+    base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not is_folder else None)
     base = base or base_of_copy(str(name))
     target = base or Path(str(name or LOCAL_MODEL)).name
-    verdicts = head_verdicts(folder, record, figures, repo_id, base or target)
+    depth = figures.headline.depth if figures else None
+    verdicts = engine_verdicts(folder, depth, name=repo_id, base=repo_and_revision(base or target)[0])
     if (doubt := why_unfit(verdicts)) is not None and not unserved:
-        raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
+        raise UserError(f"{folder}: {doubt}; fix it, or publish it --unserved")
     form = HEADS[record["kind"]].format
     files: Contents = {CONFIG: public_config(folder / CONFIG, base), form.weights_file: folder / form.weights_file}
     files |= {other: folder / other for other in OTHERS if (folder / other).is_file()}
     shown = None
     if figures is not None and place is not None:
         shown = public_results(figures, repo_id, target)
-        files[RESULTS] = as_json(shown)
+        files[RESULTS] = to_json(as_record(shown), indent=2, inf_nan_mode="null", fallback=str) + b"\n"
         if (profile := acceptance_profile(shown)) is not None:
             files[ACCEPTANCE] = as_json(profile)
         files |= {plot: place / plot for plot in PLOTS if (place / plot).is_file()}
@@ -113,12 +114,12 @@ def collect(
         shown,
         name=repo_id.partition("/")[2],
         rights=licensed,
-        datasets=hub_datasets(record.get("provenance")),
+        datasets=hub_datasets(record["provenance"]),
         local=None if base else quoted(target),
         trained=trained_on(record, folder.parent),
         plots=[plot for plot in PLOTS if plot in files],
-        command=shlex.join(shown["command"] if shown else bench_command(repo_id, target, ())),
-        own_prompts=", ".join(quoted(name) for name in own_prompts(shown)),
+        command=shlex.join(shown.command if shown else bench_command(repo_id, target, ())),
+        own_prompts=", ".join(quoted(name) for name in private_prompts(shown)),
         engines=[verdict for verdict in verdicts if verdict.reader in ENGINES],
         others=[verdict for verdict in verdicts if verdict.reader not in ENGINES],
         tried=form.tried if form.tried_settings.items() <= record["config"].items() else None,
@@ -129,14 +130,14 @@ def collect(
     return Publication(files, card, record["kind"], base, licensed.get("license"), place)
 
 
-def measured(
+def find_measurement(
     folder: Path, record: dict[str, Any], unmeasured: bool, chosen: Path | None
 ) -> tuple[Path, Results] | None:
     """Return the folder and the results of the measurement in `chosen`, or else of the one that ended the head's run.
     None if there is none and `unmeasured` is set."""
     run = Path(os.path.abspath(folder)).parent  # the path as given: the target of a link is in no run
-    found = newest_results([run if chosen is None else chosen])
-    if found is None:
+    measurement = newest_results([run if chosen is None else chosen])
+    if measurement is None:
         if chosen is not None:
             raise UserError(f"{chosen}: no {RESULTS} in it; name the folder of a measurement")
         if unmeasured:
@@ -147,84 +148,59 @@ def measured(
             f"{run}: no {RESULTS} in it, the head was never measured; run eval/bench.py {folder} --out {run}, "
             "or publish it --unmeasured"
         )
-    file, results = found[0] / RESULTS, found[1]
-    if not is_exact(results):
-        number = len(results["exact"]["divergences"])
+    place, results = measurement
+    if not results.is_exact:
         raise UserError(
-            f"{file}: the audit failed, {number} outputs are not the target's own; "
+            f"{place / RESULTS}: the audit failed, {len(results.exact.divergences)} outputs are not the target's own; "
             "only a head whose audit holds is published"
         )
-    theirs = {"kind": results["head"]["kind"], "config": results["head"]["config"]}
-    weights = results["head"].get("sha256")  # missing in older results
-    if theirs != {"kind": record["kind"], "config": record["config"]} or weights not in (None, record.get("sha256")):
-        raise UserError(f"{file}: measured another head than {folder}; measure this one with eval/bench.py")
-    if results["target"]["fingerprint"].partition("-")[0] != record["target"]["fingerprint"].partition("-")[0]:
-        raise UserError(f"{file}: measured on another target than {folder} was trained for; measure it on its own")
-    return found
-
-
-def serve_command(results: Results) -> str | None:
-    """Return the command with which an engine serves the head of a results.json from any folder of this machine, or
-    None if its files are not here, no engine serves it, no draft pays, or a server that was measured has it."""
-    if "heads" in results or not is_exact(results) or untrained_kind(results["head"]["path"]):
-        return None
-    is_known = "server" in results or any(why_unreliable(m) is None for m in results["measurements"])
-    if (is_known and not pays(results)) or not os.path.isdir(results["head"]["path"]):
-        return None
-    try:
-        folder = find_head(results["head"]["path"]).absolute()
-        base = absolute(results["target"]["name"])
-        verdicts = head_verdicts(folder, read_config(folder), results, str(folder), base)
-    except (UserError, OSError):
-        return None
-    return next((verdict.shown for verdict in verdicts if verdict.reader in ENGINES and verdict.serves), None)
-
-
-def head_verdicts(
-    folder: Path, record: dict[str, Any], results: Results | None, repo_id: str, base: str
-) -> list[Verdict]:
-    """Return the verdict of each engine's check of the head. The number of draft tokens is the depth of the headline
-    setting, else of the training."""
-    config = record["config"]
-    depth = (results or {}).get("depth") or trained_depth(record) or STEPS
-    modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or several times
-    steps = max(depth // modules, 1) * modules
-    return check_loaders(folder, name=repo_id, base=repo_and_revision(base)[0], steps=steps)
+    head = results.head
+    same_weights = head.sha256 in (None, record.get("sha256"))  # missing in older results
+    if not same_weights or (head.kind, plain(head.config)) != (record["kind"], record["config"]):
+        raise UserError(f"{place / RESULTS}: measured another head than {folder}; measure this one with eval/bench.py")
+    if results.target.fingerprint.partition("-")[0] != record["target"]["fingerprint"].partition("-")[0]:
+        raise UserError(
+            f"{place / RESULTS}: measured on another target than {folder} was trained for; measure it on its own"
+        )
+    return measurement
 
 
 def trained_on(record: dict[str, Any], run: Path) -> list[str]:
     """Return lines of Markdown on a head's training, from its provenance and the files of its run, as far as they are
     there."""
-    made, recipe, lines = record["provenance"], read_recipe(run / RECIPE), []
-    data = made["data"]["sources"] if isinstance(made.get("data"), dict) else {}
-    sources = data.get("sources", []) if isinstance(data, dict) else data
-    for source in sources:
+    provenance, recipe, lines = record["provenance"], read_recipe(run / RECIPE), []
+    data, train = data_of(provenance), recipe.get("train", {})
+    for source in data.get("sources", ()):
         limit = f", up to {source['limit']:,} records" if source.get("limit") else ""
         lines.append(as_markdown(f"{source.get('path', 'modules of Python')} ({source.get('kind', 'chat')}){limit}"))
-    if isinstance(data, dict) and (answers := data.get("regenerate")):
+    if answers := data.get("regenerate"):
         count = f"{answers['prompts']:,} " if answers.get("prompts") else ""
         lines.append(f"{count}conversations with answers by the target itself (T = {answers.get('temperature', 0):g})")
-    train = recipe.get("train", {})
-    tokens = next((point["tokens"] for point in reversed(read_log(run / METRICS)) if "tokens" in point), None)
-    if "step" in made:
+    if "step" in provenance:
         of = f" of {train['max_steps']:,}" if train.get("max_steps") else ""
-        lines.append(f"step {made['step']:,}{of} was kept, which had the highest tau")
-    if tokens:
-        lines.append(f"{tokens:,} tokens in the whole run")
-    settings = [f"{name} {train[name]}" for name in SHOWN if train.get(name) is not None]
-    if context := recipe.get("data", {}).get("context_length"):
-        settings.append(f"context_length {context}")
-    settings += [f"{name} {value}" for name in ("depth", "loss") if (value := record["config"].get(name)) is not None]
-    lines.append(as_markdown(", ".join(settings)))
-    if commit := made.get("versions", {}).get("draftsmith"):
-        lines.append(f"draftsmith {commit}, torch {made['versions'].get('torch')}, {made.get('created', '')[:10]}")
+        lines.append(f"step {provenance['step']:,}{of} was kept, which had the highest tau")
+    if points := [point for point in read_log(run / METRICS) if "tokens" in point]:
+        lines.append(f"{points[-1]['tokens']:,} tokens in the whole run")
+    settings = {name: train.get(name) for name in SHOWN}
+    settings["context_length"] = recipe.get("data", {}).get("context_length")
+    settings |= {name: record["config"].get(name) for name in ("depth", "loss")}
+    lines.append(as_markdown(", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)))
+    if versions := provenance.get("versions"):
+        created = provenance.get("created", "")[:10]
+        lines.append(f"draftsmith {versions.get('draftsmith')}, torch {versions.get('torch')}, {created}")
     return lines
+
+
+def data_of(provenance: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe's section `data` in a head's provenance. Some have the sources alone."""
+    data: Any = (provenance.get("data") or {}).get("sources") or {}
+    return data if isinstance(data, dict) else {"sources": data}
 
 
 def base_of_copy(path: str) -> str | None:
     """Return the Hub id of a target in a folder, if the folder is in the Hub's cache or its config.json has the id."""
-    if found := re.search(r"models--([^/]+?)--([^/]+)/snapshots/", f"{path}/"):
-        return f"{found[1]}/{found[2]}"
+    if match := re.search(r"models--([^/]+?)--([^/]+)/snapshots/", f"{path}/"):
+        return f"{match[1]}/{match[2]}"
     try:
         name = json.loads((Path(path) / CONFIG).read_text(encoding="utf-8")).get("_name_or_path")
     except (OSError, ValueError, AttributeError):
@@ -249,45 +225,34 @@ def public_config(file: Path, base: str | None) -> bytes:
 
 
 def public_results(results: Results, repo_id: str, target: str) -> Results:
-    public: Results = with_names({key: value for key, value in results.items() if key not in ("samples", "command")})
-    return public | {
-        "command": bench_command(repo_id, target, results.get("command", ())[5:]),  # after the head and its target
-        "target": {**public["target"], "name": target},
-        "head": {**public["head"], "path": repo_id},
-        "samples": [],
-    }
+    public = Results.model_validate({**with_names(plain(results)), "chosen": results.chosen})
+    public.command = bench_command(repo_id, target, results.command[5:])  # after the head and its target
+    public.target.name, public.head.path, public.head.serve, public.samples = target, repo_id, None, []
+    return public
 
 
 def bench_command(repo_id: str, target: str, options: Sequence[str]) -> list[str]:
     return ["python", "eval/bench.py", repo_id, "--target", target, *with_names([*options])]
 
 
-def own_prompts(results: Results | None) -> list[str]:
+def private_prompts(results: Results | None) -> list[str]:
     """Return the names of prompt files, which others do not have."""
-    names = split_prompts(results["settings"]["prompts"]) if results else []
+    names = split_prompts(results.settings.prompts) if results else []
     return [name for name in names if name not in (HELD_OUT_SUITE, *HUB_SUITES)]
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return recipe if isinstance(recipe, dict) else {}
 
 
-def hub_datasets(provenance: Any) -> list[str]:
-    """Return the Hub ids among the data paths in a head's provenance."""
-
-    def paths(value: Any) -> Iterator[str]:
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key == "path" and isinstance(item, str):
-                yield item
-            elif isinstance(item, dict | list):
-                yield from paths(item)
-
-    data = provenance.get("data") if isinstance(provenance, dict) else None
-    return list(dict.fromkeys(repo_and_revision(path)[0] for path in paths(data or {}) if is_hub_id(path)))
+def hub_datasets(provenance: dict[str, Any]) -> list[str]:
+    """Return the Hub ids of the data sets in a head's provenance."""
+    paths = [source.get("path", "") for source in data_of(provenance).get("sources", ())]
+    return list(dict.fromkeys(repo_and_revision(path)[0] for path in paths if is_hub_id(path)))
 
 
 def check_private(files: Contents) -> None:

@@ -1,155 +1,232 @@
-"""The tables of a report, which the terminal, the page and the card render each in its own way."""
+"""The tables of a report. The terminal, the page and the card render each in its own way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from eval.measure.results import Results
+from eval.measure.schema import Head, Measurement, Results
+from eval.measure.speedup_checks import NO_BASELINE, why_unreliable
 from eval.pages import format
-from eval.pages.format import BRACKETS, MISSING, TURNS
+from eval.pages.format import BRACKETS, MISSING, NOT_RELIABLE
+from eval.pages.verdicts import fastest, search_line, training_differences
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells. The first cell of a row is its name. A cell that contains NOT_RELIABLE is highlighted."""
+    """Rows of cells. The first cell of a row is its name. A cell that contains NOT_RELIABLE is highlighted. Columns in
+    which nothing was measured are left out."""
 
     title: str
     notes: Sequence[str]
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    marked: frozenset[int] = frozenset()
+    marked: Sequence[int] = ()
     """Indices of rows in bold."""
 
+    def __post_init__(self) -> None:
+        measured = [n for n in range(len(self.columns)) if n == 0 or any(row[n] != MISSING for row in self.rows)]
+        object.__setattr__(self, "columns", [self.columns[n] for n in measured])
+        object.__setattr__(self, "rows", [[row[n] for n in measured] for row in self.rows])
+
     def markdown(self) -> str:
-        cells = [self.columns, ["---"] * len(self.columns), *([format.as_markdown(r[0]), *r[1:]] for r in self.rows)]
-        return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+        rows = [[format.as_markdown(row[0]), *(cell.replace("\n", "<br>") for cell in row[1:])] for row in self.rows]
+        return "\n".join(f"| {' | '.join(row)} |" for row in [self.columns, ["---"] * len(self.columns), *rows])
 
 
 def headline_table(results: Results) -> Table:
-    rows = [["tau, tokens per target pass", format.tau_text(results)]]
-    if (each := results["tau"].get("per_request")) is not None:
-        rows.append(["mean of each prompt's tau", format.number(each)])
-    for depth, alpha in enumerate(format.reached(results["alpha"]), start=1):
-        rows.append([f"accepted at depth {depth}", format.percent(alpha, 1)])
-    if results["baseline"] is not None:
-        rows.append(["plain tokens/s", format.number(results["baseline"]["tokens_per_second"], 1)])
-    elif results["speedup"] is None:
-        rows.append(["tokens/s", format.speculative_text(results)])
-    if "server" in results:
-        rows.append(["time to first token, median", first_token_text(results)])
-    if results["speedup"] is not None:
-        rows.append(["speculative tokens/s", format.speculative_text(results)])
-        rows.append(["speedup over plain decoding", format.short_speedup(results)])
-        if format.why_unreliable(results) is None and results["speedup"]["predicted"] is not None:
-            rows.append(["speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x"])
-    rows.append(["outputs that end in a loop", format.percent(results["loop_share"])])
-    bold = frozenset(n for n, (name, _) in enumerate(rows) if name.startswith(("tau", "speedup over")))
-    return Table("", [], ["", format.setting_text(results)], rows, bold)
-
-
-def first_token_text(figures: Results) -> str:
-    return f"{format.number(figures['first_token_ms']['p50'], 1)} ms"
+    """Return the figures of the headline setting. The main ones, which a page shows as tiles, are marked."""
+    m = results.headline
+    rows = [["tau, tokens per target pass", format.tau_text(m)]]
+    if m.speedup is not None or m.baseline is not None:
+        rows.append(["speedup over plain decoding", format.speedup_cell(m)])
+    if m.baseline is not None:
+        rows.append(["plain tokens/s", format.number(m.baseline.tokens_per_second, 1)])
+    rows.append(["speculative tokens/s", format.speculative_text(m)])
+    if results.server:
+        rows.append(["time to first token, median", format.first_token_text(m)])
+    main = len(rows)
+    rows.append(["outputs as plain decoding's", format.exact_cell(results.exact)])
+    if m.baseline is not None and m.speedup is not None and why_unreliable(m) is None:
+        rows.append(["speedup predicted by costs", f"{format.number(m.speedup.predicted)}x"])
+        rows.append(["ms of plain decoding a token", format.number(m.baseline.ms_per_token)])
+        rows.append(["ms a round", format.number(m.speculative.ms_per_round)])
+    rows.append(["mean of each prompt's tau", format.number(m.tau.per_request)])
+    rows += [
+        [f"accepted at depth {depth}", format.percent(alpha, 1)]
+        for depth, alpha in enumerate(format.reached(m.alpha), start=1)
+    ]
+    rows.append(["outputs that end in a loop", format.percent(m.loop_share)])
+    return Table("Figures", [], ["", format.setting_text(m)], rows, range(main))
 
 
 def settings_table(results: Results) -> Table:
-    served, rows = "server" in results, []
-    predicts = format.is_exact(results) and not served
-    for m in results["measurements"]:
-        predicted = MISSING
-        if predicts and format.why_unreliable(m) is None:
-            predicted = f"{format.number(m['speedup']['predicted'])}x"
-        plain = m["baseline"] and m["baseline"]["tokens_per_second"]
-        cells = [format.setting_text(m), format.speedup_cell(m), format.tau_text(m), format.number(plain, 1)]
-        cells.append(format.speculative_text(m))
-        last = [first_token_text(m)] if served else [predicted] * predicts
-        rows.append([*cells, *last, format.exact_cell(m)])
-    searches = [format.sentence(format.search_line(search)) for search in results.get("auto", ()) if predicts]
-    turns = "Plain and speculative decoding took turns on the same prompts." if results["baseline"] else ""
-    places = [(m["tree"], m["temperature"], format.point_text(m)) for m in (results, *results["measurements"])]
-    return Table(
-        "Settings measured",
-        [*searches, f"{turns} {BRACKETS} {format.left_out_text(results)}".strip()],
-        [
-            *("draft", "speedup", "tau", "plain tok/s", "speculative tok/s"),
-            *(["first token"] if served else ["predicted"] * predicts),
-            "exact" if "kind" in results["exact"] else "identical",
-        ],
-        rows,
-        frozenset(n for n, place in enumerate(places[1:]) if place == places[0]),
-    )
+    rows = []
+    for m in results.measurements:
+        is_reliable = m.speedup is not None and why_unreliable(m) is None
+        predicted = format.number(m.speedup.predicted) if m.speedup and is_reliable else MISSING
+        rows.append(
+            [
+                format.setting_text(m),
+                format.speedup_cell(m),
+                format.tau_text(m),
+                format.number(m.baseline.tokens_per_second, 1) if m.baseline else MISSING,
+                format.speculative_text(m),
+                format.first_token_text(m) if results.server else MISSING,
+                MISSING if predicted == MISSING else f"{predicted}x",
+                format.exact_cell(m.exact),
+            ]
+        )
+    searches = [format.sentence(search_line(search)) for search in results.auto if results.is_exact]
+    turns = "Plain and speculative decoding took turns on the same prompts. " if results.headline.baseline else ""
+    columns = ["draft", "speedup", "tau", "plain tok/s", "speculative tok/s", "first token", "predicted"]
+    columns.append("exact" if results.exact.kind else "identical")
+    notes = [*searches, f"{turns}{BRACKETS} {format.left_out_text(results.headline)}".strip()]
+    return Table("Settings measured", notes, columns, rows, [results.chosen])
 
 
-def beside_table(results: Results, others: Sequence[Results]) -> list[Table]:
+def beside_table(results: Results, others: Sequence[Results]) -> Table:
     """Return measurements of one head here and in servers, at the settings that were measured in several places: the
-    newest of each place, where `others` has the newest first. No table if there are none."""
-    found: dict[tuple[Any, ...], dict[str, tuple[Results, Results]]] = {}
+    newest of each place, where `others` has the newest first. No rows if there are none."""
+    places: dict[str, dict[str, tuple[Results, Measurement]]] = {}
     for part in (results, *others):
-        for m in part["measurements"]:
-            points = (format.point_of(part, m, name) for name in ("batch_size", "context"))
-            places = found.setdefault((m["tree"], m["temperature"], *points), {})
-            places.setdefault(format.where_text(part), (part, m))
-    pairs = [pair for places in found.values() if len(places) > 1 for pair in places.values()]
-    rows = []
-    for part, m in pairs:
-        accepted = " ".join(format.percent(alpha, 1) for alpha in m["alpha"])
-        speedup = format.short_speedup(m)
-        cells = [format.tau_text(m), accepted, format.speculative_text(m), speedup]
-        rows.append([f"{format.where_text(part)}: {format.setting_text(m)}", *cells])
-    same = len({part["settings"]["prompts_hash"] for part, _ in pairs}) == 1
-    prompts = "The prompts are the same." if same else "The prompts are not the same, which changes the figures."
-    days = {f"{format.where_text(part)} on {part['measured_at'][:10]}" for part, _ in pairs}
-    columns = ["", "tau", "accepted by depth", "tokens/s", "speedup"]
-    note = f"{prompts} Measured {', '.join(sorted(days))}. {BRACKETS}"
-    return [Table("Here and in the server", [note], columns, rows)] if rows else []
+        for m in part.measurements:
+            point = format.point_text(m.batch_size or part.settings.batch_size, m.context)
+            setting = f"{m.tree}, {format.sampling_text(m.temperature)}{point}"
+            places.setdefault(setting, {}).setdefault(format.where_text(part), (part, m))
+    pairs = [pair for by_place in places.values() if len(by_place) > 1 for pair in by_place.values()]
+    rows = [
+        [
+            f"{format.where_text(part)}: {format.setting_text(m)}",
+            format.tau_text(m),
+            " ".join(format.percent(alpha, 1) for alpha in m.alpha),
+            format.speculative_text(m),
+            short_speedup(m),
+        ]
+        for part, m in pairs
+    ]
+    same = "the same" if len({part.settings.prompts_hash for part, _ in pairs}) == 1 else "not the same"
+    days = sorted({f"{format.where_text(part)} on {part.measured_at[:10]}" for part, _ in pairs})
+    note = f"The prompts are {same}. Measured {', '.join(days)}. {BRACKETS}"
+    return Table("Here and in the server", [note], ["", "tau", "accepted by depth", "tokens/s", "speedup"], rows)
 
 
-def latency_table(results: Results) -> list[Table]:
-    """Return the times between tokens of every setting, or no table if the audit failed."""
-    times: dict[str, Results] = {}
-    for m in results["measurements"] if format.is_exact(results) else ():
-        if m["baseline"] is not None:
-            times.setdefault(format.setting_text(m | {"tree": "plain"}), m["baseline"]["token_ms"])
-        times[format.setting_text(m)] = m["speculative"]["token_ms"]
-    rows = [[name, *(format.number(spread[p]) for p in ("p50", "p95", "p99"))] for name, spread in times.items()]
+def latency_table(results: Results) -> Table:
+    """Return the times between tokens of every setting."""
+    times = {}
+    for m in results.measurements if results.is_exact else ():
+        if m.baseline is not None:
+            times[f"plain{format.point_of(m)}, {format.sampling_text(m.temperature)}"] = m.baseline.token_ms
+        times[format.setting_text(m)] = m.speculative.token_ms
+    rows = [[name, *(format.number(ms) for ms in (at.p50, at.p95, at.p99))] for name, at in times.items()]
     note = "Milliseconds. A round's time is shared among its tokens, so rounds that accept little have slow tokens."
-    return [Table("Time between tokens", [note], ["", "median", "95%", "99%"], rows)] if rows else []
+    return Table("Time between tokens", [note], ["", "median", "95%", "99%"], rows)
 
 
-def suites_table(results: Results) -> list[Table]:
-    """Return the table of suites and their categories, or no table if there is one suite without categories."""
-    if len(results["suites"]) < 2:
-        return []
-    rows = []
-    for name, m in results["suites"].items():
-        shown = format.short_name(name) if "/" not in name else f"\N{EN SPACE}{name.split('/', 1)[1]}"
-        cells = [shown, format.speedup_cell(m), format.tau_text(m)]
-        rows.append([*cells, str(m["exact"]["prompts"]), format.percent(m["loop_share"])])
-    note = f"{format.setting_text(results)}. Loops: outputs whose end repeats itself, which are easy to draft."
-    return [Table("By suite", [note], ["suite", "speedup", "tau", "prompts", "loops"], rows)]
-
-
-def comparison_table(results: Results) -> Table:
-    heads, differs = {head["name"]: head for head in results["heads"]}, format.trained_otherwise(results)
-    rows = []
-    for m in format.listed(results):
-        head = heads[m["head"]]
-        tokens = MISSING if (seen := head.get("trained_tokens")) is None else format.count(seen)
-        trained = ", ".join([tokens, *differs.get(m["head"], [])])
-        read = format.number(m["draft_bytes"] / 1e6, 1) if m.get("draft_bytes") is not None else MISSING
-        names = [m["head"], head["kind"], format.count(head["parameters"]), trained, format.setting_text(m), read]
-        accepted = " ".join(format.percent(alpha) for alpha in m["alpha"] if alpha is not None) or MISSING
-        cells = [format.speedup_cell(m), format.tau_text(m), accepted, format.exact_cell(m)]
-        rows.append([*names, *cells])
-    columns = ["head", "kind", "parameters", "trained on", "draft", "MB a round"]
-    columns += ["speedup", "tau", "accepted by depth", "identical"]
-    turns = f"{TURNS} {format.left_out_text(results['measurements'][0])}".rstrip()
-    return Table("Heads and drafts", [turns], columns, rows)
+def suites_table(results: Results) -> Table:
+    """Return the suites and their categories. No rows for one suite without categories."""
+    suites = results.headline.suites
+    rows = [
+        [
+            format.short_name(name) if "/" not in name else f"\N{EN SPACE}{name.split('/', 1)[1]}",
+            format.speedup_cell(m),
+            format.tau_text(m),
+            str(m.exact.prompts),
+            format.percent(m.loop_share),
+        ]
+        for name, m in suites.items()
+        if len(suites) > 1
+    ]
+    note = f"{format.setting_text(results.headline)}. Loops: outputs whose end repeats itself, which are easy to draft."
+    return Table("By suite", [note], ["suite", "speedup", "tau", "prompts", "loops"], rows)
 
 
 def audit_table(results: Results) -> Table:
-    columns = ["head"] * ("heads" in results) + ["draft", "identical", "tau", "loops"]
-    rows = []
-    for m in results["measurements"]:
-        cells = [format.setting_text(m), format.exact_cell(m), format.number(m["tau"]["mean"])]
-        rows.append([*([m["head"]] if "heads" in results else []), *cells, format.percent(m["loop_share"])])
-    return Table("Audit", [], columns, rows)
+    rows = [
+        [
+            f"{m.head} {format.setting_text(m)}".strip(),
+            format.exact_cell(m.exact),
+            format.number(m.tau.mean),
+            format.percent(m.loop_share),
+        ]
+        for m in results.measurements
+    ]
+    return Table("Audit", [], ["draft", "identical", "tau", "loops"], rows)
+
+
+# Several heads
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting of one head, of several."""
+
+    results: Results
+    head: Head
+    figures: Measurement
+
+    @property
+    def model(self) -> str:
+        target = self.results.target
+        return (target.fingerprint or target.name).partition("-")[0]
+
+    @property
+    def method(self) -> str:
+        """The head's kind and name, and the server that drafted with it."""
+        kind, name = self.head.kind, format.short_name((self.head.name or self.head.path).removesuffix("/head"))
+        served = f", in {self.results.server.name}" if self.results.server else ""
+        return f"{name if name.startswith(kind) else f'{kind}, {name}'}{served}"
+
+    @property
+    def suites(self) -> dict[str, Measurement]:
+        """The figures of each of several suites, without categories."""
+        suites = {format.short_name(name): m for name, m in self.figures.suites.items() if "/" not in name}
+        return suites if len(suites) > 1 else {}
+
+
+def rows_of(results: Results, *, whole: bool = False) -> list[Row]:
+    """Return the fastest setting of each head at each temperature, batch size and context, or all (`whole`)."""
+    measurements = results.measurements if whole else fastest(results.measurements)
+    return [Row(results, results.head_of(m), m) for m in measurements]
+
+
+def comparison_table(title: str, rows: Sequence[Row], *, with_suites: bool = False) -> Table:
+    """Return the table of the settings of several heads. `with_suites`: with a column for each suite if there are
+    several."""
+    suites = list(dict.fromkeys(name for row in rows for name in row.suites)) if with_suites else []
+    differs = training_differences([row.head.model_copy(update={"name": row.method}) for row in rows])
+    cells = []
+    for row in rows:
+        m, head = row.figures, row.head
+        tokens = format.count(head.trained_tokens) if head.trained_tokens else MISSING
+        cells.append(
+            [
+                row.method,
+                format.setting_text(m),
+                format.speedup_cell(m),
+                format.tau_text(m),
+                *(suite_cell(row.suites.get(suite)) for suite in suites),
+                format.accepted_text(m),
+                format.exact_cell(m.exact),
+                MISSING if m.draft_bytes is None else format.number(m.draft_bytes / 1e6, 1),
+                format.count(head.parameters),
+                ", ".join([tokens, *differs.get(row.method, [])]),
+            ]
+        )
+    columns = ["head", "draft", "speedup", "tau", *suites, "accepted by depth", "identical", "MB a round"]
+    note = f"Plain decoding and all heads of a measurement took turns on the same prompts. {BRACKETS}"
+    notes = [note, *dict.fromkeys(format.left_out_text(row.results.headline) for row in rows)]
+    if suites:
+        notes.append("Of each suite: tau above the speedup.")
+    return Table(title, notes, [*columns, "parameters", "trained on"], cells)
+
+
+def suite_cell(m: Measurement | None) -> str:
+    """Return tau above the speedup."""
+    if m is None:
+        return MISSING
+    return f"{format.tau_text(m)}\n{MISSING if why_unreliable(m) == NO_BASELINE else short_speedup(m)}"
+
+
+def short_speedup(m: Measurement) -> str:
+    """Return the speedup without the reason why it is not reliable, which stands elsewhere."""
+    text = format.speedup_text(m)
+    return NOT_RELIABLE if text.startswith(NOT_RELIABLE) else text

@@ -110,15 +110,15 @@ def one_line_errors(repo_id: str, token: str) -> Iterator[None]:
         ) from None
     except HfHubHTTPError as error:
         status = error.response.status_code
-        said = first_line(error).replace(token, "(the token)")
+        reason = first_line(error).replace(token, "(the token)")
         match status:
             case 401:
                 text = "the Hub does not take the token; log in anew with `hf auth login`"
             case 403:
-                text = f"the token may not write there ({said}); name a repository of yours or take a token that may"
+                text = f"the token may not write there ({reason}); name a repository of yours or take a token that may"
             case _:
-                text = f"the Hub refused ({said})"
+                text = f"the Hub refused ({reason})"
         raise UserError(f"{repo_id}: {text}") from None
     except (NetworkError, OSError) as error:
-        said = first_line(error).replace(token, "(the token)")
-        raise UserError(f"{repo_id}: the Hub cannot be reached ({said}); try again, or look with --dry-run") from None
+        reason = first_line(error).replace(token, "(the token)")
+        raise UserError(f"{repo_id}: the Hub cannot be reached ({reason}); try again, or look with --dry-run") from None

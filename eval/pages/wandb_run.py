@@ -11,12 +11,13 @@ from typing import Any
 
 from eval.measure.command import OFF
 from eval.measure.folders import short_name
-from eval.measure.results import Results, figures_of
+from eval.measure.results import named_figures, plain
+from eval.measure.schema import Results
 from eval.measure.settings import SAMPLED, to_settings
 from eval.measure.speedup_checks import why_unreliable
 from heads.core.errors import UserError, first_line
 
-LONGEST_TAG = 64
+MAX_TAG = 64
 """Number of letters of a tag that wandb allows."""
 
 
@@ -48,9 +49,9 @@ def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Result
 
     def log(results: Results) -> None:
         nonlocal status
-        status = 1 if results["exact"]["divergences"] else 0
+        status = 0 if results.is_exact else 1
         if "sampling" in options and not in_sweep:
-            run.config.update({name: results["settings"][name] for name in SAMPLED}, allow_val_change=True)
+            run.config.update({name: plain(results.settings)[name] for name in SAMPLED}, allow_val_change=True)
         log_outcome(run, results, out)
 
     try:
@@ -65,12 +66,12 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
     table with a row for every setting, the charts, and the head, if given, as an artifact."""
     import wandb
 
-    figures = known_figures(results)
+    figures = named_figures(results.headline)
     names = ["tau", "tau_low", "tau_high", *("speedup", "speedup_low", "speedup_high")]
     names += ["tokens_per_second", "plain_tokens_per_second"]
     rows = [
-        [m["tree"], float(m["temperature"]), *map(known_figures(m).get, names), why_unreliable(m) is None]
-        for m in results["measurements"]
+        [m.tree, float(m.temperature), *map(named_figures(m).get, names), why_unreliable(m) is None]
+        for m in results.measurements
     ]
     media: dict[str, Any] = {
         f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))
@@ -79,30 +80,25 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
     if page.is_file():
         media["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
     run.log({"measurements": wandb.Table(["draft", "temperature", *names, "reliable"], rows), **media})
-    exact = results["exact"]
     run.summary.update(
         {
             **figures,
-            "prompts": exact["prompts"],
-            "divergences": len(exact["divergences"]),
-            "reliable": why_unreliable(results) is None,
+            "prompts": results.exact.prompts,
+            "divergences": len(results.exact.divergences),
+            "reliable": why_unreliable(results.headline) is None,
         }
     )
-    run.tags = tags(results["head"]["kind"], results["target"]["name"])
+    run.tags = tags(results.head.kind, results.target.name)
     if head is not None:
-        about = {"kind": results["head"]["kind"], "draft": results["tree"], **figures}
+        about = {"kind": results.head.kind, "draft": results.headline.tree, **figures}
         artifact = wandb.Artifact(f"head-{run.id}", type="model", metadata=about)
         for file in sorted(path for path in head.rglob("*") if path.is_file()):  # add_dir would print to the terminal
             artifact.add_file(str(file), name=str(file.relative_to(head)))
         run.log_artifact(artifact)
 
 
-def known_figures(results: Results) -> dict[str, float]:
-    return {name: value for name, value in figures_of(results).items() if value is not None}
-
-
 def tags(kind: str, target: str) -> tuple[str, ...]:
-    return kind, short_name(target)[-LONGEST_TAG:]
+    return kind, short_name(target)[-MAX_TAG:]
 
 
 def run_place(run: Any) -> str:

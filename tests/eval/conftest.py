@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic_core import to_json
 from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.bench import run_bench
 from eval.measure import speedup_checks as reliability
 from eval.measure.prompts import Prompt
+from eval.measure.results import as_record
 from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.contract import Batch, Drafter, HeadLoss, Observation, Pick, Rows, SharedLayers
@@ -103,7 +105,7 @@ class PairHead(nn.Module, Drafter):
 @pytest.fixture
 def lenient_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits by which the few tokens of a test on a busy machine are reliable."""
-    for name, limit in {"BOUND": math.inf, "BUSY": 8.0, "FEWEST_TOKENS": 1}.items():
+    for name, limit in {"BOUND": math.inf, "BUSY": 8.0, "MIN_TOKENS": 1}.items():
         monkeypatch.setattr(reliability, name, limit)
 
 
@@ -175,7 +177,7 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bench(
     tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, prompt_file: Path
 ) -> Bench:
-    """Measure a head, or several by their names: the results, and what was printed."""
+    """Measure a head, or several by their names: the contents of the file, and what was printed."""
 
     def run(out: Path | None, heads: Any = pair_head, target: FrozenTarget = tiny_target, **settings: Any) -> Any:
         console = Console(file=io.StringIO(), width=180)
@@ -183,7 +185,7 @@ def bench(
         named = heads if isinstance(heads, dict) else {"runs/x/head": heads}
         results = run_bench(target, named, tiny_tokenizer, chosen, out=out, console=console)
         assert isinstance(console.file, io.StringIO)
-        return results, console.file.getvalue()
+        return json.loads(to_json(as_record(results), inf_nan_mode="null")), console.file.getvalue()
 
     return run
 

@@ -1,6 +1,7 @@
 """Several heads in one comparison: the table, the record, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,10 @@ def test_all_heads_run_in_one_comparison_with_the_trees_they_can_draft(
     read = json.loads((out / "compare.json").read_text())
     assert read["measurements"][0]["tau"]["mean"] == results["measurements"][0]["tau"]["mean"]
     table = (out / "compare.md").read_text()
-    assert table.count("\n| ") == 2 + 5 and f"| early_exit | 0 | {MISSING} | tree:2x2x5, greedy |" in table
+    assert table.count("\n| ") == 2 + 5 and "\n| early_exit:6 | tree:2x2x5, greedy |" in table
     assert "20 of 20 prompts" in text and text.count("4 of 4") == 5
     page = (out / "compare.html").read_text()
-    assert "20 of 20 prompts" in page and page.count("<td>4 of 4</td>") >= 5 and page.count("var(--draft)") > 5
-    names = [f"compare-{name}.{ending}" for name in ("speedup", "tau") for ending in ("png", "svg")]
-    assert sorted(file.name for file in (out / "plots").iterdir()) == sorted(names)
-    assert "3 heads on " in (out / "plots/compare-tau.svg").read_text()
+    assert "20 of 20 prompts" in page and page.count("<td>4 of 4</td>") >= 5
 
 
 def test_rows_say_what_a_head_was_trained_on_and_mark_other_data_and_budgets(
@@ -61,11 +59,11 @@ def test_rows_say_what_a_head_was_trained_on_and_mark_other_data_and_budgets(
     assert {m["draft_bytes"] for m in results["measurements"]} == {drafted, 0}
     table = (tmp_path / "out/compare.md").read_text()
     read = f"{drafted / 1e6:.1f}"
-    assert f"| one | medusa | {count(size)} | 1.0k | chain:2, greedy | {read} |" in table
-    assert f"| kept-earlier | medusa | {count(size)} | 490 | chain:2, greedy | {read} |" in table
-    assert f"| longer | medusa | {count(size)} | 3.0k, other data, other budget | chain:2, greedy | {read} |" in table
-    assert f"| lookup:3 | lookup | 0 | {MISSING} | chain:2, greedy | 0.0 |" in table
-    said = "trained otherwise than the first (longer: other data and other budget)"
+    for name, trained_on in (("one", "1.0k"), ("kept-earlier", "490"), ("longer", "3.0k, other data, other budget")):
+        row = rf"^\| medusa, {name} \| chain:2, greedy \| .* \| {read} \| {count(size)} \| {trained_on} \|$"
+        assert re.search(row, table, re.MULTILINE), name
+    assert re.search(rf"^\| lookup:3 \| chain:2, greedy \| .* \| 0.0 \| 0 \| {MISSING} \|$", table, re.MULTILINE)
+    said = "trained on different data or budgets (longer: other data and other budget)"
     assert said in text and said in (tmp_path / "out/compare.html").read_text()
 
 

@@ -253,7 +253,7 @@ def test_the_card_says_what_it_is_how_to_serve_it_and_what_it_was_trained_on(run
     results = json.loads(held["results.json"])
     assert (results["target"]["name"], results["head"]["path"], results["samples"]) == ("org/the-target", REPO, [])
     (hub.cache / "results.json").write_bytes(held["results.json"])
-    assert read_results(hub.cache / "results.json")["tau"] == json.loads((run / "results.json").read_text())["tau"]
+    assert read_results(hub.cache / "results.json").headline == read_results(run / "results.json").headline
     before, record = read_config(run / "head"), json.loads(held["config.json"])["draftsmith"]
     assert record["target"]["name"] == "org/the-target"
     assert record["provenance"]["target"]["path"] == Path(before["target"]["name"]).name
@@ -329,8 +329,9 @@ def fail_audit(results: dict[str, Any]) -> None:
     texts = dict.fromkeys(("suite", "prompt", "tree", "against", "plain_text", "text"), "x")
     numbers = dict.fromkeys(("temperature", "position", "top_two_margin"), 0)
     results["exact"]["divergences"].append({**texts, **numbers})
-    for figures in (results, *results["measurements"], *results["suites"].values()):
-        figures["speedup"] = None
+    for figures in results["measurements"]:
+        for part in (figures, *figures["suites"].values()):
+            part["speedup"] = None
 
 
 SPOILED: dict[str, Callable[[dict[str, Any]], None]] = {

@@ -1,54 +1,65 @@
 """Tables of pages from records of several files: variants, suites, rules and servers."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eval.measure.results import as_record, write_record
+from eval.measure.schema import Measurement
 from scripts import write_pages
 from scripts.write_pages import all_table, cost_table, first_table
+from tests.measurements import measurement, results_of
+
+TAUS = {"mt_bench/a": 0, "mt_bench": 1, "gsm8k_test": 3}
+TIE: dict[str, Any] = dict.fromkeys(("suite", "prompt", "tree", "plain_text", "text"), "x")
+TIE |= dict.fromkeys(("temperature", "position", "top_two_margin"), 0)
 
 
-def record(temperature: float, *, rule: str = "match", **more: Any) -> dict[str, Any]:
+def record(temperature: float, *, rule: str = "match", **changes: Any) -> dict[str, Any]:
     """A record of chain:2 and chain:4 on two suites, of which the tau of the first is twice as high."""
 
-    def figures(depth: int, tau: float) -> dict[str, Any]:
+    def figures(depth: int, tau: float, **more: Any) -> Measurement:
         tau += depth
-        speed = {"measured": tau / 2, "ci95": [1.0, tau], "predicted": None, "tokens": 99}
-        return {
-            **{"tree": f"chain:{depth}", "temperature": temperature, "rule": rule, "draft_bytes": 2_000_000},
-            **{"tau": {"mean": tau, "ci95": [tau - 1, tau + 1]}, "speedup": speed, "exact": {"divergences": []}},
-            "baseline": {"ms_per_token": 2.0, "step_ms": {"mean": 2.0, "median": 2.0}},
-            "speculative": {"round_ms": {"mean": 3.0, "median": 3.0}},
-        }
+        return measurement(
+            f"chain:{depth}",
+            temperature,
+            rule=rule,
+            draft_bytes=2_000_000,
+            tau={"mean": tau, "ci95": [tau - 1, tau + 1]},
+            speedup={"measured": tau / 2, "ci95": [1.0, tau], "tokens": 99},
+            baseline={"tokens_per_second": 1, "ms_per_token": 2, "token_ms": {}, "step_ms": {"mean": 2, "median": 2}},
+            speculative={"round_ms": {"mean": 3.0, "median": 3.0}},
+            **more,
+        )
 
     measured = [
-        figures(depth, 9)
-        | {"suites": {"mt_bench/a": {}, "mt_bench": figures(depth, 1), "gsm8k_test": figures(depth, 3)}}
+        figures(
+            depth,
+            9,
+            suites={"mt_bench/a": figures(depth, 0), "mt_bench": figures(depth, 1), "gsm8k_test": figures(depth, 3)},
+        )
         for depth in (2, 4)
     ]
-    return {
-        **{"head": {"kind": "eagle3", "parameters": 5_000, "budget_tokens": 7_000}, "measurements": measured},
-        **{"settings": {"suites": ["d/gsm8k_test.jsonl", "mt_bench"], "num_prompts": 6, "max_new_tokens": 64}},
-        **{"device": {"name": "CPU", "threads": 2}, "dtype": "float32", "versions": {"draftsmith": "abcdef0123"}},
-        **{"exact": {"prompts": 12, "identical": 12, "near_ties": [{}]}},
-        **more,
-    }
+    exact = {"prompts": 12, "identical": 12, "near_ties": [TIE]}
+    results = results_of(*measured, head={"budget_tokens": 7_000}, **{"exact": exact, **changes})
+    results.settings.suites, results.settings.num_prompts = ["d/gsm8k_test.jsonl", "mt_bench"], 6
+    return as_record(results)
 
 
 @pytest.fixture(autouse=True)
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = {"prompts": 12, "identical": None}
+    server = {"name": "vLLM", "url": "", "model": "", "plain_url": None}
+    drawn = {"prompts": 12}
     files = {
         "eagle3": record(0),
         "eagle3-large": record(0),
         "eagle3.sampled": record(1),
         "eagle3.ratio": record(1, rule="ratio", exact=drawn),
-        "eagle3.vllm": record(0, rule="server", server={"name": "vLLM"}, exact=drawn),
+        "eagle3.vllm": record(0, rule="server", server=server, exact=drawn),
     }
     for name, text in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(text))
+        write_record(text, tmp_path / f"{name}.json")
     monkeypatch.setattr(write_pages, "RESULTS", tmp_path)
 
 

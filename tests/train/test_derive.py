@@ -10,7 +10,6 @@ import yaml
 
 from eval import bench, report
 from eval.measure.command import exit_status
-from eval.measure.results import read_results
 from heads.saved import read_config
 from tests.chats import talk, write_chats
 from tests.conftest import TEXT
@@ -86,7 +85,7 @@ def test_a_derived_run_resumes_moves_and_is_measured_from_any_folder(
     assert derived("eagle", *SMALL) == 0
     said = capsys.readouterr()
     run = here / "runs/eagle3-target-chats"
-    results = read_results(run / "results.json")
+    results = json.loads((run / "results.json").read_text())
     assert {m["batch_size"] for m in results["measurements"]} == {1, 4}
     assert results["exact"]["identical"] == results["exact"]["prompts"] > 0
     assert " greedy" in said.out.splitlines()[-2] and ": vllm serve /" in said.out.splitlines()[-1]

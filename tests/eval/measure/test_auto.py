@@ -7,13 +7,14 @@ import pytest
 from eval.measure import auto
 from eval.measure.auto import FINALISTS, GRID, Search, can_draft, search_drafts
 from eval.measure.prompts import Prompt
-from eval.measure.results import Results
+from eval.measure.schema import Look
 from eval.measure.settings import BenchSettings
-from eval.pages.format import search_line
+from eval.pages.verdicts import search_line
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.targets.model import FrozenTarget
 from tests.eval.conftest import altered
+from tests.measurements import measurement
 
 
 def test_the_faster_half_stays_and_is_looked_at_on_twice_as_many_prompts(
@@ -22,9 +23,9 @@ def test_the_faster_half_stays_and_is_looked_at_on_twice_as_many_prompts(
     """A machine on which a draft is the faster the nearer its number of nodes is to 5."""
     seen: list[tuple[int, int]] = []
 
-    def look_at(target: Any, head: Any, shapes: Any, prompts: Any, *_: Any) -> list[Results]:
+    def look_at(target: Any, head: Any, shapes: Any, prompts: Any, *_: Any) -> list[Look]:
         seen.append((len(shapes), len(prompts)))
-        return [{"tree": s.text, "speedup": 1 / (1 + abs(s.nodes - 5))} for s in shapes]
+        return [Look(tree=s.text, depth=s.depth, width=1, speedup=1 / (1 + abs(s.nodes - 5))) for s in shapes]
 
     monkeypatch.setattr(auto, "look_at", look_at)
     prompts = tiny_prompts * 8
@@ -39,9 +40,9 @@ def test_a_look_decodes_a_few_prompts_with_every_draft(
     shapes = [parse_shape(text) for text in ("chain:1", "chain:4", "tree:3x2x8")]
     settings = BenchSettings(max_new_tokens=24)
     looks = auto.look_at(tiny_target, pair_head, shapes, tiny_prompts[:3], 0.0, settings)
-    assert [look["tree"] for look in looks] == ["chain:1", "chain:4", "tree:3x2x8"]
-    assert all(look["speedup"] > 0 and look["tokens"] > 1.1 for look in looks)
-    assert looks[0]["tokens"] < looks[1]["tokens"]
+    assert [look.tree for look in looks] == ["chain:1", "chain:4", "tree:3x2x8"]
+    assert all(look.speedup > 0 and look.tokens > 1.1 for look in looks)
+    assert looks[0].tokens < looks[1].tokens
     with pytest.raises(UserError, match="every output ended with its first token"):
         auto.look_at(tiny_target, pair_head, shapes, tiny_prompts[:3], 0.0, BenchSettings(max_new_tokens=1))
 
@@ -60,18 +61,13 @@ def test_only_what_a_head_drafts_is_looked_at(
     assert not can_draft(pair_head, tiny_target, parse_shape("tree:2x2x5"), "block")
 
 
-def measured(tree: str, speedup: float | None) -> dict[str, Any]:
-    times = {"tau": {"mean": 4.0}, "baseline": {"ms_per_token": 1.0}}
-    return {"tree": tree, "speedup": None if speedup is None else {"measured": speedup}, **times}
-
-
 def test_nothing_is_concluded_from_a_speedup_that_is_not_reliable() -> None:
     search = Search([parse_shape("chain:6"), parse_shape("chain:5")])
-    search.take([measured("chain:6", 9.0), measured("chain:5", 1.2)])
+    search.take([measurement("chain:6", speedup=9.0), measurement("chain:5", speedup=1.2)])
     line = search_line(search.record(0.0))
     assert line.endswith("of 1 measured reliably and 1 not, chain:5 is the fastest (1.20x)") and "9.0" not in line
     search = Search([parse_shape("chain:6")])
-    search.take([measured("chain:6", 9.0), measured("chain:5", None)])
+    search.take([measurement("chain:6", speedup=9.0), measurement("chain:5", speedup=None)])
     record = search.record(0.0)
-    assert record["chosen"] is None and record["unreliable"] == ["chain:6"]
+    assert record.chosen is None and record.unreliable == ["chain:6"]
     assert "none of them is chosen" in search_line(record) and "9.0" not in search_line(record)

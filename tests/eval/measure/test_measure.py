@@ -12,6 +12,7 @@ from eval.measure.figures import figures, find_differences, find_divergences, to
 from eval.measure.measure import Comparison, compare, split_units
 from eval.measure.metrics import tau
 from eval.measure.prompts import Prompt
+from eval.measure.schema import Turns
 from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, Timings
 from heads.core.tree import Proposal, parse_shape
@@ -92,12 +93,13 @@ def test_the_slowest_tenth_of_turns_is_left_out_on_both_sides(run: Comparison) -
             timing.decode_seconds += 3.0
         for variant in (0, 1):
             calm, found = (figures(c, c.drafting[variant], [], range(3)) for c in (quiet, paused))
-            assert found["turns"] == {"timed": 3 * repeats - left_out, "left_out": left_out}
+            assert found.turns == Turns(timed=3 * repeats - left_out, left_out=left_out)
             if left_out:
                 assert (2, 0) in paused.timed_turns(range(3)) and (0, 2) not in paused.timed_turns(range(3))
-            for side in ("baseline", "speculative"):
-                assert found[side]["tokens_per_second"] == pytest.approx(calm[side]["tokens_per_second"], rel=0.1)
-            assert found["tau"] == calm["tau"]
+            for name in ("baseline", "speculative"):
+                side, calm_side = getattr(found, name), getattr(calm, name)
+                assert side.tokens_per_second == pytest.approx(calm_side.tokens_per_second, rel=0.1)
+            assert found.tau == calm.tau
 
 
 def test_a_speedup_is_of_each_sides_own_tokens_and_seconds(run: Comparison) -> None:
@@ -106,11 +108,12 @@ def test_a_speedup_is_of_each_sides_own_tokens_and_seconds(run: Comparison) -> N
     output = short.plain.outputs[0][4]
     short.plain.outputs[0][4] = replace(output, tokens=output.tokens[:3], accepted=[0, 0], reached=[0, 0])
     found = figures(short, short.drafting[0], [], range(3))
-    rates = [found[side]["tokens_per_second"] for side in ("speculative", "baseline")]
-    assert found["speedup"]["measured"] == pytest.approx(rates[0] / rates[1])
-    assert found["speedup"]["tokens"] == sum(short.rate(short.plain, short.turns(range(3)))[0])
+    assert found.baseline is not None and found.speedup is not None
+    rates = found.speculative.tokens_per_second, found.baseline.tokens_per_second
+    assert found.speedup.measured == pytest.approx(rates[0] / rates[1])
+    assert found.speedup.tokens == sum(short.rate(short.plain, short.turns(range(3)))[0])
     if run.requests[0].sampling.temperature == 0:
-        assert found["speedup"]["ratio_of_medians"] == pytest.approx(found["tau"]["mean"] * 4 / 5)
+        assert found.speedup.ratio_of_medians == pytest.approx(found.tau.mean * 4 / 5)
 
 
 @pytest.mark.parametrize("repeat", [0, 1])
@@ -125,9 +128,9 @@ def test_a_divergence_in_any_repeat_is_recorded_with_its_place_tokens_and_margin
         (found,) = find_differences(run, variant, tiny_tokenizer)
     finally:
         tokens[5] = kept
-    assert not found["near_tie"] and (found["prompt"], found["position"], found["repeat"]) == (str(i), 5, repeat)
-    assert (found["plain_token"], found["token"], found["tree"]) == (kept, (kept + 1) % 128, "tree:3x2x6")
-    assert found["top_two_margin"] > 0 and found["flips"][0]["position"] == 5
+    assert not found.near_tie and (found.prompt, found.position, found.repeat) == (str(i), 5, repeat)
+    assert (found.plain_token, found.token, found.tree) == (kept, (kept + 1) % 128, "tree:3x2x6")
+    assert found.top_two_margin > 0 and found.flips[0]["position"] == 5
 
 
 PYTHON = 0.1

@@ -43,13 +43,13 @@ def test_tau_by_position_puts_each_round_where_its_root_stands() -> None:
     near = made(emitted=7, accepted=(3, 0, 1), reached=(3, 1, 2), start=123)  # roots at 123, 127, 128
     far = made(emitted=5, accepted=(2, 2), reached=(3, 2), start=255)  # roots at 255, 258; the last bonus cut off
     bins = tau_by_position([near, made(0, (), (), start=5), far])
-    assert [(b["from"], b["to"], b["mean"], b["rounds"]) for b in bins] == [
+    assert [(b.start, b.to, b.mean, b.rounds) for b in bins] == [
         (0, 128, 5 / 2, 2),
         (128, 256, (2 + 3) / 2, 2),
         (256, 512, 2.0, 1),
     ]
-    assert [b["ci95"] is None for b in bins] == [True, False, True]  # one prompt has no spread
-    assert sum(b["mean"] * b["rounds"] for b in bins) == 7 + 5
+    assert [b.ci95 is None for b in bins] == [True, False, True]  # one prompt has no spread
+    assert sum(b.mean * b.rounds for b in bins) == 7 + 5
 
 
 def test_acceptance_is_conditional_on_the_depths_before() -> None:
@@ -118,5 +118,5 @@ def test_a_rounds_time_is_shared_among_its_tokens() -> None:
     assert seconds == pytest.approx([0.1, 0.1, 0.1, 0.2, 0.05, 0.05])
     assert sum(seconds) == pytest.approx(0.6), "no time is lost or counted twice"
     spread = token_percentiles([0.001 * n for n in range(1, 102)])
-    assert spread == pytest.approx({"p50": 51.0, "p95": 96.0, "p99": 100.0})
-    assert all(math.isnan(value) for value in token_percentiles([]).values())
+    assert dict(spread) == pytest.approx({"p50": 51.0, "p95": 96.0, "p99": 100.0})
+    assert all(math.isnan(value) for value in dict(token_percentiles([])).values())

@@ -10,111 +10,84 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from eval.pages.charts import head_charts, remarks, row_charts, speedups_along
+from eval.measure.schema import Measurement, Point, Results
+from eval.pages.charts import head_charts, speedups_along
 from eval.pages.drawing import COLOURS, Chart, drawn, inline_svg, write_charts
 from eval.pages.html import DARK
 from eval.pages.training import training_charts
 from tests.curves import learning_curve
+from tests.measurements import measurement, results_of
 
 PHONE = 330
 """Pixels that a chart has on a phone of 390."""
 
 
-def measurement(tree: str, depth: int, nodes: int, speed: float, temperature: float = 0.0) -> dict[str, Any]:
-    spread = {"p50": 4.0 / speed, "p95": 9.0, "p99": 12.0}
-    phases = {"draft": 1.0, "verify": 4.5, "accept": 0.1, "commit": 0.3}
-    return {
-        "tree": tree,
-        "depth": depth,
-        "nodes": nodes,
-        "temperature": temperature,
-        "tau": {"mean": 2.4, "ci95": [2.2, 2.7]},
-        "alpha": [0.9, 0.8, 0.7, 0.6, None][:depth],
-        "accepted_histogram": [3, 2, 2, 1, 0][: depth + 1],
-        "tau_by_position": [
-            {"from": 64 << n, "to": 128 << n, "mean": 3 - n / 5, "ci95": [2.9 - n / 5, 3.1 - n / 5] if n else None}
-            for n in range(1, 11)
-        ],
-        "speedup": {"measured": speed, "ci95": [speed - 0.2, speed + 0.1], "predicted": speed},
-        "speculative": {
-            "tokens_per_second": 250.0 * speed,
-            "token_ms": spread,
-            "breakdown_ms": phases,
-            "plain_step_ms": 4.0,
-        },
-        "baseline": {"tokens_per_second": 250.0, "token_ms": {"p50": 4.0, "p95": 4.5, "p99": 5.0}, "ms_per_token": 4.0},
-    }
+BINS = [
+    {"from": 64 << n, "to": 128 << n, "rounds": 9, "mean": 3 - n / 5, "ci95": [2.9 - n / 5, 3.1 - n / 5] if n else None}
+    for n in range(1, 11)
+]
 
 
-def results(**changes: Any) -> dict[str, Any]:
-    measured = [
-        measurement("chain:2", 2, 3, 1.2),
-        measurement("chain:4", 4, 5, 1.5),
-        measurement("tree:4x2x8", 4, 8, 1.6),
-        measurement("chain:3", 3, 4, 1.4),
-        measurement("chain:4", 4, 5, 0.7, temperature=1.0),
-    ]
-    return {**measured[1], "measurements": measured, "settings": {"batch_size": 1}, "head": {}, **changes}
+def setting(tree: str, speed: float | None, temperature: float = 0.0, **changes: Any) -> Measurement:
+    low = speed and speed - 0.2
+    return measurement(tree, temperature, speedup=speed, low=low, tau=2.4, tau_by_position=BINS, **changes)
 
 
-def at_points(**more: Any) -> dict[str, Any]:
+def depths(**changes: Any) -> Results:
+    """Chains and a tree, of which the second is the headline."""
+    speeds = {"chain:2": 1.2, "chain:4": 1.5, "tree:4x2x8": 1.6, "chain:3": 1.4}
+    settings = [setting(tree, speed) for tree, speed in speeds.items()]
+    return results_of(*settings, setting("chain:4", 0.7, 1.0), **{"chosen": 1, **changes})
+
+
+def points(tree: str = "chain:2", **changes: Any) -> Results:
     """Three batch sizes at three contexts."""
     places = [{"batch_size": batch, "context": context} for batch in (1, 2, 8) for context in (64, 512, 1024)]
-    measured = [measurement("chain:2", 2, 3, 1.2) | place for place in places]
-    return {**measured[0], "measurements": measured, "settings": {"batch_size": 1}, **more}
+    return results_of(*(setting(tree, 1.2, **place) for place in places), **changes)
 
 
-def rows(*suites: str) -> list[tuple[str, list[Any]]]:
-    """Six heads in some suites."""
-    dots: list[Any] = [(suite, 1.2 + n, [1.0 + n, 1.3 + n] if n else None) for n, suite in enumerate(suites)]
-    return [(f"{'a-long-name-' * 4}{n}, chain:5, greedy", dots) for n in range(6)]
+def server(name: str) -> dict[str, Any]:
+    return {"name": name, "url": "", "model": "", "plain_url": None}
+
+
+def curve(*arguments: Any, **settings: Any) -> list[Point]:
+    return [Point.model_validate(line) for line in learning_curve(*arguments, **settings)]
 
 
 def every_chart() -> list[Chart]:
-    one = head_charts(results())
+    one = head_charts(depths())
     log = [{"kind": "train", "step": step, "loss": 9 / step} for step in range(1, 13)]
-    training = training_charts({"": learning_curve(lambda share: 2 + share, count=5)}, log)
-    many = {f"eagle3, a-run-with-a-long-name-{n}": learning_curve(lambda share: 2.0, count=2) for n in range(6)}
+    training = training_charts({"": curve(lambda share: 2 + share, count=5)}, log)
+    many = {f"eagle3, a-run-with-a-long-name-{n}": curve(lambda share: 2.0, count=2) for n in range(6)}
     runs = [replace(chart, name="curve-runs") for chart in training_charts(many)]
-    served = at_points(server={"name": "vLLM 0.32.0"})
-    several = [chart for chart in head_charts(at_points(), [served]) if chart.name in ("batch-size", "context")]
-    suites = replace(row_charts(rows("gsm8k", "humaneval", "mt_bench"), [])[0], name="compare-suites")
-    return [*one, *training, *runs, *several, *row_charts(rows("gsm8k"), rows("gsm8k")), suites]
+    served = points(server=server("vLLM 0.32.0"))
+    several = [chart for chart in head_charts(points(), [served]) if chart.name in ("batch-size", "context")]
+    return [*one, *training, *runs, *several]
 
 
 CHARTS = pytest.mark.parametrize("chart", every_chart(), ids=lambda chart: chart.name)
 
 
 def test_every_kind_of_chart_is_drawn() -> None:
-    names = {"depth", "round", "acceptance", "tokens", "position", "loss", "batch-size", "context"}
-    names |= {"compare-speedup", "compare-tau", "compare-suites", "curve", "curve-depth", "curve-runs"}
-    assert {chart.name for chart in every_chart()} == names
+    names = {"round", "acceptance", "position", "loss", "batch-size", "context"}
+    assert {chart.name for chart in every_chart()} == {*names, "curve", "curve-depth", "curve-runs"}
 
 
-def test_nothing_is_drawn_of_a_failed_audit() -> None:
-    given = results()
-    for m in (given, *given["measurements"]):
-        m["speedup"] = None
-    assert [chart.name for chart in head_charts(given)] == ["acceptance", "tokens", "position"]
-
-
-def test_few_points_are_a_sentence() -> None:
-    bins = results()["tau_by_position"][:2]
-    few = results(tau_by_position=bins, measurements=results()["measurements"][:2])
-    names = {chart.name for chart in head_charts(few)}
-    assert not names & {"position", "depth"} and "acceptance" in names
-    (position,) = remarks(few)
-    assert position == "tau by position in the text (chain:4, greedy): 2.80 from token 128 on, 2.60 from token 256 on"
+def test_nothing_is_drawn_of_a_failed_audit_or_of_few_points() -> None:
+    failed = results_of(*(setting(f"chain:{depth}", None) for depth in (2, 3, 4)))
+    assert [chart.name for chart in head_charts(failed)] == ["acceptance", "position"]
+    few = results_of(measurement("chain:2"), measurement("chain:4"))
+    assert [chart.name for chart in head_charts(few)] == ["round", "acceptance"]
 
 
 def test_a_speedup_stands_beside_the_servers_at_the_same_setting() -> None:
     """Of several measurements of one place, the newest; a server may draft another length."""
-    servers = [at_points(server={"name": "vLLM"}), at_points(server={"name": "vLLM"}), results()]
-    servers[0]["measurements"] = [{**m, "tree": "chain:7", "depth": 7} for m in servers[0]["measurements"]]
-    servers[2] |= {"server": {"name": "SGLang"}, "measurements": [measurement("chain:2", 2, 3, 9.0)]}
-    found = speedups_along("batch_size", at_points(), servers)
-    assert found is not None and {name: [place for place, _ in own] for (name, _), own in found.items()} == {
-        name: [1, 2, 8] for name in ("here: chain:2", "vLLM: chain:7", "vLLM: chain:2")
+    servers = [points("chain:7", server=server("vLLM")), points(server=server("vLLM")), depths(server=server("SGLang"))]
+    found = speedups_along("batch_size", points(), servers)
+    assert {name: [place for place, _ in line] for (name, _), line in found.items()} == {
+        "here: chain:2": [1, 2, 8],
+        "vLLM: chain:7": [1, 2, 8],
+        "vLLM: chain:2": [1, 2, 8],
     }
 
 

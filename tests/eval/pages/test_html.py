@@ -5,6 +5,9 @@ import copy
 import hashlib
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,12 @@ import pytest
 
 from eval import report
 from eval.measure.command import exit_status
-from eval.measure.results import Results
+from eval.measure.schema import Results
 from eval.pages.html import render_page, render_several
 from tests.curves import learning_curve
 from tests.eval.conftest import Bench
 
+ROOT = Path(__file__).resolve().parents[3]
 NASTY = "</span></pre><script>alert(1)</script><img src=https://x.org/y>"
 
 
@@ -31,13 +35,13 @@ def check_alone(page: str, scripts: int) -> None:
 
 
 @pytest.mark.usefixtures("lenient_limits")
-def test_both_texts_appear_at_their_measured_pace(results: Results) -> None:
+def test_both_texts_appear_at_their_measured_pace(results: dict[str, Any]) -> None:
     for sample in results["samples"]:
         texts = ["".join(piece["text"] for piece in side["pieces"]) for side in (sample, sample["plain"])]
         assert texts[0] == texts[1] == sample["output"]
         assert len(sample["round_ms"]) == sample["rounds"] and min(sample["round_ms"]) > 0
         assert len(sample["plain"]["round_ms"]) == len(sample["plain"]["pieces"]) - 1
-    page = render_page(results, [])
+    page = render_page(Results.model_validate(results), [], None)
     check_alone(page, scripts=1)
     shown = sorted(results["samples"], key=lambda s: abs(s["tau"] - results["tau"]["mean"]))[0]
     for name, side in (("Plain", shown["plain"]), ("Drafted", shown)):
@@ -49,28 +53,31 @@ def test_both_texts_appear_at_their_measured_pace(results: Results) -> None:
         assert text.startswith(f"{len(side['pieces'])} tokens, {sum(side['round_ms']) / 1e3:.2f} s")
 
 
-def test_without_times_or_samples_there_is_nothing_to_replay(results: Results, failed_results: Results) -> None:
+def test_without_times_or_samples_there_is_nothing_to_replay(
+    results: dict[str, Any], failed_results: dict[str, Any]
+) -> None:
     without = copy.deepcopy(results)
     for sample in without["samples"]:
         del sample["round_ms"], sample["plain"]
     for given in (without, {**results, "samples": []}, failed_results):
-        page = render_page(given, [])
+        page = render_page(Results.model_validate(given), [], None)
         check_alone(page, scripts=0)
         assert ("More samples" in page) == bool(given["samples"]) and "data-ends" not in page
 
 
-def test_texts_are_no_markup(results: Results) -> None:
+def test_texts_are_no_markup(results: dict[str, Any]) -> None:
     sample = results["samples"][0]
     sample["prompt"] = sample["pieces"][0]["text"] = sample["plain"]["pieces"][0]["text"] = NASTY
     results["target"]["name"] = results["command"][0] = NASTY.replace("/", "")
-    for page in (render_page(results, []), render_several([results, results])):
+    measured = Results.model_validate(results)
+    for page in (render_page(measured, [], None), render_several([measured, measured])):
         assert "alert(1)" in page and "<img" not in page and "<script>alert" not in page
         assert page.count("<script") == page.count("</script>") <= 1
 
 
 @pytest.mark.usefixtures("lenient_limits")
 def test_several_results_are_one_page(
-    results: Results, tmp_path: Path, bench: Bench, pair_head: Any, capsys: pytest.CaptureFixture[str]
+    results: dict[str, Any], tmp_path: Path, bench: Bench, pair_head: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, target = tmp_path / "both", tmp_path / "a"
     bench(out, {"pairs": pair_head, "again": copy.copy(pair_head)}, trees=("chain:2",))
@@ -87,14 +94,17 @@ def test_several_results_are_one_page(
     assert [path.name for path in (tmp_path / "page").iterdir()] == ["report.html"]
     page = (tmp_path / "page/report.html").read_text()
     check_alone(page, scripts=0)
-    columns = re.findall(r'<th scope="col">(.*?)</th>', page)[:6]
-    assert columns == ["", "all prompts", "code", "other", "identical", "size, training"]
+    columns = re.findall(r'<th scope="col">(.*?)</th>', page)[:11]
+    assert columns == [
+        *("head", "draft", "speedup", "tau", "code", "other", "accepted by depth", "identical", "MB a round"),
+        *("parameters", "trained on"),
+    ]
     rows = re.findall(r"<tr><td>(.*?)</tr>", page, re.DOTALL)
-    mine = [row for row in rows if row.startswith("pairs, mine\n")]
-    assert len(mine) == 2 and all("1.99\n" in row and "12.3k parameters\n442.7k tokens" in row for row in mine)
+    mine = [row for row in rows if row.startswith("pairs, mine<")]
+    assert len(mine) == 2 and all("1.99\n" in row and "<td>12.3k</td><td>442.7k</td>" in row for row in mine)
     assert "greedy" in mine[0] and "T = 1" in mine[1] and all("4 of 4" in row for row in mine)
-    assert any(row.startswith("pairs\n") or row.startswith("pairs, again\n") for row in rows)
-    assert "different prompts" in page and page.count("<svg") == 4
+    assert any(row.startswith(("pairs<", "pairs, again<")) for row in rows)
+    assert "different prompts" in page and page.count("<svg") == 2
     assert "<h2>tau over training tokens</h2>" in page and "<h2>Acceptance by depth over training tokens</h2>" in page
     capsys.readouterr()
     assert exit_status(lambda: report.main([str(target), "--out", str(tmp_path)])) == 2
@@ -113,3 +123,16 @@ def test_a_run_that_is_not_measured_yet_is_a_page_of_its_curves(
     assert all(f"<h2>{title}</h2>" in page for title in ("tau over training tokens", "Training loss"))
     for text in (page, said):
         assert "600 steps, no final measurement yet" in text and "tau 1.75 [1.65, 1.85] after 250,000 training" in text
+
+
+def test_a_report_imports_no_model_code(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "eval/results/quickstart/eagle3.json", tmp_path / "results.json")
+    program = (
+        "import sys; from eval import report\n"
+        "status = report.main(sys.argv[1:])\n"
+        "heavy = [name for name in sys.modules if name.startswith(('torch.', 'heads.methods', 'heads.formats'))]\n"
+        "sys.exit(str(heavy) if heavy else status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "chain:3 pays: 1.41x [1.25, 1.58] greedy" in done.stdout

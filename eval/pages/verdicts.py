@@ -1,0 +1,248 @@
+"""What a measurement says: whether a draft pays, and warnings about its figures."""
+
+import math
+import os
+from collections.abc import Collection, Iterator, Sequence
+
+from eval.measure.schema import (
+    HEAD,
+    TARGET,
+    Head,
+    Measurement,
+    Results,
+    Search,
+)
+from eval.measure.speedup_checks import (
+    MACHINE_BUSY,
+    TOO_FEW_TOKENS,
+    headline_index,
+    is_uneven,
+    most_uneven,
+    why_unreliable,
+)
+from eval.pages.format import (
+    draft_name,
+    number,
+    percent,
+    plural,
+    point_of,
+    point_text,
+    sampling_text,
+    speedup_text,
+    tau_text,
+)
+from heads.targets.hub import absolute
+
+SAME_BUDGET = 0.05
+"""Relative difference of training tokens up to which budgets are the same: rows are padded differently."""
+FEW_PROMPTS = 8
+"""Number of prompts below which percentile bootstraps are markedly too narrow."""
+
+
+def reliable_speedup(m: Measurement) -> float:
+    """Return the speedup of a setting, or NaN if it may not be printed."""
+    return m.speedup.measured if m.speedup is not None and why_unreliable(m) is None else math.nan
+
+
+def pays(results: Results) -> bool:
+    """Return True if a reliable speedup above 1 was measured."""
+    return any(reliable_speedup(m) > 1 for m in results.measurements)
+
+
+def serve_label(results: Results) -> str:
+    """Return the words before the command that serves the head."""
+    return "serve it" if pays(results) else "to measure it there"
+
+
+def serve_command(results: Results) -> str | None:
+    """Return the command with which an engine serves the head, from any folder of this machine. None if no engine
+    serves it, its files are not here, no draft pays, or an audit failed."""
+    head = results.head
+    is_known = results.server is not None or not all(map(why_unreliable, results.measurements))
+    if not head.serve or not results.is_exact or (is_known and not pays(results)) or not os.path.isdir(head.path):
+        return None
+    return head.serve.replace(HEAD, os.path.abspath(head.path)).replace(TARGET, absolute(results.target.name))
+
+
+def fastest(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Return the headline setting of each head at each temperature, batch size and context."""
+    groups: dict[tuple[str, float, str], list[Measurement]] = {}
+    for m in measurements:
+        groups.setdefault((m.head, m.temperature, point_of(m)), []).append(m)
+    return [group[headline_index(group)] for group in groups.values()]
+
+
+def by_temperature(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
+    groups: dict[float, list[Measurement]] = {}
+    for m in measurements:
+        groups.setdefault(m.temperature, []).append(m)
+    return list(groups.values())
+
+
+# Verdicts
+
+
+def verdicts(results: Results) -> list[str]:
+    if not results.is_exact:
+        wrong = plural(len(results.exact.divergences), "output")
+        return [f"{wrong} differed from plain decoding: no speedup is stated"]
+    return verdicts_on(results.measurements, results.heads)
+
+
+def verdicts_on(measurements: Sequence[Measurement], heads: Sequence[Head]) -> list[str]:
+    """Return whether a draft pays, a line for each temperature, as in `chain:5 pays: 1.36x [1.24, 1.49] greedy`."""
+    unserved = [head.name for head in heads if head.unserved]
+    lines = [verdict_at(group, unserved) for group in by_temperature(measurements)]
+    if all(map(why_unreliable, measurements)):
+        lines.insert(0, f"speedup {speedup_text(measurements[0])}")
+    return lines
+
+
+def verdict_at(measurements: Sequence[Measurement], unserved: Collection[str]) -> str:
+    """Return the verdict on the settings of one temperature: where a draft gains most, and at which batch sizes and
+    contexts none pays. `unserved`: names of heads that no engine serves."""
+    temperature = measurements[0].temperature
+    ranked = [m for m in measurements if not math.isnan(reliable_speedup(m))]
+    ranked.sort(key=reliable_speedup, reverse=True)
+    if not ranked:
+        longest = max(measurements, key=lambda m: m.tau.mean)
+        return f"tau {tau_text(longest)} with {draft_name(longest)}, {sampling_text(temperature)}"
+    at = f"at {sampling_text(temperature)}" if temperature else "at greedy decoding"
+    best: dict[str, Measurement] = {}
+    for m in ranked:
+        best.setdefault(point_of(m), m)
+    parts = []
+    if reliable_speedup(first := ranked[0]) > 1:
+        assert first.speedup is not None
+        surely = first.speedup.ci95 is not None and first.speedup.ci95[0] > 1
+        only_here = ", in this runtime only" if first.head in unserved else ""
+        parts.append(
+            f"{f'{first.head} {first.tree}'.strip()} {'pays' if surely else 'may pay'}{only_here}: "
+            f"{speedup_text(first)} {at if temperature else 'greedy'}{point_of(first)}"
+        )
+    if failing := [m for m in best.values() if reliable_speedup(m) <= 1]:
+        of = "" if len(ranked) == len(measurements) else f" of the {len(ranked)} measured"
+        points = " and ".join(point_of(m).removeprefix(", ") for m in failing)
+        where, best_of = f", {points}" if points else "", "best: " if len(failing) > 1 else ""
+        parts.append(f"no draft{of} pays {at}{where} ({best_of}{draft_name(failing[0])}: {speedup_text(failing[0])})")
+    return "; ".join(parts)
+
+
+def search_line(search: Search) -> str:
+    """Return a line with the result of a search for the best draft. Speedups that are not reliable are no part of
+    it."""
+    looked = f"looked at {len(search.curve)} drafts, " if search.curve else ""
+    point = f"{point_text(search.batch_size, search.context)}, {sampling_text(search.temperature)}"
+    line = f"auto{point}: {looked}measured {', '.join(search.proposed)}"
+    if search.chosen is None:
+        return f"{line}; no speedup of those measured is reliable, so none of them is chosen"
+    speedup, unreliable = search.measured[search.chosen], len(search.unreliable)
+    measured = f"{len(search.measured)} measured" + (f" reliably and {unreliable} not" if unreliable else "")
+    if speedup < 1 and not unreliable:
+        return f"{line}; plain decoding is faster than all {measured}, {search.chosen} is next ({speedup:.2f}x)"
+    return f"{line}; of {measured}, {search.chosen} is the fastest ({speedup:.2f}x)"
+
+
+# Warnings
+
+
+def warnings(results: Results) -> list[str]:
+    return [*warnings_about_heads(results), *warnings_about_figures(results)]
+
+
+def warnings_about_heads(results: Results) -> Iterator[str]:
+    for head in results.heads:
+        name = f"head {head.name}: " if head.name else ""
+        for line in head_warnings(head, [m for m in results.measurements if m.head == head.name]):
+            yield f"{name}{line}"
+        if head.unserved:
+            yield f"{head.name or 'this head'}: {head.unserved}"
+    if (warning := training_warning(results.heads)) is not None:
+        yield warning
+    if results.target.two_tables:
+        yield (
+            "the target's config.json ties its embeddings and its output head, and its checkpoint holds two tables "
+            "that differ: both were used, and an engine that ties them serves another model"
+        )
+
+
+def head_warnings(head: Head, measurements: Sequence[Measurement]) -> Iterator[str]:
+    """Yield how an engine's reading of a published head differs from ours, and what was accepted in drafts that are
+    deeper than the training of one of our heads."""
+    if head.origin is not None:
+        yield from (f"read as {head.origin.form}: {line}" for line in head.origin.differs)
+        return
+    deepest, trained = max(measurements, key=lambda m: len(m.alpha)), head.config.depth
+    if trained is None or len(deepest.alpha) <= trained:
+        return
+    beyond = list(enumerate(deepest.alpha, start=1))[trained:]
+    rates = ", ".join(f"{percent(alpha)} at depth {depth}" for depth, alpha in beyond if alpha is not None)
+    yield (
+        f"drafted {len(deepest.alpha)} deep, trained for {trained}: beyond that, {deepest.tree} "
+        f"({sampling_text(deepest.temperature)}) accepted {rates or 'nothing, as no round came so deep'}"
+    )
+
+
+def training_differences(heads: Sequence[Head]) -> dict[str, list[str]]:
+    """Return what differs in the training of each head from that of the first trained one: its data, its budget of
+    tokens. Heads without a difference, or of which nothing is known, are left out."""
+    known = [(head, head.budget_tokens) for head in heads if head.data_sha256 and head.budget_tokens]
+    differences = {}
+    for head, tokens in known[1:]:
+        first, budget = known[0]
+        parts = ["other data"] * (head.data_sha256 != first.data_sha256)
+        parts += ["other budget"] * (abs(tokens / budget - 1) > SAME_BUDGET)
+        if parts:
+            differences[head.name] = parts
+    return differences
+
+
+def training_warning(heads: Sequence[Head]) -> str | None:
+    which = "; ".join(f"{name}: {' and '.join(parts)}" for name, parts in training_differences(heads).items())
+    if not which:
+        return None
+    return f"heads trained on different data or budgets ({which}): figures compare heads, not methods"
+
+
+def warnings_about_figures(results: Results) -> Iterator[str]:
+    measurements, settings, exact = results.measurements, results.settings, results.exact
+    slow = [group for group in by_temperature(measurements) if all(reliable_speedup(m) < 1 for m in group)]
+    if slow:
+        temperatures = ", ".join(sampling_text(group[0].temperature) for group in slow)
+        yield f"plain decoding is faster than every draft measured ({temperatures})"
+    least = max(measurements, key=lambda m: m.undecoded)
+    if least.undecoded:
+        which = f"{least.undecoded} of {plural(least.exact.prompts, 'output')} ({sampling_text(least.temperature)})"
+        yield f"{which} ended with the first token and are in no figure"
+    if (decoded := least.exact.prompts - least.undecoded) < FEW_PROMPTS:
+        yield f"figures of {plural(decoded, 'prompt')} say little of other prompts, and their intervals are too narrow"
+    if settings.distinct_prompts != settings.num_prompts:
+        yield (
+            f"{settings.distinct_prompts} of {settings.num_prompts} prompts are different: the intervals, which take "
+            "each for another, are too narrow"
+        )
+    if exact.against == "plain server" and (exact.identical or 0) < exact.prompts:
+        yield "some texts are not the plain server's; only the target here could tell rounding from an error"
+    if short := [m for m in measurements if why_unreliable(m) == TOO_FEW_TOKENS]:
+        without = without_speedup(short, measurements)
+        yield f"{TOO_FEW_TOKENS} were timed: {without}; allow more new tokens, or take more prompts"
+    if (busy := busy_warning(measurements)) is not None:
+        yield busy
+
+
+def busy_warning(measurements: Sequence[Measurement]) -> str | None:
+    """Return a warning that something else used the machine, or None."""
+    disturbed = [m for m in measurements if why_unreliable(m) == MACHINE_BUSY]
+    if not disturbed:
+        return None
+    cause = "a measured or predicted speedup exceeded tau, which no draft can do"
+    if uneven := [most_uneven(m) for m in disturbed if is_uneven(m)]:
+        kind, mean, median = max(uneven, key=lambda step: step[1] / step[2])
+        cause = f"{kind} took {number(mean)} ms on average and {number(median)} in the median"
+    without = without_speedup(disturbed, measurements)
+    return f"{cause}: something else used this machine; {without}; measure again while the machine is idle"
+
+
+def without_speedup(unreliable: Sequence[Measurement], measurements: Sequence[Measurement]) -> str:
+    which = "" if len(unreliable) == len(measurements) else f" for {len(unreliable)} of {len(measurements)} settings"
+    return f"no speedup is stated{which}"
