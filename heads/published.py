@@ -23,28 +23,29 @@ from heads.saved import check_fits, find_head, load_head, restore_head
 from heads.targets.model import FrozenTarget
 
 UNREAD = {
-    "domino": "a DFlash block whose logits a GRU corrects by the tokens drafted before (Domino)",
-    "p-?eagle": "an EAGLE-3 that drafts all tokens in one pass, from a mask's state where none is known (P-EAGLE)",
-    "eagle3.*deepseek|deepseek.*eagle3": "an EAGLE-3 whose layer has DeepSeek's latent attention",
+    "domino": "Domino",
+    "p-?eagle": "P-EAGLE",
+    "eagle3.*deepseek|deepseek.*eagle3": "an EAGLE-3 with DeepSeek's latent attention",
     "gemma4(eagle3|dspark)": "a head with Gemma-4's layers",
-    "eagle(?!3)": "an EAGLE of the first two kinds, which reads the last hidden state and imitates it",
-    "^mtp$": "a target's modules in speculators' form, which its stitch_mtp puts into the checkpoint",
+    "eagle(?!3)": "EAGLE-1 or EAGLE-2",
+    "^mtp$": "a folder of speculators' modules (its stitch_mtp puts them into a checkpoint)",
 }
 """Kinds of heads that are known and not read, by a pattern of the names in config.json."""
 
 
-def refuse_unread(source: Source) -> None:
-    config, files = source.config, source.files
-    nested = config.get("dflash_config") or {}
-    names = [*(config.get("architectures") or ()), config.get("speculators_model_type"), nested.get("projector_type")]
+def check_readable(source: Source) -> None:
+    """Raise UserError for a head of a kind in `UNREAD`."""
+    fields, files = source.config, source.files
+    classes, nested = fields.get("architectures") or [], fields.get("dflash_config") or {}
+    names = [*classes, fields.get("speculators_model_type"), nested.get("projector_type")]
     if "mask_hidden" in files:
         names.append("P-EAGLE")
-    if "fc.weight" in files and names[:-2] == ["LlamaForCausalLM"] and "draft_vocab_size" not in config:
+    if "fc.weight" in files and classes == ["LlamaForCausalLM"] and "draft_vocab_size" not in fields:
         names.append("EAGLE")
     for pattern, what in UNREAD.items():
         for name in names:
             if re.search(pattern, str(name), re.IGNORECASE):
-                raise UserError(f"{source.path}: {shown(name)}: {what}; such heads are not read here")
+                raise UserError(f"{source.path}: {shown(name)}: {what} is not read here")
 
 
 def is_published(path: str) -> bool:
@@ -57,9 +58,9 @@ def read_published(path: str, target: FrozenTarget) -> Any:
     known form."""
     source = open_source(path, foreign_config(path) or {})
     try:
-        refuse_unread(source)
+        check_readable(source)
         readings = ((kind, method.format.read(source, target)) for kind, method in HEADS.items())
-        kind, reading = next((found for found in readings if found[1] is not None), ("", None))
+        kind, reading = next((pair for pair in readings if pair[1] is not None), ("", None))
     except UserError:
         raise
     except Exception as error:  # types of values that no head's config.json has
@@ -80,11 +81,7 @@ def open_any(path: str, target: FrozenTarget) -> Any:
         return read_published(path, target)
     folder = find_head(path)
     check_fits(folder, target)
-    head = load_head(folder)
-    if any(not 0 <= k <= target.num_layers for k in head.aux_layer_ids):
-        given = f"aux_layer_ids {list(head.aux_layer_ids)}"
-        raise UserError(f"{path}: expected layers 0 to {target.num_layers}, found {given:.80}; fetch or train it again")
-    return head
+    return load_head(folder)
 
 
 def start_from(path: str, kind: str, settings: Mapping[str, Any], target: FrozenTarget, token_counts: Tensor) -> Any:
@@ -97,39 +94,41 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     have the same names; the others are those of a new head, whose first weights depend on the labels in the data,
     token_counts (V,).
     """
-    found = open_any(path, target)
-    method, was, own = HEADS[kind], kind_of(found), found.config.model_dump(mode="json")
-    if was != kind and not (isinstance(found, DraftBlockHead) and issubclass(method.head, DraftBlockHead)):
+    source = open_any(path, target)
+    method, was, shape = HEADS[kind], kind_of(source), source.config.model_dump(mode="json")
+    both_draft_blocks = isinstance(source, DraftBlockHead) and issubclass(method.head, DraftBlockHead)
+    if was != kind and not both_draft_blocks:
         raise UserError(f"head.kind: {path} holds a head of kind {was}, the recipe says {kind}")
-    if isinstance(found, DraftBlockHead) and found.draft_to_target is not None:
+    if isinstance(source, DraftBlockHead) and source.draft_to_target is not None:
         raise UserError(
-            f"head.init_from: {path} drafts {len(found.draft_to_target)} of the target's {target.vocab_size} tokens: "
-            "such heads are measured, not trained; start from one that drafts all"
+            f"head.init_from: {path} drafts {len(source.draft_to_target)} of the target's {target.vocab_size} tokens: such heads "
+            "are measured, not trained; start from one that drafts all"
         )
     free = method.training
     if was != kind:
-        if own.get("causal") and not hasattr(method.head.Config, "causal"):
+        known = method.head.Config.model_fields
+        if shape.get("causal") and "causal" not in known:
             raise UserError(f"head.init_from: {path} is causal, which a {kind} is not; start from one that is not")
         free |= {"initial_weights"}
-        own = {name: own[name] for name in method.head.Config.model_fields if name in own}
-        own["block_size"] = found.depth + method.head.first_row
-        if not own.get("conv_kernel_size"):  # without convolutions there is nothing to be like
-            own = {name: value for name, value in own.items() if not name.startswith("conv_")}
-    given = {name: value for name, value in settings.items() if value is not None}
-    for name, value in given.items():
-        if name in own and name not in free and own[name] != value:
-            has = f"has {own[name]}"
+        shape = {name: value for name, value in shape.items() if name in known}
+        shape["block_size"] = source.depth + method.head.first_row
+        if not shape.get("conv_kernel_size"):  # without convolutions there is nothing to be like
+            shape = {name: value for name, value in shape.items() if not name.startswith("conv_")}
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    for name, value in chosen.items():
+        if name in shape and name not in free and shape[name] != value:
+            has = f"has {shape[name]}"
             if was != kind and name == "block_size":
-                has = f"drafts {found.depth} tokens, for which a {kind} has {own[name]} rows"
+                has = f"drafts {source.depth} tokens, for which a {kind} has {shape[name]} rows"
             raise UserError(f"head.{name}: the head in {path} {has}, got {value}; leave it out")
-    known = SETTINGS[kind].model_fields
-    defaults = {name: field.default for name, field in known.items() if field.default is not None}
-    config = own | {name: value for name, value in {**defaults, **given}.items() if name in free}
+    fields = SETTINGS[kind].model_fields
+    defaults = {name: field.default for name, field in fields.items() if field.default is not None}
+    config = shape | {name: value for name, value in {**defaults, **chosen}.items() if name in free}
     if was == kind:
-        return method.head.from_checkpoint(config, found.to_checkpoint())
-    head = method.head(method.head.Config.from_plain(config | given))
+        return method.head.from_checkpoint(config, source.to_checkpoint())
+    head = method.head(method.head.Config.from_plain(config | chosen))
     begin(head, target, token_counts, closely=True)
-    ours, theirs = head.state_dict(), found.state_dict()
+    ours, theirs = head.state_dict(), source.state_dict()
     taken = {name: theirs[name] for name in ours.keys() & theirs.keys()}
     head.load_state_dict(ours | taken)
     head.started = (

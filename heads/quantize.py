@@ -33,10 +33,10 @@ def quantize_head(path: str, out: Path, dtype: str) -> tuple[int, int]:
         raise UserError(f"{path}: is quantised already; give the head that it was made from")
     with whole_folder(out) as fresh:
         shutil.copytree(folder, fresh, ignore=shutil.ignore_patterns(*MEASURED), dirs_exist_ok=True)
-        made = fresh / form.weights_file
-        save_file(quantized(load_file(file), dtype), made, metadata={"format": "pt"})
-        made.chmod(0o644)
+        copy = fresh / form.weights_file
+        save_file(quantized(load_file(file), dtype), copy, metadata={"format": "pt"})
+        copy.chmod(0o644)
         config["quantization_config"] = quantization_config(dtype)
-        config["draftsmith"]["sha256"] = file_hash(made)
+        config["draftsmith"]["sha256"] = file_hash(copy)
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        return file.stat().st_size, made.stat().st_size
+        return file.stat().st_size, copy.stat().st_size

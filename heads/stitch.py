@@ -44,14 +44,14 @@ def stitch(head: str, target: str, out: Path, *, trust_remote_code: bool = False
     if not is_here(target) or not folder.is_dir():
         raise UserError(f"{folder}: no such folder; fetch the target's checkpoint and name its folder")
     other = UserError(f"{head}: only modules of multi-token prediction are part of a checkpoint; name an mtp head")
-    if not is_published(head) and read_config(find_head(head))["kind"] != "mtp":
+    if not is_published(head) and read_config(find_head(head))["kind"] != "mtp":  # before the target is loaded
         raise other
     model = load_target(target, trust_remote_code=trust_remote_code)
-    found = open_any(head, model)
-    if not isinstance(found, Mtp):
+    source = open_any(head, model)
+    if not isinstance(source, Mtp):
         raise other
     files = tensor_files(target)
-    modules = fitting_modules(found, head, folder, files, model.config)
+    modules = fitting_modules(source, head, folder, files, model.config)
     change = _replace if modules.keys() <= files.keys() else _add
     hidden = shutil.ignore_patterns(".git", ".cache")  # of the tools that downloaded the checkpoint
     try:
@@ -71,12 +71,12 @@ def fitting_modules(head: Mtp, path: str, folder: Path, files: Mapping[str, Path
     layout, count = find_modules(files, layers)
     if count:
         names = [name for name in module_names(files, LAYOUTS[layout], count, layers) if not name.endswith(SHARED)]
-        own = read_tensors(files, names)
-        for name, value in own.items():
+        stored = read_tensors(files, names)
+        for name, value in stored.items():
             if not value.is_floating_point() or value.itemsize < 2:
                 raise UserError(f"{folder}: {name} is {value.dtype}; expected modules that are not quantised")
-        head.stored = {name: value.dtype for name, value in own.items()}
-        expected = {name: tuple(value.shape) for name, value in own.items()}
+        head.stored = {name: value.dtype for name, value in stored.items()}
+        expected = {name: tuple(value.shape) for name, value in stored.items()}
     else:
         layout, count = _loader_of(folder).layout, head.num_modules
         expected = module_shapes(config, LAYOUTS[layout], count, head.stored)
@@ -87,10 +87,10 @@ def fitting_modules(head: Mtp, path: str, folder: Path, files: Mapping[str, Path
             f"{path}: holds {head.num_modules} modules of the layout {head.config.layout}, the target in {folder} has "
             f"{count} of {layout}; train a head with head.native"
         )
-    found = {name: value.detach().cpu().contiguous() for name, value in head.to_checkpoint().items()}
-    if faults := tensors(expected, {name: tuple(value.shape) for name, value in found.items()}):
-        raise UserError(f"{path}: does not fit into {folder}: {faults[0]}; train a head with head.native")
-    return found
+    modules = {name: value.detach().cpu().contiguous() for name, value in head.to_checkpoint().items()}
+    if errors := tensors(expected, {name: tuple(value.shape) for name, value in modules.items()}):
+        raise UserError(f"{path}: does not fit into {folder}: {errors[0]}; train a head with head.native")
+    return modules
 
 
 def _loader_of(folder: Path) -> MtpLoader:
@@ -125,11 +125,11 @@ def _add(files: Mapping[str, Path], modules: Mapping[str, Tensor], fresh: Path) 
         index = json.loads((fresh / INDEX).read_text(encoding="utf-8"))
     else:
         (fresh / next(iter(files.values())).name).rename(fresh / ONLY)
-    size = sum(value.nbytes for value in (*read_tensors(files, files).values(), *modules.values()))
-    said = {key: value for key, value in index.get("metadata", {}).items() if key != "total_parameters"}  # not true now
-    weight_map = index["weight_map"] | dict.fromkeys(modules, ADDED)
-    whole = {"metadata": said | {"total_size": size}, "weight_map": weight_map}
-    (fresh / INDEX).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
+    metadata = index.setdefault("metadata", {})
+    metadata.pop("total_parameters", None)  # not true any more
+    metadata["total_size"] = sum(value.nbytes for value in (*read_tensors(files, files).values(), *modules.values()))
+    index["weight_map"] |= dict.fromkeys(modules, ADDED)
+    (fresh / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
     text = config.get("text_config", config)
     _, text[_loader_of(fresh).count] = find_modules(modules, text["num_hidden_layers"])

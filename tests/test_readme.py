@@ -24,11 +24,10 @@ from eval.measure.forms import read_chat
 from eval.measure.records import read_records
 from eval.measure.settings import to_settings
 from eval.sweep import Sweep
-from heads.formats.blocks import TARGETS as BLOCK_TARGETS
-from heads.formats.eagle3 import EAGLE3
-from heads.formats.engine_folder import ENGINES, SGLANG, VLLM
+from heads.formats.engine_folder import ENGINES, VLLM
 from heads.formats.medusa import OLD_VLLM
 from heads.formats.published_blocks import SCALED
+from heads.formats.target_classes import SGLANG_BLOCK_TARGETS, SGLANG_TARGETS, VLLM_TARGETS
 from heads.registry import HEADS, build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target, load_tokenizer
@@ -290,8 +289,8 @@ def test_the_words_for_engines_are_those_of_the_loader_contract() -> None:
 
 def test_the_table_of_targets_is_that_of_the_loader_contract() -> None:
     page = (ROOT / "heads/README.md").read_text()
-    of_vllm = {name for name in BLOCK_TARGETS[VLLM] if not SCALED.match(name)}
-    engines = [EAGLE3[VLLM].targets, of_vllm, EAGLE3[SGLANG].targets, BLOCK_TARGETS[SGLANG]]
+    of_vllm = {name for name in VLLM_TARGETS if not SCALED.match(name)}
+    engines = [VLLM_TARGETS, of_vllm, SGLANG_TARGETS, SGLANG_BLOCK_TARGETS]
     rows = re.findall(r"^\| ([^|]+)" + r" \| (yes|no)[^|]*" * 4 + r"\|$", page, re.MULTILINE)
     assert len(rows) > 3
     for names, *words in rows:

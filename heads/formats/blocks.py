@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, MULTIMODAL, hooked
 from heads.formats.engine_folder import (
     DECODER_SIZES,
     SGLANG,
@@ -27,7 +26,7 @@ from heads.formats.engine_folder import (
     decoder_config,
     fields,
     gated_mlp,
-    rotation_faults,
+    rotation_errors,
     sglang,
     sizes,
     tensors,
@@ -45,22 +44,10 @@ from heads.formats.published_blocks import (
     embedding_scale,
     read_block,
 )
+from heads.formats.target_classes import SGLANG_BLOCK_TARGETS, VLLM_TARGETS
 from heads.methods.layers import SLIDING
 
-HOOKS_OF_SGLANG = """
-Beam DeepseekV2 DeepseekV3 Gemma4 Glm4MoeLite GptOss InternLM3 Laguna Lfm2 Lfm2Moe Llama Mellum MiMoV2 MiMoV2Flash
-Ministral3 Mistral MistralLarge3 NemotronH Phi3 Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
-"""
-MULTIMODAL_OF_SGLANG = """
-Gemma4 Gemma4Unified Kimi_K25 Lfm2Vl MiniCPMV4_6 MiniCPMV4_7 MiniMaxM3Sparse MuseGlimmer MuseSpark Qwen3VLMoe Qwen3_5
-Qwen3_5Moe
-"""
-"""Multimodal classes with the hook for block heads. Qwen3-VL is not among them: its hook calls a method that its dense
-language model does not have."""
-TARGETS = {
-    VLLM: hooked(HOOKS_OF_BOTH, HOOKS_OF_VLLM, multimodal=MULTIMODAL[VLLM]),
-    SGLANG: hooked(HOOKS_OF_SGLANG, multimodal=MULTIMODAL_OF_SGLANG) | {"NemotronH_Omni_Reasoning_V3"},
-}
+TARGETS = {VLLM: VLLM_TARGETS, SGLANG: SGLANG_BLOCK_TARGETS}
 """Classes of targets whose residual streams the engine passes to such a head."""
 
 
@@ -281,7 +268,7 @@ class BlockForm:
                 f"config.json: {where}target_layer_ids: {ids}: only the outputs of layers 0 to {last - 1} are captured "
                 "by every engine"
             )
-        return lacks, faults + rotation_faults(config, reader) + tensors(self.tensors(config, own, ids), folder.shapes)
+        return lacks, faults + rotation_errors(config, reader) + tensors(self.tensors(config, own, ids), folder.shapes)
 
 
 DFLASH = Format(

@@ -1,30 +1,35 @@
 """Folder of a draft model: an ordinary Hugging Face causal LM with its tokenizer."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heads.formats.engine_folder import SGLANG, TRIED, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
+from heads.formats.engine_folder import SGLANG, TRIED, VLLM, Folder, Format, Reading, named_class, sglang, vllm
 from heads.formats.source import Source
+from heads.methods.draft_model import DraftConfig
 from heads.targets.load import load_tokenizer
 from heads.targets.model import FrozenTarget
 from heads.targets.smaller import fit_vocabulary, load_smaller, model_record, own_weights
 
 
-def draft_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+def draft_engine_config(config: DraftConfig, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return {**config.model, "dtype": dtype, "torch_dtype": dtype}
 
 
-def write_tokenizer(folder: Path, target: dict[str, Any]) -> None:
+def write_tokenizer(folder: Path, target: Mapping[str, Any]) -> None:
     """Write the tokenizer's files, so that the folder is a complete model."""
-    given = {name: target.get(name) for name in ("gguf_file", "adapter")}
-    tokenizer = load_tokenizer(target["name"], trust_remote_code=target["trust_remote_code"], **given)
+    tokenizer = load_tokenizer(
+        target["name"],
+        trust_remote_code=target["trust_remote_code"],
+        gguf_file=target.get("gguf_file"),
+        adapter=target.get("adapter"),
+    )
     tokenizer.save_pretrained(folder)
 
 
 def check_draft(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     name = str(named_class(folder.config))
-    lacks = None if name.endswith("ForCausalLM") else f"takes no {name} as a draft model"
-    return lacks, fields(folder.config, {"vocab_size": folder.target["vocab_size"]})
+    return None if name.endswith("ForCausalLM") else f"takes no {name} as a draft model", []
 
 
 def read_draft(source: Source, target: FrozenTarget) -> Reading | None:
@@ -35,14 +40,15 @@ def read_draft(source: Source, target: FrozenTarget) -> Reading | None:
     model: Any = load_smaller(source.path, target)
     rows = model.get_output_embeddings().weight.shape[0]
     common = fit_vocabulary(model, target.vocab_size)
-    differs = [f"{VLLM} takes no draft model of {rows} tokens for a target of {target.vocab_size}"]
+    same = rows == target.vocab_size
+    differs = () if same else (f"{VLLM} takes no draft model of {rows} tokens for a target of {target.vocab_size}",)
     config = {
         "path": source.path,
         "model": model_record(model),
         "vocab_size": target.vocab_size,
         "common_size": common,
     }
-    return Reading("language model", config, own_weights(model), tuple(differs if rows != target.vocab_size else ()))
+    return Reading("language model", config, own_weights(model), differs)
 
 
 FORMAT = Format(

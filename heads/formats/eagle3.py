@@ -4,8 +4,6 @@ Layer ids are written in both conventions: vLLM numbers a stream by the layer th
 it leaves. The EAGLE repository reads the file too, but it ignores the layer ids (it only supports the default ones),
 `fc_norm` and `norm_output`. speculators' converter (c05b95b) keeps the options and drops the layer ids, unless they are
 given by hand.
-
-Letters: D width of the head, Dt width of the target, V vocabulary, Vd draft vocabulary, L auxiliary layers.
 """
 
 import json
@@ -15,45 +13,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from heads.formats.engine_folder import (
-    DECODER_SIZES,
     SGLANG,
     TRIED,
     VLLM,
     Folder,
     Format,
-    Shapes,
-    attention,
     decoder_config,
-    fields,
-    gated_mlp,
-    rotation_faults,
+    rotation_errors,
     sglang,
-    sizes,
-    tensors,
     vllm,
 )
-from heads.formats.published_eagle3 import EMBEDDING, HEAD, IDS, QWEN3, UNEVEN, read_eagle3
+from heads.formats.published_eagle3 import EMBEDDING, IDS, QWEN3, UNEVEN, read_eagle3
+from heads.formats.target_classes import SGLANG_TARGETS, VLLM_TARGETS
+from heads.methods.eagle3 import Eagle3Config
 from heads.methods.head_shape import low_middle_high
 from heads.methods.layers import SLIDING
 
 EAGLE = "the EAGLE repository (cb7e084)"
-EAGLE3_FIELDS: dict[str, Any] = {
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-
 LLAMA = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
 
 
-def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return config.json under the engines' names, from an `Eagle3Config` and the record of its target."""
-    # SGLang numbers a stream by the layer that it leaves; -1 = the embeddings.
-    outputs = [k - 1 for k in config.aux_layer_ids]
-    made = {
+def eagle3_engine_config(config: Eagle3Config, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return config.json under the engines' names."""
+    fields = {
         **(QWEN3 if config.qk_norm else LLAMA),
-        **EAGLE3_FIELDS,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
         **decoder_config(config, target, dtype),
         "num_hidden_layers": config.num_layers,
         "draft_vocab_size": config.draft_vocab_size,
@@ -64,151 +51,69 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         "norm_before_residual": config.norm_before_residual,
         "num_aux_hidden_states": len(config.aux_layer_ids),
         IDS: list(config.aux_layer_ids),
-        "eagle_config": {"use_aux_hidden_state": True, IDS: outputs},
+        # SGLang numbers a stream by the layer that it leaves; -1 = the embeddings.
+        "eagle_config": {"use_aux_hidden_state": True, IDS: [k - 1 for k in config.aux_layer_ids]},
     }
     if config.sliding_window is not None:
-        made |= {"sliding_window": config.sliding_window, "layer_types": [SLIDING] * config.num_layers}
+        fields |= {"sliding_window": config.sliding_window, "layer_types": [SLIDING] * config.num_layers}
     if config.target_hidden_size is not None:
-        made |= {"target_hidden_size": config.target_hidden_size}
-    return made
+        fields |= {"target_hidden_size": config.target_hidden_size}
+    return fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Loader:
+class Eagle3Reader:
     """Limits of one reader of EAGLE-3 heads."""
 
     targets: frozenset[str]
     """Classes of targets whose residual streams the reader passes to a head."""
-    ids: tuple[str, ...] = ()
-    """Path of the layer ids in config.json. Empty: the reader ignores them, and only supports the default layers."""
-    offset: int = 0
-    """The stream that enters layer k has the number k + offset."""
-    last: bool = False
-    """True if the reader captures the output of the last layer."""
-    fc_by_width: bool = True
-    """True if the reader applies `fc` where what it is given is not as wide as the head."""
     options: frozenset[str] = frozenset()
     """Settings of a head that the reader supports. It ignores the others."""
-    most_layers: int | None = None
+    reads_ids: bool = True
+    """False if the reader only supports the default layers."""
+    reads_last: bool = False
+    """True if the reader captures the output of the last layer."""
+    fc_by_width: bool = True
+    """True if the reader applies `fc` only where its inputs are not as wide as the head."""
+    max_layers: int | None = None
     """Maximum number of decoder layers that the reader runs, None for no limit."""
 
 
-HOOKS_OF_BOTH = """
-Apertus DeepseekV2 DeepseekV3 Gemma4 GptOss InternLM3 Llama Llama4 MiniMaxM2 Ministral3 Mistral MistralLarge3 Phi3 Qwen2
-Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
-"""
-HOOKS_OF_VLLM = """
-Afmoe Cohere2Moe Deepseek Ernie4_5 Granite GraniteMoe GraniteMoeSWA GraniteMoeShared GraniteSWA Laguna MiMo MiMoV2
-MiMoV2Flash MiniCPM MiniCPM3 NemotronH Plamo3 Step1
-"""
-HOOKS_OF_SGLANG = """
-BailingMoe BailingMoeV2 DeepseekV32 ExaoneMoe Gemma3 Glm4Moe Glm4MoeLite GlmMoeDsa LongcatFlash Mellum Qwen2Moe
-"""
-MULTIMODAL = {
-    VLLM: "Gemma4 Gemma4Unified Llama4 Llava Mistral3 Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe Kimi_K25",
-    SGLANG: "Gemma3 Gemma4 Gemma4Unified Llama4 Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe Kimi_K25",
+OPTIONS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "sliding_window")
+READERS = {
+    VLLM: Eagle3Reader(targets=VLLM_TARGETS, options=frozenset(OPTIONS), reads_last=True, fc_by_width=False),
+    # The window is an option of SGLang's command.
+    SGLANG: Eagle3Reader(targets=SGLANG_TARGETS, options=frozenset(OPTIONS) - {"norm_before_residual"}),
+    EAGLE: Eagle3Reader(targets=frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM"}), reads_ids=False, max_layers=1),
 }
 
 
-def hooked(*texts: str, multimodal: str = "") -> frozenset[str]:
-    """Return the classes of the families in `texts`, and the multimodal classes of those in `multimodal`. Of the
-    classes with the hook, these are only the ones that transformers has."""
-    text = {f"{name}ForCausalLM" for names in texts for name in names.split()}
-    return frozenset(text | {f"{name}ForConditionalGeneration" for name in multimodal.split()})
-
-
-EAGLE_3_1 = frozenset({"norm_before_fc", "fc_norm", "norm_output"})
-EAGLE3 = {
-    VLLM: Eagle3Loader(
-        targets=hooked(HOOKS_OF_BOTH, HOOKS_OF_VLLM, multimodal=MULTIMODAL[VLLM]),
-        ids=(IDS,),
-        last=True,
-        fc_by_width=False,
-        options=EAGLE_3_1 | {"norm_before_residual", "sliding_window"},
-    ),
-    SGLANG: Eagle3Loader(
-        targets=hooked(HOOKS_OF_BOTH, HOOKS_OF_SGLANG, multimodal=MULTIMODAL[SGLANG]),
-        ids=("eagle_config", IDS),
-        offset=-1,
-        options=EAGLE_3_1 | {"sliding_window"},  # by an option of its command
-    ),
-    EAGLE: Eagle3Loader(targets=hooked("Llama Qwen3"), most_layers=1),
-}
-OPTIONS = (*sorted(EAGLE_3_1), "norm_before_residual", "sliding_window")
-EAGLE3_SIZES = (*DECODER_SIZES, "num_hidden_layers", "draft_vocab_size", "num_aux_hidden_states")
-
-
-NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-
-
-def eagle3_tensors(c: Mapping[str, Any]) -> Shapes:
-    """Return the shapes of the tensors of a head with this config.json. All other tensors are the target's."""
-    D, V, Vd, L = c["hidden_size"], c["vocab_size"], c["draft_vocab_size"], c["num_aux_hidden_states"]
-    Dt = c.get("target_hidden_size") or D
-    shapes: Shapes = {"fc.weight": (D, L * Dt), "norm.weight": (D,), HEAD: (Vd, D)}
-    for i in range(c["num_hidden_layers"]):
-        layer = f"layers.{i}" if i else "midlayer"
-        shapes |= {f"{layer}.{name}.weight": (D,) for name in NORMS}
-        shapes |= attention(f"{layer}.self_attn", c, D if i else 2 * D)
-        shapes |= gated_mlp(f"{layer}.mlp", D, c["intermediate_size"])
-        if c["model_type"] == QWEN3["model_type"]:
-            shapes |= {f"{layer}.self_attn.{name}.weight": (c["head_dim"],) for name in ("q_norm", "k_norm")}
-    if c.get("norm_before_fc"):
-        shapes |= {"input_norm.weight": (L * Dt,)}
-    if c.get("fc_norm"):
-        shapes |= {f"fc_norm.{i}.weight": (Dt,) for i in range(L)}
-    if c.get("own_embeddings"):
-        shapes |= {EMBEDDING: (V, D)}
-    if Vd != V:  # vLLM refuses tables for a whole vocabulary
-        shapes |= {"d2t": (Vd,), "t2d": (V,)}
-    return shapes
-
-
-def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-    config, target, loader = folder.config, folder.target, EAGLE3[reader]
-    name = str(target.get("architecture"))
-    is_qwen3 = config.get("model_type") == QWEN3["model_type"]
-    lacks = None if name in loader.targets else f"hands no residual streams of a {name} to a head"
-    if is_qwen3 and reader != VLLM:
-        lacks = "runs no head that norms queries and keys"
-    faults = fields(config, EAGLE3_FIELDS | (QWEN3 if is_qwen3 else LLAMA)) + sizes(config, EAGLE3_SIZES)
-    width = "target_hidden_size" if "target_hidden_size" in config else "hidden_size"
-    faults += fields(config, {width: target["hidden_size"], "vocab_size": target["vocab_size"]})
-    if faults:
-        return lacks, faults
-    faults = tensors(eagle3_tensors(config), folder.shapes)
-    ignored = [name for name in OPTIONS if config.get(name) and name not in loader.options]
-    faults += [f"config.json: {name}: is not read, so another head would run" for name in ignored]
-    faults += rotation_faults(config, reader)
-    D, layers = config["hidden_size"], config["num_hidden_layers"]
-    if reader == SGLANG and EMBEDDING in folder.shapes and config[width] == D:
-        faults.append(f"{EMBEDDING}: the target's own would take its place")
-    if reader != EAGLE and not is_qwen3 and D % config["num_attention_heads"]:
-        faults.append(f"config.json: hidden_size: {D}: {UNEVEN}")
-    if loader.most_layers is not None and layers > loader.most_layers:
-        faults.append(f"config.json: num_hidden_layers: {layers}: only the first layer is run")
-    if loader.fc_by_width and config["num_aux_hidden_states"] * config[width] == D:
-        faults.append(f"fc is left out where it is as wide as the states that it reads, {D}: take more layers")
-    return lacks, faults + layer_ids(config, target["num_layers"], reader)
-
-
-def layer_ids(config: Mapping[str, Any], layers: int, reader: str) -> list[str]:
-    """Return the faults of the residual streams that a reader would capture."""
-    loader, ours = EAGLE3[reader], config[IDS]  # by the layer that each enters
-    read: Any = config
-    for key in loader.ids:
-        read = read.get(key, {})
-    default = list(low_middle_high(layers))
-    expected = [k + loader.offset for k in ours]
-    faults = []
-    if not loader.ids and ours != default:
-        faults.append(f"no layer ids are read: {default} would be captured in the place of {ours}")
-    if loader.ids and read != expected:
-        where = ".".join(loader.ids)
-        faults.append(f"config.json: {where}: expected {expected}, found {read!r}: other layers would be captured")
-    if not all(0 <= k < layers + loader.last for k in ours):
-        faults.append(f"layer {max(ours)} of {layers}, the last one's output, is never captured: take lower ones")
-    return faults
+def check_eagle3(folder: Folder, name: str) -> tuple[str | None, list[str]]:
+    config, reader = Eagle3Config.from_plain(folder.config["draftsmith"]["config"]), READERS[name]
+    architecture = str(folder.target.get("architecture"))
+    unsupported = None
+    if config.qk_norm and name != VLLM:
+        unsupported = "runs no head that norms queries and keys"
+    elif architecture not in reader.targets:
+        unsupported = f"hands no residual streams of a {architecture} to a head"
+    ids, layers, D = list(config.aux_layer_ids), config.num_target_layers, config.hidden_size
+    width, default = config.target_hidden_size or D, list(low_middle_high(config.num_target_layers))
+    ignored = [option for option in OPTIONS if getattr(config, option) and option not in reader.options]
+    errors = [f"config.json: {option}: is not read, so another head would run" for option in ignored]
+    errors += rotation_errors(folder.config, name)
+    if name == SGLANG and config.own_embeddings and width == D:
+        errors.append(f"{EMBEDDING}: the target's own would take its place")
+    if name != EAGLE and not config.qk_norm and D % config.num_attention_heads:
+        errors.append(f"config.json: hidden_size: {D}: {UNEVEN}")
+    if reader.max_layers is not None and config.num_layers > reader.max_layers:
+        errors.append(f"config.json: num_hidden_layers: {config.num_layers}: only the first layer is run")
+    if reader.fc_by_width and len(ids) * width == D:
+        errors.append(f"fc is left out where it is as wide as the states that it reads, {D}: take more layers")
+    if not reader.reads_ids and ids != default:
+        errors.append(f"no layer ids are read: {default} would be captured in the place of {ids}")
+    if max(ids) >= layers + reader.reads_last:
+        errors.append(f"layer {max(ids)} of {layers}, the last one's output, is never captured: take lower ones")
+    return unsupported, errors
 
 
 def speculators(head: str, target: str, config: Mapping[str, Any]) -> list[str]:

@@ -1,11 +1,8 @@
 """Format of the folder that heads of one kind are saved in, and what engines and the papers' repositories load from it.
 
-The expectations of each reader are data, taken from the source code of the versions named here. No reader reliably
-reports a mismatch: SGLang skips tensors with unknown names, vLLM leaves absent tensors uninitialised, and the EAGLE
-repository does both. Expected shapes are functions of config.json, so a folder is checked without loading it: only
-config.json and the names and shapes of the tensors are read.
-
-Letters: D hidden.
+The limits of each reader are data, taken from the source code of the versions named here. No reader reliably reports a
+mismatch: SGLang skips tensors with unknown names, vLLM leaves absent tensors uninitialised, and the EAGLE repository
+does both.
 """
 
 import json
@@ -15,12 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
-from heads.core.errors import UserError, first_line
-from heads.formats.quantized import SCALE, quantization_faults
-from heads.formats.source import DAMAGE, Source
+from heads.formats.quantized import SCALE
+from heads.formats.source import Source
+from heads.methods.layers import BlockConfig
 from heads.targets.model import FrozenTarget
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
@@ -49,10 +45,10 @@ Command = Callable[[str, str, int, Mapping[str, Any]], str]
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder to compare with what readers expect."""
+    """A head's folder, to compare with what readers support."""
 
     config: Mapping[str, Any]
-    """Contents of config.json."""
+    """Contents of config.json, with draftsmith's own config of the head under `draftsmith`."""
     shapes: Shapes
     target: Mapping[str, Any]
     """The head's record of its target."""
@@ -83,8 +79,7 @@ class Format:
     readers: Mapping[str, Command]
     """Command for each reader, by the reader's name."""
     check: Callable[[Folder, str], tuple[str | None, list[str]]]
-    """(folder, reader) -> the reason why the reader does not support such a head, or None, and the faults of the
-    folder."""
+    """(folder, reader) -> the reason why the reader supports no such head, or None, and what it would misread."""
     write_beside: Callable[[Path, dict[str, Any]], None] | None = None
     """Write the other files that the folder needs, from the record of the target."""
     read: Callable[[Source, FrozenTarget], Reading | None]
@@ -110,9 +105,9 @@ class Verdict:
 
     reader: str
     command: str
-    lacks: str | None
-    """Reason why the reader supports no such head, whatever its folder holds."""
-    faults: tuple[str, ...]
+    unsupported: str | None
+    """Reason why the reader supports no such head, whatever its settings."""
+    errors: tuple[str, ...]
     """Parts of the folder that the reader would refuse or, worse, load as another head."""
     notes: tuple[str, ...] = ()
     """What to know before the command is used."""
@@ -124,46 +119,15 @@ class Verdict:
 
     @property
     def serves(self) -> bool:
-        return self.lacks is None and not self.faults
+        return self.unsupported is None and not self.errors
 
     @property
     def reason(self) -> str:
         """Reason why the command does not serve the head, in words that follow the reader's name."""
-        if not self.faults:
-            return str(self.lacks)
-        more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
-        return f"would misread it: {self.faults[0]}{more}"
-
-
-def check_folder(
-    folder: Path,
-    form: Format,
-    kind: str,
-    target: Mapping[str, Any],
-    *,
-    name: str,
-    base: str,
-    steps: int,
-    trained: int | None = None,
-) -> list[Verdict]:
-    """Return the verdicts on a head's folder, the engines' first. Raises UserError if the folder cannot be read.
-
-    target: the head's record of its target. The commands name the head `name` and its target `base`, and draft `steps`
-    tokens per round. `trained`: the number for which the head was trained, if it was for one.
-    """
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        file = folder / form.weights_file
-        with safe_open(file, framework="pt") as opened:
-            shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
-    except DAMAGE as error:
-        raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
-    try:
-        return check_contents(config, shapes, form, kind, target, name=name, base=base, steps=steps, trained=trained)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:  # types of values that no head's config has
-        fault = first_line(error)
-        raise UserError(f"{folder}: config.json describes no head ({fault}); fetch or train it again") from error
+        if not self.errors:
+            return str(self.unsupported)
+        more = f" (and {len(self.errors) - 1} more)" if len(self.errors) > 1 else ""
+        return f"would misread it: {self.errors[0]}{more}"
 
 
 def check_contents(
@@ -178,28 +142,36 @@ def check_contents(
     steps: int = 1,
     trained: int | None = None,
 ) -> list[Verdict]:
-    """Return the verdicts on a folder with this config.json and tensors of these shapes, as `check_folder` does."""
-    found = Folder(config, {key: shape for key, shape in shapes.items() if not key.endswith(SCALE)}, target)
+    """Return the verdicts on a folder with this config.json and tensors of these shapes, the engines' first.
+
+    target: the head's record of its target. The commands name the head `name` and its target `base`, and draft `steps`
+    tokens per round. `trained`: the number for which the head was trained, if it was for one.
+    """
+    folder = Folder(config, {key: shape for key, shape in shapes.items() if not key.endswith(SCALE)}, target)
     base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in config else "")
-    deeper = f"{steps} draft tokens are more than the head was trained for, {trained}: the last ones are accepted less"
     verdicts = []
     for reader in dict.fromkeys((*ENGINES, *form.readers)):
-        if reader in form.readers:
-            lacks, faults = form.check(found, reader)
-            faults += quantization_faults(config, shapes, reader in ENGINES)
-            command = form.readers[reader](base, name, steps, config)
-            notes = [SAMPLING] if command.startswith("vllm serve") else []
-            notes += [deeper] if trained is not None and steps > trained else []
-            verdicts.append(Verdict(reader, command, lacks, tuple(faults), tuple(notes)))
-        else:
+        if reader not in form.readers:
             verdicts.append(Verdict(reader, "", f"has no method for heads of kind {kind}", ()))
+            continue
+        unsupported, errors = form.check(folder, reader)
+        if reader not in ENGINES and "quantization_config" in config:
+            errors = [*errors, "8-bit weights are not read"]
+        command = form.readers[reader](base, name, steps, config)
+        notes = [SAMPLING] if command.startswith("vllm serve") else []
+        if trained is not None and steps > trained:
+            notes.append(
+                f"{steps} draft tokens are more than the head was trained for, {trained}: the last ones are accepted "
+                "less"
+            )
+        verdicts.append(Verdict(reader, command, unsupported, tuple(errors), tuple(notes)))
     return verdicts
 
 
 def why_unfit(verdicts: Sequence[Verdict]) -> str | None:
     """Return the reason why a head is unfit for engines: none serves it, or one would misread it. None if it is fit."""
-    if any(verdict.faults for verdict in verdicts if verdict.reader in ENGINES):
-        return _refusals(verdicts)
+    if any(verdict.errors for verdict in verdicts if verdict.reader in ENGINES):
+        return _reasons(verdicts)
     return why_unserved(verdicts)
 
 
@@ -207,12 +179,12 @@ def why_unserved(verdicts: Sequence[Verdict]) -> str | None:
     """Return the reason why no engine serves a head, or None if one does."""
     if any(verdict.serves for verdict in verdicts if verdict.reader in ENGINES):
         return None
-    return f"no engine serves it, so it runs in this runtime only: {_refusals(verdicts)}; {INSTEAD}"
+    return f"no engine serves it, so it runs in this runtime only: {_reasons(verdicts)}; {INSTEAD}"
 
 
-def _refusals(verdicts: Sequence[Verdict]) -> str:
-    refusing = [verdict for verdict in verdicts if verdict.reader in ENGINES and not verdict.serves]
-    return "; ".join(f"{verdict.reader} {verdict.reason}" for verdict in refusing)
+def _reasons(verdicts: Sequence[Verdict]) -> str:
+    others = [verdict for verdict in verdicts if verdict.reader in ENGINES and not verdict.serves]
+    return "; ".join(f"{verdict.reader} {verdict.reason}" for verdict in others)
 
 
 # Parts of formats
@@ -257,12 +229,20 @@ DECODER_SIZES = (
 """Sizes of a decoder's layers in config.json."""
 
 
-def decoder_config(config: Any, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    own = {name: getattr(config, name) for name in (*DECODER_SIZES, "rms_norm_eps", "rope_theta", "rope_scaling")}
-    if "factor" in (own["rope_scaling"] or {}):
-        own["rope_scaling"] = {**own["rope_scaling"], "factor": float(own["rope_scaling"]["factor"])}  # as vLLM needs
-    tokens = {name: target.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {**own, "max_position_embeddings": config.max_position_embeddings, **tokens, "torch_dtype": dtype}
+def decoder_config(config: BlockConfig, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the fields of a decoder's layers in config.json."""
+    scaling = getattr(config, "rope_scaling", None)
+    if scaling and "factor" in scaling:
+        scaling = {**scaling, "factor": float(scaling["factor"])}  # as vLLM needs
+    return {
+        **{name: getattr(config, name) for name in DECODER_SIZES},
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": config.max_position_embeddings,
+        **{name: target.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        "torch_dtype": dtype,
+    }
 
 
 UNREAD_ROTATION: dict[tuple[str, str], tuple[str, ...]] = {
@@ -273,8 +253,8 @@ UNREAD_ROTATION: dict[tuple[str, str], tuple[str, ...]] = {
 """Settings of a kind of rotary positions that an engine ignores."""
 
 
-def rotation_faults(config: Mapping[str, Any], reader: str) -> list[str]:
-    """Return the faults of the head's rotary positions."""
+def rotation_errors(config: Mapping[str, Any], reader: str) -> list[str]:
+    """Return what a reader ignores of a head's rotary positions."""
     scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", "default")
     if reader not in ENGINES and kind != "default":
@@ -286,7 +266,7 @@ def rotation_faults(config: Mapping[str, Any], reader: str) -> list[str]:
 
 def misread_rotation(config: Mapping[str, Any]) -> list[str]:
     """Return a line for each setting of another project's rotary positions that an engine ignores."""
-    return [f"{engine}: {fault}" for engine in ENGINES for fault in rotation_faults(config, engine)]
+    return [f"{engine}: {error}" for engine in ENGINES for error in rotation_errors(config, engine)]
 
 
 def attention(prefix: str, c: Mapping[str, Any], width: int) -> Shapes:
@@ -329,13 +309,13 @@ def sizes(config: Mapping[str, Any], names: Sequence[str], where: str = "") -> l
 
 
 def tensors(expected: Shapes, found: Shapes) -> list[str]:
-    """Return the faults of the tensors' names and shapes."""
-    faults = []
+    """Return the differences of the tensors' names and shapes."""
+    errors = []
     for name in sorted(expected.keys() | found.keys()):
         if name not in expected and name in VOCABULARY:
-            faults.append(f"{name}: expected none, no draft vocabulary is read here")
+            errors.append(f"{name}: expected none, no draft vocabulary is read here")
         elif name not in found:
-            faults.append(f"{name}: expected {expected[name]}, found none: it would be whatever memory holds")
+            errors.append(f"{name}: expected {expected[name]}, found none: it would be whatever memory holds")
         elif expected.get(name) != found[name]:
-            faults.append(f"{name}: expected {expected.get(name, 'no such tensor')}, found {found[name]}")
-    return faults
+            errors.append(f"{name}: expected {expected.get(name, 'no such tensor')}, found {found[name]}")
+    return errors

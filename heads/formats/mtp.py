@@ -3,6 +3,7 @@ target's family (`heads.methods.mtp`). Engines load it together with the target,
 use.
 """
 
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from heads.core.errors import first_line
 from heads.formats.engine_folder import (
     SGLANG,
     TRIED,
@@ -21,7 +21,6 @@ from heads.formats.engine_folder import (
     Format,
     Reading,
     Shapes,
-    fields,
     named_class,
     sglang,
     tensors,
@@ -29,7 +28,7 @@ from heads.formats.engine_folder import (
 )
 from heads.formats.source import Source, check_same
 from heads.methods.family_layers import BlockMaker, block_record
-from heads.methods.mtp import LAYOUTS, PARTS, Layout, count_modules, read_native, to_field
+from heads.methods.mtp import LAYOUTS, PARTS, Layout, MtpConfig, count_modules, read_native, to_field
 from heads.targets.families import register_mimo, rope_scaling, rope_theta
 from heads.targets.hub import repo_and_revision
 from heads.targets.model import FrozenTarget
@@ -45,36 +44,35 @@ def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[s
     The modules are not quantised, even if the target's checkpoint is. The config's own code stays in the target's
     folder, and `auto_map` says where that is, unless transformers cannot read that place.
     """
-    own = {key: value for key, value in target["config"].items() if key != "quantization_config"}
-    if isinstance(own.get("auto_map"), dict):
+    fields = {key: value for key, value in target["config"].items() if key != "quantization_config"}
+    if "auto_map" in fields:
         place, _ = repo_and_revision(str(target["name"]))
         place = os.path.abspath(place) if os.path.isdir(place) else place
         if cached := CACHED.search(f"{place}/"):
             place = "/".join(cached.groups())
-        named = own["auto_map"].items()
-        own["auto_map"] = {key: name if "--" in str(name) else f"{place}--{name}" for key, name in named}
+        names = fields["auto_map"].items()
+        fields["auto_map"] = {key: name if "--" in str(name) else f"{place}--{name}" for key, name in names}
         if "--" in place:  # transformers splits there
-            del own["auto_map"]
-    return own
+            del fields["auto_map"]
+    return fields
 
 
 @dataclass(frozen=True)
 class MtpLoader:
-    """Engines that load the modules of one class of targets."""
+    """How engines load the modules of one class of targets."""
 
     layout: str
     """One of LAYOUTS."""
     count: str
     """Field of the target's config with the number of modules."""
-    most: Mapping[str, int | None]
-    """Maximum number of modules that each engine loads, None for no limit. Engines that are not listed cannot load
-    any."""
+    max_modules: Mapping[str, float]
+    """Maximum number of modules that each engine loads. Engines that are not listed cannot load any."""
     differs: tuple[str, ...] = ()
     """Ways in which an engine computes differently from this head."""
 
 
 ONE_EACH = {VLLM: 1, SGLANG: 1}
-DEEPSEEK = {VLLM: None, SGLANG: 1}
+DEEPSEEK = {VLLM: math.inf, SGLANG: 1}
 FIRST_TOKEN = f"{SGLANG} reads the token at position 0 too, which this head and {VLLM} read as zeros"
 PRE_NORM = f"{VLLM} recycles the state before shared_head.norm from the second draft token on, this head that after it"
 POST_NORM = f"passes the state after the target's final norm, this head and {VLLM} pass that before"
@@ -87,10 +85,7 @@ MTP = {
     "Glm4MoeLiteForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", {SGLANG: 1}, (FIRST_TOKEN,)),
     "MiMoForCausalLM": MtpLoader("mimo", "num_nextn_predict_layers", ONE_EACH, (f"{SGLANG} {POST_NORM}",)),
     "Qwen3NextForCausalLM": MtpLoader("qwen", "num_nextn_predict_layers", ONE_EACH),
-    "Qwen3_5ForCausalLM": QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": QWEN3_5,
-    "Qwen3_5MoeForCausalLM": QWEN3_5,
-    "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
+    **{f"Qwen3_5{size}For{task}": QWEN3_5 for size in ("", "Moe") for task in ("CausalLM", "ConditionalGeneration")},
 }
 """Loader of the modules of each class of targets. The folder's config.json is the target's own, because engines go by
 its class. They use the target's embeddings and output head if the folder has none. No engine supports a draft
@@ -105,39 +100,34 @@ def module_shapes(config: Any, layout: Layout, count: int, stored: Collection[st
         block = BlockMaker(block_record(config, 1)).layers[0].state_dict()
         module = {f"{part}.weight": torch.empty((D, 2 * D) if part == "input_proj" else (D,)) for part in PARTS}
     module |= {f"block.{name}": tensor for name, tensor in block.items()}
-    own = {f"mtp_layers.{i}.{name}": tensor for i in range(count) for name, tensor in module.items()}
-    field = to_field(own, layout, config.num_hidden_layers, stored)
-    return {name: tuple(tensor.shape) for name, tensor in field.items()}
+    modules = {f"mtp_layers.{i}.{name}": tensor for i in range(count) for name, tensor in module.items()}
+    saved = to_field(modules, layout, config.num_hidden_layers, stored)
+    return {name: tuple(tensor.shape) for name, tensor in saved.items()}
 
 
 def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-    """Check modules of multi-token prediction with their target's own config.json."""
-    name = named_class(folder.config)
-    loader = None if name is None else MTP.get(name)
-    if name is None or loader is None or reader not in loader.most:
+    """Compare modules of multi-token prediction with those that an engine loads for the target's own config.json."""
+    name = str(named_class(folder.config))
+    loader = MTP.get(name)
+    if loader is None or reader not in loader.max_modules:
         return f"loads no modules of a {name}", []
-    layout, most = LAYOUTS[loader.layout], loader.most[reader]
-    try:
-        register_mimo()
-        own = {key: value for key, value in folder.config.items() if key not in ("draftsmith", "auto_map")}
-        config: Any = AutoConfig.for_model(**own).get_text_config()
-        count = count_modules(layout, folder.shapes, config.num_hidden_layers)
-        expected = module_shapes(config, layout, max(count, 1), folder.shapes)
-    except Exception as error:  # each family's config refuses in its own way
-        return None, [f"config.json: not that of a {name} ({first_line(error)})"]
-    ours = folder.config["draftsmith"]["config"]
-    positions = ours["rope_theta"], ours.get("rope_scaling")
+    register_mimo()
+    fields = {key: value for key, value in folder.config.items() if key not in ("draftsmith", "auto_map")}
+    config: Any = AutoConfig.for_model(**fields).get_text_config()
+    head, layout = MtpConfig.from_plain(folder.config["draftsmith"]["config"]), LAYOUTS[loader.layout]
+    count = count_modules(layout, folder.shapes, config.num_hidden_layers)
+    errors = []
+    if not head.native and (head.rope_theta, head.rope_scaling) != (rope_theta(config), rope_scaling(config)):
+        errors.append("config.json: rope_parameters: not those that the modules were trained with")
     promised = getattr(config, loader.count, None)
-    text_class = name.replace("ForConditionalGeneration", "ForCausalLM")  # only a multimodal target's text model is run
-    faults = fields({"architectures": [text_class]}, {"architectures": [folder.target.get("architecture")]})
-    if not ours["native"] and positions != (rope_theta(config), rope_scaling(config)):
-        faults.append("config.json: rope_parameters: not those that the modules were trained with")
-    if promised is not None and promised != count:
-        faults.append(f"config.json: {loader.count}: {promised}, the file holds {count} modules")
-    lacks = None if most is None or count <= most else f"takes at most {most} module, the head has {count}"
-    if lacks is None and loader.layout == "mimo" and reader == SGLANG:
-        lacks = POST_NORM
-    return lacks, faults + tensors(expected, folder.shapes)
+    if promised not in (None, count):
+        errors.append(f"config.json: {loader.count}: {promised}, the file holds {count} modules")
+    unsupported = None
+    if count > loader.max_modules[reader]:
+        unsupported = f"takes at most {loader.max_modules[reader]} module, the head has {count}"
+    elif loader.layout == "mimo" and reader == SGLANG:
+        unsupported = POST_NORM
+    return unsupported, errors + tensors(module_shapes(config, layout, max(count, 1), folder.shapes), folder.shapes)
 
 
 def read_mtp(source: Source, target: FrozenTarget) -> Reading | None:

@@ -24,11 +24,11 @@ TYPES = {"fp8": ("float", torch.float8_e4m3fn, 448.0), "int8": ("int", torch.int
 
 def quantization_config(dtype: str) -> dict[str, Any]:
     kind = TYPES[dtype][0]
-    alike = {"num_bits": 8, "type": kind, "symmetric": True}
+    number = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
         "targets": ["Linear"],
-        "weights": {**alike, "strategy": "channel", "dynamic": False},
-        "input_activations": {**alike, "strategy": "token", "dynamic": True},
+        "weights": {**number, "strategy": "channel", "dynamic": False},
+        "input_activations": {**number, "strategy": "token", "dynamic": True},
     }
     return {
         "quant_method": "compressed-tensors",
@@ -46,36 +46,20 @@ def quantized(weights: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
     known = (*PROJECTIONS, *WHOLE)
     if others := [name for name, weight in weights.items() if weight.ndim == 2 and not name.endswith(known)]:
         raise UserError(f"tensor {others[0]}: layers with such a matrix are not quantised; give another head")
-    made = dict(weights)
-    for name in (name for name in weights if name.endswith(PROJECTIONS)):
-        weight = weights[name].float()
-        scale = (weight.abs().amax(1, keepdim=True) / largest).clamp_min(torch.finfo(torch.float32).tiny)  # (O, 1)
-        rounded = weight / scale if dtype == "fp8" else (weight / scale).round()
-        made |= {name: rounded.clamp(-largest, largest).to(kind), name + SCALE: scale}
-    return made
+    result = dict(weights)
+    for name, weight in weights.items():
+        if name.endswith(PROJECTIONS):
+            scale = (weight.float().abs().amax(1, keepdim=True) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+            scaled = weight.float() / scale  # scale (O, 1)
+            rounded = scaled if dtype == "fp8" else scaled.round()
+            result |= {name: rounded.clamp(-largest, largest).to(kind), name + SCALE: scale}
+    return result
 
 
 def dequantized(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors, quantised or not, with float32 in place of 8 bits and their scales."""
-    made = dict(weights)
+    result = dict(weights)
     for name in weights:
         if name + SCALE in weights:
-            made[name] = made[name].float() * made.pop(name + SCALE).float()
-    return made
-
-
-def quantization_faults(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], is_engine: bool) -> list[str]:
-    """Return the faults of a folder's 8-bit weights, from its config.json and the shapes of its tensors."""
-    scaled = {name: shape for name, shape in shapes.items() if name.endswith(SCALE)}
-    said = config.get("quantization_config")
-    if not is_engine and (scaled or said):
-        return ["8-bit weights are not read"]
-    if said not in (None, *map(quantization_config, TYPES)):
-        return ["config.json: quantization_config: expected that of fp8 or int8 weights as written here"]
-    rows = {name: shapes[name][0] for name in shapes if name.endswith(PROJECTIONS)} if said else {}
-    expected = {name + SCALE: (count, 1) for name, count in rows.items()}
-    return [
-        f"{name}: expected {expected.get(name, 'no such tensor')}, found {scaled.get(name, 'none')}"
-        for name in sorted(expected.keys() | scaled.keys())
-        if expected.get(name) != scaled.get(name)
-    ]
+            result[name] = result[name].float() * result.pop(name + SCALE).float()
+    return result

@@ -88,24 +88,22 @@ def open_source(path: str, config: Mapping[str, Any]) -> Source:
 def unpickled(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a pickle, read with `weights_only`. Raises UserError if it holds anything else."""
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        weights = torch.load(file, map_location="cpu", weights_only=True)
     except (*DAMAGE, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{file}: damaged, or holds more than tensors ({first_line(error)}); fetch it again") from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"{file}: expected named tensors; fetch a head's weights")
-    return found
+    return weights
 
 
-def check_same(source: Source, target: FrozenTarget, **found: Any) -> None:
-    """Raise UserError for a head of another target. `found` has the sizes in the head's files by name, None for unknown
-    ones."""
-    ours = {"width": target.hidden_size, "vocabulary": target.vocab_size, "number of layers": target.num_layers}
-    for name, value in found.items():
-        name = name.replace("_", " ")
+def check_same(source: Source, target: FrozenTarget, **sizes: int | None) -> None:
+    """Raise UserError for a head of another target. `sizes`: those in the head's files, None for unknown ones."""
+    ours = {"width": target.hidden_size, "vocabulary": target.vocab_size, "number_of_layers": target.num_layers}
+    for name, value in sizes.items():
         if value is not None and value != ours[name]:
             raise UserError(
-                f"{source.path}: made for a target with {name} {value}, but {target.name} has {ours[name]}; measure it "
-                "on its own target"
+                f"{source.path}: made for a target with {name.replace('_', ' ')} {value}, but {target.name} has "
+                f"{ours[name]}; measure it on its own target"
             )
 
 
@@ -120,32 +118,34 @@ def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target:
         # transformers' Llama has no width that is not a multiple of its heads; where both sizes are named, it may be.
         width = {"hidden_size": prod(by_head)} if len(by_head) == 2 else {}
         config: Any = AutoConfig.for_model(**{"model_type": kind, **said, **width})
-        config.hidden_size = said.get("hidden_size", config.hidden_size)
-        rope = {key: value for key, value in (config.rope_parameters or {}).items() if key not in SECTIONS}
-        theta, scaled = float(rope.pop("rope_theta", 10_000.0)), rope.get("rope_type", "default")
-        if scaled in ("default", "mrope"):
-            part = rope.get("partial_rotary_factor", 1)
-            scaled, rope = "default", {"rope_type": "default", "partial_rotary_factor": part}
-        if rope.get("partial_rotary_factor") == 1:
-            del rope["partial_rotary_factor"]
-        block = {
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-            "num_target_layers": target.num_layers,
-            "max_position_embeddings": config.max_position_embeddings,
-            "intermediate_size": config.intermediate_size,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            "rms_norm_eps": config.rms_norm_eps,
-            "rope_theta": theta,
-            "rope_scaling": None if rope == {"rope_type": "default"} else rope,
-        }
     except Exception as error:  # each family's config refuses in its own way
         raise UserError(f"{source.path}: config.json describes no decoder layer ({first_line(error)})") from error
+    config.hidden_size = said.get("hidden_size", config.hidden_size)
+    rope = {key: value for key, value in (config.rope_parameters or {}).items() if key not in SECTIONS}
+    theta = float(rope.pop("rope_theta", 10_000.0))
+    scaling = rope.get("rope_type", "default")
+    if scaling in ("default", "mrope"):
+        scaling = "default"
+        rope = {"rope_type": "default", "partial_rotary_factor": rope.get("partial_rotary_factor", 1)}
+    if rope.get("partial_rotary_factor") == 1:
+        del rope["partial_rotary_factor"]
+    heads = config.num_attention_heads
+    block = {
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_target_layers": target.num_layers,
+        "max_position_embeddings": config.max_position_embeddings,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": None if rope == {"rope_type": "default"} else rope,
+    }
     unread = {
         "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
-        "rope_parameters": scaled not in SCALINGS,
+        "rope_parameters": scaling not in SCALINGS,
     }
     refuse_settings(source, unread)
     return config, block
@@ -168,9 +168,9 @@ def check_streams(source: Source, ids: Sequence[int], target: FrozenTarget) -> N
         )
 
 
-def is_same_table(found: Tensor, ours: Tensor) -> bool:
-    """Return True if `found` is the target's own table, in whatever precision either of the two was saved."""
+def is_same_table(table: Tensor, ours: Tensor) -> bool:
+    """Return True if `table` is the target's own, in whatever precision either of the two was saved."""
     ours = ours.detach().cpu()
-    if found.shape != ours.shape:
+    if table.shape != ours.shape:
         return False
-    return torch.equal(found.to(ours.dtype), ours) or torch.equal(ours.to(found.dtype), found)
+    return torch.equal(table.to(ours.dtype), ours) or torch.equal(ours.to(table.dtype), table)

@@ -70,7 +70,7 @@ def test_the_checkpoints_modules_come_back_bit_for_bit(name: str, targets: Targe
     for key in ("architectures", "model_type", "num_hidden_layers", "vocab_size", "hidden_size"):
         assert ours[key] == theirs[key], key
     found = verdicts(tmp_path / "head")
-    assert serving(found) == NAMES[name] and not any(verdict.faults for verdict in found.values())
+    assert serving(found) == NAMES[name] and not any(verdict.errors for verdict in found.values())
     if NAMES[name] == {VLLM, SGLANG}:
         assert '"method": "mtp"' in found[VLLM].command and "--speculative-algorithm NEXTN" in found[SGLANG].command
     saved, whole = load_file(tmp_path / "head/model.safetensors"), load_file(Path(target.name) / "model.safetensors")

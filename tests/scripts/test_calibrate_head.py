@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from eval.measure.calibration import TRIED, calibration_error, fit_temperatures, record_confidence
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.tree import Proposal, parse_shape
 from heads.registry import build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target
 from heads.targets.model import FrozenTarget
-from scripts.calibrate_head import main
+from scripts.calibrate_head import calibration_error, fit_temperatures, main, record_confidence
 from tests.refusals import refused
 
 SETTINGS: dict[str, Any] = {"block_size": 4, "num_layers": 2, "markov_rank": 6}
@@ -47,7 +46,7 @@ def test_the_calibration_error_is_that_of_fifteen_bins() -> None:
 
 def test_temperatures_that_outcomes_were_drawn_with_are_found() -> None:
     torch.manual_seed(0)
-    true = TRIED[[29, 12, 20]]
+    true = torch.logspace(-1, 1, 41, dtype=torch.float64)[[29, 12, 20]]
     logits = torch.randn(50_000, 3, dtype=torch.float64) * 2 + 1
     accepted = (torch.rand(logits.shape) < (logits / true).sigmoid()).long().cumprod(1).sum(1)
     fitted = fit_temperatures(logits, accepted)
