@@ -101,8 +101,8 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
         raise UserError(f"head.kind: {path} holds a head of kind {was}, the recipe says {kind}")
     if isinstance(source, DraftBlockHead) and source.draft_to_target is not None:
         raise UserError(
-            f"head.init_from: {path} drafts {len(source.draft_to_target)} of the target's {target.vocab_size} tokens: such heads "
-            "are measured, not trained; start from one that drafts all"
+            f"head.init_from: {path} drafts {len(source.draft_to_target)} of the target's {target.vocab_size} tokens: "
+            "such heads are measured, not trained; start from one that drafts all"
         )
     free = method.training
     if was != kind:
