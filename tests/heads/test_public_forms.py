@@ -105,11 +105,8 @@ FORMS: dict[str, dict[str, Row]] = {
     "raw EAGLE-3": {
         "SpecForge": raw(),
         "SpecForge, DeepSeek-V2-Lite": raw({"rope_scaling": DEEPSEEK}, rope_scaling=DEEPSEEK),
-        "SpecForge, DeepSeek-V3": raw(eagle_config=NAMED),
         "SpecForge, Gemma-3": raw({"rope_theta": 1e6}, **QWEN, sliding_window=9, target_model_type="gemma3_text"),
         "SpecForge, Llama 3": raw(dict(rope_theta=7e4, rope_scaling=LLAMA3), rope_theta=7e4, rope_scaling=LLAMA3),
-        "SpecForge, a whole vocabulary": raw({"draft_vocab_size": V}, draft_vocab_size=V),
-        "SpecForge, Phi-4": raw({"rope_theta": 2.5e5}, model_type="phi3", rope_theta=2.5e5),
         "SpecForge, QwQ": raw({"rope_theta": 1e6}, model_type="qwen2", **QWEN),
         "SpecForge, Qwen2.5-VL, whose width is no multiple of its heads": raw(
             {"rope_theta": 1e6, "num_attention_heads": 6}, differs=True,
@@ -122,9 +119,6 @@ FORMS: dict[str, dict[str, Row]] = {
         "embeddings and the last layer": raw({"aux_layer_ids": (0, 8)}, differs=True, eagle_config={IDS: [-1, 7]}),
         "two lists of layers": raw({"aux_layer_ids": (1, 3, 6)}, differs=True, **TWO_LISTS),
         "the target's number of layers": raw(differs=True, num_hidden_layers=36),
-        "parameters of positions": raw(
-            {"rope_theta": 7e4}, rope_parameters={"rope_type": "default", "rope_theta": 7e4}
-        ),
         "positions of a part": raw(
             {"rope_scaling": QUARTER}, differs=True, rope_scaling=QUARTER | {"mrope_section": [1, 0, 0]}
         ),
@@ -133,7 +127,6 @@ FORMS: dict[str, dict[str, Row]] = {
             rope_scaling=YARN | {"attention_factor": 1.5},
         ),
         "a window": raw({"sliding_window": 9}, differs=True, sliding_window=9, layer_types=["sliding_attention"]),
-        "a window of no layer": raw(sliding_window=9, layer_types=["full_attention"]),
         "EAGLE": raw(differs=True, architectures=["LlamaForCausalLM"]),
         "EAGLE, narrower": raw(OWN | {"hidden_size": 24}, hidden_size=24, head_dim=8, target_hidden_size=D),
         "wider": raw(
@@ -142,9 +135,6 @@ FORMS: dict[str, dict[str, Row]] = {
         ),
         "embeddings of its own": raw({"own_embeddings": True}, differs=True),
         "Model Optimizer": raw({"rope_theta": 7e4}, eagle_config=NVIDIA, **NVIDIA_ROPE),
-        "Model Optimizer, YaRN": raw(
-            {"rope_scaling": YARN | {"truncate": False}}, eagle_config=NVIDIA, rope_scaling=YARN | {"truncate": False}
-        ),
         "Model Optimizer, two layers": raw(
             {"rope_theta": 7e4, "num_layers": 2}, differs=True, eagle_config=NVIDIA, num_hidden_layers=2, **NVIDIA_ROPE
         ),
@@ -156,7 +146,6 @@ FORMS: dict[str, dict[str, Row]] = {
     },
     "speculators' EAGLE-3": {
         "Llama's layer": llama(),
-        "its default class": llama(architectures=["Eagle3Speculator"]),
         "Qwen3's layer": llama({"qk_norm": True}, layer={"model_type": "qwen3"}),
         "two layers": llama({"num_layers": 2}, layer={"num_hidden_layers": 2}),
         "Qwen3.6": llama(
@@ -173,16 +162,13 @@ FORMS: dict[str, dict[str, Row]] = {
         "z-lab": zlab(),
         "tied": zlab(tie_word_embeddings=True, use_sliding_window=None),
         "Model Optimizer": (dflash, {}, NVIDIA_DFLASH, False),
-        "block size inside": zlab(block_size=None, **within(block_size=4)),
         "default layers": zlab({"aux_layer_ids": (2, 6)}, dflash_config={"mask_token_id": 5}),
         "the last layer": zlab({"aux_layer_ids": (2, 4, 8)}, differs=True, **within(target_layer_ids=[1, 3, 7])),
         "causal": zlab({"causal": True}, differs=True, **within(causal=True)),
         "causal for both engines": zlab({"causal": True}, is_causal=True),
         "Qwen3.6's windows": zlab(SLIDES, **WINDOWS),
         "windows of all": zlab(ALL_SLIDE, differs=True, **within(use_swa=True, swa_window_size=9)),
-        "windows, not causal": zlab(BOTH_WAYS, is_causal=False, **WINDOWS),
         "windows, not causal for vLLM alone": zlab(BOTH_WAYS, differs=True, **WINDOWS, **within(causal=False)),
-        "parameters of positions": zlab(**turned({"rope_type": "default"})),
         "positions of a part": zlab({"rope_scaling": QUARTER}, differs=True, **turned(QUARTER)),
         "scaled positions": zlab({"rope_scaling": LLAMA3}, **turned(LLAMA3)),
     },

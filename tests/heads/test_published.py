@@ -67,15 +67,6 @@ def test_a_draft_vocabulary_of_a_block_is_of_rows_of_the_targets_output_head(
     assert "lm_head.weight is not the target's own" in refused(read_published, path, target)
 
 
-def test_a_whole_vocabulary_may_have_tables(target: FrozenTarget, tmp_path: Path) -> None:
-    head = eagle3(draft_vocab_size=V)
-    tables = {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=torch.bool)}
-    path = write(tmp_path / "raw", forms.RAW | {"draft_vocab_size": V}, head.to_checkpoint() | tables)
-    found = read_published(path, target)
-    drafts_equal(found, head, target)
-    assert found.origin.differs
-
-
 @pytest.mark.parametrize("size", [V, None])
 def test_the_targets_output_head_is_borrowed(size: int | None, target: FrozenTarget, tmp_path: Path) -> None:
     head = eagle3(draft_vocab_size=V)
@@ -161,11 +152,6 @@ def test_confidence_that_does_not_look_at_the_token_before(target: FrozenTarget,
     weights["confidence_head.proj.weight"] = weights["confidence_head.proj.weight"][:, :D]
     path = write(tmp_path / "head", forms.DEEPSPEC | {"confidence_head_with_markov": False}, weights)
     drafts_equal(read_published(path, target), head, target)
-
-
-def test_passes_of_xpress_that_are_too_few_to_draft_token_by_token(target: FrozenTarget, tmp_path: Path) -> None:
-    path = write(tmp_path / "head", forms.XPRESS | {"xpress_num_passes": 2}, block_head("xpress").to_checkpoint())
-    assert any("drafts 3 tokens in 2 passes" in line for line in read_published(path, target).origin.differs)
 
 
 def test_a_plain_model_is_a_draft(target: FrozenTarget, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eval.measure.command import exit_status
@@ -136,36 +135,21 @@ def test_bad_folders_and_heads_are_named(tmp_path: Path) -> None:
         assert "no such folder" in refused(tmp_path, folder, tmp_path / place)
     write_native(tmp_path / "glm", "glm")
     assert "trained for target" in refused(tmp_path, folder, tmp_path / "glm")
-    shutil.copytree(target, tmp_path / "other")
-    change_weights(tmp_path / "other", lm_head__weight=torch.ones(V, 32).bfloat16())
-    assert "fingerprint of the weights" in refused(tmp_path, folder, tmp_path / "other")
     model = load_target(str(target))
     for kind, settings, words in (
         ("medusa", {"depth": 2}, "only modules of multi-token prediction"),
         ("mtp", {}, "k_proj.bias: expected (16,), found none"),
-        ("mtp", {"layout": "qwen"}, "of the layout qwen, the target in"),
         ("mtp", {"num_modules": 2}, "holds 2 modules"),
-        ("mtp", {"native": True, "draft_vocab_size": 90}, "d2t: expected none"),
     ):
         head = build_head(kind, settings, model, torch.ones(V))
         save_head(head, tmp_path / "bad", target=target_record(model))
         assert words in refused(tmp_path, tmp_path / "bad", target)
-        if kind == "medusa":  # before any target is loaded, another one, too
-            assert words in refused(tmp_path, tmp_path / "bad", tmp_path / "glm")
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"mlp__up_proj__weight": torch.zeros(32, 48)}, "up_proj.weight: expected (32, 48), found (48, 32)"),
-        ({"input_proj__weight": None}, "holds a part of a module of mimo"),
-        ({"mlp__up_proj__weight": torch.zeros(48, 32).to(torch.float8_e4m3fn)}, "is torch.float8_e4m3fn"),
-    ],
-)
-def test_modules_that_do_not_fit_are_named(change: dict[str, Tensor | None], words: str, tmp_path: Path) -> None:
+def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
     target, folder, _ = make(tmp_path, "mimo")
-    change_weights(target, **{f"model__mtp_layers__0__{name}": value for name, value in change.items()})
-    assert words in refused(tmp_path, folder, target)
+    change_weights(target, model__mtp_layers__0__mlp__up_proj__weight=torch.zeros(32, 48))
+    assert "up_proj.weight: expected (32, 48), found (48, 32)" in refused(tmp_path, folder, target)
 
 
 def test_a_family_without_modules_is_named(tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -95,7 +95,6 @@ def test_the_file_is_as_sglang_reads_it(
     ("settings", "options", "named"),
     [
         ({"confidence_weight": 0}, "", "expected a DSpark head with a confidence head"),
-        ({}, "--depth 9", "the head drafts 4 in a block"),
         ({}, "--max-new-tokens 1", "nothing was drafted"),
     ],
 )

@@ -17,6 +17,7 @@ from heads.registry import build_head
 from heads.saved import check_loaders, read_config, save_head, target_record
 from heads.targets.load import load_target
 from heads.targets.model import FrozenTarget
+from tests.heads.small_heads import BLOCK_HEADS
 from tests.native_mtp import V, change_config, change_weights, make_multimodal, write_native
 from tests.refusals import refused
 from tests.small_targets import make_target
@@ -45,20 +46,10 @@ def serving(found: dict[str, Verdict]) -> set[str]:
     return {reader for reader, verdict in found.items() if verdict.serves}
 
 
-BLOCKS: dict[str, dict[str, Any]] = {
-    "dflash": {},
-    "dflash2": dict(conv_group_size=8, selector_rank=6),
-    "dspark": dict(markov_rank=6),
-    "lilicorr": dict(lilicorr_hidden_size=16, lilicorr_factor_dim=6, conv_kernel_size=2, conv_group_size=8),
-    "xpress": dict(xpress_rank=16, xpress_mlp_hidden=64, xpress_topc=0),
-}
-"""kind -> settings of a small head."""
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", BLOCK_HEADS)
 def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
     engines = {VLLM} if kind == "xpress" else {VLLM, SGLANG}
-    settings = BLOCKS[kind] | {"block_size": 5, "num_layers": 2}
+    settings = BLOCK_HEADS[kind] | {"block_size": 5, "num_layers": 2}
     folder = save(tmp_path / "head", target, kind, **settings)
     config = json.loads((folder / "config.json").read_text())
     own = config if kind == "dspark" else config["dflash_config"]

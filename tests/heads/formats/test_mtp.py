@@ -96,22 +96,11 @@ def test_a_checkpoints_modules_are_rounded_to_its_own_dtypes(targets: Targets, t
     assert all(torch.equal(value, again[name]) for name, value in head.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("mlp.experts.gate_up_proj", None),
-        ("mlp.experts.down_proj", torch.zeros(4, 16, 32)),
-        ("mlp.experts.0.down_proj.weight", torch.zeros(32, 16)),
-        ("self_attn.q_proj.weight", torch.zeros(2 * 4 * 16, 32, dtype=torch.int64)),
-    ],
-)
-def test_a_head_with_other_tensors_is_refused(
-    name: str, change: Tensor | None, targets: Targets, tmp_path: Path
-) -> None:
+def test_a_head_with_other_tensors_is_refused(targets: Targets, tmp_path: Path) -> None:
     target, _ = targets["qwen_fused1"]
     save_head(build_head("mtp", {"native": True}, target, COUNTS), tmp_path, target=target_record(target))
-    change_weights(tmp_path, **{f"mtp__layers__0__{name.replace('.', '__')}": change})
-    assert f"tensor mtp.layers.0.{name.rpartition('.')[0]}" in refused(load_head, tmp_path)
+    change_weights(tmp_path, mtp__layers__0__mlp__experts__down_proj=torch.zeros(4, 16, 32))
+    assert "tensor mtp.layers.0.mlp.experts" in refused(load_head, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen1", "qwen_fused1", "qwen_dense1"])
