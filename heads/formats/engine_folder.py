@@ -289,8 +289,9 @@ def gated_mlp(prefix: str, D: int, width: int) -> Shapes:
 
 
 def named_class(config: Mapping[str, Any]) -> str | None:
-    names = config.get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    names = config.get("architectures") or [None]
+    name: str | None = names[0]
+    return name
 
 
 def fields(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from heads.methods.start import UNSURE
 from heads.registry import HEADS, build_head
 from heads.saved import target_record
-from heads.targets.families import final_norm_scale, rope_theta
+from heads.targets.families import final_norm_scale, rope_scaling, rope_theta
 from heads.targets.model import FrozenTarget
 from tests.closeness import assert_close
 from tests.heads.targets.test_model import make_model
