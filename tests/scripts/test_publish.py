@@ -283,11 +283,11 @@ def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_
 def test_what_an_engine_would_misread_is_published_at_request_alone(
     run: Path, hub: StandInHub, refused: Callable[..., str]
 ) -> None:
-    change_config(run / "head", eagle_aux_hidden_state_layer_ids=[2, 4, 8])
+    change_config(run / "head", rope_scaling={"rope_type": "yarn", "attention_factor": 1.5})
     error = refused(run, REPO)
-    assert "eagle_aux_hidden_state_layer_ids" in error and "--unserved" in error
+    assert "rope_scaling.attention_factor" in error and "--unserved" in error
     assert call(run, REPO, "--unserved") == 0
-    assert b"eagle_aux_hidden_state_layer_ids" in hub.repos[REPO]["README.md"]
+    assert b"rope_scaling.attention_factor" in hub.repos[REPO]["README.md"]
 
 
 def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
