@@ -135,7 +135,7 @@ def open_answers(
 
 def describe_cut(tally: Tally) -> str:
     reasons = ", ".join(f"{count} before {why}" for why, count in sorted(tally.skipped.items()))
-    return f"{sum(tally.skipped.values())} of {tally.records} conversations end early: {reasons}"
+    return f"{tally.num_skipped} of {tally.records} conversations end early: {reasons}"
 
 
 @dataclass(frozen=True)

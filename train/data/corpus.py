@@ -80,6 +80,10 @@ class Tally:
     last_tokens: int = 0
     """Tokens of the records' last documents. A conversation's last document holds its whole text."""
 
+    @property
+    def num_skipped(self) -> int:
+        return sum(self.skipped.values())
+
 
 @dataclass(frozen=True, eq=False)
 class Corpus:

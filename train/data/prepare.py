@@ -76,7 +76,7 @@ def load_data(
         for number, source in enumerate(data.sources):
             name = f"data.sources.{number}"
             corpus = read_source(source, name, reader)
-            num_texts += corpus.tally.records - sum(corpus.tally.skipped.values())
+            num_texts += corpus.tally.records - corpus.tally.num_skipped
             add(corpus, source.weight, name)
         weights = [source_share * weight / sum(weights) for weight in weights]
     if regenerate is not None:

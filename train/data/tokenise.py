@@ -50,14 +50,14 @@ def describe_skipped(source: AnySource, tally: Tally, *, whole: bool) -> list[st
     been read; UserError if more are unusable than the source allows."""
     if not tally.skipped:
         return []
-    named = sorted(tally.skipped.items(), key=lambda pair: -pair[1])
-    reasons = ", ".join(f"{count} {reason}" for reason, count in named[:MAX_REASONS])
-    rest, skipped = sum(count for _, count in named[MAX_REASONS:]), sum(tally.skipped.values())
+    reasons = [f"{count} {reason}" for reason, count in [*tally.skipped.items()][:MAX_REASONS]]
+    if rest := sum([*tally.skipped.values()][MAX_REASONS:]):
+        reasons.append(f"{rest} others")
     line = (
-        f"{skipped} of {tally.records} records are skipped: {reasons}{f', {rest} others' if rest else ''}; "
+        f"{tally.num_skipped} of {tally.records} records are skipped: {', '.join(reasons)}; "
         f"the first is {source}{tally.first_skipped}"
     )
-    if whole and isinstance(source, ChatSource) and skipped > source.max_skipped * tally.records:
+    if whole and isinstance(source, ChatSource) and tally.num_skipped > source.max_skipped * tally.records:
         raise UserError(
             f"{source}: {line}; fix them, or allow more than max_skipped={source.max_skipped:g} of this source"
         )
@@ -80,7 +80,7 @@ def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
             "on their last answers alone"
         )
     sizes = (
-        f"{tally.records:,} records: {tally.records - sum(tally.skipped.values()):,} {texts_of(source)}, "
+        f"{tally.records:,} records: {tally.records - tally.num_skipped:,} {texts_of(source)}, "
         f"{corpus.num_tokens:,} tokens, {corpus.num_labels:,} labels"
     )
     reader.say(describe_source(f"{name}: {source}", sizes, corpus, reader.rendering.tokenizer, *lines))
@@ -152,12 +152,12 @@ def describe_source(title: str, sizes: str, corpus: Corpus, tokenizer: PreTraine
     forms = [f"{form}: {count:,} records" if len(tally.forms) > 1 else form for form, count in tally.forms.items()]
     described = [title, *(["form: " + "; ".join(forms)] if forms else []), sizes, *lines]
     described += [f"{count:,} {note}" for note, count in tally.notes.items()]
-    if tally.unread:
+    if len(tally.unread) == 1:
+        described.append(f"column '{next(iter(tally.unread))}' is not read")
+    elif tally.unread:
         names = ", ".join(f"'{column}'" for column in [*tally.unread][:MAX_COLUMNS])
         others = f" and {len(tally.unread) - MAX_COLUMNS} others" if len(tally.unread) > MAX_COLUMNS else ""
-        described.append(
-            f"columns {names}{others} are not read" if len(tally.unread) > 1 else f"column {names} is not read"
-        )
+        described.append(f"columns {names}{others} are not read")
     document = next(iter(corpus), None)
     if document is not None:
         what = f"labels in {OPEN}{CLOSE}" if document.labels.any() else "without labels"

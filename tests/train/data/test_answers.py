@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -153,6 +155,24 @@ def interrupt_after(count: int) -> Callable[[Progress], None]:
             raise KeyboardInterrupt
 
     return advance
+
+
+def test_processes_divide_the_conversations(make: Make, asked: list[Request]) -> None:
+    answers = make(turns=1)
+    answers.folder.mkdir(parents=True)
+    paths = [answers.folder / f"{process}.jsonl" for process in range(2)]
+    for process, path in enumerate(paths):
+        path.touch()
+        accelerator: Any = SimpleNamespace(process_index=process, num_processes=2, wait_for_everyone=lambda: None)
+        if process == 0:
+            with pytest.raises(UserError, match="the machines of this launch do not share it"):
+                replace(answers, reader=replace(answers.reader, accelerator=accelerator)).generate()
+            paths[1].touch()
+        replace(answers, reader=replace(answers.reader, accelerator=accelerator)).generate()
+    assert [len(path.read_bytes().splitlines()) for path in paths] == [10, 10]
+    asked.clear()
+    answers.generate()
+    assert not asked and [record["number"] for record in records(answers)] == list(range(20))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
