@@ -55,7 +55,7 @@ class Prompts(NamedTuple):
     """The first prompts of the dialogues that a source gives."""
 
     source: AnySource
-    count: int | None
+    wanted: int | None
     """Number of dialogues to take from the source. None: all."""
     fingerprint: str
     """A hash of everything on which the dialogues' prompts depend, the answers apart."""
@@ -172,7 +172,7 @@ class TargetAnswers:
     def dialogues(self) -> Iterator[Dialogue]:
         rendering, max_tokens = self.reader.rendering, self.settings.prompt_tokens
         for prompts in self.prompts:
-            for dialogue in prompts.source.dialogues(rendering, max_tokens, prompts.count, self.seed):
+            for dialogue in prompts.source.dialogues(rendering, max_tokens, prompts.wanted, self.seed):
                 if isinstance(dialogue, Dialogue):
                     yield dialogue
 

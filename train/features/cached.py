@@ -201,9 +201,11 @@ def fill_folder(
         keys: list[bytes] = []
         parts: list[dict[str, Tensor]] = []
         for rows in look_ahead(batches, source):
-            inputs = (part.to(target.device) for part in (rows.tokens, rows.positions, rows.documents))
+            tokens, positions, documents = (
+                part.to(target.device) for part in (rows.tokens, rows.positions, rows.documents)
+            )
             with accelerator.autocast():  # like in training
-                features = target.packed_features(*inputs, aux_layer_ids)
+                features = target.packed_features(tokens, positions, documents, aux_layer_ids)
             both = torch.cat([features.aux_hidden_states, features.hidden], -1).unflatten(-1, (streams, -1)).cpu()
             for row, inside in enumerate(rows.documents >= 0):
                 keys.append(row_key(rows.tokens[row], rows.positions[row], rows.documents[row]))
