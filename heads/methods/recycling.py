@@ -164,7 +164,7 @@ class Recycling(nn.Module, DraftHead):
 
         The answer depends only on shapes and the device, because processes that share a head's weights have to agree.
         """
-        most = self.max_activation_bytes
+        most: float | None = self.max_activation_bytes
         if most is None:
             most = ACTIVATION_SHARE * total_memory(state.device)
         return self.activation_bytes(state[..., 0].numel(), depth, state.element_size()) > most

@@ -123,7 +123,7 @@ class _SoftmaxAndLse(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> Tensor:
-        (weights,) = ctx.saved_tensors
+        weights: Tensor = ctx.saved_tensors[0]
         inner = (grad * weights).sum(-1) - grad_lse
         return (grad - inner[..., None]).mul_(weights)
 
@@ -135,7 +135,7 @@ def _merge(q: Tensor, out: Tensor, lse: Tensor, own_keys: Sequence[Tensor], own_
     q5 = q.unflatten(1, groups).to(lse.dtype)  # (B, H / G, G, T, d)
     scores = [(q5 * key[:, :, None]).sum(-1).flatten(1, 2) / math.sqrt(q.shape[3]) for key in own_keys]
     shares = torch.stack([lse, *scores]).softmax(0)[..., None]  # (1 + I, B, H, T, 1)
-    merged = (out * shares[0]).unflatten(1, groups)
+    merged: Tensor = (out * shares[0]).unflatten(1, groups)
     for share, value in zip(shares[1:], own_values, strict=True):
         merged = merged + share.unflatten(1, groups) * value[:, :, None]
     return merged.flatten(1, 2).to(out.dtype)
