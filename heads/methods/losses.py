@@ -192,15 +192,10 @@ def draft_loss(
         weight.new_zeros(weight.T.shape, dtype=dtype).T if weight.requires_grad else None for weight in weights
     ]
 
-    def draft_divergence(z: Tensor, p: Distribution) -> tuple[Distribution, Tensor]:
-        q = Distribution(z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap))
-        return q, loss(q, p)
-
     with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
         V = target_logits(hidden[:1]).shape[-1]
-        in_vocabulary = torch.zeros(V, dtype=torch.bool, device=draft_to_target.device).index_fill_(
-            0, draft_to_target, True
-        )
+        in_vocabulary = draft_to_target.new_zeros(V, dtype=torch.bool)
+        in_vocabulary[draft_to_target] = True
         C = max(MIN_ROWS, CHUNK_BYTES[states.device.type] // (4 * V))
         for start in range(0, R, C):
             part = slice(start, start + C)
@@ -211,7 +206,9 @@ def draft_loss(
                 state, matrix, grad_weight = states[k, part], matrices[k % len(weights)], grad_weights[k % len(weights)]
                 z = matmul(state, matrix.T).to(dtype)  # (C, Vd)
                 with torch.enable_grad():
-                    q, value = draft_divergence(z.requires_grad_(), p)
+                    z.requires_grad_()
+                    q = Distribution(z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap))
+                    value = loss(q, p)
                     (grad,) = torch.autograd.grad(value.sum(), z)
                 grad = grad.to(states.dtype)
                 counted = valid[k, part] & can_be_right
