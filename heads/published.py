@@ -111,7 +111,7 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
             raise UserError(f"head.init_from: {path} is causal, which a {kind} is not; start from one that is not")
         free |= {"initial_weights"}
         shape = {name: value for name, value in shape.items() if name in known}
-        shape["block_size"] = source.depth + method.head.first_row
+        shape["block_size"] = source.depth + method.head.Config.first_row
         if not shape.get("conv_kernel_size"):  # without convolutions there is nothing to be like
             shape = {name: value for name, value in shape.items() if not name.startswith("conv_")}
     chosen = {name: value for name, value in settings.items() if value is not None}

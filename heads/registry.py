@@ -6,19 +6,16 @@ from typing import Any
 from torch import Tensor
 
 from heads.core.errors import UserError
-from heads.formats import blocks, draft_model, eagle3, medusa, mtp
+from heads.formats import draft_model, eagle3, medusa, mtp
+from heads.formats.blocks import block_format
 from heads.formats.engine_folder import Format
-from heads.methods.dflash import DFlash
-from heads.methods.dflash2 import DFlash2
+from heads.formats.published_blocks import BLOCK_HEADS
 from heads.methods.draft_model import Draft
-from heads.methods.dspark import DSpark
 from heads.methods.eagle3 import Eagle3
-from heads.methods.lilicorr import LiLiCorr
 from heads.methods.medusa import Medusa
 from heads.methods.mtp import Mtp
 from heads.methods.settings import SETTINGS
 from heads.methods.untrained import EarlyExit, Lookup
-from heads.methods.xpress import XPress
 from heads.targets.model import FrozenTarget
 
 
@@ -32,23 +29,11 @@ class Method:
     """Settings that affect only the training. A head that starts from another may have different ones."""
 
 
-ANCHORED = frozenset({"num_anchors", "gamma", "weights"})
-"""Settings that affect only the training of heads that draft a block."""
-
-LATTICE = frozenset({"lattice_ce_weight", "lattice_margin_weight", "lattice_margin", "lattice_penalty_weight"})
-"""The same of LiLiCorr's lattice."""
-
 HEADS = {
     "eagle3": Method(Eagle3, eagle3.FORMAT),
     "medusa": Method(Medusa, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": Method(Mtp, mtp.FORMAT),
-    "dflash": Method(DFlash, blocks.DFLASH, ANCHORED | {"loss"}),
-    "dflash2": Method(DFlash2, blocks.DFLASH2, ANCHORED | {"loss", "selector_weight"}),
-    "dspark": Method(DSpark, blocks.DSPARK, ANCHORED | {"ce_weight", "kl_weight", "l1_weight"}),
-    "lilicorr": Method(LiLiCorr, blocks.LILICORR, ANCHORED | LATTICE | {"loss"}),
-    "xpress": Method(
-        XPress, blocks.XPRESS, ANCHORED | {"loss", "consistency_weight", "consistency_passes", "base_weight"}
-    ),
+    **{kind: Method(head, block_format(head), head.training_settings) for kind, head in BLOCK_HEADS.items()},
     "draft": Method(Draft, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
 }
 """Methods by kind, the name in recipes and in saved heads. A published head is read as the first kind that recognises

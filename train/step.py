@@ -8,7 +8,7 @@ sees the same rows and the same random numbers.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import pydantic
@@ -190,12 +190,8 @@ class Stepper:
                 self.features.expect(self.mixture.rows(place))
             self.expected = coming + 1
         places = self._places(number)
-        micros = [self.mixture.rows(place) for place in places]
-        counted = []
-        for place, rows in zip(places, micros, strict=True):
-            self._seed(place)  # supervised rows may be drawn at random, in the random state that the loss will use
-            counted.append(self.trained.drafts.counts(rows).double())
-        own = torch.stack(counted)  # (micro, K)
+        micros = [replace(self.mixture.rows(place), seed=self._seed(place)) for place in places]
+        own = torch.stack([self.trained.drafts.counts(rows).double() for rows in micros])  # (micro, K)
         tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
         counts, tokens, stop = self._total(own.sum(0), tokens, stop)
         if stop:
@@ -203,8 +199,7 @@ class Stepper:
         set_lr(form.optimizer, number, settings)
         scale = self.trained.drafts.loss_scale(counts).float()
         weight: Tensor | None = None
-        for micro, (place, rows, count) in enumerate(zip(places, micros, own, strict=True)):
-            self._seed(place)
+        for micro, (rows, count) in enumerate(zip(micros, own, strict=True)):
             with accelerator.autocast():
                 batch = make_batch(self.target, rows, self.trained.drafts.aux_layer_ids, self.dtype)
             with form.one_pass(micro == self.passes - 1):
@@ -226,8 +221,8 @@ class Stepper:
         process, world = self.accelerator.process_index, self.accelerator.num_processes
         return rows_of_process(number, self.rows, self.settings.batch_size, process, world)
 
-    def _seed(self, place: range) -> None:
-        torch.manual_seed(self.settings.seed + SEED_STRIDE * (place.start // len(place) + 1))
+    def _seed(self, place: range) -> int:
+        return self.settings.seed + SEED_STRIDE * (place.start // len(place) + 1)
 
     def head_weights(self) -> dict[str, Tensor]:
         """Return the head's weights with adapters merged. If they are sharded, only the main process gets them."""

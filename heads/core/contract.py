@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -42,6 +42,8 @@ class Rows:
     loss_mask: Tensor  # (B, T) bool, indexed by the label: True where token x_t is to be predicted
     positions: Tensor  # (B, T) int64, counted from the start of each document, which may be in another row
     documents: Tensor  # (B, T) int64, the number of the document in its row; -1 = padding
+    seed: int = field(default=0, kw_only=True)
+    """Seed of what a loss draws at random."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class DraftHead(Drafter):
     @abstractmethod
     def counts(self, rows: Rows) -> Tensor:
         """Return (K,) float32: the number of supervised rows at each depth, known before any forward pass. It depends
-        only on the labels and, where rows are drawn, on `torch.initial_seed()`, which depends only on the step."""
+        only on the labels and, where rows are drawn, on their seed."""
 
     def loss_scale(self, counts: Tensor) -> Tensor:
         """Return (K,): the factor of each depth's sum, from the counts (K,) of all micro-batches and processes. By

@@ -269,44 +269,10 @@ def misread_rotation(config: Mapping[str, Any]) -> list[str]:
     return [f"{engine}: {error}" for engine in ENGINES for error in rotation_errors(config, engine)]
 
 
-def attention(prefix: str, c: Mapping[str, Any], width: int) -> Shapes:
-    """Return the shapes of an attention's projections for inputs of `width`, from the sizes in config.json."""
-    queries, keys = (c[name] * c["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    return {
-        f"{prefix}.q_proj.weight": (queries, width),
-        f"{prefix}.k_proj.weight": (keys, width),
-        f"{prefix}.v_proj.weight": (keys, width),
-        f"{prefix}.o_proj.weight": (c["hidden_size"], queries),
-    }
-
-
-def gated_mlp(prefix: str, D: int, width: int) -> Shapes:
-    return {
-        f"{prefix}.gate_proj.weight": (width, D),
-        f"{prefix}.up_proj.weight": (width, D),
-        f"{prefix}.down_proj.weight": (D, width),
-    }
-
-
 def named_class(config: Mapping[str, Any]) -> str | None:
     names = config.get("architectures") or [None]
     name: str | None = names[0]
     return name
-
-
-def fields(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Return the faults of config.json's fields."""
-    return [
-        f"config.json: {name}: expected {value!r}, found {config.get(name)!r}"
-        for name, value in expected.items()
-        if config.get(name) != value
-    ]
-
-
-def sizes(config: Mapping[str, Any], names: Sequence[str], where: str = "") -> list[str]:
-    """Return the faults of the fields that shapes are computed from. `where`: prefix of their names in the messages."""
-    bad = [name for name in names if type(config.get(name)) is not int or config[name] < 1]
-    return [f"config.json: {where}{name}: expected a positive number, found {config.get(name)!r}" for name in bad]
 
 
 def tensors(expected: Shapes, found: Shapes) -> list[str]:

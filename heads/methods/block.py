@@ -9,21 +9,22 @@ All rows of a block see each other (`causal`: only rows up to their own) and the
 because the root's own features do not exist yet. Row j of a block is at rotary position a + j. Embeddings and output
 head are the target's, and frozen.
 
+A correction, in a file of its own, changes what the logits of a block's rows are by the tokens drafted before
+(`condition`), and with it the loss of these rows (`row_losses`).
+
 Training draws the anchors of blocks in each row of a batch. The loss of a block's row has the weight exp(-k / gamma) or
 D-PACE's (arXiv 2605.18810). The sum over all rows, micro-batches and processes is divided by the sum of the weights.
 
-Letters: B batch, T tokens, D hidden, V vocabulary, L auxiliary layers, K depth, N blocks of a row, R rows of a block, E
-cache slots that are read.
+Letters: B batch, T tokens, D hidden, V vocabulary, L auxiliary layers, K depth, N blocks of a row, R rows of a block, M
+blocks, W paths of tokens in each block, E cache slots that are read.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 
 from heads.core.contract import (
@@ -37,27 +38,36 @@ from heads.core.contract import (
     StepCost,
 )
 from heads.core.errors import UserError
-from heads.core.strict_settings import Count, Number
 from heads.core.tree import Proposal, TreeShape, check_width
-from heads.methods.block_attention import Blocks, Reach, Sight, all_blocks, block_attention, draw_blocks
-from heads.methods.block_loss import BlockLoss, BlockTask, block_loss, chunks_of
+from heads.methods.block_attention import (
+    AttentionWindow,
+    Blocks,
+    BlockVisibility,
+    all_blocks,
+    block_attention,
+    draw_blocks,
+)
+from heads.methods.block_config import DraftBlockConfig
+from heads.methods.block_loss import (
+    BlockStates,
+    BlockTask,
+    Labels,
+    RowLosses,
+    block_loss,
+    chunks_of,
+    draft_distribution,
+    row_losses,
+)
+from heads.methods.block_start import copy_by_root
 from heads.methods.growth import grow
 from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
-from heads.methods.layers import (
-    FULL,
-    SLIDING,
-    Attention,
-    BlockConfig,
-    DecoderLayer,
-    NormedAttention,
-    RMSNorm,
-    check_tensors,
-)
+from heads.methods.labels import LABELS
+from heads.methods.layers import Attention, DecoderLayer, NormedAttention, RMSNorm, check_tensors
 from heads.methods.losses import matmul
 from heads.methods.rotary import CosSin, rotary_of
-from heads.methods.settings import D_PACE, DraftBlockSettings, LayerIds
+from heads.methods.settings import D_PACE, DraftBlockSettings
 from heads.methods.slot_state import SlotState, advance_root, copy_last
-from heads.methods.start import AttentionProbe, TargetProbe, begin, copy_by_root
+from heads.methods.start import AttentionProbe, TargetProbe, begin
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.methods.vocab import read_vocab, vocab_tables
 from heads.targets.masks import additive
@@ -65,97 +75,40 @@ from heads.targets.model import FrozenTarget
 from heads.targets.slots import PrefillSlots
 from heads.targets.tree_attention import Attend
 
-Follow = Callable[[Tensor], Tensor]
-"""(tokens (M, W, k) of W paths in each of M blocks, from the root on) -> logits (M, W, V) of the token after them, the
-k-th draft token."""
-
-
-@dataclass(frozen=True, eq=False)
-class BlockStates:
-    """M blocks after the head's layers, in training and in drafting."""
-
-    states: Tensor  # (M, R, D), after the final norm; row 0 is the root's
-    roots: Tensor  # (M,) int64, token ids
-    newest: Tensor  # (M, D), the context of the position before the root
-    embed_tokens: Callable[[Tensor], Tensor]
-    """The target's input embeddings."""
+BACKBONE = ("fc", "hidden_norm", "layers", "norm")
+"""Modules that all block heads have. The others are a correction's."""
+NextLogits = Callable[[Tensor], Tensor]
+"""(tokens (M, W, k + 1) of W paths in each of M blocks, from the root on) -> logits (M, W, V) of the k-th draft token,
+which follows them."""
 
 
 class BlockState(SlotState):
     newest: Tensor  # (B, D), see `BlockStates`
 
 
-class DraftBlockConfig(BlockConfig, DraftBlockSettings):
-    """Everything that the function of such a head depends on."""
-
-    aux_layer_ids: LayerIds
-    mask_token_id: Number
-    draft_vocab_size: Count | None = None
-    """Published heads: number of tokens that can be drafted; their logits use their rows of the target's output head.
-    Null: all."""
-    sliding_causal: bool = True
-    """Published heads: False if a row of a sliding layer sees all rows of its block."""
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        if self.layer_types is not None:
-            return self.layer_types
-        return (FULL if self.sliding_window is None else SLIDING,) * (self.num_layers - 1) + (FULL,)
-
-    def reaches(self, causal: bool) -> list[Reach]:
-        """Return the bounds of what the rows of each layer see. `causal`: no row sees later rows."""
-        slides = Reach(causal or bool(self.sliding_causal), self.sliding_window)
-        return [slides if kind == SLIDING else Reach(causal) for kind in self.kinds]
-
-    @property
-    def columns(self) -> int:
-        return self.draft_vocab_size or self.vocab_size
-
-    @model_validator(mode="after")
-    def check_block(self) -> Self:
-        rows, window, types = self.block_size, self.sliding_window, self.layer_types
-        if rows > self.max_position_embeddings:
-            longest = self.max_position_embeddings
-            raise ValueError(f"block_size: expected at most the target's context of {longest}, got {rows}")
-        if types is not None and len(types) != self.num_layers:
-            raise ValueError(f"layer_types: expected one for each of {self.num_layers} layers, got {list(types)}")
-        if window is not None and window < rows:
-            raise ValueError(f"sliding_window: expected at least block_size ({rows}), got {window}")
-        if (window is not None) is not (SLIDING in self.kinds):
-            has = "a window, and no layer slides" if window else "layers that slide, and no window"
-            raise ValueError(f"sliding_window, layer_types: expected both or none, got {has}")
-        if self.mask_token_id >= self.vocab_size:
-            raise ValueError(f"mask_token_id: expected an id below {self.vocab_size}, got {self.mask_token_id}")
-        return self
-
-
 class DraftBlockHead(nn.Module, DraftHead):
-    """Base class of heads that draft a block in one pass. Each method defines which rows predict tokens, and the
-    loss."""
+    """Base class of heads that draft a block in one pass."""
 
-    Config: ClassVar[type[Any]] = DraftBlockConfig
+    Config: ClassVar[type[DraftBlockConfig]]
     config: Any
-    first_row: ClassVar[int]
-    """Row that predicts the first draft token."""
     terms: Sequence[tuple[float, str]]
-    """See `heads.methods.block_loss.BlockTask.terms`."""
-    confidence_weight: float = 0.0
+    """Factor and name of each divergence in the loss: one of `heads.methods.losses.LOSSES`, or `labels`."""
+    training_settings = frozenset({"num_anchors", "gamma", "weights"})
+    """Settings that affect only the training."""
 
     def __init__(self, config: Any, draft_to_target: Tensor | None = None) -> None:
         """draft_to_target (Vd,) int64: the target ids of a draft vocabulary, ascending."""
         super().__init__()
         D, L = config.hidden_size, len(config.aux_layer_ids)
-        self.config, self.aux_layer_ids = config, config.aux_layer_ids
-        depth = config.block_size - self.first_row
+        self.config, self.aux_layer_ids, self.first_row = config, config.aux_layer_ids, config.first_row
         self.weighs_rows = config.weights == D_PACE
-        self.depth_weights = tuple(1.0 if self.weighs_rows else math.exp(-k / config.gamma) for k in range(depth))
+        exponents = range(config.depth)
+        self.depth_weights = tuple(1.0 if self.weighs_rows else math.exp(-k / config.gamma) for k in exponents)
         self.fc = nn.Linear(L * D, D, bias=False)
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
         self.layers = nn.ModuleList(self.make_layer(NormedAttention(config)) for _ in range(config.num_layers))
         self.norm = RMSNorm(D, config.rms_norm_eps)
-        self.causal = bool(getattr(config, "causal", False))
-        """True if a row of a block does not see later rows."""
-        self.reaches = config.reaches(self.causal)
+        self.windows = config.windows
         self.cos_sin = rotary_of(config)
         self.draft_to_target: Tensor | None
         self.register_buffer("draft_to_target", draft_to_target, persistent=False)
@@ -179,9 +132,11 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
-        made = cls.Config.from_plain(config)
-        part = made.draft_vocab_size is not None
-        head = cls(made, read_vocab(weights, made.columns, made.vocab_size) if part else None)
+        checked = cls.Config.from_plain(config)
+        vocab = None
+        if checked.draft_vocab_size is not None:
+            vocab = read_vocab(weights, checked.draft_vocab_size, checked.vocab_size)
+        head = cls(checked, vocab)
         check_tensors(head.to_checkpoint(), weights)
         head.load_state_dict({name: weights[name] for name in head.state_dict()})
         return head
@@ -216,12 +171,47 @@ class DraftBlockHead(nn.Module, DraftHead):
             x = layer(x, cos_sin, attend, rows)
         return self.norm(x)  # type: ignore[no-any-return]
 
-    def behind(self, roots: Tensor, rows: int, embed_tokens: Callable[[Tensor], Tensor]) -> Tensor:
+    def masked_inputs(self, roots: Tensor, rows: int, embed_tokens: Callable[[Tensor], Tensor]) -> Tensor:
         """Return blocks (..., rows, D) as the layers read them: roots (..., D), each followed by masks."""
         # Created on the device, because a CUDA graph cannot capture a copy from the host.
         mask_id = roots.new_full((1,), self.config.mask_token_id, dtype=torch.int64)
         mask = embed_tokens(mask_id).to(roots.dtype)
         return torch.cat([roots[..., None, :], mask.expand(*roots.shape[:-1], rows - 1, -1)], -2)
+
+    # What a correction replaces
+
+    def correction(self) -> list[Tensor]:
+        """Return the correction's trained weights. Each is read from its module, where ZeRO-3 gathers it."""
+        parts = (part for name, child in self.named_children() if name not in BACKBONE for part in child.modules())
+        weights = (getattr(part, name) for part in parts for name in part._parameters)
+        return [weight for weight in weights if weight is not None and weight.requires_grad]
+
+    @property
+    def reads_target(self) -> bool:
+        """True if the loss compares with the target's distribution."""
+        return any(name != LABELS for _, name in self.terms)
+
+    def row_losses(self, logits: Tensor, block: BlockStates, labels: Labels) -> RowLosses:
+        """Return the losses of the drafting rows of C blocks, from the true tokens before each label. logits (C, K, V):
+        of the output head, in the dtype of the states."""
+        return row_losses(draft_distribution(logits), self.terms, labels)
+
+    def condition(self, logits: Tensor, block: BlockStates) -> NextLogits:
+        """Return the function that conditions the output head's logits (M, K, V) of the drafting rows on the tokens
+        drafted. By default a row depends on the token before it alone."""
+        states = block.states[:, self.first_row :]
+
+        def next_logits(path: Tensor) -> Tensor:
+            W, k = path.shape[1], path.shape[2] - 1
+            row = states[:, k, None].expand(-1, W, -1)
+            return self.conditioned(logits[:, k, None], row, path[..., k]).expand(-1, W, -1)
+
+        return next_logits
+
+    def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        """Return the logits (..., V) of one row of a block, conditioned on the drafted token before it, `previous`
+        (...). states (..., D): of the row."""
+        return logits
 
     # Training
 
@@ -235,52 +225,26 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     def unroll(self, batch: Batch, blocks: Blocks, rows: int) -> BlockStates:
         """Return the states of B * N blocks of `rows` rows."""
-        config, anchors = self.config, blocks.anchors
+        D, anchors = self.config.hidden_size, blocks.anchors
         (B, N), T = anchors.shape, batch.tokens.shape[1]
         context = self.fuse(batch.aux_hidden_states)  # (B, T, D)
         # Residuals have autocast's dtype, if it is enabled, as in drafting.
-        roots = batch.embeddings.gather(1, anchors[..., None].expand(-1, -1, config.hidden_size))
-        x = self.behind(roots, rows, batch.shared.embed_tokens).to(context.dtype).flatten(1, 2)  # (B, N * R, D)
+        roots = batch.embeddings.gather(1, anchors[..., None].expand(-1, -1, D))
+        inputs = self.masked_inputs(roots, rows, batch.shared.embed_tokens).to(context.dtype)
         row = torch.arange(rows, device=anchors.device)
-        own_positions = (batch.positions.gather(1, anchors)[..., None] + row).flatten(1)
-        known, own = (self.cos_sin(positions, x.dtype) for positions in (batch.positions, own_positions))
+        of_rows = (batch.positions.gather(1, anchors)[..., None] + row).flatten(1)
+        cos_sin_context = self.cos_sin(batch.positions, context.dtype)
+        cos_sin_rows = self.cos_sin(of_rows, context.dtype)
         starts = blocks.starts(batch.documents)
-        sights = {reach: Sight(starts, anchors, rows, T, reach) for reach in set(self.reaches)}
+        visible = {window: BlockVisibility(starts, anchors, rows, T, window) for window in set(self.windows)}
         attends = []
-        for layer, reach in zip(cast(Any, self.layers), self.reaches, strict=True):
-            keys, values = layer.self_attn.keys(context, known)
-            attends.append(partial(block_attention, context_k=keys, context_v=values, sight=sights[reach]))
-        states = self.run(x, own, attends, rows).view(B * N, rows, -1)
-        before = (anchors - 1).clamp_min(0)[..., None].expand(-1, -1, config.hidden_size)
+        for layer, window in zip(cast(Any, self.layers), self.windows, strict=True):
+            keys, values = layer.self_attn.keys(context, cos_sin_context)
+            attends.append(partial(block_attention, context_k=keys, context_v=values, visible=visible[window]))
+        states = self.run(inputs.flatten(1, 2), cos_sin_rows, attends, rows).view(B * N, rows, D)
+        before = (anchors - 1).clamp_min(0)[..., None].expand(-1, -1, D)
         newest = context.gather(1, before).flatten(0, 1)
         return BlockStates(states, batch.tokens.gather(1, anchors).flatten(), newest, batch.shared.embed_tokens)
-
-    def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
-        """Return further arguments of `block_loss`, from states (M, K, D) and the true token before each label
-        (M, K)."""
-        return {}
-
-    def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
-        """Return the logits (..., V) of one row of a block, conditioned on the drafted token before it, `previous`
-        (...). states (..., D): of the row."""
-        return logits
-
-    def follow(self, logits: Tensor, block: BlockStates) -> Follow:
-        """Return the function that conditions the logits (M, K, V) of a block's drafting rows on the tokens drafted.
-        By default a row depends on the token before it alone."""
-        states = block.states[:, self.first_row :]
-
-        def after(path: Tensor) -> Tensor:
-            W, k = path.shape[1], path.shape[2] - 1
-            made = self.conditioned(logits[:, k, None], states[:, k, None].expand(-1, W, -1), path[..., k])
-            return made.expand(-1, W, -1)
-
-        return after
-
-    def losses(self, block: BlockStates, previous: Tensor, task: BlockTask, lm_head_weight: Tensor) -> BlockLoss:
-        """Return the loss of blocks. previous (M, K): the true token before each label."""
-        states = block.states[:, self.first_row :]
-        return block_loss(states, lm_head_weight, task, **self.beside(states, previous))
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         blocks = draw_blocks(batch, self.config.num_anchors)
@@ -288,22 +252,15 @@ class DraftBlockHead(nn.Module, DraftHead):
         block = self.unroll(batch, blocks, self.config.block_size)
         B, T = batch.tokens.shape
         row = torch.arange(B, device=slots.device).repeat_interleave(blocks.anchors.shape[1])[:, None]
-        before = row * T + slots - 1
-        assert batch.shared.lm_head_weight is not None
         task = BlockTask(
-            labels=batch.tokens[row, slots],
+            batch=batch,
+            slots=row * T + slots,
             valid=valid,
-            teacher=before,
-            hidden=batch.hidden.flatten(0, 1),
-            target_logits=batch.shared.lm_head,
             weights=scale,
-            terms=self.terms,
             pace=self.weighs_rows,
-            confidence_weight=self.confidence_weight,
+            reads_target=self.reads_target,
         )
-        found = self.losses(block, batch.tokens.flatten()[before], task, batch.shared.lm_head_weight)
-        correct = found.correct.sum(0).float()
-        return HeadLoss(found.loss, found.sums, correct, found.weight if self.weighs_rows else None)
+        return block_loss(self.row_losses, block, task, self.correction)
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:
@@ -316,13 +273,12 @@ class DraftBlockHead(nn.Module, DraftHead):
         paths = torch.stack(ahead, -1).flatten(0, 1)  # (M, depth + 1)
         hits = []
         for part in chunks_of(len(paths), depth, len(matrix), paths.device):
-            some = replace(block, states=block.states[part], roots=block.roots[part], newest=block.newest[part])
+            some, path = block.part(part), paths[part, None]
             rows = some.states[:, self.first_row :].flatten(0, 1)
-            follow = self.follow(matmul(rows, matrix.T).unflatten(0, (-1, depth)), some)
-            path = paths[part, None]
-            hits.append([follow(path[..., : k + 1])[:, 0].argmax(-1) == path[:, 0, k + 1] for k in range(depth)])
-        found = torch.stack([torch.cat(of_depth) for of_depth in zip(*hits, strict=True)])  # (depth, M)
-        return nn.functional.pad(found.view(depth, len(batch.tokens), -1), (0, 1))
+            next_logits = self.condition(matmul(rows, matrix.T).unflatten(0, (-1, depth)), some)
+            best = [next_logits(path[..., : k + 1])[:, 0].argmax(-1) for k in range(depth)]
+            hits.append(torch.stack(best) == path[:, 0, 1:].T)
+        return nn.functional.pad(torch.cat(hits, 1).view(depth, len(batch.tokens), -1), (0, 1))
 
     # Drafting. Slot p of a layer's cache holds its key of the context at position p. A block's keys go to the slots
     # from the root's onward, and are overwritten when tokens are observed there.
@@ -333,16 +289,13 @@ class DraftBlockHead(nn.Module, DraftHead):
                 f"tree {shape}: {shape.depth} levels, the head drafts {self.depth} in a block of "
                 f"{self.config.block_size}; ask for no more"
             )
-        check_width(shape, self.config.columns)
+        check_width(shape, self.config.candidates)
 
     @torch.no_grad()
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> BlockState:
         self.check_draft(shape, capacity)
-        config, norm = self.config, self.norm.weight
+        config, rows = self.config, self.draft_to_target
         assert shared.lm_head_weight is not None
-        lm_head_weight = (
-            shared.lm_head_weight if self.draft_to_target is None else shared.lm_head_weight[self.draft_to_target]
-        )
         form = config.num_key_value_heads, config.head_dim
         state = BlockState(
             self,
@@ -351,10 +304,10 @@ class DraftBlockHead(nn.Module, DraftHead):
             slots=capacity + config.block_size + 1,
             layers=len(self.layers),
             forms=(form, form),
-            lm_head_weight=lm_head_weight,
+            lm_head_weight=shared.lm_head_weight if rows is None else shared.lm_head_weight[rows],
             embed=shared.embed_tokens,
         )
-        state.newest = norm.new_zeros(batch_size, config.hidden_size)
+        state.newest = self.norm.weight.new_zeros(batch_size, config.hidden_size)
         return state
 
     @torch.no_grad()
@@ -370,36 +323,36 @@ class DraftBlockHead(nn.Module, DraftHead):
     @torch.no_grad()
     def draft_states(self, state: BlockState) -> BlockStates:
         """Return the states of one block per root."""
-        rows = state.shape.depth + self.first_row
+        rows, dtype = state.shape.depth + self.first_row, self.norm.weight.dtype
         positions = state.length[:, None] + state.slot[:rows]  # (B, R)
         extent = state.extent(rows)
         own, slot = positions[..., None], state.slot[:extent]
-
         state.cache.set_slots(positions, extent=extent)
 
-        def mask(reach: Reach) -> Tensor:
-            last = own if reach.causal else own[:, -1:].expand_as(own)
-            visible = slot <= last if reach.window is None else (slot <= last) & (slot > own - reach.window)
-            return additive(visible, self.norm.weight.dtype)[:, 0]
+        def mask(window: AttentionWindow) -> Tensor:
+            last = own if window.causal else own[:, -1:].expand_as(own)
+            visible = slot <= last if window.size is None else (slot <= last) & (slot > own - window.size)
+            return additive(visible, dtype)[:, 0]  # (B, R, E)
 
-        masks = {reach: mask(reach) for reach in set(self.reaches)}  # (B, R, E) each
-        x = self.behind(state.embed(state.root), rows, state.embed).to(self.norm.weight.dtype)
-        attends = [partial(state.attend, i, masks[reach]) for i, reach in enumerate(self.reaches)]
-        out: Tensor = state.head.run(x, state.cos_sin(positions), attends, rows)
-        return BlockStates(out, state.root, state.newest, state.embed)
+        masks = {window: mask(window) for window in set(self.windows)}
+        attends = [partial(state.attend, i, masks[window]) for i, window in enumerate(self.windows)]
+        inputs = self.masked_inputs(state.embed(state.root), rows, state.embed).to(dtype)
+        states = state.head.run(inputs, state.cos_sin(positions), attends, rows)
+        return BlockStates(states, state.root, state.newest, state.embed)
 
     @torch.no_grad()
     def propose(self, state: BlockState, pick: Pick) -> Proposal:
         block, root = self.draft_states(state), state.root[:, None, None]
-        follow = state.head.follow(state.lm_head(block.states[:, self.first_row :]), block)
-        known: list[Tensor] = []  # tokens of the expanded nodes, level by level
+        next_logits = state.head.condition(state.lm_head(block.states[:, self.first_row :]), block)
+        expanded: list[Tensor] = []  # tokens of the expanded nodes, level by level
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            known.append(tokens)
-            path = torch.cat(known, 1).gather(1, paths.flatten(1)).view_as(paths)
-            return follow(torch.cat([root.expand(-1, tokens.shape[1], 1), path], 2))  # type: ignore[no-any-return]
+            expanded.append(tokens)
+            path = torch.cat(expanded, 1).gather(1, paths.flatten(1)).view_as(paths)
+            logits: Tensor = next_logits(torch.cat([root.expand(-1, tokens.shape[1], 1), path], 2))
+            return logits
 
-        return grow(state.shape, state.root, state.length, follow(root), pick, expand, self.draft_to_target)
+        return grow(state.shape, state.root, state.length, next_logits(root), pick, expand, self.draft_to_target)
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         config, sizes, N = self.config, Widths.of(self.config), batch_size * length
@@ -416,4 +369,4 @@ class DraftBlockHead(nn.Module, DraftHead):
         # The loss forms the gradients of a head's own tables.
         kept += sum(p.numel() * p.element_size() for p in self.parameters() if len(p) == config.vocab_size)
         K = self.depth
-        return StepCost(work, kept, R, config.columns, K * R, K * R, 2 * width * sizes.inner * rows)
+        return StepCost(work, kept, R, config.num_logits, K * R, K * R, 2 * width * sizes.inner * rows)

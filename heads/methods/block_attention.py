@@ -27,17 +27,17 @@ PIECE = 256
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionWindow:
     """Bounds of what the rows of a layer see."""
 
     causal: bool = False
     """True if a row does not see later rows."""
-    window: int | None = None
+    size: int | None = None
     """Number of positions that a row sees, its own included; at least the number of rows in a block. None: all."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class BlockVisibility:
     """Keys that the rows of some blocks see: slots starts .. anchors - 1 of the context, and their own block."""
 
     starts: Tensor  # (B, N) int64
@@ -46,37 +46,35 @@ class Sight:
     """R"""
     context: int
     """T"""
-    reach: Reach
+    window: AttentionWindow
 
     @cached_property
     def first(self) -> Tensor:
         """First context slot that each row sees, at most its anchor: (B, N, R), or (B, N, 1) if all rows of a block see
         the same slots."""
-        if self.reach.window is None:
+        if self.window.size is None:
             return self.starts[..., None]
         row = torch.arange(self.rows, device=self.anchors.device)
-        return torch.maximum(self.starts[..., None], self.anchors[..., None] + row - (self.reach.window - 1))
+        return torch.maximum(self.starts[..., None], self.anchors[..., None] + row - (self.window.size - 1))
 
     @cached_property
     def pieces(self) -> list[tuple[slice, int, int]]:
         """Blocks of each piece, with the first context slot that any of them sees and the end of these slots."""
-        N = self.anchors.shape[1]
         step = max(1, PIECE // self.rows)
-        found = []
-        for first in range(0, N, step):
-            part = slice(first, min(first + step, N))
-            stop = int(self.anchors[:, part].max())
-            found.append((part, min(int(self.first[:, part].min()), stop), stop))
-        return found
+        pieces = []
+        for first in range(0, self.anchors.shape[1], step):
+            blocks = slice(first, first + step)
+            stop = int(self.anchors[:, blocks].max())
+            pieces.append((blocks, min(int(self.first[:, blocks].min()), stop), stop))
+        return pieces
 
     @cached_property
     def block_mask(self) -> BlockMask:
         """FlexAttention's mask over the keys [context ; blocks]. It lists the tiles that hold a visible key."""
-        first, anchors, R, T, causal = self.first, self.anchors, self.rows, self.context, self.reach.causal
-        N = anchors.shape[1]
-        device = anchors.device
+        first, anchors, R, T, causal = self.first, self.anchors, self.rows, self.context, self.window.causal
+        N, device = anchors.shape[1], anchors.device
 
-        def visible(b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        def is_visible(b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
             block, own = q // R, key - T
             before = (key >= first[b, block, q % first.shape[2]]) & (key < anchors[b, block])
             inside = (own >= 0) & (own // R == block)
@@ -85,40 +83,44 @@ class Sight:
         row = torch.arange(0, N * R, TILE, device=device)  # first row of each tile of queries
         low, high = row // R, (row + TILE - 1).clamp_max(N * R - 1) // R  # first and last block of the tile
         span = torch.arange(N, device=device)
-        held = (span >= low[:, None]) & (span <= high[:, None])  # (tiles, N)
-        least = first[:, None, :, 0].masked_fill(~held, T).amin(2)  # (B, tiles): first context slot that the tile sees
-        most = anchors[:, None].masked_fill(~held, 0).amax(2)
+        in_tile = (span >= low[:, None]) & (span <= high[:, None])  # (tiles, N)
+        start = first[:, None, :, 0].masked_fill(~in_tile, T).amin(2)  # (B, tiles): context slots that the tile sees
+        stop = anchors[:, None].masked_fill(~in_tile, 0).amax(2)
         key = torch.arange(0, T + N * R, TILE, device=device)  # first key of each tile of keys
-        before = (key < most[..., None]) & (key + TILE > least[..., None])  # (B, tiles, key tiles)
+        before = (key < stop[..., None]) & (key + TILE > start[..., None])  # (B, tiles, key tiles)
         own = (key < T + (high + 1)[:, None] * R) & (key + TILE > T + low[:, None] * R)  # (tiles, key tiles)
-        shown = (before | own)[:, None]
-        order = shown.int().argsort(dim=-1, descending=True, stable=True)
+        visible = (before | own)[:, None]
+        order = visible.int().argsort(dim=-1, descending=True, stable=True)
         return BlockMask.from_kv_blocks(
-            shown.sum(-1).int(), order.int(), BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(N * R, T + N * R)
+            visible.sum(-1).int(), order.int(), BLOCK_SIZE=TILE, mask_mod=is_visible, seq_lengths=(N * R, T + N * R)
         )
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, sight: Sight) -> Tensor:
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, visible: BlockVisibility
+) -> Tensor:
     """Return the attention of blocks (B, H, N * R, d). q (B, H, N * R, d), k and v (B, H / G, N * R, d) are of the
     blocks, context_k and context_v (B, H / G, T, d) of the context."""
     q, k, context_k = (x.to(v.dtype) for x in (q, k, context_k))
     with torch.autocast(q.device.type, enabled=False):
         if q.is_cuda:
-            return by_tiles(q, k, v, context_k, context_v, sight, compiled_flex_attention())
-        return by_pieces(q, k, v, context_k, context_v, sight)
+            return by_tiles(q, k, v, context_k, context_v, visible, compiled_flex_attention())
+        return by_pieces(q, k, v, context_k, context_v, visible)
 
 
-def by_pieces(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, sight: Sight) -> Tensor:
+def by_pieces(
+    q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, visible: BlockVisibility
+) -> Tensor:
     """Compute `block_attention` for some neighbouring blocks at a time."""
     outs = []
-    for blocks, start, stop in sight.pieces:
-        rows = slice(blocks.start * sight.rows, blocks.stop * sight.rows)
+    for blocks, start, stop in visible.pieces:
+        rows = slice(blocks.start * visible.rows, blocks.stop * visible.rows)
         slot = torch.arange(start, stop, device=q.device)
-        hidden = (slot < sight.first[:, blocks, :, None]) | (slot >= sight.anchors[:, blocks, None, None])
+        hidden = (slot < visible.first[:, blocks, :, None]) | (slot >= visible.anchors[:, blocks, None, None])
         own = (x[:, :, rows] for x in (q, k, v))
         context = (x[:, :, start:stop] for x in (context_k, context_v))
-        made = (*own, *context, hidden, sight.reach.causal)
-        outs.append(checkpoint(_piece, *made, use_reentrant=False, preserve_rng_state=False))
+        inputs = (*own, *context, hidden, visible.window.causal)
+        outs.append(checkpoint(_piece, *inputs, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outs, 2)
 
 
@@ -132,13 +134,13 @@ def _piece(
     R = rows // C
     q = q.reshape(B, Hkv, -1, d) * (1 / math.sqrt(d))  # (B, H / G, G * C * R, d)
     k, v = (x.reshape(B, Hkv, 1, C, R, d) for x in (k, v))
-    wide = torch.promote_types(q.dtype, torch.float32)
-    before = (q @ context_k.mT).to(wide).view(B, Hkv, G, C, R, E)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    before = (q @ context_k.mT).to(dtype).view(B, Hkv, G, C, R, E)
     before = before.masked_fill(hidden[:, None, None], -torch.inf)
-    own = (q.view(B, Hkv, G, C, R, d) @ k.mT).to(wide)  # (B, H / G, G, C, R, R)
+    own = (q.view(B, Hkv, G, C, R, d) @ k.mT).to(dtype)  # (B, H / G, G, C, R, R)
     if causal:
-        behind = torch.ones(R, R, dtype=torch.bool, device=q.device).triu(1)
-        own = own.masked_fill(behind, -torch.inf)
+        later = torch.ones(R, R, dtype=torch.bool, device=q.device).triu(1)
+        own = own.masked_fill(later, -torch.inf)
     weights = torch.cat([before, own], -1).softmax(-1).to(v.dtype)
     before, own = weights.split([E, R], -1)
     out: Tensor = (before.reshape(B, Hkv, G * rows, E) @ context_v).view(B, Hkv, G, C, R, d) + own @ v
@@ -151,12 +153,12 @@ def by_tiles(
     v: Tensor,
     context_k: Tensor,
     context_v: Tensor,
-    sight: Sight,
+    visible: BlockVisibility,
     attention: Callable[..., Any] = flex_attention,
 ) -> Tensor:
     keys, values = torch.cat([context_k, k], 2), torch.cat([context_v, v], 2)
     grouped = q.shape[1] != k.shape[1]
-    out: Tensor = attention(q, keys, values, block_mask=sight.block_mask, enable_gqa=grouped)
+    out: Tensor = attention(q, keys, values, block_mask=visible.block_mask, enable_gqa=grouped)
     return out
 
 
@@ -186,17 +188,17 @@ class Blocks:
 
 
 def draw_blocks(rows: Rows, count: int) -> Blocks:
-    """Return at most `count` blocks for each row (B, T), with roots drawn from the tokens before a label of depth 0.
+    """Return at most `count` blocks for each row (B, T), with roots drawn from the tokens before a label.
 
     The first token of a document is never a root, because drafting begins after a prompt.
     """
     B, T = rows.tokens.shape
-    may = supervised(rows, 2, pad=True).roll(-1, dims=1)
+    can_be_root = supervised(rows, 2, pad=True).roll(-1, dims=1)
     # Drawn on the CPU for every device, because the labels are counted there before the batch is moved. float64 avoids
     # ties.
-    draw = torch.Generator().manual_seed(torch.initial_seed())
-    lots = torch.rand(B, T, generator=draw, dtype=torch.float64).to(may.device)
-    drawn = lots.masked_fill(~may, -1).topk(min(count, T), dim=1)
+    generator = torch.Generator().manual_seed(rows.seed)
+    priority = torch.rand(B, T, generator=generator, dtype=torch.float64).to(can_be_root.device)
+    drawn = priority.masked_fill(~can_be_root, -1).topk(min(count, T), dim=1)
     anchors = drawn.indices.masked_fill(drawn.values < 0, T - 1).sort(dim=1).values
     return Blocks(anchors, anchors < T - 1)  # the last token has no next token, so it is never a root
 

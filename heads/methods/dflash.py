@@ -11,12 +11,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from heads.methods.block import DraftBlockConfig, DraftBlockHead
+from heads.methods.block import DraftBlockHead
+from heads.methods.block_config import BlockForm, DraftBlockConfig
 from heads.methods.settings import DFlashSettings
 
 
 class DFlashConfig(DraftBlockConfig, DFlashSettings):
-    """Everything that the head's function and its training loss depend on."""
+    form: ClassVar[BlockForm] = BlockForm(title="DFlash", classes=("DFlashDraftModel", "DFlashSpeculator"))
+
+    @property
+    def is_causal(self) -> bool:
+        return self.causal
 
 
 class DFlash(DraftBlockHead):
@@ -24,7 +29,7 @@ class DFlash(DraftBlockHead):
 
     Config: ClassVar[type[DFlashConfig]] = DFlashConfig
     config: DFlashConfig
-    first_row: ClassVar[int] = 1
+    training_settings = DraftBlockHead.training_settings | {"loss"}
 
     def __init__(self, config: DFlashConfig, draft_to_target: Tensor | None = None) -> None:
         super().__init__(config, draft_to_target)

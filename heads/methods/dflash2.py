@@ -23,8 +23,8 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from heads.core.tree import TreeShape, check_width
-from heads.methods.block_loss import Candidates
+from heads.methods.block_config import BlockForm
+from heads.methods.block_loss import BlockStates, Labels, RowLosses, among
 from heads.methods.dflash import DFlash, DFlashConfig
 from heads.methods.layers import Attention, DecoderLayer
 from heads.methods.rotary import CosSin
@@ -32,10 +32,17 @@ from heads.methods.settings import DFlash2Settings
 from heads.methods.start import TargetProbe
 from heads.targets.tree_attention import Attend
 
+CONVOLUTION_SETTINGS = ("conv_kernel_size", "conv_group_size")
+
 
 class DFlash2Config(DFlashConfig, DFlash2Settings):
-    """Everything that the head's function and its training loss depend on."""
-
+    form: ClassVar[BlockForm] = BlockForm(
+        title="DFlash2",
+        classes=("DFlash2DraftModel", "DFlash2Speculator"),
+        settings=("block_size", *CONVOLUTION_SETTINGS, "selector_rank", "selector_top_k"),
+        neutral={"output_multiplier": 1, "final_logit_softcapping": 0},
+        scales_embeddings=True,
+    )
     draft_vocab_size: None = None
 
     @model_validator(mode="after")
@@ -46,6 +53,10 @@ class DFlash2Config(DFlashConfig, DFlash2Settings):
                 f"selector_top_k: expected at most the target's {self.vocab_size} tokens, got {self.selector_top_k}"
             )
         return self
+
+    @property
+    def candidates(self) -> int:
+        return self.selector_top_k
 
 
 def check_convolutions(config: Any) -> None:
@@ -138,6 +149,7 @@ class DFlash2(DFlash):
 
     Config: ClassVar[type[DFlash2Config]] = DFlash2Config
     config: DFlash2Config
+    training_settings = DFlash.training_settings | {"selector_weight"}
 
     def __init__(self, config: DFlash2Config, draft_to_target: Tensor | None = None) -> None:
         super().__init__(config, draft_to_target)
@@ -151,23 +163,26 @@ class DFlash2(DFlash):
         super().initialise(probe)
         reset_convolutions(self)
 
-    def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
-        selector = self.candidate_selector
-        return {
-            "bias_states": selector(states, previous),
-            "bias_weight": selector.successor_codebook,
-            "candidates": Candidates(self.config.selector_top_k, self.config.selector_weight),
-        }
-
-    def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+    def choice(self, logits: Tensor, states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the candidates (..., k), and their logits S, of rows with these logits (..., V) of the output head,
+        these states (..., D) and these tokens before (...)."""
         selector = self.candidate_selector
         values, tokens = logits.topk(self.config.selector_top_k, -1)
         by_token = selector(states, previous)  # (..., r)
-        added = (selector.successor_codebook[tokens] * by_token[..., None, :]).sum(-1)
-        shape = (*added.shape[:-1], logits.shape[-1])
-        chosen = logits.new_full(shape, -torch.inf)
-        return chosen.scatter_(-1, tokens.expand_as(added), (values + added).to(logits.dtype))
+        return tokens, values + (selector.successor_codebook[tokens] * by_token[..., None, :]).sum(-1)
 
-    def check_draft(self, shape: TreeShape, capacity: int) -> None:
-        super().check_draft(shape, capacity)
-        check_width(shape, self.config.selector_top_k)
+    def row_losses(self, logits: Tensor, block: BlockStates, labels: Labels) -> RowLosses:
+        rows = super().row_losses(logits, block, labels)
+        tokens, scores = self.choice(logits, block.states[:, 1:], labels.previous)  # (C, K, k)
+        logq = scores.to(rows.values.dtype).log_softmax(-1)
+        at_label = tokens == labels.tokens[..., None]
+        p = at_label if labels.target is None else labels.target.probs.view_as(logits).gather(-1, tokens)
+        return RowLosses(
+            values=rows.values - self.config.selector_weight * (p * logq).sum(-1),
+            probs=(logq.detach().exp() * at_label).sum(-1),
+            best=tokens.gather(-1, logq.argmax(-1, keepdim=True))[..., 0],
+        )
+
+    def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        tokens, scores = self.choice(logits, states, previous)
+        return among(tokens, scores.to(logits.dtype), logits.shape[-1])

@@ -14,19 +14,56 @@ draft token before. Loss of a row = ce_weight * cross-entropy of the label + kl_
 Letters: D hidden, M blocks, K depth, r rank.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, pad
 
-from heads.methods.block import BlockState, DraftBlockConfig, DraftBlockHead
+from heads.core.errors import expect
+from heads.methods.block import BlockState, DraftBlockHead
+from heads.methods.block_config import BlockForm, DraftBlockConfig
+from heads.methods.block_loss import BlockStates, Labels, RowLosses, draft_distribution, product, row_losses
+from heads.methods.block_start import bigrams
 from heads.methods.labels import LABELS
 from heads.methods.settings import DSparkSettings
-from heads.methods.start import TargetProbe, bigrams
+from heads.methods.start import TargetProbe
 
 
 class DSparkConfig(DraftBlockConfig, DSparkSettings):
-    """Everything that the head's function and its training loss depend on."""
+    form: ClassVar[BlockForm] = BlockForm(
+        title="DSpark",
+        classes=("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"),
+        settings=("markov_rank",),
+        nested=False,
+        renamed={r"^(?=markov_w[12]\.)": "markov_head.", r"^confidence_proj\.": "confidence_head.proj."},
+        algorithm="dspark",
+    )
+    first_row: ClassVar[int] = 0
+
+    def engine_fields(self) -> dict[str, Any]:
+        has_confidence = self.confidence_weight > 0
+        return {
+            "num_anchors": self.num_anchors,
+            "markov_rank": self.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": has_confidence,
+            "confidence_head_with_markov": has_confidence,
+            "sample_from_anchor": True,
+        }
+
+    @classmethod
+    def read_fields(cls, fields: Mapping[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
+        kind = fields.get("markov_head_type") or "vanilla"
+        expect(kind == "vanilla", "markov_head_type", "vanilla, the Markov head that engines load", kind)
+        settings = super().read_fields(fields, weights)
+        name = "confidence_head.proj.weight"
+        has_confidence = fields.get("enable_confidence_head", name in weights)
+        if name in weights and weights[name].shape == (1, fields["hidden_size"]):  # it does not read the token before
+            weights[name] = pad(weights[name], (0, settings["markov_rank"]))
+        return settings | {"confidence_weight": float(has_confidence)}
 
 
 class MarkovHead(nn.Module):
@@ -35,7 +72,7 @@ class MarkovHead(nn.Module):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.columns, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.num_logits, bias=False)
 
 
 class ConfidenceHead(nn.Module):
@@ -55,12 +92,11 @@ class DSpark(DraftBlockHead):
 
     Config: ClassVar[type[DSparkConfig]] = DSparkConfig
     config: DSparkConfig
-    first_row: ClassVar[int] = 0
+    training_settings = DraftBlockHead.training_settings | {"ce_weight", "kl_weight", "l1_weight"}
 
     def __init__(self, config: DSparkConfig, draft_to_target: Tensor | None = None) -> None:
         super().__init__(config, draft_to_target)
         self.markov_head = MarkovHead(config)
-        self.confidence_weight = config.confidence_weight
         width = config.hidden_size + config.markov_rank
         self.confidence_head = ConfidenceHead(width) if config.confidence_weight else None
         terms = {LABELS: config.ce_weight, "kl": config.kl_weight, "total_variation": 2 * config.l1_weight}
@@ -75,13 +111,21 @@ class DSpark(DraftBlockHead):
         if self.confidence_head is not None:
             nn.init.zeros_(self.confidence_head.proj.bias)
 
-    def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
-        markov = self.markov_head
-        tokens = markov.markov_w1(previous)  # (M, K, r)
-        given: dict[str, Any] = {"bias_states": tokens, "bias_weight": markov.markov_w2.weight}
-        if self.confidence_head is not None:
-            given["confidence"] = self.confidence_head(states, tokens)
-        return given
+    @property
+    def reads_target(self) -> bool:
+        return self.confidence_head is not None or super().reads_target
+
+    def row_losses(self, logits: Tensor, block: BlockStates, labels: Labels) -> RowLosses:
+        latent = self.markov_head.markov_w1(labels.previous)  # (C, K, r)
+        added = product(latent.to(logits.dtype), self.markov_head.markov_w2.weight)
+        q = draft_distribution(logits + added)
+        rows = row_losses(q, self.terms, labels)
+        if self.confidence_head is None or labels.target is None:
+            return rows
+        covered = torch.minimum(labels.target.probs, q.probs.detach()).sum(-1).view_as(rows.values)
+        confidence = self.confidence_head(block.states, latent).to(covered.dtype)
+        unsure = binary_cross_entropy_with_logits(confidence, covered, reduction="none")
+        return replace(rows, values=rows.values + self.config.confidence_weight * unsure)
 
     def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
         latent = self.markov_head.markov_w1(previous)

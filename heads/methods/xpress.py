@@ -19,32 +19,70 @@ finds), plus base_weight times DFlash's own, without the refiner.
 Letters: M blocks, R rows of a block, K depth, D hidden, r rank, V vocabulary, W paths.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from heads.core.contract import StepCost
-from heads.core.tree import TreeShape, check_width
-from heads.methods.block import BlockStates, Follow
-from heads.methods.block_loss import BlockLoss, BlockTask, block_loss, chunks_of
+from heads.methods.block import NextLogits
+from heads.methods.block_config import BlockForm
+from heads.methods.block_loss import BlockStates, Labels, RowLosses, among, product
 from heads.methods.dflash import DFlash, DFlashConfig
 from heads.methods.layers import MLP
-from heads.methods.losses import matmul
 from heads.methods.settings import XPressSettings
 from heads.methods.step_cost import flops
 
 
 class XPressConfig(DFlashConfig, XPressSettings):
-    """Everything that the head's function and its training loss depend on."""
+    form: ClassVar[BlockForm] = BlockForm(
+        title="XPress",
+        classes=("Qwen3XPressModel", "XPressSpeculator", "XPressDraftModel"),
+        settings=("xpress_rank", "xpress_mlp_hidden"),
+        optional=("xpress_topc",),
+        nested=False,
+        renamed={
+            r"^refiner_head\.": "xpress_head.",
+            r"^xpress_head\.token_embed\.": "xpress_head.w1.",
+            r"^xpress_head\.readout\.": "xpress_head.w2.",
+            r"^xpress_head\.mix_l$": "xpress_head.mix.L",
+            r"^xpress_head\.mlp_(gate|up|down)\.": r"xpress_head.mlp.\1_proj.",
+        },
+        in_sglang=False,
+        fixed_depth=True,
+    )
 
     draft_vocab_size: None = None
 
     @property
     def candidates(self) -> int:
-        """Number of tokens of a row that can be drafted."""
         return min(self.xpress_topc or self.vocab_size, self.vocab_size)
+
+    @property
+    def vllm_limit(self) -> str | None:
+        rank, inner = self.xpress_rank, self.xpress_mlp_hidden
+        if rank >= 16 and rank & (rank - 1) == 0 and inner % 64 == 0:
+            return None
+        return (
+            "takes an xpress_rank that is a power of two from 16 on, and an xpress_mlp_hidden in steps of 64, not "
+            f"{rank} and {inner}"
+        )
+
+    def engine_fields(self) -> dict[str, Any]:
+        return super().engine_fields() | {
+            "sample_from_anchor": False,
+            "xpress_block_size": self.block_size,
+            "xpress_num_passes": self.depth,  # as many as draft token by token
+            "xpress_topc": self.candidates if self.xpress_topc else 0,
+        }
+
+    @classmethod
+    def read_fields(cls, fields: Mapping[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
+        if "xpress_mlp_ratio" in fields:  # in speculators' form
+            fields = {**fields, "xpress_mlp_hidden": fields["xpress_mlp_ratio"] * fields["xpress_rank"]}
+        return super().read_fields(fields, weights)
 
 
 class Mixer(nn.Module):
@@ -91,81 +129,54 @@ class XPress(DFlash):
 
     Config: ClassVar[type[XPressConfig]] = XPressConfig
     config: XPressConfig
+    training_settings = DFlash.training_settings | {"consistency_weight", "consistency_passes", "base_weight"}
 
     def __init__(self, config: XPressConfig, draft_to_target: Tensor | None = None) -> None:
         super().__init__(config, draft_to_target)
         self.xpress_head = Refiner(config)
 
-    def losses(self, block: BlockStates, previous: Tensor, task: BlockTask, lm_head_weight: Tensor) -> BlockLoss:
+    def row_losses(self, logits: Tensor, block: BlockStates, labels: Labels) -> RowLosses:
         config, refine, roots = self.config, self.xpress_head, block.roots[:, None]
-        read = refine.of_states(block.states)
-        chosen = self.rounds(block, read, lm_head_weight)
-        latents = [refine(torch.cat([roots, before], 1), read)[:, 1:] for before in (previous, *chosen)]
-        weights = [config.consistency_weight / len(chosen)] * len(chosen) if chosen else []
+        of_states = refine.of_states(block.states)
+
+        def refined(before: Tensor) -> Tensor:
+            latent = refine(torch.cat([roots, before], 1), of_states)[:, 1:]
+            return logits + product(latent.to(logits.dtype), refine.w2.weight)
+
+        rows = super().row_losses(refined(labels.previous), block, labels)
+        values, best = rows.values, logits.argmax(-1)
         if config.base_weight:
-            latents.append(torch.zeros_like(latents[0]))
-            weights.append(config.base_weight)
-        return block_loss(
-            block.states[:, 1:],
-            lm_head_weight,
-            replace(task, rounds=tuple(weights)),
-            bias_states=latents[0],
-            bias_weight=refine.w2.weight,
-            rounds=torch.stack(latents[1:]) if weights else None,
-        )
+            values = values + config.base_weight * super().row_losses(logits, block, labels).values
+        for _ in range(config.consistency_passes if config.consistency_weight else 0):
+            drafted = refined(torch.cat([roots, best[:, :-1]], 1))
+            value = super().row_losses(drafted, block, labels).values
+            values = values + config.consistency_weight / config.consistency_passes * value
+            best = drafted.argmax(-1)
+        return replace(rows, values=values)
 
-    @torch.no_grad()
-    def rounds(self, block: BlockStates, read: Tensor, lm_head_weight: Tensor) -> list[Tensor]:
-        """Return the tokens (M, K) before the drafting rows in each round. read: `Refiner.of_states` of the block."""
-        config, refine, (M, R, _) = self.config, self.xpress_head, block.states.shape
-        if not config.consistency_weight or not config.consistency_passes:
-            return []
-        found = []
-        for part in chunks_of(M, R - 1, len(lm_head_weight), read.device):
-            rows = block.states[part, 1:].flatten(0, 1)
-            logits = matmul(rows, lm_head_weight.to(rows.dtype).T).unflatten(0, (-1, R - 1))
-            roots, best, before = block.roots[part, None], logits.argmax(-1), []
-            for i in range(config.consistency_passes):
-                before.append(torch.cat([roots, best[:, :-1]], 1))
-                if i + 1 < config.consistency_passes:
-                    latent = refine(torch.cat([roots, before[-1]], 1), read[part])[:, 1:]
-                    best = (logits + refine.w2(latent)).argmax(-1)
-            found.append(before)
-        return [torch.cat(of_round) for of_round in zip(*found, strict=True)]
-
-    def follow(self, logits: Tensor, block: BlockStates) -> Follow:
+    def condition(self, logits: Tensor, block: BlockStates) -> NextLogits:
         refine, count = self.xpress_head, self.config.candidates
-        read, tokens = refine.of_states(block.states), None
+        of_states, tokens = refine.of_states(block.states), None
         if count < logits.shape[-1]:
             values, tokens = logits.topk(count, -1)  # (M, K, C)
             table = refine.w2.weight[tokens].to(logits.dtype)  # (M, K, C, r)
 
-        def after(path: Tensor) -> Tensor:
-            (M, W, j), k = path.shape, path.shape[2] - 1
-            before = torch.cat([path[..., :1], path], -1)  # (M, W, j + 1)
-            latent = refine(before, read[:, None, : j + 1].expand(-1, W, -1, -1))[..., j, :].to(logits.dtype)
+        def next_logits(path: Tensor) -> Tensor:
+            W, k = path.shape[1], path.shape[2] - 1
+            before = torch.cat([path[..., :1], path], -1)  # (M, W, k + 2)
+            latent = refine(before, of_states[:, None, : k + 2].expand(-1, W, -1, -1))[..., -1, :].to(logits.dtype)
             if tokens is None:
                 return logits[:, k, None] + refine.w2(latent)  # type: ignore[no-any-return]
-            added = latent @ table[:, k].mT  # (M, W, C)
-            made = logits.new_full((M, W, logits.shape[-1]), -torch.inf)
-            return made.scatter_(-1, tokens[:, k, None].expand_as(added), values[:, k, None] + added)
+            scores = values[:, k, None] + latent @ table[:, k].mT  # (M, W, C)
+            return among(tokens[:, k, None], scores, logits.shape[-1])
 
-        return after
-
-    def check_draft(self, shape: TreeShape, capacity: int) -> None:
-        super().check_draft(shape, capacity)
-        check_width(shape, self.config.candidates)
+        return next_logits
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
-        """Return the cost of the base class, and that of the rounds. Finding their tokens costs a product with the
-        output head."""
+        """Return the cost of the base class, and that of the rounds."""
         cost, config = super().step_cost(batch_size, length, width=width, most=most), self.config
-        refine = self.xpress_head
-        rows, drafted = cost.rows * config.block_size, cost.chunked
         rounds = config.consistency_passes if config.consistency_weight else 0
-        table, rest = flops(refine.w2), flops(refine) - flops(refine.w2)
-        work = rounds * rows * rest + (drafted * (rounds + bool(config.base_weight)) - (rows - drafted)) * table
-        if rounds:
-            work += drafted * (2 * config.vocab_size * config.hidden_size + (rounds - 1) * (table + rest) // 3)
-        kept = (1 + rounds) * rows * width * (16 * config.xpress_rank + 4 * config.xpress_mlp_hidden)
-        return replace(cost, flops=cost.flops + work, kept=cost.kept + kept)
+        rows, drafted = cost.rows * config.block_size, cost.chunked
+        table = flops(self.xpress_head.w2)  # for rows that draft alone
+        work = rounds * rows * (flops(self.xpress_head) - table) + (drafted * (1 + rounds) - rows) * table
+        return replace(cost, flops=cost.flops + work)

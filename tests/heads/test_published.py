@@ -232,4 +232,4 @@ def test_training_starts_from_a_head_of_another_kind(was: str, kind: str, target
         if kind == "dspark":
             assert "is causal, which a dspark is not" in refused(start_from, path, kind, {}, target, torch.ones(V))
         else:
-            assert start_from(path, kind, {}, target, torch.ones(V)).causal
+            assert start_from(path, kind, {}, target, torch.ones(V)).config.causal

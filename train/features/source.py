@@ -63,7 +63,8 @@ def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], d
     Under autocast, the target's matrix products are in its dtype, like the head's; otherwise in the target's own dtype.
     The target's logits, which the head learns, are always computed without autocast.
     """
-    inputs = {name: part.to(target.device, non_blocking=True) for name, part in vars(rows).items()}
+    names = ("tokens", "loss_mask", "positions", "documents")
+    inputs = {name: getattr(rows, name).to(target.device, non_blocking=True) for name in names}
     features = target.packed_features(inputs["tokens"], inputs["positions"], inputs["documents"], aux_layer_ids)
     with torch.no_grad():
         embeddings = target.shared.embed_tokens(inputs["tokens"])
@@ -74,6 +75,7 @@ def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], d
 
     return Batch(
         **inputs,
+        seed=rows.seed,
         embeddings=embeddings.to(dtype),
         aux_hidden_states=features.aux_hidden_states.to(dtype),
         hidden=features.hidden.to(dtype),

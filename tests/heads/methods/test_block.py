@@ -14,8 +14,15 @@ from torch.nn.functional import pad
 from heads.core.contract import Batch
 from heads.core.tree import parse_shape
 from heads.methods.block import BlockState, DraftBlockHead
-from heads.methods.block_attention import Blocks, Reach, Sight, all_blocks, by_pieces, by_tiles, draw_blocks
-from heads.methods.dflash import DFlash
+from heads.methods.block_attention import (
+    AttentionWindow,
+    Blocks,
+    BlockVisibility,
+    all_blocks,
+    by_pieces,
+    by_tiles,
+    draw_blocks,
+)
 from heads.methods.dflash2 import DFlash2
 from heads.methods.dspark import DSpark
 from heads.methods.head_shape import spread_layer_ids
@@ -46,7 +53,7 @@ def make_head(kind: str, **changes: Any) -> DraftBlockHead:
     torch.manual_seed(1)
     method: Any = HEADS[kind].head
     own = BLOCK_HEADS[kind] | ({"lattice_margin_weight": 0.5} if kind == "lilicorr" else {})
-    head: DraftBlockHead = method(method.Config(**BLOCK_SIZES | own | changes))
+    head: DraftBlockHead = method(method.Config.from_plain(BLOCK_SIZES | own | changes))
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
@@ -92,7 +99,7 @@ def plain_block(head: DraftBlockHead, batch: Batch, b: int, anchor: int, rows: i
         scores = q @ k.mT / math.sqrt(d)
         window = config.sliding_window if config.kinds[i] == "sliding_attention" else None
         for j in range(rows):
-            if head.causal or (window and config.sliding_causal):
+            if config.is_causal or (window and config.sliding_causal):
                 scores[:, j, len(before) + j + 1 :] = -torch.inf
             if window:  # its own position and window - 1 before it
                 scores[:, j, positions <= at[j] - window] = -torch.inf
@@ -129,11 +136,6 @@ def plain_choice(head: DFlash2, logits: Tensor, state: Tensor, before: int) -> T
     for token in logits.argsort(descending=True)[: head.config.selector_top_k].tolist():
         chosen[token] = logits[token] + selector.successor_codebook[token] @ wanted
     return chosen
-
-
-def plain_markov(head: DSpark, before: int) -> Tensor:
-    """(V,) what the Markov head adds to the logits of a row behind the token `before`."""
-    return head.markov_head.markov_w2.weight @ head.markov_head.markov_w1.weight[before]
 
 
 def plain_lattice(head: LiLiCorr, batch: Batch, states: Tensor, newest: Tensor) -> tuple[list[list[int]], Any]:
@@ -181,24 +183,6 @@ def plain_lattice(head: LiLiCorr, batch: Batch, states: Tensor, newest: Tensor) 
     return candidates, score
 
 
-def plain_succession(head: LiLiCorr, batch: Batch, b: int, anchor: int, states: Tensor) -> Callable[[int, int], Tensor]:
-    """(row, token before) -> logits (V,), of which those of the candidates alone are finite; all alike behind a token
-    that is no candidate."""
-    newest = head.fuse(batch.aux_hidden_states[b, anchor - 1])
-    candidates, score = plain_lattice(head, batch, states, newest)
-
-    def logits(row: int, before: int) -> Tensor:
-        made, k = torch.full((V,), -torch.inf, dtype=torch.float64), len(candidates[row])
-        if row and before not in candidates[row - 1]:
-            made[candidates[row]] = 0.0
-            return made
-        a = candidates[row - 1].index(before) if row else 0
-        made[candidates[row]] = torch.stack([score(row, a, i) for i in range(k)])
-        return made
-
-    return logits
-
-
 def plain_refined(head: XPress, states: Tensor, path: list[int]) -> Tensor:
     """(V,) what the refiner adds to the logits of the row behind a path from the root on. states (R, D): of all
     rows."""
@@ -231,79 +215,107 @@ def plain_lattice_loss(head: LiLiCorr, logits: Tensor, p: Tensor, label: int) ->
     return loss
 
 
+def plain_logits(
+    head: DraftBlockHead, batch: Batch, b: int, anchor: int, drafts: int | None = None
+) -> Callable[[int, list[int]], Tensor]:
+    """(k, path) -> logits (V,) of the k-th token of a block, behind a path from its root on: in training, or of a draft
+    of so many tokens. Those of tokens that are no candidates are -inf; all candidates are alike behind a token that was
+    none."""
+    rows = head.first_row + (drafts or head.depth)
+    every, matrix = plain_block(head, batch, b, anchor, rows), lm_head(batch)
+    states = every[head.first_row :]
+    if isinstance(head, LiLiCorr):
+        candidates, score = plain_lattice(head, batch, states, head.fuse(batch.aux_hidden_states[b, anchor - 1]))
+
+    def logits(k: int, path: list[int]) -> Tensor:
+        base = matrix @ states[k]
+        if isinstance(head, DFlash2):
+            return plain_choice(head, base, states[k], path[-1])
+        if isinstance(head, DSpark):
+            return base + head.markov_head.markov_w2.weight @ head.markov_head.markov_w1.weight[path[-1]]
+        if isinstance(head, XPress):
+            weakest = base.sort(descending=True).values[head.config.candidates - 1]
+            return (base + plain_refined(head, every, path)).masked_fill((base < weakest) & bool(drafts), -torch.inf)
+        if not isinstance(head, LiLiCorr):
+            return base
+        drafted = torch.full((V,), -torch.inf, dtype=torch.float64)
+        if k and path[-1] not in candidates[k - 1]:
+            drafted[candidates[k]] = 0.0
+        else:
+            a = candidates[k - 1].index(path[-1]) if k else 0
+            drafted[candidates[k]] = torch.stack([score(k, a, i) for i in range(len(candidates[k]))])
+        return drafted
+
+    return logits
+
+
+def plain_loss(head: DraftBlockHead, logq: Tensor, p: Tensor, label: int) -> Tensor:
+    """DFlash's loss of one row, from log q (V,) and the target's distribution p (V,)."""
+    return -logq[label] if head.config.loss == "labels" else (p * (p.log() - logq)).sum()
+
+
+def plain_losses(head: DraftBlockHead, batch: Batch, b: int, anchor: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The losses of a block's rows up to the first without a label, and the draft's probabilities of the labels."""
+    config, K, matrix = head.config, head.depth, lm_head(batch)
+    every, logits = plain_block(head, batch, b, anchor, config.block_size), plain_logits(head, batch, b, anchor)
+    states = every[head.first_row :]
+    root, rounds, losses, probs, held = int(batch.tokens[b, anchor]), [], [], [], True
+    if isinstance(head, XPress):
+        best = (states @ matrix.T).argmax(-1).tolist()
+        for _ in range(config.consistency_passes):
+            rounds.append([root, *best[:-1]])
+            best = [int(logits(k, rounds[-1][: k + 1]).argmax()) for k in range(K)]
+    for k, label in enumerate(range(anchor + 1, anchor + 1 + K)):
+        if label >= batch.tokens.shape[1] or not batch.loss_mask[b, label]:
+            break
+        if batch.documents[b, label] != batch.documents[b, anchor]:
+            break
+        token, path = int(batch.tokens[b, label]), batch.tokens[b, anchor:label].tolist()
+        p = batch.shared.lm_head(batch.hidden[b, label - 1]).softmax(-1)
+        choice, base = logits(k, path), (matrix @ states[k]).log_softmax(-1)
+        logq = base if isinstance(head, LiLiCorr) else choice.log_softmax(-1)
+        if isinstance(head, DSpark):
+            assert head.confidence_head is not None
+            proj: Any = head.confidence_head.proj
+            distance = (p - logq.exp()).abs().sum()
+            w1 = head.markov_head.markov_w1.weight[path[-1]]
+            sure = (proj.weight[0] @ torch.cat([states[k], w1]) + proj.bias[0]).sigmoid()
+            truth = (1 - distance / 2).detach()
+            bce = -(truth * sure.log() + (1 - truth) * (1 - sure).log())
+            kl = (p * (p.log() - logq)).sum()
+            loss = 0.1 * -logq[token] + config.kl_weight * kl + 0.9 * distance + bce
+        elif isinstance(head, XPress):
+            loss = plain_loss(head, logq, p, token) + config.base_weight * plain_loss(head, base, p, token)
+            drafted = [logits(k, before[: k + 1]).log_softmax(-1) for before in rounds]
+            if drafted:
+                of_rounds = torch.stack([plain_loss(head, log, p, token) for log in drafted])
+                loss = loss + config.consistency_weight * of_rounds.mean()
+        else:
+            loss = plain_loss(head, base, p, token)
+            if isinstance(head, DFlash2):
+                truth, chosen = torch.eye(V)[token].double() if config.loss == "labels" else p, choice.isfinite()
+                loss = loss - config.selector_weight * (truth * logq)[chosen].sum()
+            if isinstance(head, LiLiCorr):
+                loss = loss + (plain_lattice_loss(head, choice, p, token) if held else 0)
+                held = held and bool(choice[token].isfinite())
+        losses.append(loss)
+        probs.append(logq[token].exp().detach())
+    return losses, probs
+
+
 def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted losses (K,), weights (K,) and unweighted losses (K,), summed over blocks, all logits at once."""
-    config, K = head.config, head.depth
-    blocks = draw_blocks(batch, config.num_anchors)
+    K, blocks = head.depth, draw_blocks(batch, head.config.num_anchors)
     weighted = torch.zeros(K, dtype=torch.float64)
     weights, plain = torch.zeros(2, K, dtype=torch.float64)
-    matrix = lm_head(batch)
-    for b in range(len(batch.tokens)):
-        for n, anchor in enumerate(blocks.anchors[b].tolist()):
-            if not blocks.live[b, n]:
-                continue
-            states = plain_block(head, batch, b, anchor, config.block_size)
-            losses, probs, held = [], [], True
-            lattice = plain_succession(head, batch, b, anchor, states[1:]) if isinstance(head, LiLiCorr) else None
-            root, read = int(batch.tokens[b, anchor]), []
-            if isinstance(head, XPress):
-                best = (states[1:] @ matrix.T).argmax(-1).tolist()
-                for _ in range(config.consistency_passes):
-                    read.append([root, *best[:-1]])
-                    made = [matrix @ states[j + 1] + plain_refined(head, states, read[-1][: j + 1]) for j in range(K)]
-                    best = [int(row.argmax()) for row in made]
-            for k in range(K):
-                label = anchor + 1 + k
-                if label >= batch.tokens.shape[1] or not batch.loss_mask[b, label]:
-                    break
-                if batch.documents[b, label] != batch.documents[b, anchor]:
-                    break
-                token = int(batch.tokens[b, label])
-                p = batch.shared.lm_head(batch.hidden[b, label - 1]).softmax(-1)
-                if isinstance(head, DFlash):
-                    logits = matrix @ states[k + 1]
-                    logq = logits.log_softmax(-1)
-                    kl = (p * (p.log() - logq)).sum()
-                    losses.append(-logq[token] if config.loss == "labels" else kl)
-                    if isinstance(head, DFlash2):
-                        choice = plain_choice(head, logits, states[k + 1], int(batch.tokens[b, label - 1]))
-                        logq = choice.log_softmax(-1)
-                        truth = torch.eye(len(p))[token].double() if config.loss == "labels" else p
-                        kept = choice.isfinite()
-                        losses[-1] = losses[-1] - config.selector_weight * (truth * logq)[kept].sum()
-                    if isinstance(head, LiLiCorr) and lattice is not None:
-                        choice = lattice(k, int(batch.tokens[b, label - 1]))
-                        if held:
-                            losses[-1] = losses[-1] + plain_lattice_loss(head, choice, p, token)
-                        held = held and bool(choice[token].isfinite())
-                    if isinstance(head, XPress):
-                        path = batch.tokens[b, anchor:label].tolist()
-                        paths = [path, *(before[: k + 1] for before in read)]
-                        logs = [(logits + plain_refined(head, states, path)).log_softmax(-1) for path in paths]
-                        each = [-log[token] if config.loss == "labels" else (p * (p.log() - log)).sum() for log in logs]
-                        losses[-1] = each[0] + config.base_weight * losses[-1]
-                        if each[1:]:
-                            losses[-1] = losses[-1] + config.consistency_weight * torch.stack(each[1:]).mean()
-                        logq = logs[0]
-                else:
-                    assert isinstance(head, DSpark) and head.confidence_head is not None
-                    w1 = head.markov_head.markov_w1.weight[batch.tokens[b, label - 1]]
-                    before = batch.tokens[b, anchor:label].tolist()
-                    logq = (matrix @ states[k] + plain_markov(head, before[-1])).log_softmax(-1)
-                    distance = (p - logq.exp()).abs().sum()
-                    proj: Any = head.confidence_head.proj
-                    sure = (proj.weight[0] @ torch.cat([states[k], w1]) + proj.bias[0]).sigmoid()
-                    truth = (1 - distance / 2).detach()
-                    bce = -(truth * sure.log() + (1 - truth) * (1 - sure).log())
-                    kl = (p * (p.log() - logq)).sum()
-                    losses.append(0.1 * -logq[token] + config.kl_weight * kl + 0.9 * distance + bce)
-                probs.append(logq[token].exp().detach())
-            reached = [math.prod(0.5 + 0.5 * float(q) for q in probs[: k + 1]) for k in range(len(probs))]
-            for k, loss in enumerate(losses):
-                weight = sum(reached[k:]) if head.weighs_rows else math.exp(-k / config.gamma)
-                weighted = weighted + weight * loss * torch.eye(K)[k]
-                weights[k] += weight
-                plain[k] += loss.detach()
+    for b, n in blocks.live.nonzero().tolist():
+        losses, probs = plain_losses(head, batch, b, int(blocks.anchors[b, n]))
+        reached = [math.prod(0.5 + 0.5 * float(q) for q in probs[: k + 1]) for k in range(len(probs))]
+        for k, loss in enumerate(losses):
+            weight = sum(reached[k:]) if head.weighs_rows else math.exp(-k / head.config.gamma)
+            weighted = weighted + weight * loss * torch.eye(K)[k]
+            weights[k] += weight
+            plain[k] += loss.detach()
     return weighted, weights, plain
 
 
@@ -337,7 +349,7 @@ def test_loss_and_gradients_equal_the_plain_formula(
 ) -> None:
     few_rows(8)  # chunks of a few blocks
     head, batch = make_head(kind, **changes), make_batch()
-    torch.manual_seed(5)
+    batch = dataclasses.replace(batch, seed=5)
     weighted, weights, plain = plain_terms(head, batch)
     (weighted.sum() / weights.sum()).backward()
     wanted = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
@@ -367,12 +379,8 @@ def test_no_tensor_holds_the_logits_of_all_rows(kind: str) -> None:
 
 
 def test_a_step_s_anchors_are_drawn_by_its_seed() -> None:
-    batch = make_batch([[40], [40]])
-    drawn = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        torch.rand(int(torch.randint(9, ()).item()) + 1)  # what else draws before has no part in it
-        drawn.append(draw_blocks(batch, 6).anchors.tolist())
+    rows = [dataclasses.replace(make_batch([[40], [40]]), seed=seed) for seed in (1, 1, 2)]
+    drawn = [draw_blocks(each, 6).anchors.tolist() for each in rows]
     assert drawn[0] == drawn[1] != drawn[2]
     assert all(row == sorted(set(row)) for row in drawn[0])
 
@@ -410,9 +418,12 @@ def test_blocks_without_labels_or_context_give_no_nan() -> None:
     assert counts.sum() == 0 == found.loss
 
 
+WINDOWS = [AttentionWindow(), AttentionWindow(causal=True), AttentionWindow(True, 25), AttentionWindow(False, 7)]
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("reach", [Reach(), Reach(causal=True), Reach(True, 25), Reach(False, 7)], ids=str)
-def test_both_forms_of_attention_are_a_dense_mask_s(reach: Reach) -> None:
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_both_forms_of_attention_are_a_dense_mask_s(window: AttentionWindow) -> None:
     B, H, Hkv, T, N, R, d = 2, 4, 2, 150, 50, 7, 8
     torch.manual_seed(3)
     q, k, v = (torch.randn(B, heads, N * R, d, dtype=torch.float64, requires_grad=True) for heads in (H, Hkv, Hkv))
@@ -420,31 +431,32 @@ def test_both_forms_of_attention_are_a_dense_mask_s(reach: Reach) -> None:
     anchors = torch.stack([torch.randperm(T)[:N].sort().values for _ in range(B)])
     anchors[1, :5] = 0  # blocks that there are no anchors for
     starts = anchors // 40 * 40
-    sight = Sight(starts, anchors, R, T, reach)
+    visible = BlockVisibility(starts, anchors, R, T, window)
     key, row = torch.arange(T + N * R), torch.arange(N * R)
     block = row // R
     before = (key >= starts[:, block, None]) & (key < anchors[:, block, None])
-    own = (key >= T) & ((key - T) // R == block[:, None]) & (((key - T) % R <= (row % R)[:, None]) | (not reach.causal))
-    if reach.window is not None:
-        before &= key > anchors[:, block, None] + (row % R)[:, None] - reach.window
+    own = (key >= T) & ((key - T) // R == block[:, None])
+    own &= ((key - T) % R <= (row % R)[:, None]) | (not window.causal)
+    if window.size is not None:
+        before &= key > anchors[:, block, None] + (row % R)[:, None] - window.size
     seen = before | own  # (B, N * R, T + N * R)
     dense = torch.nn.functional.scaled_dot_product_attention(
         q, torch.cat([ck, k], 2), torch.cat([cv, v], 2), attn_mask=seen[:, None], enable_gqa=True
     )
     inputs, grad = (q, k, v, ck, cv), torch.randn_like(dense)
     wanted = torch.autograd.grad(dense, inputs, grad)
-    found = by_pieces(*inputs, sight)
+    found = by_pieces(*inputs, visible)
     torch.testing.assert_close(found, dense)
     for ours, theirs in zip(torch.autograd.grad(found, inputs, grad), wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
-    mask = sight.block_mask
+    mask = visible.block_mask
     assert torch.equal(
         create_block_mask(mask.mask_mod, B, None, N * R, T + N * R, device="cpu").to_dense(), tiles(seen)
     )
     assert torch.equal(mask.to_dense().bool() & tiles(seen).bool(), tiles(seen).bool())  # no tile is left out
     for tensor in inputs:  # FlexAttention has no backward pass on a CPU
         tensor.requires_grad_(False)
-    torch.testing.assert_close(by_tiles(q, k, v, ck, cv, sight), dense)
+    torch.testing.assert_close(by_tiles(q, k, v, ck, cv, visible), dense)
 
 
 def tiles(seen: Tensor) -> Tensor:
@@ -496,27 +508,6 @@ def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any]) 
             assert_close(drafted[b], plain, **{"roundings": 1024, **limit})
 
 
-def plain_drafts(head: DraftBlockHead, batch: Batch, depth: int) -> Callable[[int, list[int]], Tensor]:
-    """(k, path) -> logits (V,) of the k-th draft token behind a path from the root, slot 9, on."""
-    every, matrix = plain_block(head, batch, 0, 9, depth + head.first_row), lm_head(batch)
-    states = every[head.first_row :]
-    if isinstance(head, DFlash2):
-        return lambda k, path: plain_choice(head, matrix @ states[k], states[k], path[-1])
-    if isinstance(head, DSpark):
-        return lambda k, path: matrix @ states[k] + plain_markov(head, path[-1])
-    if isinstance(head, LiLiCorr):
-        succession = plain_succession(head, batch, 0, 9, states)
-        return lambda k, path: succession(k, path[-1])
-    assert isinstance(head, XPress)
-
-    def refined(k: int, path: list[int]) -> Tensor:
-        base = matrix @ states[k]
-        least = base.sort(descending=True).values[head.config.candidates - 1]
-        return (base + plain_refined(head, every, path)).masked_fill(base < least, -torch.inf)
-
-    return refined
-
-
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -533,7 +524,7 @@ def test_a_nodes_score_is_the_sum_of_log_q_along_its_path(kind: str, changes: di
     """Each token is drawn behind the tokens before it, which q depends on as the method says."""
     head, batch = make_head(kind, **changes), make_batch([[20]])
     proposal = head.propose(seen(head, batch, shape, [9]), greedy)
-    logits = plain_drafts(head, batch, parse_shape(shape).depth)
+    logits = plain_logits(head, batch, 0, 9, parse_shape(shape).depth)
     for path, score in zip(token_paths(proposal), proposal.scores[0].tolist(), strict=True):
         tokens = [int(proposal.tokens[0, 0]), *path]
         steps = [float(logits(k, tokens[: k + 1]).detach().log_softmax(-1)[t]) for k, t in enumerate(path)]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from heads.core.contract import Batch
 from heads.methods.block_attention import Blocks
-from heads.methods.start import PART, TargetProbe, bigrams
+from heads.methods.block_start import PART, bigrams
+from heads.methods.start import TargetProbe
 from heads.registry import build_head
 from heads.targets.load import load_target, load_tokenizer
 from heads.targets.model import FrozenTarget
