@@ -7,14 +7,12 @@ nothing is concluded from a speedup that is not reliable.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from eval.measure.command import AUTO
 from eval.measure.measure import check_decoded, compare
 from eval.measure.metrics import rate_ratio, tau
 from eval.measure.prompts import Prompt, spread
-from eval.measure.schema import Look, Measurement
-from eval.measure.schema import Search as SearchRecord
+from eval.measure.schema import Look, Measurement, Search
 from eval.measure.settings import BenchSettings
 from eval.measure.speedup_checks import why_unreliable
 from eval.runtime.sampling_params import check_rule
@@ -35,52 +33,34 @@ FIRST_PROMPTS, LOOK_TOKENS = 4, 64
 """Number of prompts of the first look, and maximum number of new tokens of each prompt in a look."""
 
 
-@dataclass
-class Search:
-    """Search for the fastest draft of one head at one temperature."""
-
-    finalists: list[TreeShape]
-    looks: dict[str, Look] = field(default_factory=dict)
-    """Figures of the newest look by tree. Empty if the grid has no more drafts than finalists."""
-    measured: dict[str, float] = field(default_factory=dict)
-    """Measured speedup by tree, of those that are reliable."""
-    unreliable: list[str] = field(default_factory=list)
-    """Trees that were measured while something else used the machine, or on too few tokens."""
-
-    def take(self, measurements: Iterable[Measurement]) -> None:
-        for m in measurements:
-            if m.speedup is not None and why_unreliable(m) is None:
-                self.measured[m.tree] = m.speedup.measured
-            elif m.speedup is not None:
-                self.unreliable.append(m.tree)
-
-    def record(self, temperature: float) -> SearchRecord:
-        chosen = max(self.measured, key=lambda tree: self.measured[tree]) if self.measured else None
-        return SearchRecord(
-            temperature=temperature,
-            curve=list(self.looks.values()),
-            proposed=[shape.text for shape in self.finalists],
-            measured=self.measured,
-            unreliable=self.unreliable,
-            chosen=chosen,
-            plain_is_faster=chosen is not None and self.measured[chosen] < 1,
-        )
-
-
 def search_drafts(
     target: FrozenTarget, head: Drafter, prompts: Sequence[Prompt], temperature: float, settings: BenchSettings
 ) -> Search:
-    """Return the search with its finalists. Raise UserError if the head drafts nothing of the grid."""
-    shapes = [shape for shape in map(parse_shape, GRID) if can_draft(head, target, shape, settings.rule)]
-    if not shapes:
+    """Return a search that proposes its finalists. Raise UserError if the head drafts nothing of the grid."""
+    finalists = [shape for shape in map(parse_shape, GRID) if can_draft(head, target, shape, settings.rule)]
+    if not finalists:
         raise UserError(f"--tree {AUTO}: this head drafts no chain; name its tree")
-    search, count = Search(shapes), max(FIRST_PROMPTS, settings.batch_size)
-    while len(search.finalists) > FINALISTS:
-        for look in look_at(target, head, search.finalists, spread(prompts, count), temperature, settings):
-            search.looks[look.tree] = look
-        ranked = sorted(search.finalists, key=lambda shape: -search.looks[shape.text].speedup)
-        search.finalists, count = ranked[: max(FINALISTS, len(ranked) // 2)], 2 * count
-    return search
+    looks: dict[str, Look] = {}
+    count = max(FIRST_PROMPTS, settings.batch_size)
+    while len(finalists) > FINALISTS:
+        for look in look_at(target, head, finalists, spread(prompts, count), temperature, settings):
+            looks[look.tree] = look
+        finalists.sort(key=lambda shape: -looks[shape.text].speedup)
+        finalists = finalists[: max(FINALISTS, len(finalists) // 2)]
+        count *= 2
+    return Search(temperature=temperature, curve=list(looks.values()), proposed=[shape.text for shape in finalists])
+
+
+def choose_draft(search: Search, measurements: Iterable[Measurement]) -> None:
+    """Choose the fastest of the drafts whose measured speedup is reliable, if there is one."""
+    for m in measurements:
+        if m.speedup is not None and why_unreliable(m) is None:
+            search.measured[m.tree] = m.speedup.measured
+        elif m.speedup is not None:
+            search.unreliable.append(m.tree)
+    if search.measured:
+        search.chosen = max(search.measured, key=lambda tree: search.measured[tree])
+        search.plain_is_faster = search.measured[search.chosen] < 1
 
 
 def look_at(
@@ -96,10 +76,10 @@ def look_at(
     tokens = min(settings.max_new_tokens, LOOK_TOKENS)
     brief = settings.model_copy(update={"max_new_tokens": tokens, "repeats": 1})
     drafts, where = [(head, shape) for shape in shapes], f", a search on {len(prompts)} prompts"
-    found = compare(target, drafts, prompts, temperature, brief, where, phases=False)
-    check_decoded(found.plain.outputs[0].values(), f"--tree {AUTO}, on the first {len(prompts)} prompts")
-    turns = found.timed_turns(range(len(found.units)))
-    plain = found.rate(found.plain, turns)
+    comparison = compare(target, drafts, prompts, temperature, brief, where, phases=False)
+    check_decoded(comparison.plain.outputs[0].values(), f"--tree {AUTO}, on the first {len(prompts)} prompts")
+    turns = comparison.timed_turns(range(len(comparison.units)))
+    plain = comparison.rate(comparison.plain, turns)
     return [
         Look(
             tree=shape.text,
@@ -107,10 +87,10 @@ def look_at(
             nodes=shape.nodes,
             width=shape.top_k,
             tokens=tau(list(variant.outputs[0].values())),
-            speedup=rate_ratio(found.rate(variant, turns), plain),
+            speedup=rate_ratio(comparison.rate(variant, turns), plain),
             prompts=len(prompts),
         )
-        for shape, variant in zip(shapes, found.drafting, strict=True)
+        for shape, variant in zip(shapes, comparison.drafting, strict=True)
     ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eval.measure.auto import LARGEST_TREE, Search, can_draft, search_drafts
+from eval.measure.auto import LARGEST_TREE, can_draft, choose_draft, search_drafts
 from eval.measure.command import draft_shapes, print_line
 from eval.measure.environment import dtype_options, environment, head_facts, target_facts
 from eval.measure.figures import Audited, find_differences, judge, pooled_exactness
@@ -15,27 +15,26 @@ from eval.measure.loading import choose_prompts
 from eval.measure.measure import Comparison, compare, engine_options
 from eval.measure.prompts import Prompt
 from eval.measure.roofline import copy_bandwidth, roofline
-from eval.measure.schema import Divergence, Results, Settings
-from eval.measure.schema import Search as SearchRecord
+from eval.measure.schema import Divergence, RecordedSettings, Results, Search
 from eval.measure.settings import BenchSettings
 from eval.measure.speedup_checks import headline_index
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.graph import is_out_of_memory
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError, first_line
-from heads.core.tree import TreeShape
+from heads.core.tree import TreeShape, parse_shape
 from heads.registry import untrained_kind
 from heads.targets.model import FrozenTarget
 
 
 @dataclass
-class Found:
+class Measured:
     """All that was measured so far."""
 
     measured: list[Audited] = field(default_factory=list)
     unrepeatable: list[Divergence] = field(default_factory=list)
     """Places where plain decoding did not repeat its own tokens, in another repeat or at another batch size."""
-    searches: list[tuple[int, SearchRecord]] = field(default_factory=list)
+    searches: list[tuple[int, Search]] = field(default_factory=list)
     """Records of searches, each with the index of its head."""
     plain: dict[tuple[int | None, float], Comparison] = field(default_factory=dict)
     """Plain decoding at the first batch size, by context and temperature."""
@@ -60,27 +59,27 @@ def bench_heads(
     prompts = {
         context: choose_prompts(target, tokenizer, settings, nodes, context) for context in settings.contexts or (None,)
     }
-    found = Found()
+    so_far = Measured()
     for context, batch_size in settings.points:
         at = settings.model_copy(update={"batch_size": batch_size})
         try:
-            measure_point(found, target, list(heads.values()), tokenizer, at, prompts[context], shapes, context)
+            measure_point(so_far, target, list(heads.values()), tokenizer, at, prompts[context], shapes, context)
         except Exception as error:
             if len(settings.points) == 1 or not is_out_of_memory(error):
                 raise
             print_line(f"batch {batch_size}, context {context or 'of the prompts'}: skipped, {first_line(error)}")
-    if not found.measured:
+    if not so_far.measured:
         raise UserError("out of memory at every batch size and context; use smaller ones")
-    measurements = [m.figures for m in found.measured]
-    exact = pooled_exactness([m.exact for m in measurements], found.unrepeatable)
+    measurements = [m.figures for m in so_far.measured]
+    exact = pooled_exactness([m.exact for m in measurements], so_far.unrepeatable)
     if exact.divergences and settings.timing:
         for m in measurements:
             for part in (m, *m.suites.values()):
                 part.speedup = None
     if several:
-        for each in found.measured:
+        for each in so_far.measured:
             each.figures.head = names[each.head]
-        for n, search in found.searches:
+        for n, search in so_far.searches:
             search.head = names[n]
     every = [prompt for chosen in prompts.values() for prompt in chosen]
     best = headline_index(measurements) if settings.timing and not several else 0
@@ -89,7 +88,7 @@ def bench_heads(
         schema_version=1,
         target=target_facts(target),
         **environment(target),
-        settings=Settings(**settings.record(every)),
+        settings=RecordedSettings(**settings.record(every)),
         command=["python", "eval/bench.py", *heads, "--target", target.name, *given],
         heads=[
             head_facts(head, path, name=name if several else "", depth=None if several else measurements[best].depth)
@@ -100,16 +99,16 @@ def bench_heads(
         chosen=best,
     )
     if settings.timing and not several:
-        results.samples = found.measured[best].samples
-    if found.searches:
-        results.auto = [search for _, search in found.searches]
+        results.samples = so_far.measured[best].samples
+    if so_far.searches:
+        results.auto = [search for _, search in so_far.searches]
     if with_roofline:
         results.roofline = parts_of_headline(target, next(iter(heads.values())), every, settings, results)
     return results
 
 
 def measure_point(
-    found: Found,
+    so_far: Measured,
     target: FrozenTarget,
     heads: Sequence[Drafter],
     tokenizer: PreTrainedTokenizerBase,
@@ -122,29 +121,27 @@ def measure_point(
     temperature."""
     point: dict[str, int] = {"batch_size": settings.batch_size} if settings.batch_sizes else {}
     point |= {"context": context} if context is not None else {}
-    found.plain = {place: kept for place, kept in found.plain.items() if place[0] == context}  # frees other caches
+    so_far.plain = {place: plain for place, plain in so_far.plain.items() if place[0] == context}  # frees other caches
     where = "".join(f", {name.removesuffix('_size')} {value}" for name, value in point.items())
     for temperature in settings.temperatures:
-        searches: list[Search] = []
-        if settings.is_auto:
-            searches = [search_drafts(target, head, prompts, temperature, settings) for head in heads]
-        found_shapes = [search.finalists for search in searches] or [[] for _ in heads]
-        pairs = [(n, shape) for n, own in enumerate(shapes) for shape in dict.fromkeys([*own, *found_shapes[n]])]
+        searches = [search_drafts(target, head, prompts, temperature, settings) for head in heads if settings.is_auto]
+        proposed = [[*map(parse_shape, search.proposed)] for search in searches] or [[] for _ in heads]
+        pairs = [(n, shape) for n, named in enumerate(shapes) for shape in dict.fromkeys([*named, *proposed[n]])]
         drafts = [(heads[n], shape) for n, shape in pairs]
         result = compare(target, drafts, prompts, temperature, settings, where, phases=settings.timing)
         fresh, unrepeatable = judge(result, tokenizer, [n for n, _ in pairs])
-        if (first := found.plain.get((context, temperature))) is None:
-            found.plain[context, temperature] = replace(result, drafting=[], breakdowns=[])
+        if (first := so_far.plain.get((context, temperature))) is None:
+            so_far.plain[context, temperature] = replace(result, drafting=[], breakdowns=[])
         else:  # at another batch size plain decoding must give the same texts
             across = find_differences(first, result.plain, tokenizer)
             unrepeatable += [difference for difference in across if not difference.near_tie]
         for n, search in enumerate(searches):
-            search.take(m.figures for m in fresh if m.head == n)
-            found.searches.append((n, search.record(temperature).model_copy(update=point)))
+            choose_draft(search, (m.figures for m in fresh if m.head == n))
+            so_far.searches.append((n, search.model_copy(update=point)))
         for m in fresh:
             m.figures = m.figures.model_copy(update=point)
-        found.measured += fresh
-        found.unrepeatable += unrepeatable
+        so_far.measured += fresh
+        so_far.unrepeatable += unrepeatable
 
 
 def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:

@@ -37,9 +37,9 @@ from eval.measure.schema import (
     Head,
     HeadConfig,
     Measurement,
+    RecordedSettings,
     Results,
     Served,
-    Settings,
     Speculative,
     Speedup,
     Target,
@@ -55,10 +55,6 @@ from heads.targets.model import FrozenTarget
 
 WAVES = 4
 """Prompts of a group for each request in flight, at a concurrency above 1."""
-CHECKED_TOKENS = 16
-FOREIGN = 2.0
-"""Logits by which a greedy token may be below the target's own choice before the server has another target. Two dtypes
-of one model differ by less."""
 
 
 @dataclass
@@ -80,68 +76,41 @@ class Group:
         return list(zip(tokens if step == len(self.indices) else [sum(tokens)], numbers, strict=True))
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The server's target, loaded here."""
-
-    target: FrozenTarget
-    tokenizer: PreTrainedTokenizerBase
-
-    def requests(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Request]:
-        return [Request(list(prompt.ids), max_new_tokens) for prompt in prompts]
-
-    def engine(self, requests: Sequence[Request]) -> Engine:
-        length = max(len(request.prompt) + request.max_new_tokens for request in requests) + 1
-        return Engine(self.target, None, EngineOptions(max_length=length))
-
-    async def check(self, server: EngineServer, prompt: Prompt) -> None:
-        """Raise UserError if the server's greedy answer cannot be the target's."""
-        tokens = (await server.ask(prompt, Sampling(), CHECKED_TOKENS, self.target.eos_token_ids)).tokens
-        (request,) = requests = self.requests([prompt], CHECKED_TOKENS)
-        if tokens and max(tokens) < self.target.vocab_size:
-            mismatches = find_mismatches(self.engine(requests), request, tokens)
-            if all(mismatch.gap <= FOREIGN for mismatch in mismatches):
-                return
-        elif not tokens:
-            return
-        raise server.error(
-            f"serves {server.root}, whose greedy answer is not that of {self.target.name}; name its own "
-            "target, or serve the same weights"
-        )
-
-    def differences(
-        self, prompts: Sequence[Prompt], texts: Sequence[list[int]], max_new_tokens: int, tree: str
-    ) -> list[Divergence]:
-        """Return where greedy texts of a server differ from plain decoding here. One is a `near_tie` if each of its
-        tokens is within rounding of the target's choice."""
-        requests = self.requests(prompts, max_new_tokens)
-        engine = self.engine(requests)
-        differences: list[Divergence] = []
-        for prompt, request, text in zip(prompts, requests, texts, strict=True):
-            (output,) = engine.generate([request])
-            position = first_difference(output.tokens, text)
-            if position is None:
-                continue
-            mismatches = find_mismatches(engine, request, text)
-            plain, here = (token_at(position, ids, self.tokenizer) for ids in (output.tokens, text))
-            before = [*prompt.ids, *text[:position]]
-            differences.append(
-                Divergence(
-                    suite=prompt.suite,
-                    prompt=prompt.id,
-                    tree=tree,
-                    against="plain",
-                    temperature=0.0,
-                    position=position,
-                    plain_text=plain[1],
-                    text=here[1],
-                    top_two_margin=top_two_margin(self.target, before, Sampling()),
-                    near_tie=None not in (plain[0], here[0])
-                    and all(mismatch.is_within(FAR) for mismatch in mismatches),
-                    flips=[asdict(mismatch) for mismatch in mismatches],
-                )
+def find_differences(
+    target: FrozenTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    texts: Sequence[list[int]],
+    settings: BenchSettings,
+) -> list[Divergence]:
+    """Return where greedy texts of a server differ from plain decoding here. One is a `near_tie` if each of its tokens
+    is within rounding of the target's choice."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    engine = Engine(target, None, EngineOptions(max_length=longest + settings.max_new_tokens + 1))
+    differences = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        request = Request(list(prompt.ids), settings.max_new_tokens)
+        (output,) = engine.generate([request])
+        position = first_difference(output.tokens, text)
+        if position is None:
+            continue
+        mismatches = find_mismatches(engine, request, text)
+        plain, here = (token_at(position, ids, tokenizer) for ids in (output.tokens, text))
+        differences.append(
+            Divergence(
+                suite=prompt.suite,
+                prompt=prompt.id,
+                tree=settings.trees[0],
+                temperature=0.0,
+                position=position,
+                plain_text=plain[1],
+                text=here[1],
+                top_two_margin=top_two_margin(target, [*prompt.ids, *text[:position]], Sampling()),
+                near_tie=None not in (plain[0], here[0]) and all(mismatch.is_within(FAR) for mismatch in mismatches),
+                flips=[asdict(mismatch) for mismatch in mismatches],
             )
-        return differences
+        )
+    return differences
 
 
 def bench_server(options: argparse.Namespace, settings: BenchSettings) -> Results:
@@ -180,10 +149,9 @@ def measure_server(
 ) -> Results:
     """Return the contents of results.json. `run` runs a coroutine in the event loop of the clients."""
     (head,) = options.heads or [None]
-    reference = tokenizer = drafter = None
+    target = tokenizer = drafter = None
     if head or options.target:
         target, tokenizer = open_target_of(head, options) if head else open_target(options.target, options)
-        reference = Reference(target, tokenizer)
         drafter = fitting_head(head, target) if head else None
         settings = settings.as_served(target)
     else:
@@ -203,21 +171,19 @@ def measure_server(
         return [run(server.ask(prompt, Sampling(), settings.max_new_tokens)).text for prompt in prompts]
 
     room = server.context_length - settings.max_new_tokens - server.depth - 1
-    vocab_size = reference.target.vocab_size if reference else None
+    vocab_size = target.vocab_size if target else None
     prompts = read_prompts(settings, tokenizer, min(settings.max_prompt_tokens or room, room), answer, vocab_size)
-    if reference is not None:
-        run(reference.check(server, prompts[0]))
     measurements: list[Measurement] = []
     for temperature in settings.temperatures:
         for _, concurrency in settings.points:
             at = settings.model_copy(update={"batch_size": concurrency})
-            groups = run(ask_all(server, plain, reference, prompts, at, temperature))
+            groups = run(ask_all(server, plain, target.eos_token_ids if target else (), prompts, at, temperature))
             differences = None
             answers = {i: answer for group in groups for i, answer in zip(group.indices, group.answers[0], strict=True)}
-            if reference is not None and temperature == 0 and all(answer.tokens for answer in answers.values()):
+            if target and tokenizer and temperature == 0 and all(answer.tokens for answer in answers.values()):
                 texts = [answers[i].tokens for i in range(len(prompts))]
                 with Progress(f"decoding {len(prompts)} prompts here, to compare the texts", announced=True):
-                    differences = reference.differences(prompts, texts, settings.max_new_tokens, settings.trees[0])
+                    differences = find_differences(target, tokenizer, prompts, texts, settings)
             take = partial(figures, server.depth, prompts, temperature, differences)
             measurement = take(groups)
             if settings.batch_sizes:
@@ -235,15 +201,15 @@ def measure_server(
     facts["versions"] |= {server.engine.lower(): server.version}
     command = ["python", "eval/bench.py", *([head] if head else []), "--server", server.url]
     command += ["--plain-server", plain.url] if plain else []
-    if reference:
-        command += ["--target", reference.target.name, *dtype_options(reference.target)]
+    if target:
+        command += ["--target", target.name, *dtype_options(target)]
     return Results(
         schema_version=1,
-        target=target_facts(reference.target) if reference else Target(name=server.root),
+        target=target_facts(target) if target else Target(name=server.root),
         **{**facts, "device": Device(name=f"{server.name} at {server.url}")},
         dtype="its own dtype",
         server=Served(name=server.name, url=server.url, model=server.model, plain_url=plain.url if plain else None),
-        settings=Settings(**settings.record(prompts)),
+        settings=RecordedSettings(**settings.record(prompts)),
         command=[*command, *settings.options()[2:]],
         heads=[
             head_facts(drafter, head, depth=server.depth)
@@ -271,14 +237,13 @@ def pooled(exacts: Sequence[Exact]) -> Exact:
 async def ask_all(
     server: EngineServer,
     plain: EngineServer | None,
-    reference: Reference | None,
+    stop_ids: Sequence[int],
     prompts: Sequence[Prompt],
     settings: BenchSettings,
     temperature: float,
 ) -> list[Group]:
     """Send all prompts, `settings.repeats` times, to the server and the plain one in turns."""
     concurrency, sampling = settings.batch_size, settings.sampling_at(temperature)
-    stop_ids = reference.target.eos_token_ids if reference else ()
     size = concurrency if concurrency == 1 else WAVES * concurrency
     groups = [Group(indices) for indices in split_units(prompts, size)]
     mode = "greedily" if temperature == 0 else f"at T = {temperature:g}"
@@ -336,14 +301,15 @@ def figures(
     decoded, numbers = zip(*(unit for group in groups for unit in group.units()), strict=True)
     by_prompt = len(numbers) == sum(len(group.indices) for group in groups)
     each = [tokens / number for tokens, number in zip(decoded, numbers, strict=True) if number]
-    made, plain = rate([group.answers for group in groups]), rate([group.plain for group in groups])
+    drafted = rate([group.answers for group in groups])
+    plain = rate([group.plain for group in groups])
     measurement = Measurement(
         tree=f"chain:{depth}",
         depth=depth,
         nodes=depth + 1,
         temperature=temperature,
         rule="match" if temperature == 0 else "server",
-        exact=compare(groups, prompts, temperature, differences),
+        exact=compare_texts(groups, prompts, temperature, differences),
         tau=Tau(
             mean=sum(decoded) / max(sum(numbers), 1),
             ci95=metrics.ratio_interval(decoded, numbers),
@@ -358,7 +324,7 @@ def figures(
             [answer.pieces[0][0] - answer.sent for group in groups for answer in group.answers[0]]
         ),
         baseline=None,
-        speculative=Speculative(ms_per_round=1e3 * sum(made[1]) / max(sum(numbers), 1), **speeds(answers, made)),
+        speculative=Speculative(ms_per_round=1e3 * sum(drafted[1]) / max(sum(numbers), 1), **speeds(answers, drafted)),
         speedup=None,
     )
     if groups[0].plain:
@@ -366,10 +332,10 @@ def figures(
             **speeds([a for group in groups for repeat in group.plain for a in repeat], plain)
         )
         measurement.speedup = Speedup(
-            measured=metrics.rate_ratio(made, plain),
-            ci95=metrics.rate_ratio_interval(made, plain),
+            measured=metrics.rate_ratio(drafted, plain),
+            ci95=metrics.rate_ratio_interval(drafted, plain),
             predicted=math.nan,
-            tokens=int(min(sum(made[0]), sum(plain[0]))),
+            tokens=int(min(sum(drafted[0]), sum(plain[0]))),
         )
     return measurement
 
@@ -385,7 +351,7 @@ def rate(groups: Sequence[Sequence[Sequence[Answer]]]) -> metrics.Rate:
     return tokens, seconds
 
 
-def speeds(answers: Sequence[Answer], made: metrics.Rate) -> dict[str, Any]:
+def speeds(answers: Sequence[Answer], tokens_and_seconds: metrics.Rate) -> dict[str, Any]:
     """Return tokens/s, and the time between tokens as in `metrics.token_seconds`: that of a piece, divided by its
     tokens."""
     between = [
@@ -394,14 +360,15 @@ def speeds(answers: Sequence[Answer], made: metrics.Rate) -> dict[str, Any]:
         for (before, _), (now, count) in pairwise(answer.pieces)
         for _ in range(count)
     ]
+    tokens, seconds = map(sum, tokens_and_seconds)
     return {
-        "tokens_per_second": sum(made[0]) / max(sum(made[1]), 1e-9),
-        "ms_per_token": 1e3 * sum(made[1]) / max(sum(made[0]), 1),
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+        "ms_per_token": 1e3 * seconds / max(tokens, 1),
         "token_ms": metrics.token_percentiles(between),
     }
 
 
-def compare(
+def compare_texts(
     groups: Sequence[Group], prompts: Sequence[Prompt], temperature: float, differences: Sequence[Divergence] | None
 ) -> Exact:
     """Return the record `exact`. Greedy texts are compared with plain decoding here, which judges differences, else
@@ -410,10 +377,10 @@ def compare(
     exact = Exact(prompts=len(indices), identical=None, divergences=[], near_ties=[], against="nothing")
     if differences is not None:
         ids = {(prompts[i].suite, prompts[i].id) for i in indices}
-        differing = [found for found in differences if (found.suite, found.prompt) in ids]
+        differences = [difference for difference in differences if (difference.suite, difference.prompt) in ids]
         exact.against = "runtime"
-        exact.divergences = [found for found in differing if not found.near_tie]
-        exact.near_ties = [found for found in differing if found.near_tie]
+        exact.divergences = [difference for difference in differences if not difference.near_tie]
+        exact.near_ties = [difference for difference in differences if difference.near_tie]
         exact.identical = len(indices) - len(exact.divergences)
     elif temperature == 0 and groups[0].plain:
         pairs = [pair for group in groups for pair in zip(group.answers[0], group.plain[0], strict=True)]

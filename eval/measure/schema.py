@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from eval.measure.settings import BenchSettings
+
 HEAD, TARGET = "HEAD", "TARGET"
 """Places of the two folders in a command."""
 HEADLINE = ("tree", "temperature", "batch_size", "context")
@@ -255,23 +257,16 @@ class Device(Part):
     threads: int = 0
 
 
-class Settings(Part):
-    prompts: str
+class RecordedSettings(BenchSettings):
+    """The settings of a measurement, with what is known of its prompts."""
+
+    model_config = ConfigDict(extra="allow", strict=False)
+
     suites: list[str]
     prompts_hash: str
     num_prompts: int
     distinct_prompts: int
     conversations: int | None = None
-    trees: list[str]
-    rule: str = "match"
-    max_new_tokens: int
-    batch_size: int
-    batch_sizes: list[int] = []
-    top_k: int = 0
-    top_p: float = 1
-    min_p: float = 0
-    repeats: int
-    seed: int
 
 
 class Look(Part):
@@ -295,11 +290,11 @@ class Search(Part):
     context: int | None = None
     curve: list[Look]
     proposed: list[str]
-    measured: dict[str, float]
+    measured: dict[str, float] = {}
     """Reliable speedups by tree."""
     unreliable: list[str] = []
-    chosen: str | None
-    plain_is_faster: bool
+    chosen: str | None = None
+    plain_is_faster: bool = False
 
 
 class Piece(Part):
@@ -337,7 +332,7 @@ class Results(Part):
     device: Device
     dtype: str
     versions: dict[str, str]
-    settings: Settings
+    settings: RecordedSettings
     command: list[str] = []
     server: Served | None = None
     heads: Annotated[list[Head], Field(min_length=1)]

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from eval.measure import auto
-from eval.measure.auto import FINALISTS, GRID, Search, can_draft, search_drafts
+from eval.measure.auto import FINALISTS, GRID, can_draft, choose_draft, search_drafts
 from eval.measure.prompts import Prompt
-from eval.measure.schema import Look
+from eval.measure.schema import Look, Search
 from eval.measure.settings import BenchSettings
 from eval.pages.verdicts import search_line
 from heads.core.errors import UserError
@@ -30,8 +30,8 @@ def test_the_faster_half_stays_and_is_looked_at_on_twice_as_many_prompts(
     monkeypatch.setattr(auto, "look_at", look_at)
     prompts = tiny_prompts * 8
     search = search_drafts(tiny_target, pair_head, prompts, 0.0, BenchSettings())
-    assert seen == [(18, 4), (9, 8)] and {*search.looks} == {*GRID}
-    assert sorted(abs(shape.nodes - 5) for shape in search.finalists) == [0, 1, 1, 2]
+    assert seen == [(18, 4), (9, 8)] and {look.tree for look in search.curve} == {*GRID}
+    assert sorted(abs(parse_shape(tree).nodes - 5) for tree in search.proposed) == [0, 1, 1, 2]
 
 
 def test_a_look_decodes_a_few_prompts_with_every_draft(
@@ -52,8 +52,8 @@ def test_only_what_a_head_drafts_is_looked_at(
 ) -> None:
     small_head = altered(pair_head, deepest=2)
     search = search_drafts(tiny_target, small_head, tiny_prompts, 0.0, BenchSettings())
-    assert [str(shape) for shape in search.finalists] == ["chain:1", "chain:2", "tree:2x2x7"] and not search.looks
-    assert len(search.finalists) < FINALISTS, "so few need no look"
+    assert search.proposed == ["chain:1", "chain:2", "tree:2x2x7"] and not search.curve
+    assert len(search.proposed) < FINALISTS, "so few need no look"
     small_head.deepest = 0
     with pytest.raises(UserError, match="drafts no chain"):
         search_drafts(tiny_target, small_head, tiny_prompts, 0.0, BenchSettings())
@@ -62,12 +62,11 @@ def test_only_what_a_head_drafts_is_looked_at(
 
 
 def test_nothing_is_concluded_from_a_speedup_that_is_not_reliable() -> None:
-    search = Search([parse_shape("chain:6"), parse_shape("chain:5")])
-    search.take([measurement("chain:6", speedup=9.0), measurement("chain:5", speedup=1.2)])
-    line = search_line(search.record(0.0))
+    search = Search(temperature=0.0, curve=[], proposed=["chain:6", "chain:5"])
+    choose_draft(search, [measurement("chain:6", speedup=9.0), measurement("chain:5", speedup=1.2)])
+    line = search_line(search)
     assert line.endswith("of 1 measured reliably and 1 not, chain:5 is the fastest (1.20x)") and "9.0" not in line
-    search = Search([parse_shape("chain:6")])
-    search.take([measurement("chain:6", speedup=9.0), measurement("chain:5", speedup=None)])
-    record = search.record(0.0)
-    assert record.chosen is None and record.unreliable == ["chain:6"]
-    assert "none of them is chosen" in search_line(record) and "9.0" not in search_line(record)
+    search = Search(temperature=0.0, curve=[], proposed=["chain:6"])
+    choose_draft(search, [measurement("chain:6", speedup=9.0), measurement("chain:5", speedup=None)])
+    assert search.chosen is None and search.unreliable == ["chain:6"]
+    assert "none of them is chosen" in search_line(search) and "9.0" not in search_line(search)

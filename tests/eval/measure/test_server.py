@@ -228,24 +228,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hangs up": ({"fault": lambda s, n: 0 if n == 3 else None}, "no answer"),
     "other requests": ({"fault": lambda s, n: s.counts.update(tokens=n == 3)}, "measure it while it has no"),
     "rounds beyond K": ({"engine": "sglang", "draft_tokens": 2}, "says that it drafts 1 tokens, and accepted"),
-    "another target": ({"generate": lambda request: [[5]] * request.max_new_tokens}, "is not that of"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_server_that_cannot_be_measured_is_one_line_and_leaves_nothing(
-    case: str,
-    served: Speculating,
-    tiny_target: FrozenTarget,
-    texts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    case: str, served: Speculating, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes, words = REFUSED[case]
     vars(served).update(changes)
     out = tmp_path / "out"
-    named = ("--target", tiny_target.name) if case == "another target" else ()
-    assert measure(served, texts, out, *named) == (2, {})
+    assert measure(served, texts, out) == (2, {})
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert words in line and served.url in line and not out.exists()
 
