@@ -55,7 +55,7 @@ def bench_heads(
         fitting_shapes(head, path, target, settings) if several else settings.shapes(head, target)
         for path, head in heads.items()
     ]
-    nodes = max([shape.nodes for own in shapes for shape in own] + [LARGEST_TREE] * settings.is_auto)
+    nodes = max([shape.nodes for of_head in shapes for shape in of_head] + [LARGEST_TREE] * settings.is_auto)
     prompts = {
         context: choose_prompts(target, tokenizer, settings, nodes, context) for context in settings.contexts or (None,)
     }
@@ -83,13 +83,20 @@ def bench_heads(
             search.head = names[n]
     every = [prompt for chosen in prompts.values() for prompt in chosen]
     best = headline_index(measurements) if settings.timing and not several else 0
-    given = [*settings.options(), *dtype_options(target)]
     results = Results(
         schema_version=1,
         target=target_facts(target),
         **environment(target),
         settings=RecordedSettings(**settings.record(every)),
-        command=["python", "eval/bench.py", *heads, "--target", target.name, *given],
+        command=[
+            "python",
+            "eval/bench.py",
+            *heads,
+            "--target",
+            target.name,
+            *settings.options(),
+            *dtype_options(target),
+        ],
         heads=[
             head_facts(head, path, name=name if several else "", depth=None if several else measurements[best].depth)
             for name, (path, head) in zip(names, heads.items(), strict=True)
@@ -146,8 +153,8 @@ def measure_point(
 
 def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:
     """Return the trees of the settings that this head, one of several, can draft. Raise UserError if there are none."""
-    own = settings.rule == "match" and head.tree
-    texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or own)
+    has_tree = settings.rule == "match" and head.tree
+    texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or has_tree)
     shapes = settings.model_copy(update={"trees": texts}).shapes(head, target)
     fitting = [shape for shape in shapes if can_draft(head, target, shape, settings.rule)]
     if not fitting and not settings.is_auto:

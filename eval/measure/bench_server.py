@@ -190,7 +190,7 @@ def measure_server(
                 measurement.batch_size = concurrency
             if not measurements:
                 units = units_by_suite(prompts, [group.indices for group in groups])
-                measurement.suites = {name: take([groups[n] for n in own]) for name, own in units.items()}
+                measurement.suites = {name: take([groups[n] for n in indices]) for name, indices in units.items()}
             measurements.append(measurement)
     exact = pooled([m.exact for m in measurements])
     if exact.divergences:
@@ -251,15 +251,15 @@ async def ask_all(
     slots = asyncio.Semaphore(concurrency)
     with Progress(f"asking {server.url} {mode}, {concurrency} in flight: answer", total) as progress:
 
-        async def ask(asked: EngineServer, i: int) -> Answer:
+        async def ask(server: EngineServer, i: int) -> Answer:
             async with slots:
-                own = replace(sampling, seed=sampling.seed + i)
-                answer = await asked.ask(prompts[i], own, settings.max_new_tokens, stop_ids)
+                seeded = replace(sampling, seed=sampling.seed + i)
+                answer = await server.ask(prompts[i], seeded, settings.max_new_tokens, stop_ids)
             progress.advance()
             return answer
 
-        async def ask_group(asked: EngineServer, indices: Sequence[int]) -> list[Answer]:
-            return await asyncio.gather(*(ask(asked, i) for i in indices))
+        async def ask_group(server: EngineServer, indices: Sequence[int]) -> list[Answer]:
+            return await asyncio.gather(*(ask(server, i) for i in indices))
 
         counters = await server.counters() if server.engine == "vLLM" else Counter()
         for each in filter(None, (plain, server)):

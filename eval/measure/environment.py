@@ -170,10 +170,12 @@ def contention(device: torch.device) -> str | None:
     threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
     if device.type != "cpu" or threads == 1:
         return None
-    started, own = time.perf_counter(), time.process_time()
+    started, cpu_started = time.perf_counter(), time.process_time()
     shares = psutil.cpu_percent(LOOK_SECONDS, percpu=True)
-    own = (time.process_time() - own) / (time.perf_counter() - started)  # cores used by this process's own threads
-    used = sum(share / 100 for core, share in enumerate(shares) if core in cores) - own
+    busy = (time.process_time() - cpu_started) / (
+        time.perf_counter() - started
+    )  # cores used by this process's own threads
+    used = sum(share / 100 for core, share in enumerate(shares) if core in cores) - busy
     if len(cores) - used >= threads - 0.5:
         return None
     return (
@@ -184,16 +186,16 @@ def contention(device: torch.device) -> str | None:
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:(.*)", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    model = re.search(r"^model name\s*:(.*)", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
+    return model[1].strip() if model else platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
+    packages = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found | {"draftsmith": commit()}
+            packages[package] = version(package)
+    return packages | {"draftsmith": commit()}
 
 
 def commit() -> str:

@@ -32,7 +32,7 @@ def own_folder(parent: Path, settings: BenchSettings, options: argparse.Namespac
     spent on its content."""
     place = options.out or parent
     check_folder(place, "--out")
-    made = [folder for folder in (place, *place.parents) if not folder.exists()]
+    new_folders = [folder for folder in (place, *place.parents) if not folder.exists()]
     try:
         place.mkdir(parents=True, exist_ok=True)
         name = measurement_name(settings, options)
@@ -40,7 +40,7 @@ def own_folder(parent: Path, settings: BenchSettings, options: argparse.Namespac
             place = parent / (name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):  # another process has just made a folder of this name
                 place.mkdir()
-                made.insert(0, place)
+                new_folders.insert(0, place)
                 break
         TemporaryFile(dir=place).close()  # the rights of a folder do not tell: root may write everywhere but in /proc
     except OSError as error:
@@ -50,7 +50,7 @@ def own_folder(parent: Path, settings: BenchSettings, options: argparse.Namespac
     try:
         yield place
     finally:
-        for folder in made:
+        for folder in new_folders:
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
 
@@ -92,7 +92,7 @@ def folders_of(run: Path) -> list[Path]:
 def newest_results(folders: Iterable[Path], *, served: bool = False) -> tuple[Path, Results] | None:
     """Return the folder and the results of the newest measurement in some folders, here or of a server (`served`), or
     None if there is none. Of equally new ones, return the first. Raise UserError if a results.json is damaged."""
-    return next((found for found in results_in(folders) if (found[1].server is not None) == served), None)
+    return next((pair for pair in results_in(folders) if (pair[1].server is not None) == served), None)
 
 
 def results_in(folders: Iterable[Path]) -> list[tuple[Path, Results]]:
