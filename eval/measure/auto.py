@@ -48,7 +48,15 @@ def search_drafts(
         finalists.sort(key=lambda shape: -looks[shape.text].speedup)
         finalists = finalists[: max(FINALISTS, len(finalists) // 2)]
         count *= 2
-    return Search(temperature=temperature, curve=list(looks.values()), proposed=[shape.text for shape in finalists])
+    return Search(
+        temperature=temperature,
+        curve=list(looks.values()),
+        proposed=[shape.text for shape in finalists],
+        measured={},
+        unreliable=[],
+        chosen=None,
+        plain_is_faster=False,
+    )
 
 
 def choose_draft(search: Search, measurements: Iterable[Measurement]) -> None:

@@ -101,6 +101,7 @@ def find_differences(
                 suite=prompt.suite,
                 prompt=prompt.id,
                 tree=settings.trees[0],
+                against="plain",
                 temperature=0.0,
                 position=position,
                 plain_text=plain[1],
