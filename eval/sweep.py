@@ -44,7 +44,7 @@ class Sweep(BaseModel):
     project: str = "draftsmith"
     program: Literal["eval/bench.py"]
     method: Literal["grid"]
-    metric: Metric = Metric()
+    metric: Metric = Metric(name="speedup")
     parameters: dict[str, dict[Literal["value", "values"], Any]]
     run_cap: Count | None = None
 

@@ -14,7 +14,8 @@ from eval.measure.prompts import HELD_OUT_SUITE, LATER_TURN, Prompt, prompts_has
 from eval.runtime.sampling_params import Rule, Sampling, check_rule
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError
-from heads.core.strict_settings import MAX_NUMBER, Count, Settings
+from heads.core.strict_settings import MAX_NUMBER, Settings
+from heads.core.strict_settings import Count as Count
 from heads.core.tree import TreeShape
 
 if TYPE_CHECKING:
