@@ -260,7 +260,7 @@ class Device(Part):
 class RecordedSettings(BenchSettings):
     """The settings of a measurement, with what is known of its prompts."""
 
-    model_config = ConfigDict(extra="allow", strict=False)
+    model_config = ConfigDict(extra="allow", frozen=False, strict=False)
 
     suites: list[str]
     prompts_hash: str
