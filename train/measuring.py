@@ -189,7 +189,7 @@ def known_text_tau(head: DraftHead, batches: Iterable[Batch], depth: int) -> Mea
     emitted: list[int] = []
     reached, accepted = [0] * depth, [0] * depth
     for batch in batches:
-        for row, runs in enumerate(foreseen(batch, head, depth).tolist()):
+        for row, runs in enumerate(accepted_lengths(batch, head, depth).tolist()):
             for root, end in answers_in(batch.loss_mask[row].tolist(), batch.documents[row].tolist()):
                 for tokens in walk(runs, root=root, end=end):
                     for k in range(min(depth, end - 1 - root)):
@@ -216,9 +216,9 @@ def answers_in(labels: Sequence[bool], documents: Sequence[int]) -> Iterator[tup
         begin = max(end, begin + 1)
 
 
-def foreseen(batch: Batch, head: DraftHead, depth: int) -> Tensor:
+def accepted_lengths(batch: Batch, head: DraftHead, depth: int) -> Tensor:
     """Return (B, T) int64: for a chain with its root at each position, how many draft tokens match the text."""
-    hits = head.foresees(batch, depth)  # (depth, B, T), by slot
+    hits = head.chain_hits(batch, depth)  # (depth, B, T), by slot
     return hits.long().cumprod(0).sum(0).roll(1, dims=1).cpu()  # the chain of slot t has its root at t + 1
 
 

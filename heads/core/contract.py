@@ -224,7 +224,7 @@ class DraftHead(Drafter):
         """
 
     @abstractmethod
-    def foresees(self, batch: Batch, depth: int) -> Tensor:
+    def chain_hits(self, batch: Batch, depth: int) -> Tensor:
         """Return (depth, B, T) bool: True at [k, b, t] if a greedy chain with the root x_{t+1} predicts the batch's
         token x_{t+2+k}, given that all its tokens before are right. Uses the training step. Entries past a document's
         end are padding.

@@ -263,7 +263,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         return block_loss(self.row_losses, block, task, self.correction)
 
     @torch.no_grad()
-    def foresees(self, batch: Batch, depth: int) -> Tensor:
+    def chain_hits(self, batch: Batch, depth: int) -> Tensor:
         if depth > self.depth:
             raise UserError(f"depth {depth}: the head drafts {self.depth} tokens at most")
         assert batch.shared.lm_head_weight is not None

@@ -77,7 +77,7 @@ class DraftConfig(DraftSettings):
 
 SOURCES = ("path", "layers", "fresh")
 ROWS = 1024
-"""Number of rows whose logits `foresees` computes at a time."""
+"""Number of rows whose logits `chain_hits` computes at a time."""
 
 
 def check_takes_back(model: PreTrainedModel) -> None:
@@ -250,7 +250,7 @@ class Draft(nn.Module, DraftHead):
         return StepCost(work, kept, N, self.config.common_size, N, N, backward, [head])
 
     @torch.no_grad()
-    def foresees(self, batch: Batch, depth: int) -> Tensor:
+    def chain_hits(self, batch: Batch, depth: int) -> Tensor:
         states = self.states(batch)
         best = torch.cat([self.logits(part).argmax(-1) for part in states.flatten(0, 1).split(ROWS)])
         right = best.view(batch.tokens.shape) == batch.tokens.roll(-1, dims=1)  # (B, T), by the slot that predicts

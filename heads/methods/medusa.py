@@ -242,7 +242,7 @@ class Medusa(nn.Module, DraftHead):
         )
 
     @torch.no_grad()
-    def foresees(self, batch: Batch, depth: int) -> Tensor:
+    def chain_hits(self, batch: Batch, depth: int) -> Tensor:
         if depth > self.depth:
             raise UserError(f"depth {depth}: the head has {self.depth} heads")
         guesses = [self.draft_to_target[self.logits(batch.hidden, k).argmax(-1)] for k in range(depth)]

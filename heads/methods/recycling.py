@@ -312,7 +312,7 @@ class Recycling(nn.Module, DraftHead):
         return grow(state.shape, state.root, state.length, first, pick, expand, self.draft_to_target)
 
     @torch.no_grad()
-    def foresees(self, batch: Batch, depth: int) -> Tensor:
+    def chain_hits(self, batch: Batch, depth: int) -> Tensor:
         lm_head_weight = self.lm_head_weight(batch.shared)
         guesses = [
             self.draft_to_target[self.logits(normed, lm_head_weight).argmax(-1)] for normed in self.unroll(batch, depth)

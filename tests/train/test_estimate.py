@@ -14,7 +14,7 @@ from heads.targets.load import load_target
 from heads.targets.model import FrozenTarget
 from train.data.packing import text_rows
 from train.features.source import make_batch
-from train.measuring import answer_batches, answers_in, foreseen, known_text_tau, walk
+from train.measuring import accepted_lengths, answer_batches, answers_in, known_text_tau, walk
 
 BLOCK: dict[str, object] = {"num_layers": 2, "block_size": 5}
 SETTINGS: dict[str, dict[str, object]] = {
@@ -55,7 +55,7 @@ def test_the_estimate_is_what_the_runtime_accepts(kind: str, changes: dict[str, 
     outputs = engine.generate(requests)
     texts = [[*prompt, *output.tokens] for prompt, output in zip(prompts, outputs, strict=True)]
     batch = make_batch(target, text_rows(texts), head.aux_layer_ids, torch.float64)
-    hits = foreseen(batch, head, depth)
+    hits = accepted_lengths(batch, head, depth)
     for prompt, text, run, output in zip(prompts, texts, hits, outputs, strict=True):
         rounds = walk(run.tolist(), root=len(prompt), end=len(text))
         assert (

@@ -549,7 +549,7 @@ def test_the_confidence_of_dspark_reads_the_token_before() -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCK_HEADS)
-def test_what_is_foreseen_is_what_is_drafted(kind: str) -> None:
+def test_hits_of_chains_are_what_is_drafted(kind: str) -> None:
     """At every root, as long as the drafts are the text's own."""
     head, batch = make_head(kind), make_batch([[20]])
     for anchor in range(4, 16):
@@ -559,7 +559,7 @@ def test_what_is_foreseen_is_what_is_drafted(kind: str) -> None:
         text = batch.tokens.clone()
         text[0, anchor + 1 : anchor + 4] = drafted
         told = dataclasses.replace(batch, tokens=text, embeddings=batch.shared.embed_tokens(text))
-        assert head.foresees(told, 3)[:, 0, anchor - 1].all()
+        assert head.chain_hits(told, 3)[:, 0, anchor - 1].all()
 
 
 def test_observing_in_pieces_equals_observing_at_once() -> None:

@@ -115,7 +115,7 @@ def test_a_tree_too_deep_or_too_wide_is_refused() -> None:
     head, batch = make_head(), make_batch([[20]])
     assert "4 levels, the head has 3 heads" in refused(observed, head, batch, "chain:4", [9])
     assert "13 children of a node, the head drafts 12" in refused(observed, head, batch, "static:13", [9])
-    assert "depth 4" in refused(head.foresees, batch, 4)
+    assert "depth 4" in refused(head.chain_hits, batch, 4)
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 5])
