@@ -24,7 +24,6 @@ from heads.targets.model import FrozenTarget, why_not_finite
 from heads.targets.slots import TreeSlots, ancestors, round_up
 from heads.targets.triton_support import KERNEL_ERRORS
 
-ALIBI_FAMILIES = {"bloom", "mpt"}
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narrower types
 """Relative error of hidden states above which a decoder is assumed to ignore its mask: far above rounding errors."""
 KERNEL_TOLERANCE = {torch.float32: 1e-4}  # and 0.02 for 16-bit types
@@ -40,7 +39,6 @@ _checked: "WeakKeyDictionary[FrozenTarget, dict[tuple[object, ...], tuple[str | 
 def open_decoder(target: FrozenTarget, spec: CacheSpec) -> CachedDecoder:
     """Return the target's decoder: the native one if there is one that passes the checks, else the Hugging Face model.
     UserError if neither takes what it is given."""
-    check_family(target)
     reason = why_not_native(target)
     if reason is None:
         native = NativeDecoder(target, spec)
@@ -67,19 +65,6 @@ def check_decoder(target: FrozenTarget, decoder: CachedDecoder) -> str | None:
         results[key] = (mask_fault(target, decoder), decoder.reads_masks, decoder.in_tiles)
     fault, decoder.reads_masks, decoder.in_tiles = results[key]
     return fault
-
-
-def check_family(target: FrozenTarget) -> None:
-    """Raise UserError for a target whose attention accepts no mask from the caller."""
-    config = target.config
-    if getattr(config, "alibi", False) or config.model_type in ALIBI_FAMILIES:
-        raise UserError(
-            f"{target.name}: the runtime cannot verify drafts on {config.model_type}: its alibi position biases "
-            "are built from a 2-D mask; use a target with rotary or learned positions"
-        )
-    attention = config._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        raise UserError(f"{target.name}: attention {attention!r} takes no 4-D mask; load the target with sdpa or eager")
 
 
 def mask_fault(target: FrozenTarget, decoder: CachedDecoder) -> str | None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from eval.runtime.engine import Request
-from eval.runtime.self_check import check_family
 from heads.core.errors import UserError, warn_once
 from heads.targets import cached_decoder, decoder
 from heads.targets.choose_token import choose_in_tiles
@@ -86,13 +85,6 @@ def test_kernels_that_are_right_decode(caplog: pytest.LogCaptureFixture) -> None
         assert not engine.decoder.target.reads_masks and engine.decoder.target.in_tiles
         assert texts(engine.generate(requests)) == texts(expected)
     assert not caplog.records
-
-
-def test_flex_attention_is_refused() -> None:
-    target = copy.deepcopy(target_of("llama"))
-    target.config._attn_implementation_internal = "flex_attention"
-    with pytest.raises(UserError, match="takes no 4-D mask"):
-        check_family(target)
 
 
 @pytest.mark.parametrize("ignored", ["position_ids", "attention_mask"])
