@@ -71,7 +71,8 @@ def dtype(device: torch.device) -> torch.dtype:
 @pytest.fixture(scope="module")
 def note(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Note]:
     """Collect a file's facts. With GPU_CHECK_OUT, they are added to that JSON file under the test file's name."""
-    started, found = time.perf_counter(), {}
+    started = time.perf_counter()
+    found: dict[str, Any] = {}
     torch.manual_seed(0)
 
     def note(name: str, *, ok: bool = True, **figures: Any) -> None:

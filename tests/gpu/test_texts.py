@@ -38,7 +38,7 @@ def test_texts_are_plain_decodings(
             ]
             triples = list(zip(requests, plain.generate(requests), engine.generate(requests), strict=True))
             launched = uncaptured.generate(requests)
-            facts = {
+            facts: dict[str, Any] = {
                 "texts": len(requests),
                 "identical": sum(one.tokens == other.tokens for _, one, other in triples),
                 "near_ties": sum(
