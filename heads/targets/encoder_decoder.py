@@ -50,10 +50,11 @@ class EncoderDecoder(nn.Module):
                 f"{name}: encoder-decoder targets here are {' or '.join(FAMILIES)}, got {config.model_type}; "
                 "use one of these, or a causal language model"
             )
-        start = getattr(config, "decoder_start_token_id", None)
+        start: Any = getattr(config, "decoder_start_token_id", None)
         if start is None and model.generation_config is not None:
             start = model.generation_config.decoder_start_token_id
-        self.start: Any = start  # int, the token that begins every answer
+        self.start: int = start
+        """Token that begins every answer."""
         self.encoder: Any = model.get_encoder()
         self.decoder: Any = model.get_decoder()
 

@@ -191,7 +191,8 @@ def test_what_cannot_be_decoded_is_refused(given: Request | dict[str, Any], word
 
 def test_a_batch_that_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eval.runtime.memory.free_bytes", lambda: 2**20)
-    target, sizes = target_of("llama"), {"nodes": 8, "drafts": False}
+    target = target_of("llama")
+    sizes: dict[str, Any] = {"nodes": 8, "drafts": False}
     check_memory(target, 1, 64, **sizes)
     with pytest.raises(UserError, match=r"a batch of 640 needs .* GiB are free; a batch of \d+ would fit"):
         check_memory(target, 640, 64, **sizes)
