@@ -139,7 +139,11 @@ def _read_answer(
         whole = head + _after(before, head, whole, place)
     bare = head + frame.empty
     reasoning = [*filter(None, _reasoning(message))]
-    notes = [weight_like(key) for key in message.keys() - KNOWN if WEIGHT_LIKE.search(key)]
+    notes = [
+        f"answers have a key {key!r}, which is not read; if it marks what not to train on, call it weight (0 or 1)"
+        for key in message.keys() - KNOWN
+        if WEIGHT_LIKE.search(key)
+    ]
     if reasoning:
         tag = OPENS_REASONING.match(prompt, max(0, prompt.rfind("<")))
         close = f"</{tag[1]}>" if tag is not None else ""
@@ -185,10 +189,6 @@ def _after(before: Sequence[Message], head: str, whole: str, place: str) -> str:
             "rewritten by the chat template",
         )
     return whole.rpartition(end)[2]
-
-
-def weight_like(key: str) -> str:
-    return f"answers have a key {key!r}, which is not read; if it marks what not to train on, call it weight (0 or 1)"
 
 
 def _reasoning(message: Message) -> Iterator[str]:

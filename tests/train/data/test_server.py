@@ -132,11 +132,6 @@ def test_what_a_server_cannot_do_is_one_line(fault: str, stub: Stub) -> None:
     assert "\n" not in str(error.value) and str(error.value).startswith(stub.url)
 
 
-def test_a_server_that_is_not_there_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"http://127.0.0.1:9: /v1/models: no answer in 1 trials .*; start the server"):
-        ask(Stub(made_up, url="http://127.0.0.1:9"), prompts(3), retries=60)
-
-
 def test_a_signal_ends_the_asking_at_once(stub: Stub) -> None:
     ended, dialogues = threading.Event(), prompts(100)
 

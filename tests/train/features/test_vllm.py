@@ -23,7 +23,7 @@ from tests.answering import QuietHandler, QuietServer
 from tests.closeness import assert_close
 from tests.faults import little_memory
 from tests.packed_rows import packed_rows
-from tests.runs import Settings, lines, train_in, weights
+from tests.runs import Settings, train_in, weights
 from train.accelerator import make_accelerator
 from train.features.settings import VllmFeatures
 from train.features.vllm import HiddenStatesServer, ServedFeatures
@@ -199,17 +199,6 @@ def test_wrong_layers_are_found_without_room_for_the_target(
     with little_memory(), pytest.raises(UserError, match=r"its last states give log-probabilities .* from its own"):
         train_in(served)
     assert not Path(served["output_dir"], "metrics.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_without_room_for_the_target_tau_is_an_estimate(served: Settings, capfd: pytest.CaptureFixture[str]) -> None:
-    with little_memory():
-        run = train_in(served)
-    assert "no room for a whole copy" in capfd.readouterr().err
-    (line,) = lines(run, "eval")
-    assert line["is_estimate"] and line["tau"] >= 1 and line["tau_by_training_step"] is None
-    head = (run / "head/config.json").read_text()
-    assert "by the training step, on training text" in head and '"measured"' not in head
 
 
 def test_a_server_that_was_away_is_asked_again(server: StubServer) -> None:
