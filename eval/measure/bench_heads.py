@@ -28,7 +28,7 @@ from heads.targets.model import FrozenTarget
 
 
 @dataclass
-class Measured:
+class Measurements:
     """All that was measured so far."""
 
     measured: list[Audited] = field(default_factory=list)
@@ -59,7 +59,7 @@ def bench_heads(
     prompts = {
         context: choose_prompts(target, tokenizer, settings, nodes, context) for context in settings.contexts or (None,)
     }
-    so_far = Measured()
+    so_far = Measurements()
     for context, batch_size in settings.points:
         at = settings.model_copy(update={"batch_size": batch_size})
         try:
@@ -115,7 +115,7 @@ def bench_heads(
 
 
 def measure_point(
-    so_far: Measured,
+    so_far: Measurements,
     target: FrozenTarget,
     heads: Sequence[Drafter],
     tokenizer: PreTrainedTokenizerBase,

@@ -25,7 +25,7 @@ from eval.measure.chat_template import with_arguments
 from eval.measure.engine_server import DRAFTS, Answer, EngineServer, RoundCounts, count_rounds
 from eval.measure.environment import dtype_options, head_facts, machine, target_facts
 from eval.measure.figures import token_at, top_two_margin
-from eval.measure.loading import fitting_head, open_target, open_target_of, read_prompts
+from eval.measure.loading import fitting_head, load_suites, open_target, open_target_of
 from eval.measure.measure import split_units, units_by_suite
 from eval.measure.progress import Progress
 from eval.measure.prompts import HELD_OUT_SUITE, Prompt
@@ -76,7 +76,7 @@ class Group:
         return list(zip(tokens if step == len(self.indices) else [sum(tokens)], numbers, strict=True))
 
 
-def find_differences(
+def compare_with_target(
     target: FrozenTarget,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
@@ -173,7 +173,7 @@ def measure_server(
 
     room = server.context_length - settings.max_new_tokens - server.depth - 1
     vocab_size = target.vocab_size if target else None
-    prompts = read_prompts(settings, tokenizer, min(settings.max_prompt_tokens or room, room), answer, vocab_size)
+    prompts = load_suites(settings, tokenizer, min(settings.max_prompt_tokens or room, room), answer, vocab_size)
     measurements: list[Measurement] = []
     for temperature in settings.temperatures:
         for _, concurrency in settings.points:
@@ -184,8 +184,8 @@ def measure_server(
             if target and tokenizer and temperature == 0 and all(answer.tokens for answer in answers.values()):
                 texts = [answers[i].tokens for i in range(len(prompts))]
                 with Progress(f"decoding {len(prompts)} prompts here, to compare the texts", announced=True):
-                    differences = find_differences(target, tokenizer, prompts, texts, settings)
-            take = partial(figures, server.depth, prompts, temperature, differences)
+                    differences = compare_with_target(target, tokenizer, prompts, texts, settings)
+            take = partial(served_figures, server.depth, prompts, temperature, differences)
             measurement = take(groups)
             if settings.batch_sizes:
                 measurement.batch_size = concurrency
@@ -286,7 +286,7 @@ async def ask_all(
     return groups
 
 
-def figures(
+def served_figures(
     depth: int,
     prompts: Sequence[Prompt],
     temperature: float,

@@ -187,10 +187,10 @@ def choose_prompts(
         answers = engine.generate([Request(list(p.ids), settings.max_new_tokens) for p in prompts])
         return [answer.text(tokenizer) for answer in answers]
 
-    return read_prompts(settings, tokenizer, limit, answer, target.vocab_size)
+    return load_suites(settings, tokenizer, limit, answer, target.vocab_size)
 
 
-def read_prompts(
+def load_suites(
     settings: BenchSettings,
     tokenizer: PreTrainedTokenizerBase | None,
     limit: int,

@@ -265,7 +265,7 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | N
     if key is None:
         keys = ", ".join(fields) or "an empty object"
         raise UserError(f"{place}: expected a prompt in one of {', '.join(TEXT_KEYS)}, got {keys}")
-    system, turns = first_turns(record, key)
+    system, turns = system_and_turns(record, key)
     messages = [*system, {"role": "user", "content": turns[0]}]
     arguments = read_arguments(record)
     text, ids = render(messages, tokenizer, place, arguments)
@@ -276,7 +276,7 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | N
     return Prompt(name, suite, category, text, ids, tuple(messages), tuple(turns[1:]), arguments)
 
 
-def first_turns(record: Record, key: str) -> tuple[list[Message], list[str]]:
+def system_and_turns(record: Record, key: str) -> tuple[list[Message], list[str]]:
     """Return a record's system message, if any, and its user turns. A conversation with recorded answers yields only
     its first turn, because the answers are not the target's."""
     place, fields = record

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eval.measure.loading import read_prompts
+from eval.measure.loading import load_suites
 from eval.measure.prompts import Prompt, follow_up, held_out_prompts, load_prompts, prompts_hash, windows
 from eval.measure.python_source import read_split
 from eval.measure.settings import BenchSettings
@@ -56,8 +56,8 @@ def test_prompts_with_a_token_that_the_target_lacks_are_left_out(
     with pytest.raises(UserError, match=r"1 of 1 prompts have a token .* such as .*q.jsonl:1: token '<|image|>'"):
         load(write(tmp_path / "q.jsonl", records[1]), tokenizer, vocab_size=128)
     settings = BenchSettings(prompts=write(tmp_path / "r.jsonl", {"turns": ["one", "two"]}))
-    assert len(read_prompts(settings, tokenizer, 400, lambda _: ["an image"], 128)) == 2
-    assert len(read_prompts(settings, tokenizer, 400, lambda _: ["<|image|>"], 128)) == 1  # the answer spells it
+    assert len(load_suites(settings, tokenizer, 400, lambda _: ["an image"], 128)) == 2
+    assert len(load_suites(settings, tokenizer, 400, lambda _: ["<|image|>"], 128)) == 1  # the answer spells it
 
 
 @pytest.mark.parametrize(
