@@ -149,7 +149,7 @@ def misread(fields: Mapping[str, Any], nested: Mapping[str, Any], config: Mappin
     of_vllm, of_sglang, default = fields.get(IDS), nested.get(IDS), list(low_middle_high(layers))
     of_speculators = "transformer_layer_config" in fields
     uneven = config["hidden_size"] % config["num_attention_heads"] and not config["qk_norm"]
-    classes, made = fields.get("architectures") or [None], fields.get("num_hidden_layers", 1)
+    classes, layers_made = fields.get("architectures") or [None], fields.get("num_hidden_layers", 1)
     lines = [
         (
             of_vllm is None and of_sglang is not None and ids != default,
@@ -181,8 +181,8 @@ def misread(fields: Mapping[str, Any], nested: Mapping[str, Any], config: Mappin
         ),
         (uneven, f"{VLLM} and {SGLANG} refuse the hidden_size: {UNEVEN}"),
         (
-            made != config["num_layers"],
-            f"{VLLM} and {SGLANG} make {made} layers by num_hidden_layers, and the file has {config['num_layers']}",
+            layers_made != config["num_layers"],
+            f"{VLLM} and {SGLANG} make {layers_made} layers by num_hidden_layers, and the file has {config['num_layers']}",
         ),
         (
             "LlamaForCausalLMEagle3" not in classes,

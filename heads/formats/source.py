@@ -75,8 +75,8 @@ def open_source(path: str, config: Mapping[str, Any]) -> Source:
         try:
             return Source(path, config, tensor_files(path, WEIGHTS))
         except UserError as error:
-            asked = " or ".join(f"{path}/{file}" for file in PICKLES)
-            raise UserError(f"{error}. A pickle is read where it is asked for by name: {asked}") from error
+            names = " or ".join(f"{path}/{file}" for file in PICKLES)
+            raise UserError(f"{error}. A pickle is read only by its name: {names}") from error
     repo, revision = repo_and_revision(folder)
     try:
         file = Path(str(cached_file(repo, name, revision=revision)))
@@ -107,20 +107,20 @@ def check_same(source: Source, target: FrozenTarget, **sizes: int | None) -> Non
             )
 
 
-def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target: FrozenTarget) -> tuple[Any, Any]:
-    """Return the transformers config for the part `said` of config.json, of type `kind` if it names none, and the
+def decoder_settings(source: Source, fields: Mapping[str, Any], kind: str, target: FrozenTarget) -> tuple[Any, Any]:
+    """Return the transformers config for the part `fields` of config.json, of type `kind` if it names none, and the
     settings of a `heads.methods.layers.BlockConfig` for it, with `rope_scaling` None for plain positions.
 
     Positions in time, height and width are equal in a text, so the sections of a vision-language model do not matter.
     """
     try:
-        by_head = [said[name] for name in ("num_attention_heads", "head_dim") if said.get(name)]
+        by_head = [fields[name] for name in ("num_attention_heads", "head_dim") if fields.get(name)]
         # transformers' Llama has no width that is not a multiple of its heads; where both sizes are named, it may be.
         width = {"hidden_size": prod(by_head)} if len(by_head) == 2 else {}
-        config: Any = AutoConfig.for_model(**{"model_type": kind, **said, **width})
+        config: Any = AutoConfig.for_model(**{"model_type": kind, **fields, **width})
     except Exception as error:  # each family's config refuses in its own way
         raise UserError(f"{source.path}: config.json describes no decoder layer ({first_line(error)})") from error
-    config.hidden_size = said.get("hidden_size", config.hidden_size)
+    config.hidden_size = fields.get("hidden_size", config.hidden_size)
     rope = {key: value for key, value in (config.rope_parameters or {}).items() if key not in SECTIONS}
     theta = float(rope.pop("rope_theta", 10_000.0))
     scaling = rope.get("rope_type", "default")
