@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from eval.measure.command import Parser, add_head_options, exit_status, typed
 from eval.measure.prompts import check_suites
-from eval.measure.settings import Count, add_prompt_options, to_settings
+from eval.measure.settings import add_prompt_options, to_settings
 from heads.core.errors import UserError
 from heads.core.files import check_file, write_json
+from heads.core.strict_settings import Count
 
 if TYPE_CHECKING:
     from torch import Tensor

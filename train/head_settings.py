@@ -28,7 +28,7 @@ SECTIONS: dict[str, Any] = {
         settings.__name__,
         __base__=(settings, HeadSection),
         __doc__=f"The settings of a head of kind `{kind}`.",
-        kind=(Literal[kind], Field(description="The method.")),
+        kind=(Literal[kind], Field(description="The method.")),  # type: ignore[arg-type]
     )
     for kind, settings in SETTINGS.items()
 }

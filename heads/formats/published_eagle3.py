@@ -156,7 +156,7 @@ def misread(fields: Mapping[str, Any], nested: Mapping[str, Any], config: Mappin
             f"{VLLM} ignores the layer ids in eagle_config and captures {default} in the place of {ids}",
         ),
         (
-            None not in (of_vllm, of_sglang) and sorted(of_sglang) != [k - 1 for k in ids],
+            of_vllm is not None and of_sglang is not None and sorted(of_sglang) != [k - 1 for k in ids],
             f"{SGLANG} reads the layer ids in eagle_config, {of_sglang}: other layers than {IDS} names",
         ),
         (
@@ -182,7 +182,8 @@ def misread(fields: Mapping[str, Any], nested: Mapping[str, Any], config: Mappin
         (uneven, f"{VLLM} and {SGLANG} refuse the hidden_size: {UNEVEN}"),
         (
             layers_made != config["num_layers"],
-            f"{VLLM} and {SGLANG} make {layers_made} layers by num_hidden_layers, and the file has {config['num_layers']}",
+            f"{VLLM} and {SGLANG} make {layers_made} layers by num_hidden_layers, and the file has "
+            f"{config['num_layers']}",
         ),
         (
             "LlamaForCausalLMEagle3" not in classes,

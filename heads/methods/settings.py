@@ -44,7 +44,7 @@ class BlockSettings(Settings):
 class StartSettings(Settings):
     """Setting of heads whose first weights can be computed from the target's features."""
 
-    initial_weights: Literal["copying", "target", "random"] = COPYING
+    initial_weights: Literal["copying", "target", "random"] = "copying"
     """Weights before training. `target`: the head passes on the target's highest auxiliary hidden state and decodes it
     as the target would. `copying`: in addition, its first attention finds the token that followed earlier occurrences
     of the newest one. `random`: PyTorch's, as in other trainers."""
@@ -119,7 +119,7 @@ class MedusaSettings(Settings):
     """Number of residual blocks in each head."""
     depth_decay: Decay = 0.8
     """Weight of head k in the loss is depth_decay^k, k from 0."""
-    loss: Loss = LABELS
+    loss: Loss = "labels"
     """`labels`: cross-entropy on the text, as in the paper. Or a divergence between the distributions of target and
     draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
     tree_nodes: Annotated[int, Field(ge=0, le=MAX_NODES)] = 64
@@ -161,7 +161,7 @@ class DraftBlockSettings(RotarySettings, StartSettings, BlockSettings):
     weights: Literal["exponential", "d_pace"] = "exponential"
     """Weights of a block's rows: `exponential`, from gamma, or `d_pace`, from the probability that a draft gets that
     far."""
-    initial_weights: Literal["copying", "target", "random"] = COPYING
+    initial_weights: Literal["copying", "target", "random"] = "copying"
     """Weights before training. `target`: the context is the target's highest auxiliary hidden state, and the final norm
     has the target's scale. `copying`: the first draft token is the one that followed the root before, and the others
     follow token frequencies; for a head with one layer the same as `target`. `random`: PyTorch's defaults, as in other
