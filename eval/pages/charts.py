@@ -1,4 +1,4 @@
-"""The charts of a report on one head."""
+"""The charts of a setting of one head."""
 
 import math
 from collections.abc import Sequence
@@ -10,36 +10,21 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from eval.measure.schema import Measurement, Results
+from eval.measure.schema import Measurement
 from eval.pages.drawing import COLOURS, FONT_SIZE, Chart
-from eval.pages.format import number, percent, reached, sampling_text, setting_text, speedup_text, where_text
+from eval.pages.format import number, percent, reached, setting_text, speedup_text
 from eval.pages.verdicts import reliable_speedup
 
 SMALL = FONT_SIZE - 1
 MAX_LABELS = 11
 """Maximum number of tick labels of an axis. With more ticks, some have no label."""
-AXES = {"batch_size": "prompts decoded together", "context": "tokens of the prompt"}
-MIN_POINTS = 4
-"""Number of points below which a curve says less than a sentence."""
 CYCLE = ("draft", "verify", "accept", "commit")
 """Colours of the series of a chart, in turn."""
-SPEED_STEPS = [1, 2, 2.5, 5, 10]
-"""Steps of an axis of speedups, with a tick at 1."""
-Series = dict[tuple[str, float], list[tuple[int, Measurement]]]
-"""Name and temperature of a series -> its points: batch size or context, and figures."""
 
 
-def head_charts(results: Results, others: Sequence[Results] = ()) -> list[Chart]:
-    """Return the charts of a measurement of one head, beside those of other places where it was measured, the newest
-    first. A curve of few points is left to tables."""
+def head_charts(m: Measurement) -> list[Chart]:
+    """Return the charts of a setting: where a round's time goes, acceptance by depth, and tau by position."""
     charts = []
-    m = results.headline
-    for along, name in (("batch_size", "batch size"), ("context", "context")):
-        if series := speedups_along(along, results, others):
-            note = f"Over plain decoding of the same prompts in the same run, with {m.tree}. Bars are 95% intervals."
-            draw = partial(draw_speedups, series=series, label=AXES[along])
-            height = 2.7 + 0.2 * len(series)
-            charts.append(Chart(along.replace("_", "-"), f"Speedup by {name}", note, draw, height, folded=False))
     setting = setting_text(m)
     if m.speedup is not None and not math.isnan(reliable_speedup(m)) and m.speculative.breakdown_ms:
         note = (
@@ -54,56 +39,6 @@ def head_charts(results: Results, others: Sequence[Results] = ()) -> list[Chart]
         note = "tau of the rounds by where in the text they begin, the prompt included, with 95% intervals"
         charts.append(Chart("position", "tau by position", f"{note} ({setting}).", partial(draw_positions, m=m)))
     return charts
-
-
-def speedups_along(along: str, results: Results, others: Sequence[Results]) -> Series:
-    """Return the reliable speedups by batch size or context, here and in servers. All else is as in the headline
-    setting, but the draft of servers, which have their own. Nothing if there are too few."""
-    other = "context" if along == "batch_size" else "batch_size"
-    headline = point_of(results, results.headline)
-    series: Series = {}
-    seen = set()
-    for part in (results, *others):
-        for m in part.measurements:
-            point, where = point_of(part, m), where_text(part)
-            place, key = point[along], (where, m.tree, m.temperature, point[along])
-            if place is None or key in seen or point[other] != headline[other] or math.isnan(reliable_speedup(m)):
-                continue
-            if part.server is None and m.tree != results.headline.tree:
-                continue
-            seen.add(key)
-            series.setdefault((f"{where}: {m.tree}" if others else m.tree, m.temperature), []).append((place, m))
-    places = [place for line in series.values() for place, _ in line]
-    return series if len(places) >= MIN_POINTS - 1 and len(set(places)) > 1 else {}
-
-
-def point_of(results: Results, m: Measurement) -> dict[str, int | None]:
-    return {"batch_size": m.batch_size or results.settings.batch_size, "context": m.context}
-
-
-def draw_speedups(axes: Axes, *, series: Series, label: str) -> None:
-    """Draw speedups with their intervals. A colour is a draft, at temperatures above 0 with hollow dots."""
-    axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
-    names = list(dict.fromkeys(name for name, _ in series))
-    for (name, temperature), line in series.items():
-        colour = COLOURS[CYCLE[names.index(name) % len(CYCLE)]]
-        points = sorted((place, reliable_speedup(m), m.speedup and m.speedup.ci95) for place, m in line)
-        for place, speedup, interval in points:
-            axes.plot([place, place], interval or (speedup, speedup), color=colour, lw=2.2)
-        dot: dict[str, Any] = {"ms": 6, "mfc": COLOURS["card"] if temperature else colour, "mew": 1.8}
-        text = f"{name}, {sampling_text(temperature)}"
-        axes.plot(*zip(*(point[:2] for point in points), strict=True), "o-", color=colour, lw=1, label=text, **dot)
-    places = sorted({place for line in series.values() for place, _ in line})
-    axes.set_xscale("log", base=2)
-    axes.minorticks_off()
-    axes.set_xticks(places, list(map(str, places)))
-    axes.margins(x=0.08, y=0.12)
-    axes.set_xlabel(label)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axes.yaxis.set_major_locator(MaxNLocator(6, steps=SPEED_STEPS))
-    draw_grid(axes)
-    handles, labels = axes.get_legend_handles_labels()
-    draw_legend(axes, handles, columns=1 if max(map(len, labels)) > 18 else 2)
 
 
 def draw_acceptance(axes: Axes, *, alpha: Sequence[float | None]) -> None:
@@ -134,7 +69,7 @@ def draw_positions(axes: Axes, *, m: Measurement) -> None:
     axes.set_xlim(-0.5, len(bins) - 0.5)
     axes.set_xlabel("first position of each bin, in tokens")
     axes.margins(y=0.15)
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=SPEED_STEPS))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
 
 
 def draw_round(axes: Axes, *, m: Measurement) -> None:
@@ -155,11 +90,6 @@ def draw_round(axes: Axes, *, m: Measurement) -> None:
     axes.set(xticks=[], yticks=[], xlim=(0, 1.28 * max(plain, whole)), ylim=(1.3, -0.6))
     axes.spines[["left", "bottom"]].set_visible(False)
     draw_legend(axes, axes.get_legend_handles_labels()[0], columns=2)
-
-
-def draw_grid(axes: Axes) -> None:
-    axes.grid(axis="y", color=COLOURS["line"], lw=0.6)
-    axes.set_axisbelow(True)
 
 
 def draw_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> None:

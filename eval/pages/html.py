@@ -16,13 +16,13 @@ from eval.measure.schema import Decoded, Results, Sample
 from eval.measure.speedup_checks import why_unreliable
 from eval.pages import format
 from eval.pages.drawing import COLOURS, Chart, inline_svg
-from eval.pages.roofline import roofline_lines
 from eval.pages.tables import (
     Row,
     beside_table,
     comparison_table,
     headline_table,
     latency_table,
+    roofline_table,
     rows_of,
     settings_table,
     suites_table,
@@ -83,10 +83,13 @@ def render_page(results: Results, charts: Sequence[Chart], serve: str | None, ot
         ],
         diagnosis={
             "charts": [chart for chart in charts if chart.folded],
-            "tables": [table for table in (headline, latency_table(results)) if table.rows],
+            "tables": [
+                table
+                for table in (headline, latency_table(results), *map(roofline_table, filter(None, [results.roofline])))
+                if table.rows
+            ],
             "remarks": list(held_out_lines(results.head.curve)),
             "near_ties": [format.divergence_text(tie) for tie in results.exact.near_ties[:MAX_DIVERGENCES]],
-            "roofline": "\n".join(roofline_lines(results.roofline)) if results.roofline else "",
         },
         sources=[source(results, with_warnings=False)],
         facts={

@@ -14,8 +14,15 @@ from eval.measure.schema import Results
 from eval.pages import format
 from eval.pages.card import CARD, PLOTS, model_card
 from eval.pages.format import NOT_RELIABLE
-from eval.pages.roofline import roofline_lines
-from eval.pages.tables import Table, audit_table, comparison_table, headline_table, rows_of, settings_table
+from eval.pages.tables import (
+    Table,
+    audit_table,
+    comparison_table,
+    headline_table,
+    roofline_table,
+    rows_of,
+    settings_table,
+)
 from eval.pages.verdicts import search_line, serve_command, serve_label, verdicts, warnings
 from heads.core.files import write_text
 
@@ -49,8 +56,11 @@ def print_report(results: Results, console: Console) -> None:
     say(console, f"\n{'; '.join(verdicts(results))}", "bold")
     if command:
         say(console, f"{serve_label(results)}: {command}")
-    for line in roofline_lines(results.roofline) if results.roofline else ():
-        say(console, line)
+    if results.roofline:
+        shown = roofline_table(results.roofline)
+        print_table(shown, console)
+        for line in shown.notes:
+            say(console, line)
 
 
 def has_search(results: Results) -> bool:
@@ -115,7 +125,7 @@ def write_report(results: Results, folder: Path) -> None:
     run = folder.parent.parent if folder.parent.name == BENCH else folder
     others = [other for _, other in results_in(folders_of(run)) if (other.server is None) != (results.server is None)]
     log = read_log(folder / "metrics.jsonl")
-    charts = [*head_charts(results, others), *training_charts({"": results.head.curve}, log)]
+    charts = [*head_charts(results.headline), *training_charts({"": results.head.curve}, log)]
     write_charts(charts, caption, folder / "plots")
     serve = serve_command(results)
     write_text(folder / "report.html", render_page(results, charts, serve, others))

@@ -1,13 +1,17 @@
 """The tables of a report. The terminal, the page and the card render each in its own way."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from eval.measure.schema import Head, Measurement, Results
-from eval.measure.speedup_checks import NO_BASELINE, why_unreliable
+from eval.measure.speedup_checks import NO_BASELINE, is_believable, why_unreliable
 from eval.pages import format
 from eval.pages.format import BRACKETS, MISSING, NOT_RELIABLE
 from eval.pages.verdicts import fastest, search_line, training_differences
+
+MAX_SHARE = 1.25
+"""Maximum plausible bandwidth of a plain step, relative to copying: it only reads, which may be faster than copying."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,34 @@ def suites_table(results: Results) -> Table:
     ]
     note = f"{format.setting_text(results.headline)}. Loops: outputs whose end repeats itself, which are easy to draft."
     return Table("By suite", [note], ["suite", "speedup", "tau", "prompts", "loops"], rows)
+
+
+def roofline_table(record: Mapping[str, Any]) -> Table:
+    """Return the parts of a round and of a plain step (`eval.measure.roofline`)."""
+    rows = []
+    for name in ("plain", "round"):
+        whole = {"part": "whole", "bytes": None, "floor_us": record[f"{name}_floor_us"], "us": record[f"{name}_us"]}
+        for part in [*record[name], whole | {"over_floor": None}]:
+            size, over = part["bytes"], part["over_floor"]
+            times = [format.number(part[key], 1) for key in ("floor_us", "us")]
+            moved = MISSING if size is None else format.number(size / 1e6, 1)
+            rows.append([f"{name}: {part['part']}", moved, *times, format.number(over)])
+    now, floor = (
+        f"{value:.2f}" if is_believable(value, record["tau"]) else NOT_RELIABLE
+        for value in (record["speedup"]["now"], record["speedup"]["floor"])
+    )
+    share = record["plain_share_of_bandwidth"]
+    notes = [
+        f"Copy bandwidth {record['copy_bandwidth'] / 1e9:.1f} GB/s, {record['length']} tokens of context, "
+        f"batch {record['batch_size']}, draft {record['tree']}, tau {record['tau']:.2f}.",
+        f"Speedup now {now}, at the floor {floor}; plain decoding at {share:.0%} of the bandwidth.",
+    ]
+    if share > MAX_SHARE:
+        notes.append(
+            "Plain decoding reads faster than memory was copied: the target lies in the processor's cache, or others "
+            "used the memory while it was copied; the floors say little here."
+        )
+    return Table("Roofline", notes, ["", "MB", "floor us", "us", "ratio"], rows)
 
 
 def audit_table(results: Results) -> Table:

@@ -11,10 +11,12 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.measure.curve import falls, learning_line
 from eval.measure.schema import Point
-from eval.pages.charts import CYCLE, MIN_POINTS, draw_grid, draw_legend
+from eval.pages.charts import CYCLE, draw_legend
 from eval.pages.drawing import COLOURS, Chart
 from eval.pages.format import count, sentence
 
+MIN_POINTS = 4
+"""Number of points below which the loss is no curve."""
 MAX_LOSS = 1e15
 """Absolute value from which a loss is not drawn. Infinity is not drawn either."""
 MAX_POINTS = 300
@@ -144,3 +146,8 @@ def draw_loss(axes: Axes, *, points: Sequence[tuple[int, float]]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(6))
     draw_grid(axes)
+
+
+def draw_grid(axes: Axes) -> None:
+    axes.grid(axis="y", color=COLOURS["line"], lw=0.6)
+    axes.set_axisbelow(True)

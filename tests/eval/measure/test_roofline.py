@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from eval.measure.roofline import copy_bandwidth, roofline
-from eval.pages.roofline import roofline_lines
+from eval.pages.tables import roofline_table
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
@@ -41,9 +41,9 @@ def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     assert record["speedup"]["floor"] == pytest.approx(2.0 * record["plain_floor_us"] / record["round_floor_us"])
     assert all(part["us"] > 0 for part in record["round"] if part["part"] != "gaps")
     record["plain_share_of_bandwidth"] = 0.9
-    assert len(roofline_lines(record)) == len(record["round"]) + len(record["plain"]) + 6
+    assert len(roofline_table(record).rows) == len(record["round"]) + len(record["plain"]) + 2
     record["plain_share_of_bandwidth"] = 2.5
-    assert "the floors say little here" in roofline_lines(record)[-1]
+    assert "the floors say little here" in roofline_table(record).notes[-1]
     # What was timed has left the engine fit for use.
     requests = [Request([5, 6, 7], 12)]
     assert engine.generate(requests)[0].tokens == plain.generate(requests)[0].tokens

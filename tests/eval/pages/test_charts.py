@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from eval.measure.schema import Measurement, Point, Results
-from eval.pages.charts import head_charts, speedups_along
+from eval.measure.schema import Measurement, Point
+from eval.pages.charts import head_charts
 from eval.pages.drawing import COLOURS, Chart, drawn, inline_svg, write_charts
 from eval.pages.html import DARK
 from eval.pages.training import training_charts
 from tests.curves import learning_curve
-from tests.measurements import measurement, results_of
+from tests.measurements import measurement
 
 PHONE = 330
 """Pixels that a chart has on a phone of 390."""
@@ -28,26 +28,8 @@ BINS = [
 ]
 
 
-def setting(tree: str, speed: float | None, temperature: float = 0.0, **changes: Any) -> Measurement:
-    low = speed and speed - 0.2
-    return measurement(tree, temperature, speedup=speed, low=low, tau=2.4, tau_by_position=BINS, **changes)
-
-
-def depths(**changes: Any) -> Results:
-    """Chains and a tree, of which the second is the headline."""
-    speeds = {"chain:2": 1.2, "chain:4": 1.5, "tree:4x2x8": 1.6, "chain:3": 1.4}
-    settings = [setting(tree, speed) for tree, speed in speeds.items()]
-    return results_of(*settings, setting("chain:4", 0.7, 1.0), **{"chosen": 1, **changes})
-
-
-def points(tree: str = "chain:2", **changes: Any) -> Results:
-    """Three batch sizes at three contexts."""
-    places = [{"batch_size": batch, "context": context} for batch in (1, 2, 8) for context in (64, 512, 1024)]
-    return results_of(*(setting(tree, 1.2, **place) for place in places), **changes)
-
-
-def server(name: str) -> dict[str, Any]:
-    return {"name": name, "url": "", "model": "", "plain_url": None}
+def setting(speed: float | None = 1.5) -> Measurement:
+    return measurement("chain:4", speedup=speed, low=speed and speed - 0.2, tau=2.4, tau_by_position=BINS)
 
 
 def curve(*arguments: Any, **settings: Any) -> list[Point]:
@@ -55,40 +37,23 @@ def curve(*arguments: Any, **settings: Any) -> list[Point]:
 
 
 def every_chart() -> list[Chart]:
-    one = head_charts(depths())
     log = [{"kind": "train", "step": step, "loss": 9 / step} for step in range(1, 13)]
     training = training_charts({"": curve(lambda share: 2 + share, count=5)}, log)
     many = {f"eagle3, a-run-with-a-long-name-{n}": curve(lambda share: 2.0, count=2) for n in range(6)}
     runs = [replace(chart, name="curve-runs") for chart in training_charts(many)]
-    served = points(server=server("vLLM 0.32.0"))
-    several = [chart for chart in head_charts(points(), [served]) if chart.name in ("batch-size", "context")]
-    return [*one, *training, *runs, *several]
+    return [*head_charts(setting()), *training, *runs]
 
 
 CHARTS = pytest.mark.parametrize("chart", every_chart(), ids=lambda chart: chart.name)
 
 
 def test_every_kind_of_chart_is_drawn() -> None:
-    names = {"round", "acceptance", "position", "loss", "batch-size", "context"}
-    assert {chart.name for chart in every_chart()} == {*names, "curve", "curve-depth", "curve-runs"}
+    names = {"round", "acceptance", "position", "loss", "curve", "curve-depth", "curve-runs"}
+    assert {chart.name for chart in every_chart()} == names
 
 
-def test_nothing_is_drawn_of_a_failed_audit_or_of_few_points() -> None:
-    failed = results_of(*(setting(f"chain:{depth}", None) for depth in (2, 3, 4)))
-    assert [chart.name for chart in head_charts(failed)] == ["acceptance", "position"]
-    few = results_of(measurement("chain:2"), measurement("chain:4"))
-    assert [chart.name for chart in head_charts(few)] == ["round", "acceptance"]
-
-
-def test_a_speedup_stands_beside_the_servers_at_the_same_setting() -> None:
-    """Of several measurements of one place, the newest; a server may draft another length."""
-    servers = [points("chain:7", server=server("vLLM")), points(server=server("vLLM")), depths(server=server("SGLang"))]
-    found = speedups_along("batch_size", points(), servers)
-    assert {name: [place for place, _ in line] for (name, _), line in found.items()} == {
-        "here: chain:2": [1, 2, 8],
-        "vLLM: chain:7": [1, 2, 8],
-        "vLLM: chain:2": [1, 2, 8],
-    }
+def test_no_times_are_drawn_of_a_failed_audit() -> None:
+    assert [chart.name for chart in head_charts(setting(None))] == ["acceptance", "position"]
 
 
 @CHARTS
