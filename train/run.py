@@ -1,7 +1,5 @@
 """One training run: from a recipe to a trained head and its final measurement."""
 
-from dataclasses import replace
-
 from eval.bench import run_bench
 from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
 from eval.measure.prompts import absolute_prompts
@@ -81,5 +79,5 @@ def is_measured(folder: RunFolder, settings: Eval) -> bool:
     except UserError:  # a damaged file counts as no results
         return False
     was, now = load_recipe(folder.recipe).eval.final(), settings.final()
-    is_same = replace(was, prompts=absolute_prompts(was.prompts)) == replace(now, prompts=absolute_prompts(now.prompts))
-    return bool(measured == weights_hash(folder.head)) and is_same
+    was, now = (each.model_copy(update={"prompts": absolute_prompts(each.prompts)}) for each in (was, now))
+    return bool(measured == weights_hash(folder.head)) and was == now

@@ -357,7 +357,8 @@ class Results(Part):
         chosen, figures = places.index(place), [*record["measurements"]]
         if "suites" not in figures[chosen]:  # older files of a server
             figures[chosen] = {**figures[chosen], "suites": record["suites"]}
-        ours = {key: value for key, value in record.items() if key in cls.model_fields or key not in figures[chosen]}
+        repeated = figures[chosen].keys() - cls.model_fields.keys() | {"head"}
+        ours = {key: value for key, value in record.items() if key not in repeated}
         return {**ours, "heads": [head], "measurements": figures, "chosen": chosen}
 
     @model_validator(mode="after")
