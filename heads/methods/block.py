@@ -9,8 +9,8 @@ All rows of a block see each other (`causal`: only rows up to their own) and the
 because the root's own features do not exist yet. Row j of a block is at rotary position a + j. Embeddings and output
 head are the target's, and frozen.
 
-A correction, in a file of its own, changes what the logits of a block's rows are by the tokens drafted before
-(`condition`), and with it the loss of these rows (`row_losses`).
+A correction, in a file of its own, conditions the logits of a block's rows on the tokens drafted before: `condition` in
+drafting, and in training `row_losses`, on the true tokens.
 
 Training draws the anchors of blocks in each row of a batch. The loss of a block's row has the weight exp(-k / gamma) or
 D-PACE's (arXiv 2605.18810). The sum over all rows, micro-batches and processes is divided by the sum of the weights.
@@ -213,6 +213,10 @@ class DraftBlockHead(nn.Module, DraftHead):
         (...). states (..., D): of the row."""
         return logits
 
+    def correction_flops(self) -> int:
+        """Return the operations of a correction for a block, beyond those of its linear layers for each row."""
+        return 0
+
     # Training
 
     def counts(self, rows: Rows) -> Tensor:
@@ -359,7 +363,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         R = batch_size * min(config.num_anchors, length)
         rows, layers = R * config.block_size, config.num_layers
         context = flops(*(part for name, part in self.named_modules() if name.endswith(("k_proj", "v_proj"))))
-        work = rows * (flops(self) - flops(self.fc))
+        work = rows * (flops(self) - flops(self.fc)) + R * self.correction_flops()
         work += N * (context + flops(self.fc) * 2 / 3)  # the features need no gradient
         work += (
             layers * rows * 2 * (ATTENTION_PRODUCTS + 1) * sizes.queries * (length / 2 + config.block_size)

@@ -16,6 +16,8 @@ which leaves out rows whose label is not a candidate.
 Letters: D hidden, r rank, B batch, N blocks, R rows of a block, t taps, G groups of channels, c channels of a group.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -84,11 +86,11 @@ class BlockConvolution(nn.Module):
         self.base_kernel[:, 0] = 1.0
         self.kernel_projection.weight.zero_()
 
-    def kernels(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is added to the base of each of the two convolutions (B, R, t, G), from normed rows u
-        (B, R, D)."""
-        first, second = self.kernel_projection(u).unflatten(-1, (2, self.taps, self.groups)).unbind(-3)
-        return first, second
+    def forward(self, u: Tensor, sublayer: Callable[[Tensor], Tensor], rows: int) -> Tensor:
+        """Apply a sublayer to blocks of `rows` normed rows, u (B, N * R, D), between the two convolutions."""
+        kernels = self.kernel_projection(u).unflatten(-1, (2, self.taps, self.groups))
+        enter, leave = kernels.unbind(-3)  # (B, N * R, t, G) each
+        return self.convolve(sublayer(self.convolve(u, enter, 0, rows)), leave, 1, rows)
 
     def convolve(self, x: Tensor, kernel: Tensor, side: int, rows: int) -> Tensor:
         """Convolve blocks of `rows` rows, x (B, N * R, D), with the base plus `kernel` (B, N * R, t, G). `side`: 0
@@ -112,14 +114,11 @@ class ConvolvedLayer(DecoderLayer):
         )
 
     def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: int | None = None) -> Tensor:
-        """Apply the layer to blocks of `rows` rows, x (B, N * R, D). By default x is one block."""
-        rows = rows or x.shape[1]
-        u, conv = self.input_layernorm(x), self.attention_conv
-        enter, leave = conv.kernels(u)
-        x = x + conv.convolve(self.self_attn(conv.convolve(u, enter, 0, rows), cos_sin, attend), leave, 1, rows)
-        u, conv = self.post_attention_layernorm(x), self.mlp_conv
-        enter, leave = conv.kernels(u)
-        return x + conv.convolve(self.mlp(conv.convolve(u, enter, 0, rows)), leave, 1, rows)
+        """Apply the layer to blocks of `rows` rows, x (B, N * R, D)."""
+        assert rows is not None
+        attention = partial(self.self_attn, cos_sin=cos_sin, attend=attend)
+        x = x + self.attention_conv(self.input_layernorm(x), attention, rows)
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp, rows)  # type: ignore[no-any-return]
 
 
 class CandidateSelector(nn.Module):

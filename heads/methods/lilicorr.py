@@ -28,14 +28,12 @@ the vectors.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heads.core.contract import StepCost
 from heads.methods.block import NextLogits
 from heads.methods.block_config import BlockForm
 from heads.methods.block_loss import BlockStates, Labels, RowLosses, among, draft_distribution, row_losses
@@ -169,13 +167,9 @@ class LiLiCorr(DFlash):
 
         return next_logits
 
-    def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
-        """Return the cost of the base class, and that of the lattice, which the base class takes for layers that run
-        on rows."""
-        cost, config, net = super().step_cost(batch_size, length, width=width, most=most), self.config, self.lilicorr
-        K, k, h, layers = self.depth, config.lilicorr_candidate_topk, config.lattice_width, config.lilicorr_num_layers
-        nodes = cost.rows * K * k
+    def correction_flops(self) -> int:
+        net, h, nodes = self.lilicorr, self.config.lattice_width, self.depth * self.config.lilicorr_candidate_topk
         on_nodes = flops(net) - flops(net.pass_hidden_proj, net.context_proj)
-        work = (nodes - cost.rows * config.block_size) * on_nodes + nodes * layers * 6 * 3 * h * h
-        # Products with the scores of all pairs: 2 forward, 4 backward.
-        return replace(cost, flops=cost.flops + work + nodes * layers * 6 * 2 * K * k * h)
+        # Of each layer's attention: queries, keys and values, then products with the scores of all pairs.
+        attention = 6 * h * (3 * h + 2 * nodes)
+        return (nodes - self.config.block_size) * on_nodes + nodes * len(net.layers) * attention

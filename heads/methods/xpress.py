@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads.core.contract import StepCost
 from heads.methods.block import NextLogits
 from heads.methods.block_config import BlockForm
 from heads.methods.block_loss import BlockStates, Labels, RowLosses, among, product
@@ -172,11 +171,7 @@ class XPress(DFlash):
 
         return next_logits
 
-    def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
-        """Return the cost of the base class, and that of the rounds."""
-        cost, config = super().step_cost(batch_size, length, width=width, most=most), self.config
-        rounds = config.consistency_passes if config.consistency_weight else 0
-        rows, drafted = cost.rows * config.block_size, cost.chunked
-        table = flops(self.xpress_head.w2)  # for rows that draft alone
-        work = rounds * rows * (flops(self.xpress_head) - table) + (drafted * (1 + rounds) - rows) * table
-        return replace(cost, flops=cost.flops + work)
+    def correction_flops(self) -> int:
+        rounds = self.config.consistency_passes if self.config.consistency_weight else 0
+        rows, table = self.config.block_size, flops(self.xpress_head.w2)  # for rows that draft alone
+        return rounds * rows * (flops(self.xpress_head) - table) + (self.depth * (1 + rounds) - rows) * table
