@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from train.features.source import make_batch
-from train.parallel import Trained
+from train.parallel import LossModule
 
 
 @contextmanager
@@ -33,14 +33,14 @@ def signal_at(call: int, number: signal.Signals = signal.SIGTERM) -> Iterator[No
 @contextmanager
 def nan_at(call: int) -> Iterator[None]:
     """Make the `call`-th loss of training NaN."""
-    calls, forward = iter(range(1, 1_000)), Trained.forward
+    calls, forward = iter(range(1, 1_000)), LossModule.forward
 
-    def make(trained: Trained, *arguments: Any) -> Any:
-        loss, *others = forward(trained, *arguments)
+    def make(module: LossModule, *arguments: Any) -> Any:
+        loss, *others = forward(module, *arguments)
         return (loss * float("nan") if next(calls) == call else loss, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trained, "forward", make)
+        patch.setattr(LossModule, "forward", make)
         yield
 
 

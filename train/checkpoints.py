@@ -3,8 +3,8 @@
 `checkpoints/step-N/` holds the head's weights and the optimizer's state as safetensors, `state.json`, and
 `manifest.json` with the SHA-256 of each file. The data position, the learning rate and the random state are functions
 of the step, so only the step is stored. The optimizer's settings are in the recipe. A measurement is made after the
-checkpoint of its step, which gets a file `measured.json` when it is complete. The tensors are whole in every form, so a
-run of any form and number of processes can read them.
+checkpoint of its step, which gets a file `measured.json` when it is complete. The tensors are whole, so a
+run under any parallel strategy and in any number of processes can read them.
 """
 
 import json
@@ -23,7 +23,7 @@ from torch import Tensor
 from heads.core.errors import UserError, first_line
 from heads.core.files import file_hash, is_full_disk, whole_folder, write_json
 from train.core.processes import on_main
-from train.parallel import Replicas
+from train.parallel import Replicated
 from train.step import Sums
 
 Say = Callable[[str], None]
@@ -67,19 +67,19 @@ class RunState:
             raise ValueError("a measurement after the last step")
 
 
-def save_checkpoint(form: Replicas, folder: Path, state: RunState, *, keep: int) -> None:
+def save_checkpoint(strategy: Replicated, folder: Path, state: RunState, *, keep: int) -> None:
     """Write `step-N`. After that, delete all but the newest `keep` checkpoints. Called by every process."""
-    weights, moments = form.weights(), form.moments()
-    on_main(form.accelerator, lambda: _write(folder, state, weights, moments, keep))
+    weights, optimizer_state = strategy.weights(), strategy.optimizer_state()
+    on_main(strategy.accelerator, lambda: _write(folder, state, {HEAD: weights, OPTIMIZER: optimizer_state}, keep))
 
 
-def _write(folder: Path, state: RunState, weights: dict[str, Tensor], moments: dict[str, Tensor], keep: int) -> None:
+def _write(folder: Path, state: RunState, files: dict[str, dict[str, Tensor]], keep: int) -> None:
     try:
         with whole_folder(folder / f"step-{state.step}") as temporary:
-            for name, tensors in ((HEAD, weights), (OPTIMIZER, moments)):
+            for name, tensors in files.items():
                 # safetensors refuses tensors that share memory, such as tied embeddings.
-                own = {key: tensor.detach().cpu().clone().contiguous() for key, tensor in tensors.items()}
-                (temporary / name).write_bytes(save(own))
+                copies = {key: tensor.detach().cpu().clone().contiguous() for key, tensor in tensors.items()}
+                (temporary / name).write_bytes(save(copies))
             write_json(temporary / STATE, asdict(state))
             write_json(temporary / MANIFEST, {name: file_hash(temporary / name) for name in (HEAD, OPTIMIZER, STATE)})
     except (OSError, SafetensorError) as error:
@@ -101,11 +101,11 @@ def save_measurement(folder: Path, state: RunState) -> None:
     write_json(folder / f"step-{state.step}/measured.json", {name: found[name] for name in MEASURED})
 
 
-def load_checkpoint(form: Replicas, folder: Path) -> None:
+def load_checkpoint(strategy: Replicated, folder: Path) -> None:
     """Load a checkpoint's weights and optimizer state. Called by every process; each reads the files itself. UserError
     if they belong to another head or optimizer."""
     try:
-        form.load(load_file(folder / HEAD), load_file(folder / OPTIMIZER))
+        strategy.load(load_file(folder / HEAD), load_file(folder / OPTIMIZER))
     except (OSError, SafetensorError, ValueError, LookupError) as error:  # LookupError: a dtype unknown to torch
         raise UserError(f"{folder}: cannot be resumed from ({first_line(error)}); {OR_ELSE}") from error
 

@@ -39,7 +39,7 @@ from train.head_settings import make_head, resolved_head
 from train.measuring import Evaluation, Measured
 from train.open_run import Run, open_reader, open_source
 from train.optim import lr_factor
-from train.parallel import Trained
+from train.parallel import LossModule
 from train.recipe import MOST_EPOCHS, Recipe, Train, plain_settings, with_steps
 from train.step import Interval, Stepper, rows_per_step
 
@@ -123,7 +123,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     # Loop
     if recipe.train.optimizer == "muon" and wanted_mode() == "deepspeed":
         tracker.say("train.optimizer: AdamW in place of Muon, whose updates DeepSpeed would clip and scale otherwise")
-    stepper = Stepper(recipe.train, Trained(head), features, mixture, accelerator, rows)
+    stepper = Stepper(recipe.train, LossModule(head), features, mixture, accelerator, rows)
     training = Training(recipe.train, run, stepper, measured, evaluation, samples, data)
     if found is not None:
         training.resume(*found)
@@ -211,7 +211,7 @@ class Training:
 
     def resume(self, path: Path, state: RunState) -> None:
         check_continues(path, state, self.state, len(self.stepper.weights), self.tracker.say)
-        load_checkpoint(self.stepper.form, path)
+        load_checkpoint(self.stepper.strategy, path)
         now = self.state
         self.state = replace(state, num_processes=now.num_processes, num_threads=now.num_threads)
         self.saved_step = state.step
@@ -348,5 +348,7 @@ class Training:
         self.interval.check(self.accelerator, self.state.step)
         self.state.interval = self.interval.cut(self.accelerator)
         with self.interrupts.held():
-            save_checkpoint(self.stepper.form, self.folder.checkpoints, self.state, keep=self.settings.keep_checkpoints)
+            save_checkpoint(
+                self.stepper.strategy, self.folder.checkpoints, self.state, keep=self.settings.keep_checkpoints
+            )
         self.saved_step = self.state.step

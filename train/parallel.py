@@ -1,13 +1,13 @@
-"""Parallel forms of a head in training: replicated in every process, or sharded over them.
+"""Parallel strategies of a head in training: replicated in every process, or sharded over them.
 
-| form         | weights      | optimizer's state | launch                           |
+| strategy     | weights      | optimizer's state | launch                           |
 |--------------|--------------|-------------------|----------------------------------|
-| Replicas     | whole        | whole             | one process, or DDP              |
+| Replicated   | whole        | whole             | one process, or DDP              |
 | FullySharded | parts        | parts             | FSDP2, torch's `fully_shard`     |
 | Zero         | whole, parts | parts             | DeepSpeed's ZeRO, stages 1 to 3  |
 
-The forms make the same steps: they divide, clip and apply the gradients in the same way. A checkpoint holds whole
-tensors, so each form can read the checkpoints of all forms. Under ZeRO the optimizer is always AdamW: DeepSpeed's Muon
+The strategies make the same steps: they divide, clip and apply the gradients in the same way. A checkpoint holds whole
+tensors, so each strategy can read the checkpoints of all. Under ZeRO the optimizer is always AdamW: DeepSpeed's Muon
 clips its updates instead of the gradients and scales them otherwise, so a recipe's learning rate does not fit it.
 """
 
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from heads.core.contract import Batch, DraftHead
+from heads.core.contract import Batch, HeadLoss
 from train.accelerator import wanted_mode
 from train.optim import make_optimizer
 from train.recipe import Train
@@ -41,68 +41,61 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's entries of the shape of their parameter."""
 
 
-class Trained(nn.Module):
-    """The module that is trained, which DDP, FSDP and DeepSpeed wrap: its forward pass is the head's loss."""
+class LossModule(nn.Module):
+    """The module that DDP, FSDP and DeepSpeed wrap: its forward pass is the head's loss."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: Any) -> None:
         super().__init__()
-        self.head = head
-
-    @property
-    def drafts(self) -> DraftHead:
-        return cast(DraftHead, self.head)
+        self.head: Any = head
 
     def forward(self, batch: Batch, scale: Tensor, touch_all: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the fields of `HeadLoss`. `touch_all`: give every parameter a gradient."""
-        result = self.drafts.loss(batch, scale)
+        result: HeadLoss = self.head.loss(batch, scale)
         loss = result.loss
         if touch_all or not loss.requires_grad:  # otherwise DDP would wait for gradients that never arrive
             loss = loss + sum(parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad)
         return loss, result.sums, result.correct, result.weight
 
 
-class Replicas:
-    """The replicated form: every process holds the whole head and the whole state of its optimizer."""
+class Replicated:
+    """Every process holds the whole head and the whole state of its optimizer."""
 
-    touches = True
-    """False if a parameter cannot be read outside its module."""
+    needs_all_gradients = True
+    """True if the backward pass waits for a gradient of every parameter."""
 
-    def __init__(self, trained: Trained, settings: Train, accelerator: Accelerator, passes: int) -> None:
+    def __init__(self, module: LossModule, settings: Train, accelerator: Accelerator, passes: int) -> None:
         """`passes`: forward passes of each process in one step."""
-        self.trained, self.settings, self.accelerator, self.passes = trained, settings, accelerator, passes
-        self.head = trained.head
+        self.module, self.settings, self.accelerator, self.passes = module, settings, accelerator, passes
+        self.head = module.head
         self.loss_factor = accelerator.num_processes
         """Factor of the loss that undoes the averaging of gradients over processes."""
         self.prepare()
 
     def prepare(self) -> None:
         self.optimizer = self.make_optimizer()
-        self.model: nn.Module = self.accelerator.prepare(self.trained)
+        self.model: nn.Module = self.accelerator.prepare(self.module)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         products = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else torch.float32
         return make_optimizer(self.head, self.settings, products)
 
-    def one_pass(self, last: bool) -> AbstractContextManager[None]:
-        """Return the context of one forward and backward pass of a step. DDP reduces gradients only in the last pass.
-        Sharded forms reduce them in each pass, since a process has no room for whole gradients."""
-        if last or not isinstance(self.model, DistributedDataParallel):
-            return nullcontext()
-        context: AbstractContextManager[None] = self.model.no_sync()
-        return context
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return the context of a pass that is not the last of its step: DDP reduces gradients only in the last one.
+        Sharded strategies reduce them in each pass, since a process has no room for whole gradients."""
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a pass to those of the step, which are summed over processes and passes."""
         torch.autograd.backward(self.loss_factor * loss)
 
-    def divide(self, weight: Tensor) -> None:
-        for parameter in self.trained.parameters():
+    def divide_grads(self, weight: Tensor) -> None:
+        for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(weight)
 
     def update(self) -> Tensor:
         """Clip the gradients, update the weights, and return () the norm of the gradients before clipping."""
-        norm = nn.utils.clip_grad_norm_(self.trained.parameters(), self.settings.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
@@ -111,32 +104,38 @@ class Replicas:
         """Return the head's whole state dict. Only the main process gets it."""
         return cast(Tensors, get_model_state_dict(self.head, options=WHOLE))
 
-    def moments(self) -> Tensors:
+    def optimizer_state(self) -> Tensors:
         """Return the optimizer's whole state, each tensor named PARAMETER.ENTRY. Only the main process gets it."""
         state: Any = get_optimizer_state_dict(self.head, self.optimizer, options=WHOLE)
-        return flat(state.get("state", {}))
+        return flatten_state(state.get("state", {}))
 
-    def load(self, weights: Tensors, moments: Tensors) -> None:
-        """Load whole tensors of another form, or of this one. ValueError if they are not this head's."""
+    def load(self, weights: Tensors, optimizer_state: Tensors) -> None:
+        """Load whole tensors of any strategy. ValueError if they are not this head's."""
         state: Any = get_optimizer_state_dict(self.head, self.optimizer)  # creates it by a step that changes nothing
         check_alike(self.head.state_dict(), weights)
-        check_alike(flat(state["state"]), moments)
-        state["state"] = unflat(moments, state["state"])
+        check_alike(flatten_state(state["state"]), optimizer_state)
+        state["state"] = {
+            name: {entry: optimizer_state[f"{name}.{entry}"] for entry in entries}
+            for name, entries in state["state"].items()
+        }
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(self.head, dict(weights), options=options)
         set_optimizer_state_dict(self.head, self.optimizer, state, options=options)
 
 
-class FullySharded(Replicas):
-    """The form of FSDP2: every process holds its rows of each parameter, and gathers the rest during a pass."""
+class FullySharded(Replicated):
+    """FSDP2: every process holds its rows of each parameter, and gathers the rest during a pass."""
 
     def prepare(self) -> None:
         mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
         reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
-        for layer in _layers(self.trained.drafts.language_model):
+        model = self.head.language_model
+        names = () if model is None else model._no_split_modules or ()
+        for layer in [layer for layer in self.head.modules() if type(layer).__name__ in names]:
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(self.trained, mesh=mesh)
-        self.model, self.optimizer = self.trained, self.make_optimizer()
+        fully_shard(self.module, mesh=mesh)
+        self.model = self.module
+        self.optimizer = self.make_optimizer()
 
     def update(self) -> Tensor:
         norm: Any = super().update()
@@ -144,10 +143,10 @@ class FullySharded(Replicas):
         return full
 
 
-class Zero(Replicas):
-    """The form of DeepSpeed's engine, which keeps float32 weights and the optimizer's state in flat partitions."""
+class Zero(Replicated):
+    """DeepSpeed's engine, which keeps float32 weights and the optimizer's state in flat partitions."""
 
-    touches = False
+    needs_all_gradients = False  # nor could stage 3 read a parameter outside its module
 
     def prepare(self) -> None:
         config: dict[str, Any] = self.accelerator.state.deepspeed_plugin.deepspeed_config
@@ -157,7 +156,7 @@ class Zero(Replicas):
         self.stage = config["zero_optimization"]["stage"]
         self.loss_factor *= self.passes  # the engine divides by the number of passes
         self.optimizer = make_optimizer(self.head, self.settings.model_copy(update={"optimizer": "adamw"}))
-        self.engine, _ = self.accelerator.prepare(self.trained, self.optimizer)
+        self.engine, _ = self.accelerator.prepare(self.module, self.optimizer)
         self.model = self.engine
         # Before stage 3, DeepSpeed takes up the state once, in its first step, when only the first group has one.
         for partition in (p for group in self.optimizer.param_groups for p in group["params"]):
@@ -170,7 +169,7 @@ class Zero(Replicas):
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()
 
-    def divide(self, weight: Tensor) -> None:
+    def divide_grads(self, weight: Tensor) -> None:
         from deepspeed.utils.tensor_fragment import safe_update_full_grad_vectorized
 
         safe_update_full_grad_vectorized(list(self.parameters.values()), lambda grad, _: grad / weight)
@@ -190,23 +189,23 @@ class Zero(Replicas):
             self._hand_over(weights, name, safe_get_full_fp32_param(parameter))
         return weights
 
-    def moments(self) -> Tensors:
+    def optimizer_state(self) -> Tensors:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        moments: Tensors = {}
+        state: Tensors = {}
         steps = next(iter(self.optimizer.state.values()))["step"]
         for name, parameter in self.parameters.items():
-            self._hand_over(moments, f"{name}.step", steps)
+            self._hand_over(state, f"{name}.step", steps)
             for entry in MOMENTS:
-                self._hand_over(moments, f"{name}.{entry}", safe_get_full_optimizer_state(parameter, entry))
-        return moments
+                self._hand_over(state, f"{name}.{entry}", safe_get_full_optimizer_state(parameter, entry))
+        return state
 
     @torch.no_grad()
-    def load(self, weights: Tensors, moments: Tensors) -> None:
+    def load(self, weights: Tensors, optimizer_state: Tensors) -> None:
         with self._gathered():
             check_alike(self.head.state_dict(), weights)
             shapes = {f"{name}.{entry}": p for name, p in self.parameters.items() for entry in MOMENTS}
-            check_alike(shapes | {f"{name}.step": torch.zeros(()) for name in self.parameters}, moments)
+            check_alike(shapes | {f"{name}.step": torch.zeros(()) for name in self.parameters}, optimizer_state)
         with torch.enable_grad():  # DeepSpeed creates the optimizer's state in its first step
             for _ in range(self.passes):
                 with self._gathered():
@@ -218,8 +217,8 @@ class Zero(Replicas):
         for name, parameter in self.parameters.items():
             self._set(parameter, None, weights[name])
             for entry in MOMENTS:
-                self._set(parameter, entry, moments[f"{name}.{entry}"])
-        steps = moments[f"{next(iter(self.parameters))}.step"]  # every parameter has made as many
+                self._set(parameter, entry, optimizer_state[f"{name}.{entry}"])
+        steps = optimizer_state[f"{next(iter(self.parameters))}.step"]  # every parameter has made as many
         for state in self.optimizer.state.values():
             state["step"].copy_(steps)
 
@@ -250,38 +249,26 @@ class Zero(Replicas):
         import deepspeed
 
         whole = deepspeed.zero.GatheredParameters
-        context: AbstractContextManager[None] = whole(list(self.trained.parameters()), modifier_rank=modifier_rank)
+        context: AbstractContextManager[None] = whole(list(self.module.parameters()), modifier_rank=modifier_rank)
         return context
 
 
-def make_form(trained: Trained, settings: Train, accelerator: Accelerator, passes: int) -> Replicas:
-    forms = {"ddp": Replicas, "fsdp": FullySharded, "deepspeed": Zero}
+def make_strategy(module: LossModule, settings: Train, accelerator: Accelerator, passes: int) -> Replicated:
     mode = wanted_mode()
     if mode == "fsdp" and accelerator.num_processes == 1:
         mode = "ddp"  # the shard of a single process is the whole head
-    return forms[mode](trained, settings, accelerator, passes)
+    return {"ddp": Replicated, "fsdp": FullySharded, "deepspeed": Zero}[mode](module, settings, accelerator, passes)
 
 
-def flat(state: dict[str, Tensors]) -> Tensors:
+def flatten_state(state: dict[str, Tensors]) -> Tensors:
     """Return an optimizer's state with one name, PARAMETER.ENTRY, for each tensor."""
     return {f"{name}.{entry}": tensor for name, entries in state.items() for entry, tensor in entries.items()}
 
 
-def unflat(tensors: Tensors, like: dict[str, Tensors]) -> dict[str, Tensors]:
-    return {name: {entry: tensors[f"{name}.{entry}"] for entry in entries} for name, entries in like.items()}
-
-
-def check_alike(own: Tensors, found: Tensors) -> None:
+def check_alike(expected: Tensors, saved: Tensors) -> None:
     """Raise ValueError if tensors of a checkpoint have other names or shapes than this run's."""
-    if odd := sorted(own.keys() ^ found.keys()):
+    if odd := sorted(expected.keys() ^ saved.keys()):
         raise ValueError(f"{odd[0]} is in only one of the checkpoint and this run")
-    for name, tensor in own.items():
-        if found[name].shape != tensor.shape:
-            raise ValueError(f"{name} has shape {tuple(found[name].shape)}, this run's {tuple(tensor.shape)}")
-
-
-def _layers(model: Any) -> list[nn.Module]:
-    if model is None:
-        return []
-    names = model._no_split_modules or ()
-    return [module for module in model.modules() if type(module).__name__ in names]
+    for name, tensor in expected.items():
+        if saved[name].shape != tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(saved[name].shape)}, this run's {tuple(tensor.shape)}")

@@ -8,6 +8,7 @@ sees the same rows and the same random numbers.
 """
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from train.core.interrupts import Interrupted
 from train.data.packing import Mixture
 from train.features.source import FeatureSource, make_batch
 from train.optim import set_lr
-from train.parallel import Trained, make_form
+from train.parallel import LossModule, make_strategy
 from train.recipe import Train
 
 SEED_STRIDE = 1_000_003
@@ -96,9 +97,7 @@ class Interval:
         made so far. Called by every process, before the weights are measured or saved."""
         if not self.unchecked:
             return
-        wrong = (~torch.stack(self.unchecked).isfinite()).double()
-        if accelerator.num_processes > 1:
-            wrong = accelerator.reduce(wrong, reduction="sum")
+        wrong = accelerator.reduce((~torch.stack(self.unchecked).isfinite()).double(), reduction="sum")
         first = next((n for n, value in enumerate(wrong.tolist()) if value), None)
         if first is not None:
             raise UserError(
@@ -143,9 +142,7 @@ class Interval:
     def _sums(self, accelerator: Accelerator) -> tuple[list[str], Tensor]:
         """Return the names of the sums and, for each, a row of sums (K,) float64 over all processes."""
         sums = torch.stack([value.double() for value in self.sums.values()])
-        if accelerator.num_processes > 1:
-            sums = accelerator.reduce(sums, reduction="sum")
-        return list(self.sums), sums
+        return list(self.sums), accelerator.reduce(sums, reduction="sum")
 
     def tokens_per_second(self) -> float:
         return self.tokens / (time.perf_counter() - self.started)
@@ -155,14 +152,14 @@ class Stepper:
     def __init__(
         self,
         settings: Train,
-        trained: Trained,
+        module: LossModule,
         features: FeatureSource,
         mixture: Mixture,
         accelerator: Accelerator,
         rows: int,
     ):
         """`rows`: rows of a step, over all processes. UserError if they are not a whole number of passes."""
-        self.trained, self.features, self.target, self.mixture = trained, features, features.target, mixture
+        self.head, self.features, self.target, self.mixture = module.head, features, features.target, mixture
         self.accelerator, self.settings, self.rows = accelerator, settings, rows
         self.passes, rest = divmod(rows, settings.batch_size * accelerator.num_processes)
         if rest or not self.passes:
@@ -171,9 +168,9 @@ class Stepper:
                 f"{settings.batch_size} cannot share; launch a number of processes that divides "
                 f"{rows // settings.batch_size}"
             )
-        self.weights = torch.tensor(trained.drafts.depth_weights, device=accelerator.device)
-        self.form = make_form(trained, settings, accelerator, self.passes)
-        self.dtype = next(trained.parameters()).dtype
+        self.weights = torch.tensor(module.head.depth_weights, device=accelerator.device)
+        self.strategy = make_strategy(module, settings, accelerator, self.passes)
+        self.dtype = next(module.parameters()).dtype
         self.norm = torch.zeros(())
         self.expected = 0
         """The first step whose rows have not yet been announced to the source of features."""
@@ -183,7 +180,7 @@ class Stepper:
 
         If any process is to stop, raise Interrupted without changing anything.
         """
-        settings, accelerator, form = self.settings, self.accelerator, self.form
+        settings, accelerator, strategy = self.settings, self.accelerator, self.strategy
         distributed = accelerator.num_processes > 1
         for coming in range(max(self.expected, number), min(number + self.features.steps_ahead, settings.steps)):
             for place in self._places(coming):
@@ -191,29 +188,29 @@ class Stepper:
             self.expected = coming + 1
         places = self._places(number)
         micros = [replace(self.mixture.rows(place), seed=self._seed(place)) for place in places]
-        own = torch.stack([self.trained.drafts.counts(rows).double() for rows in micros])  # (micro, K)
+        own = torch.stack([self.head.counts(rows).double() for rows in micros])  # (micro, K)
         tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
         counts, tokens, stop = self._total(own.sum(0), tokens, stop)
         if stop:
             raise Interrupted
-        set_lr(form.optimizer, number, settings)
-        scale = self.trained.drafts.loss_scale(counts).float()
+        set_lr(strategy.optimizer, number, settings)
+        scale = self.head.loss_scale(counts).float()
         weight: Tensor | None = None
         for micro, (rows, count) in enumerate(zip(micros, own, strict=True)):
             with accelerator.autocast():
-                batch = make_batch(self.target, rows, self.trained.drafts.aux_layer_ids, self.dtype)
-            with form.one_pass(micro == self.passes - 1):
+                batch = make_batch(self.target, rows, self.head.aux_layer_ids, self.dtype)
+            with nullcontext() if micro == self.passes - 1 else strategy.no_sync():
                 with accelerator.autocast():
-                    touch = form.touches and distributed and not bool(count.all())
-                    loss, sums, correct, part = form.model(batch, scale, touch)
-                form.backward(loss)
+                    touch_all = strategy.needs_all_gradients and distributed and not bool(count.all())
+                    loss, sums, correct, part = strategy.model(batch, scale, touch_all)
+                strategy.backward(loss)
             if part is not None:
                 weight = part if weight is None else weight + part
             interval.add_micro(sums, correct)
         if weight is not None:
-            total: Tensor = accelerator.reduce(weight, reduction="sum") if distributed else weight
-            form.divide(total.clamp(min=1e-6))
-        self.norm = form.update()
+            total: Tensor = accelerator.reduce(weight, reduction="sum")
+            strategy.divide_grads(total.clamp(min=1e-6))
+        self.norm = strategy.update()
         interval.add_step(counts, tokens, self.norm)
         return tokens
 
@@ -226,7 +223,7 @@ class Stepper:
 
     def head_weights(self) -> dict[str, Tensor]:
         """Return the head's weights with adapters merged. If they are sharded, only the main process gets them."""
-        return merged_weights(self.trained.head, self.form.weights())
+        return merged_weights(self.head, self.strategy.weights())
 
     def _total(self, counts: Tensor, tokens: int, stop: bool) -> tuple[Tensor, int, bool]:
         device = self.accelerator.device

@@ -24,7 +24,7 @@ from train.core.processes import leave
 from train.data.corpus import Document, corpus_of
 from train.data.packing import Mixture, Pool
 from train.features.source import FeatureSource
-from train.parallel import Trained
+from train.parallel import LossModule
 from train.recipe import Train
 from train.step import Interval, Stepper
 
@@ -73,14 +73,14 @@ def make_steps(job: Job) -> None:
     accelerator = make_accelerator(settings)
     torch.manual_seed(1)
     head = cast(nn.Module, build_head(job.kind, job.head, target, mixture.label_counts(61)))
-    trained = Trained(head.to(accelerator.device, dtype))
-    stepper = Stepper(settings, trained, FeatureSource(target), mixture, accelerator, job.rows)
+    module = LossModule(head.to(accelerator.device, dtype))
+    stepper = Stepper(settings, module, FeatureSource(target), mixture, accelerator, job.rows)
     if job.begin:
-        load_checkpoint(stepper.form, folder / f"step-{job.begin}")
+        load_checkpoint(stepper.strategy, folder / f"step-{job.begin}")
     for number in range(job.begin, job.end):
         stepper.step(number, Interval(), stop=False)
     state = RunState("", accelerator.num_processes, 1, job.rows, "no", job.end)
-    save_checkpoint(stepper.form, folder, state, keep=9)
+    save_checkpoint(stepper.strategy, folder, state, keep=9)
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

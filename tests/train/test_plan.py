@@ -21,7 +21,7 @@ from train.counting import COPIES, STATE, Launch, Plan
 from train.entry import attempt
 from train.features.source import make_batch
 from train.head_settings import make_head
-from train.parallel import Trained
+from train.parallel import LossModule
 from train.plan import advice, decoding_hours, device_tflops, flops_per_token, hours
 from train.recipe import KINDS, load_recipe
 
@@ -181,7 +181,7 @@ def test_what_is_planned_is_within_a_tenth_of_a_measured_step(
     target = load_target(wide_target)
     head = make_head(plan.recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     add_adapters(head)
-    trained = Trained(head)
+    trained = LossModule(head)
     assert len(plan.trained) == sum(p.requires_grad for p in trained.parameters())
     tokens = torch.zeros(2, 384, dtype=torch.int64)
     positions = torch.arange(384).expand(2, -1)
