@@ -40,7 +40,7 @@ from train.measuring import Evaluation, Measured
 from train.open_run import Run, open_reader, open_source
 from train.optim import lr_factor
 from train.parallel import LossModule
-from train.recipe import MOST_EPOCHS, Recipe, Train, plain_settings, with_steps
+from train.recipe import MAX_EPOCHS, Recipe, Train, plain_settings, with_steps
 from train.step import Interval, Stepper, rows_per_step
 
 
@@ -165,11 +165,11 @@ def describe_length(recipe: Recipe, mixture: Mixture, rows: int) -> str:
     epochs = steps * rows / mixture.num_rows
     is_chat = all(source.kind == "chat" for source in recipe.data.sources)
     texts = f"{mixture.num_texts:,} {'conversation' if is_chat else 'text'}{'s' if mixture.num_texts != 1 else ''}"
-    if steps > 1 and epochs > MOST_EPOCHS:
-        most = max(1, MOST_EPOCHS * mixture.num_rows // rows)
+    if steps > 1 and epochs > MAX_EPOCHS:
+        most = max(1, MAX_EPOCHS * mixture.num_rows // rows)
         raise UserError(
             f"train.max_steps: {steps:,} steps of {tokens:,} tokens read {texts} {epochs:,.0f} times, expected at most "
-            f"{MOST_EPOCHS:,} times: give train.epochs=10, or train.max_steps={most} at most"
+            f"{MAX_EPOCHS:,} times: give train.epochs=10, or train.max_steps={most} at most"
         )
     return f"{mixture.num_rows:,} rows: {steps:,} steps of {tokens:,} tokens are {epochs:.3g} epochs"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from eval.measure.command import AUTO
 from eval.measure.prompts import HELD_OUT_SUITE
@@ -17,6 +17,7 @@ from eval.runtime.sampling_params import check_rule
 from heads.core.contract import HEAD_TREE
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
+from heads.methods.settings import SETTINGS
 from train.core.strict_yaml import (
     Count,
     Fraction,
@@ -38,27 +39,9 @@ from train.data.sources import RecordSource
 from train.features.settings import AnyFeatures, ProcessFeatures
 from train.head_settings import AnyHead
 
-
-def _check_project(name: str) -> str:
-    if not name.strip() or len(name) > 128 or any(character in name for character in "/\\#?%:"):
-        raise ValueError("expected 1 to 128 characters, none of / \\ # ? % :")
-    return name
-
-
-Several = Annotated[int, Field(ge=1, le=2**16)]
-MOST_EPOCHS = 1_000
+MAX_EPOCHS = 1_000
 """More epochs than this are taken for a mistake."""
-KINDS = {
-    "eagle": "eagle3",
-    "mtp": "mtp",
-    "medusa": "medusa",
-    "distill": "draft",
-    "dflash": "dflash",
-    "dflash2": "dflash2",
-    "dspark": "dspark",
-    "lilicorr": "lilicorr",
-    "xpress": "xpress",
-}
+KINDS = {{"eagle3": "eagle", "draft": "distill"}.get(kind, kind): kind for kind in SETTINGS}
 """Entry -> the kind of head that it trains."""
 OWN, PROVENANCE = "recipe.yaml", "provenance.json"
 """Names of the recipe in a run's folder, and of the file beside it that says how the run was made."""
@@ -66,8 +49,6 @@ POINT_SPACING = 4 ** (1 / 3)
 """Ratio of the steps of two measurements: what the curve says of four times the tokens can be checked three later."""
 MIN_POINT = 10
 """Before this step tau is measured only at the end of a run."""
-SHORTEST = 5
-"""A run is at least this many times as long as its warm-up."""
 
 
 class Target(Settings):
@@ -92,14 +73,14 @@ class Train(Settings):
 
     max_steps: Count | None = None
     """Optimizer steps of the whole run. Null: `train.epochs` gives them."""
-    epochs: Annotated[float, Field(gt=0, le=MOST_EPOCHS)] | None = None
+    epochs: Annotated[float, Field(gt=0, le=MAX_EPOCHS)] | None = None
     """Number of times that the run reads its training rows, as a replacement for `max_steps`: the steps then follow
     from the data. The recipe in the run's folder has the number of steps."""
     seed: Seed = 0
     """Seed of the initial weights and of the order of the data."""
-    batch_size: Several = 8
+    batch_size: Count = 8
     """Rows of one forward pass in each process."""
-    grad_accum: Several = 1
+    grad_accum: Count = 1
     """Forward passes per optimizer step, in each process."""
     tokens_per_step: Count | None = None
     """Tokens per optimizer step over all processes, padding included. It replaces `grad_accum`, which then follows from
@@ -215,7 +196,7 @@ class Tracking(Settings):
     WANDB_MODE wins."""
     tensorboard: bool = False
     """Write TensorBoard files to `tensorboard/` in the run's folder. Needs the package tensorboard."""
-    project: Annotated[str, AfterValidator(_check_project)] | None = None
+    project: Annotated[str, Field(max_length=128, pattern=r"^[^/\\#?%:]+$")] | None = None
     """Project of the wandb run. Null: that of the variable WANDB_PROJECT, or draftsmith."""
     name: Name | None = None
     """Name of the wandb run. Null: that of the variable WANDB_NAME, or the name of the run's folder."""
@@ -276,28 +257,25 @@ def in_its_folder(source: Source, path: Path) -> Source:
     `output_dir`, unless the command line names another, and in paths into it."""
     if path.name != OWN or not (path.parent / PROVENANCE).is_file():
         return source
-    was, now = str(read_settings(path).tree.get("output_dir")), os.path.abspath(path.parent)
+    old = str(read_settings(path).tree.get("output_dir"))
 
-    def moved(value: Any) -> Any:
-        match value:
-            case dict():
-                return {key: moved(item) for key, item in value.items()}
-            case list():
-                return [moved(item) for item in value]
-            case str() if value == was or value.startswith(f"{was}/"):
-                return now + value.removeprefix(was)
-        return value
+    def move(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: move(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [move(item) for item in value]
+        is_inside = isinstance(value, str) and f"{value}/".startswith(f"{old}/")
+        return os.path.abspath(path.parent) + value.removeprefix(old) if is_inside else value
 
-    return replace(source, tree=moved(source.tree))
+    return replace(source, tree=move(source.tree))
 
 
 def _replace_length(source: Source) -> None:
     """Remove the file's `train.epochs` if the command line gives `train.max_steps`, and the other way round."""
-    train, names = source.tree.get("train"), ("max_steps", "epochs")
-    for name, other in (names, names[::-1]):
-        given, replaced = (f"train.{key}" in source.overrides for key in (name, other))
-        if isinstance(train, dict) and given and not replaced and train[name] is not None:
-            train.pop(other, None)
+    train = source.tree.get("train")
+    overridden = [name for name in ("max_steps", "epochs") if f"train.{name}" in source.overrides]
+    if isinstance(train, dict) and len(overridden) == 1 and train[overridden[0]] is not None:
+        train.pop("epochs" if overridden == ["max_steps"] else "max_steps", None)
 
 
 def dump_recipe(record: dict[str, Any]) -> str:
@@ -346,10 +324,9 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
         if source.weight is None or len(recipe.data.sources) == 1:
             useless["data", "sources", n, "weight"] = "with one source"
         if isinstance(source, RecordSource) and is_local(source.path):
-            if not has_subsets(source.path):
-                useless["data", "sources", n, "subset"] = "on files, which have no subsets"
-            if not has_splits(source.path):
-                useless["data", "sources", n, "split"] = "on a file, which has no splits"
+            absent = {"subset": not has_subsets(source.path), "split": not has_splits(source.path)}
+            for name in (name for name, is_absent in absent.items() if is_absent):
+                useless["data", "sources", n, name] = f"on files, which have no {name}s"
     return useless
 
 
@@ -363,8 +340,8 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     depth = getattr(recipe.head, "depth", None)
     if isinstance(depth, int) and depth >= data.context_length:
         yield ("head", "depth"), f"expected less than data.context_length ({data.context_length})"
-    if train.max_steps is not None:
-        yield from _beyond_the_end(recipe)
+    if train.max_steps is not None and data.on_policy and data.on_policy.every >= train.max_steps:
+        yield ("data", "on_policy", "every"), f"expected less than train.max_steps ({train.max_steps})"
     kind = recipe.features.kind
     if data.on_policy and recipe.head.kind != "draft":
         yield ("data", "on_policy"), f"is for draft models (head.kind draft), got {recipe.head.kind}; leave it out"
@@ -379,37 +356,29 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     if any(weights) and not all(weights):
         missing = weights.index(False)
         yield ("data", "sources", missing, "weight"), "is missing: give every source a weight, or none"
-    trees: list[tuple[Key, str]] = [(("eval", "tree"), recipe.eval.tree)]
-    # Only the report may search for a tree. During training the same tree is measured every time.
-    named = [(n, tree) for n, tree in enumerate(recipe.eval.report.trees or ()) if tree != AUTO]
-    trees += [(("eval", "report", "trees", n), tree) for n, tree in named]
-    for key, tree in trees:
-        if fault := _tree_fault(tree, recipe.eval.rule):
-            yield key, fault
-
-
-def _beyond_the_end(recipe: Recipe) -> Iterator[tuple[Key, str]]:
-    steps, expected = recipe.train.steps, f"expected less than train.max_steps ({recipe.train.steps})"
-    if recipe.data.on_policy and recipe.data.on_policy.every >= steps:
-        yield ("data", "on_policy", "every"), expected
+    if fault := _tree_fault(recipe.eval.tree, recipe.eval.rule):  # the same tree is measured every time
+        yield ("eval", "tree"), fault
+    for n, tree in enumerate(recipe.eval.report.trees or ()):
+        if tree != AUTO and (fault := _tree_fault(tree, recipe.eval.rule)):
+            yield ("eval", "report", "trees", n), fault
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
     """Return the recipe of a run of this many steps, with a warm-up of at most a fifth of them. UserError for settings
     that come into effect only after the last step."""
-    warmup = min(recipe.train.warmup_steps, steps // SHORTEST)
+    warmup = min(recipe.train.warmup_steps, steps // 5)
     changes = {"max_steps": steps, "epochs": None, "warmup_steps": warmup}
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})
-    if faults := [f"{dotted(key)}: {what}" for key, what in _beyond_the_end(recipe)]:
-        raise UserError("\n".join(faults))
-    return recipe
+    if recipe.data.on_policy and recipe.data.on_policy.every >= steps:
+        raise UserError(f"data.on_policy.every: expected less than train.max_steps ({steps})")
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})
 
 
 def _tree_fault(tree: str, rule: str) -> str | None:
     """Return why a tree cannot be measured with an acceptance rule, or None if it can."""
+    if tree == HEAD_TREE and rule != "match":
+        return f"rule {rule}: the tree 'head' is grown from ranks, and may leave out a draw; use rule match"
     if tree == HEAD_TREE:
-        grown = f"rule {rule}: the tree 'head' is grown from ranks, and may leave out a draw; use rule match"
-        return None if rule == "match" else grown
+        return None
     try:
         shape = parse_shape(tree)
         check_rule(rule, shape)

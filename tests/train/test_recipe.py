@@ -7,7 +7,7 @@ import pytest
 
 from eval.measure.settings import BenchSettings
 from heads.core.errors import UserError
-from train.recipe import Train, dump_recipe, load_recipe, plain_settings, with_steps
+from train.recipe import Recipe, Train, dump_recipe, load_recipe, plain_settings, with_steps
 
 GOOD = """\
 output_dir: runs/x
@@ -23,29 +23,27 @@ eval: {prompts: python-heldout}
 """
 
 
+def load(tmp_path: Path, text: str, *overrides: str) -> Recipe:
+    (tmp_path / "r.yaml").write_text(text)
+    return load_recipe(tmp_path / "r.yaml", overrides)
+
+
 def faults(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     """The lines of what is wrong, without the folder."""
-    path = tmp_path / "r.yaml"
-    path.write_text(text)
     with pytest.raises(UserError) as caught:
-        load_recipe(path, overrides)
+        load(tmp_path, text, *overrides)
     return str(caught.value).replace(f"{tmp_path}/", "").splitlines()
 
 
 def test_a_good_recipe_loads_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(GOOD)
-    recipe = load_recipe(path, ["train.schedule=wsd", "eval.temperature=0.5"])
+    recipe = load(tmp_path, GOOD, "train.schedule=wsd", "eval.temperature=0.5")
     assert recipe.train.lr == 1e-4
     assert recipe.head.model_dump(exclude_unset=True) == {"kind": "eagle3", "depth": 3, "aux_layer_ids": (1, 2, 3)}
-    path.write_text(dump_recipe(plain_settings(recipe)))
-    assert load_recipe(path) == recipe
+    assert load(tmp_path, dump_recipe(plain_settings(recipe))) == recipe
 
 
 def test_only_the_report_looks_for_drafts(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(GOOD)
-    recipe = load_recipe(path, ["eval.report.trees=[auto, 'chain:2']"])
+    recipe = load(tmp_path, GOOD, "eval.report.trees=[auto, 'chain:2']")
     assert recipe.eval.report.trees == ("auto", "chain:2")
     (fault,) = faults(tmp_path, GOOD, "eval.tree=auto")
     assert "eval.tree: tree 'auto': expected chain:K" in fault
@@ -53,11 +51,9 @@ def test_only_the_report_looks_for_drafts(tmp_path: Path) -> None:
 
 def test_a_default_that_has_no_effect_is_no_fault(tmp_path: Path) -> None:
     """A run's own recipe has every default, and is changed on the command line."""
-    (tmp_path / "r.yaml").write_text(GOOD)
-    own = dump_recipe(plain_settings(load_recipe(tmp_path / "r.yaml", ["eval.report.temperatures=[0, 1]"])))
+    own = dump_recipe(plain_settings(load(tmp_path, GOOD, "eval.report.temperatures=[0, 1]")))
     assert "top_k: 0" in own
-    (tmp_path / "r.yaml").write_text(own)
-    assert load_recipe(tmp_path / "r.yaml", ["eval.report.temperatures=[0]"]).eval.report.temperatures == (0,)
+    assert load(tmp_path, own, "eval.report.temperatures=[0]").eval.report.temperatures == (0,)
 
 
 def test_all_faults_are_given_at_once_with_file_key_and_suggestion(tmp_path: Path) -> None:
@@ -111,9 +107,8 @@ def test_a_split_has_no_effect_on_a_file(tmp_path: Path) -> None:
     )
     lines = faults(tmp_path, file)
     assert "data.sources.0.subset: has no effect on files" in "\n".join(lines)
-    assert "data.sources.0.split: has no effect on a file" in "\n".join(lines)
-    (tmp_path / "hub.yaml").write_text(hub)
-    assert "subset: all\n    split: test" in dump_recipe(plain_settings(load_recipe(tmp_path / "hub.yaml")))
+    assert "data.sources.0.split: has no effect on files" in "\n".join(lines)
+    assert "subset: all\n    split: test" in dump_recipe(plain_settings(load(tmp_path, hub)))
 
 
 def test_weights_are_given_to_all_sources_or_none(tmp_path: Path) -> None:
@@ -137,16 +132,15 @@ def test_files_that_are_no_recipe(text: str, fault: str, tmp_path: Path) -> None
 def test_a_recipe_extends_another(tmp_path: Path) -> None:
     """Mappings are merged, lists are replaced, and a fault names the file that has the key."""
     (tmp_path / "base").mkdir()
-    path, base = tmp_path / "r.yaml", tmp_path / "base/target.yaml"
-    base.write_text(GOOD.replace("output_dir: runs/x\n", "extends: ../all.yaml\n").replace("depth: 3", "depth: 2"))
+    (tmp_path / "base/target.yaml").write_text(
+        GOOD.replace("output_dir: runs/x\n", "extends: ../all.yaml\n").replace("depth: 3", "depth: 2")
+    )
     (tmp_path / "all.yaml").write_text("train: {lr: 1, seed: 4}\neval: {report: {trees: [chain:2, chain:1]}}\n")
     text = "extends: base/target.yaml\noutput_dir: runs/x\neval: {report: {trees: [chain:3]}}\nhead: {depth: 3}\n"
-    path.write_text(text)
-    recipe = load_recipe(path, ["train.lr=2e-4"])
+    recipe = load(tmp_path, text, "train.lr=2e-4")
     assert recipe.head.model_dump(exclude_unset=True) == {"kind": "eagle3", "depth": 3, "aux_layer_ids": (1, 2, 3)}
     assert (recipe.train.lr, recipe.train.seed, recipe.eval.report.trees) == (2e-4, 4, ("chain:3",))
-    path.write_text(dump_recipe(plain_settings(recipe)))
-    assert load_recipe(path) == recipe
+    assert load(tmp_path, dump_recipe(plain_settings(recipe))) == recipe
     (tmp_path / "all.yaml").write_text("train: {sead: 4}\n")
     assert faults(tmp_path, text) == ["all.yaml: train.sead: unknown key; did you mean 'seed'?"]
     (tmp_path / "all.yaml").write_text("extends: base/target.yaml\n")
@@ -156,20 +150,16 @@ def test_a_recipe_extends_another(tmp_path: Path) -> None:
 
 
 def test_an_interpolation_is_text(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(GOOD.replace("runs/x", "'runs/${oc.env:HOME}'"))
-    assert load_recipe(path, ["target.path=${output_dir}"]).target.path == "${output_dir}"
-    assert load_recipe(path).output_dir == "runs/${oc.env:HOME}"
+    recipe = load(tmp_path, GOOD.replace("runs/x", "'runs/${oc.env:HOME}'"), "target.path=${output_dir}")
+    assert (recipe.output_dir, recipe.target.path) == ("runs/${oc.env:HOME}", "${output_dir}")
 
 
 def test_the_final_measurement_has_the_settings_of_the_report_or_else_those_of_eval(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(GOOD)
-    made = load_recipe(path, ["eval.temperature=0.5", "eval.top_k=3", "eval.report.trees=[auto]"]).eval.final()
-    assert made == BenchSettings(
+    recipe = load(tmp_path, GOOD, "eval.temperature=0.5", "eval.top_k=3", "eval.report.trees=[auto]")
+    assert recipe.eval.final() == BenchSettings(
         num_prompts=32, max_prompt_tokens=256, trees=("auto",), temperatures=(0.5,), top_k=3, seed=1
     )
-    assert load_recipe(path, ["eval.report.sampling=model", "eval.rule=ratio"]).eval.final().sampling == "model"
+    assert load(tmp_path, GOOD, "eval.report.sampling=model", "eval.rule=ratio").eval.final().sampling == "model"
 
 
 @pytest.mark.parametrize(
@@ -184,26 +174,21 @@ def test_the_final_measurement_has_the_settings_of_the_report_or_else_those_of_e
 )
 def test_an_override_replaces_what_was_there(overrides: list[str], expected: dict[str, Any], tmp_path: Path) -> None:
     """Only the parts of its dotted key are merged, and null is the default."""
-    path = tmp_path / "r.yaml"
     chat = "{kind: chat, path: x}\n  template: {a: false, b: 2}"
-    path.write_text(GOOD.replace("{kind: python, limit: 10}", chat))
-    assert load_recipe(path, overrides).data.template == expected
+    text = GOOD.replace("{kind: python, limit: 10}", chat)
+    assert load(tmp_path, text, *overrides).data.template == expected
 
 
 def test_null_in_an_override_is_none_where_that_is_a_value(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(GOOD.replace("lr: 1e-4", "lr: 1e-4\n  eval_every: 5\n  seed: 3"))
-    train = load_recipe(path, ["train.eval_every=null", "train.seed=null", "train.lr=null"]).train
+    text = GOOD.replace("lr: 1e-4", "lr: 1e-4\n  eval_every: 5\n  seed: 3")
+    train = load(tmp_path, text, "train.eval_every=null", "train.seed=null", "train.lr=null").train
     assert (train.eval_every, train.seed, train.lr) == (None, 0, 1e-4)
 
 
 def test_steps_and_epochs_on_the_command_line_replace_each_other(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(GOOD)
-    train = load_recipe(path, ["train.epochs=2"]).train
+    train = load(tmp_path, GOOD, "train.epochs=2").train
     assert (train.max_steps, train.epochs) == (None, 2)
-    path.write_text(GOOD.replace("max_steps: 10", "epochs: 0.5"))
-    train = load_recipe(path, ["--train.max_steps=7"]).train
+    train = load(tmp_path, GOOD.replace("max_steps: 10", "epochs: 0.5"), "--train.max_steps=7").train
     assert (train.max_steps, train.epochs) == (7, None)
 
 
@@ -224,9 +209,7 @@ def test_tau_is_measured_at_points_spaced_evenly_in_the_logarithm_of_the_steps(
 
 
 def test_a_warm_up_takes_at_most_a_fifth_of_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(GOOD.replace("max_steps: 10", "epochs: 1\n  warmup_steps: 600"))
-    recipe = load_recipe(path)
+    recipe = load(tmp_path, GOOD.replace("max_steps: 10", "epochs: 1\n  warmup_steps: 600"))
     for steps, warmup in ((133, 26), (3_000, 600), (40_000, 600), (1, 0)):
         train = with_steps(recipe, steps).train
         assert (train.steps, train.epochs, train.warmup_steps) == (steps, None, warmup)
