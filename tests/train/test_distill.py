@@ -16,14 +16,12 @@ from heads.targets.model import FrozenTarget
 from tests.chats import reader_of
 from tests.closeness import assert_close
 from tests.faults import signal_at
-from tests.runs import Settings, measured_run, same, the_error, weights, write_recipe
+from tests.runs import Settings, measured_run, same, weights, write_recipe
 from tests.runs import train_in as run
 from train.adapter import add_adapters, merged_weights
 from train.core.interrupts import Interrupted
 from train.data.prepare import load_data
-from train.entry import attempt
-from train.optim import make_optimizer
-from train.recipe import Train, load_recipe
+from train.recipe import load_recipe
 
 ON_POLICY = {"every": 2, "prompts": 6, "samples": 4, "prompt_tokens": 8, "new_tokens": 12, "share": 0.5}
 
@@ -81,34 +79,6 @@ def test_a_fused_layer_is_merged_the_right_way_round() -> None:
     torch.testing.assert_close(plain.model(input_ids=ids).logits, head.model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (["head.lora={modules: [q_proj, q_prj]}"], "head.lora.modules: 'q_prj' fits no linear layer of the draft"),
-        (["head.fresh={hidden_size: 16}"], "head: a draft needs one of path"),
-        (["features={kind: cache, folder: features}"], "features.kind: head.layers copies layers of the target, got"),
-        (["data.on_policy={every: 6, prompts: 2, samples: 2}"], "data.on_policy.every: expected less than train.max"),
-        (
-            ["data.on_policy={every: 2, prompts: 4, samples: 2, temperature: 0, seed: 3}"],
-            "data.on_policy.seed: has no effect at data.on_policy.temperature 0",
-        ),
-        (
-            ["head={kind: eagle3}", "data.on_policy={every: 2, samples: 2}"],
-            "data.on_policy: is for draft models (head.kind draft), got eagle3; leave it out",
-        ),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(
-    change: list[str], fault: str, small: Settings, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if "eagle3" in change[0]:
-        small["head"] = {"kind": "eagle3"}
-        change = change[1:]
-    assert attempt("distill", [str(write_recipe(small)), *change]) == 2
-    assert fault in the_error(capsys)
-    assert not Path(small["output_dir"]).exists()
-
-
 def test_a_whole_run_by_adapters_on_its_own_text(small: Settings) -> None:
     """Every option at once; the published form is a plain model, its outputs the target's own."""
     small["head"]["lora"] = {"rank": 4}
@@ -164,16 +134,3 @@ def test_samples_are_the_drafts_own_and_are_learnt_from(small: Settings, target:
             naive.append(int(head.model(input_ids=torch.tensor([naive])).logits[0, -1].argmax()))
         assert naive == [*prompt, *sample]
         assert " ".join(map(str, naive)) in packed
-
-
-def test_tables_of_tokens_are_not_orthogonalised(target: FrozenTarget) -> None:
-    head = build_head("draft", {"layers": [0, 7]}, target, torch.ones(128))
-    optimizer: Any = make_optimizer(head, Train(max_steps=2, optimizer="muon"))
-    groups = [group for group in optimizer.param_groups if "momentum" in group]
-    muon = {id(parameter) for group in groups for parameter in group["params"]}
-    names = {name for name, parameter in head.named_parameters() if id(parameter) in muon}
-    assert names and all("proj" in name for name in names)
-    assert {name for name, p in head.named_parameters() if p.dim() == 2} - names == {
-        "model.model.embed_tokens.weight",
-        "model.lm_head.weight",
-    }

@@ -10,7 +10,6 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from eval.measure.loading import load_pair
 from heads.core.errors import UserError
-from heads.targets.encoder_decoder import give_template
 from heads.targets.load import load_tokenizer
 from tests.chats import encode_chat, talk, write_chats
 from tests.runs import Settings, lines, train, train_in, write_recipe
@@ -86,13 +85,6 @@ def test_a_question_and_its_answer_are_one_sequence(tmp_path: Path, tiny_target_
     assert document.labels.tolist() == [False] * (len(question) + 2) + [True] * (len(answer) + 1)
     with pytest.raises(UserError, match="an encoder-decoder answers one turn"):
         encode_chat(tokenizer, messages * 2)
-
-
-def test_a_tokenizers_own_template_stays(tiny_target_dir: Path) -> None:
-    tokenizer = load_tokenizer(str(tiny_target_dir))
-    own = tokenizer.chat_template
-    give_template(tokenizer, 0)
-    assert tokenizer.chat_template == own
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -138,25 +136,6 @@ def test_an_interrupt_is_status_130_with_a_checkpoint(small: Settings, capsys: p
         assert attempt("eagle", [str(write_recipe(small))]) == 130
     assert (Path(small["output_dir"]) / "checkpoints/step-1/manifest.json").is_file()
     assert "interrupted at step 1; the same command goes on from there" in capsys.readouterr().err
-
-
-def test_an_interrupt_outside_the_steps_is_given_too(
-    small: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As while the data is read: the template is a pipe that nobody writes to."""
-    pipe = tmp_path / "template"
-    os.mkfifo(pipe)
-
-    def interrupt() -> None:
-        with pipe.open("w"):  # waits until it is opened for reading
-            os.kill(os.getpid(), signal.SIGINT)
-
-    small["data"]["sources"] = [{"kind": "chat", "path": "chats.jsonl", "chat_template": str(pipe)}]
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert attempt("eagle", [str(write_recipe(small))]) == 130
-    thread.join()
-    assert capsys.readouterr().err.splitlines()[-1] == "interrupted; the same command goes on from there"
 
 
 def test_no_recipe_is_a_usage_line(capsys: pytest.CaptureFixture[str]) -> None:

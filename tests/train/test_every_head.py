@@ -59,22 +59,27 @@ def test_a_run_goes_on_bit_for_bit_and_leaves_a_head(
     assert same(weights(folder, 4), first)
 
 
-@pytest.mark.parametrize(
-    ("entry", "section", "changes", "said"),
-    [
-        ("dflash", "head", {"mask_token_id": 71}, "head.mask_token_id: the data has the token 71, 'b'"),
-        ("dflash", "head", {"block_size": 60}, "data.context_length: 48 tokens cannot hold a root and a draft of 59"),
-        ("dflash", "eval", {"tree": "chain:4"}, "tree chain:4: 4 levels, the head drafts 3 in a block of 4; ask for"),
-        ("dflash", "eval", {"report": {"trees": ["chain:4"]}}, "tree chain:4: 4 levels, the head drafts 3 in a block"),
-        ("medusa", "head", {"tree_nodes": 0}, "grow no static tree"),
-    ],
-)
-def test_what_a_head_cannot_draft_is_refused_before_training(
-    entry: str, section: str, changes: Settings, said: str, settings: Settings, capsys: pytest.CaptureFixture[str]
+REFUSED: list[tuple[str, str, str]] = [
+    ("dflash", "head.mask_token_id=71", "head.mask_token_id: the data has the token 71, 'b'"),
+    ("dflash", "head.block_size=60", "data.context_length: 48 tokens cannot hold a root and a draft of 59"),
+    ("dflash", "eval.tree=chain:4", "tree chain:4: 4 levels, the head drafts 3 in a block of 4; ask for"),
+    ("dflash", "eval.report.trees=[chain:4]", "tree chain:4: 4 levels, the head drafts 3 in a block"),
+    ("medusa", "head.tree_nodes=0", "grow no static tree"),
+    ("distill", "head.lora={modules: [q_proj, q_prj]}", "head.lora.modules: 'q_prj' fits no linear layer of the draft"),
+    ("distill", "head.fresh={hidden_size: 16}", "head: a draft needs one of path"),
+    ("distill", "features={kind: cache, folder: x}", "features.kind: head.layers copies layers of the target, got"),
+    ("distill", "data.on_policy={every: 6, samples: 2}", "data.on_policy.every: expected less than train.max_steps"),
+    ("distill", "data.on_policy={every: 2, samples: 2, temperature: 0, seed: 3}", "seed: has no effect at data.on_p"),
+    ("eagle", "data.on_policy={every: 2, samples: 2}", "data.on_policy: is for draft models (head.kind draft), got"),
+]
+
+
+@pytest.mark.parametrize(("entry", "override", "fault"), REFUSED)
+def test_what_cannot_be_trained_is_refused_before(
+    entry: str, override: str, fault: str, settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    of_kind(settings, entry)[section] |= changes
-    assert attempt(entry, [str(write_recipe(settings))]) == 2
-    assert said in the_error(capsys)
+    assert attempt(entry, [str(write_recipe(of_kind(settings, entry))), override]) == 2
+    assert fault in the_error(capsys)
     assert not list(Path(settings["output_dir"]).rglob("metrics.jsonl"))
 
 

@@ -68,12 +68,6 @@ def test_accumulation_is_the_same_step_cut_up(settings: Settings, tmp_path: Path
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-def test_bf16_keeps_float32_weights(settings: Settings) -> None:
-    settings["train"] |= {"precision": "bf16", "max_steps": 2}
-    folder = run(settings)
-    assert {tensor.dtype for tensor in weights(folder, 2).values()} == {torch.float32}
-
-
 def test_what_is_saved_is_what_was_measured_and_changes_no_step(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +235,9 @@ def test_a_measurement_has_what_the_learning_curve_needs(settings: Settings, tmp
     assert point["tau"] == tokens / rounds and point["ci95"][0] <= point["tau"] <= point["ci95"][1]
 
 
-def test_tensorboard_has_the_figures(settings: Settings) -> None:
+def test_bf16_keeps_float32_weights_and_tensorboard_has_the_figures(settings: Settings) -> None:
     pytest.importorskip("tensorboard")
-    settings["tracking"] = {"tensorboard": True}
-    assert list((run(settings) / "tensorboard").rglob("events.out.tfevents.*"))
+    settings["train"] |= {"precision": "bf16", "max_steps": 2}
+    folder = run(settings | {"tracking": {"tensorboard": True}})
+    assert {tensor.dtype for tensor in weights(folder, 2).values()} == {torch.float32}
+    assert list((folder / "tensorboard").rglob("events.out.tfevents.*"))
