@@ -47,10 +47,10 @@ def make_accelerator(
     Its `mixed_precision`, "bf16" or "no", follows `train.precision`. `begun_in`: the precision of the run to resume.
     UserError if the launch cannot run in the form that it requests.
     """
-    wanted = wanted_mode()
+    mode = wanted_mode()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
-    _check_environment(settings, wanted)
+    _check_environment(settings, mode)
     # Accelerate's launcher always sets this variable under DeepSpeed, and it would override the argument below.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     group = InitProcessGroupKwargs(timeout=TIMEOUT)
@@ -68,7 +68,7 @@ def make_accelerator(
         arguments["project_config"] = ProjectConfiguration(logging_dir=str(folder / "tensorboard"))
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed would look for a GPU
-        if wanted == "deepspeed":
+        if mode == "deepspeed":
             import deepspeed
 
             warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of functions that DeepSpeed calls
@@ -84,13 +84,13 @@ def make_accelerator(
     accelerator = Accelerator(**arguments)
     if hidden["ACCELERATE_USE_FSDP"] is not None:
         os.environ["ACCELERATE_USE_FSDP"] = hidden["ACCELERATE_USE_FSDP"]
-    if not on_gpu and wanted != "deepspeed":
+    if not on_gpu and mode != "deepspeed":
         _use_cores()
-    made = "deepspeed" if accelerator.distributed_type == DistributedType.DEEPSPEED else "ddp"
-    if accelerator.num_processes != world or (made == "deepspeed") != (wanted == "deepspeed"):
+    actual = "deepspeed" if accelerator.distributed_type == DistributedType.DEEPSPEED else "ddp"
+    if accelerator.num_processes != world or (actual == "deepspeed") != (mode == "deepspeed"):
         raise UserError(
-            f"the launch asked for {world} processes of {wanted}, Accelerate made {accelerator.num_processes} of "
-            f"{made}; check the flags of accelerate launch against `accelerate env`"
+            f"the launch asked for {world} processes of {mode}, Accelerate made {accelerator.num_processes} of "
+            f"{actual}; check the flags of accelerate launch against `accelerate env`"
         )
     if accelerator.state.deepspeed_plugin is not None:
         _check_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config)
@@ -110,15 +110,15 @@ def _mixed_precision(settings: Train, device: torch.device, begun_in: str | None
         return "bf16" if settings.precision == "bf16" else "no"
     if begun_in is not None:
         return begun_in
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
-    return "bf16" if asked or fastest_dtype(device) == torch.bfloat16 else "no"
+    is_requested = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    return "bf16" if is_requested or fastest_dtype(device) == torch.bfloat16 else "no"
 
 
-def _check_environment(settings: Train, wanted: str) -> None:
+def _check_environment(settings: Train, mode: str) -> None:
     """Raise UserError for flags of the launch that the recipe contradicts, or that would be ignored."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    sharded = wanted == "fsdp"
+    sharded = mode == "fsdp"
     for is_wrong, fault in (
         (
             precision not in (("no",) if settings.precision == "fp32" else ("no", "bf16")),
@@ -182,11 +182,11 @@ def _use_cores() -> None:
         return
     parent = Path("/proc") / str(os.getppid())
     try:
-        said = (
+        is_set = (
             b"OMP_NUM_THREADS=" in (parent / "environ").read_bytes()
             or b"num_cpu_threads" in (parent / "cmdline").read_bytes()
         )
     except OSError:
         return
-    if not said:
+    if not is_set:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -85,8 +85,8 @@ def _write(folder: Path, state: RunState, files: dict[str, dict[str, Tensor]], k
     except (OSError, SafetensorError) as error:
         if not is_full_disk(error):
             raise
-        kept = [path.name for path in list_checkpoints(folder)]
-        what = f"{', '.join(kept)} {'is' if len(kept) == 1 else 'are'} intact" if kept else "nothing was written"
+        intact = [path.name for path in list_checkpoints(folder)]
+        what = f"{', '.join(intact)} {'is' if len(intact) == 1 else 'are'} intact" if intact else "nothing was written"
         raise UserError(
             f"{folder}: no space left on the device for the checkpoint of step {state.step}; {what}; free some space "
             "and run the same command again"
@@ -97,8 +97,7 @@ def _write(folder: Path, state: RunState, files: dict[str, dict[str, Tensor]], k
 
 def save_measurement(folder: Path, state: RunState) -> None:
     """Add the measurement after `state.step` steps to their checkpoint. Called by the main process."""
-    found = asdict(state)
-    write_json(folder / f"step-{state.step}/measured.json", {name: found[name] for name in MEASURED})
+    write_json(folder / f"step-{state.step}/measured.json", {name: getattr(state, name) for name in MEASURED})
 
 
 def load_checkpoint(strategy: Replicated, folder: Path) -> None:
@@ -155,8 +154,8 @@ def begun_in(folder: Path) -> str | None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    steps = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()}
+    return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
 
 
 def find_fault(path: Path) -> str | None:
@@ -177,8 +176,8 @@ def read_state(path: Path) -> RunState:
     measured.json, the measurement at its step is still to be made."""
     state = pydantic.TypeAdapter(RunState).validate_json((path / STATE).read_bytes())
     with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
-        found: Any = json.loads((path / "measured.json").read_bytes())
-        return replace(state, **{name: found[name] for name in MEASURED})
+        measured: Any = json.loads((path / "measured.json").read_bytes())
+        return replace(state, **{name: measured[name] for name in MEASURED})
     return state
 
 

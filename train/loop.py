@@ -36,7 +36,7 @@ from train.data.packing import Mixture
 from train.data.prepare import load_data
 from train.features.source import FeatureSource
 from train.head_settings import make_head, resolved_head
-from train.measuring import Evaluation, Measured
+from train.measuring import Evaluation, TauMeasurement
 from train.open_run import Run, open_reader, open_source
 from train.optim import lr_factor
 from train.parallel import LossModule
@@ -78,10 +78,10 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     section = recipe.head
     unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
-    found, steps = on_main(accelerator, lambda: _find_start(run, recipe))
-    if found is not None:
-        rows = found[1].rows  # the earlier run may have had another number of processes
-        if recipe.train.epochs is None and _is_finished(run, found[1], recipe.train.steps):
+    checkpoint, steps = on_main(accelerator, lambda: _find_start(run, recipe))
+    if checkpoint is not None:
+        rows = checkpoint[1].rows  # the earlier run may have had another number of processes
+        if recipe.train.epochs is None and _is_finished(run, checkpoint[1], recipe.train.steps):
             return Outcome(with_steps(recipe, recipe.train.steps), features, asking)
     evaluation = Evaluation(recipe.eval, features, asking, unfilled)
 
@@ -93,21 +93,21 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     data = mixture.digest()
 
     # Steps
-    given = recipe.train
-    if given.epochs is not None and (found is None or found[1].data == data or steps is None):
-        steps = max(1, math.ceil(given.epochs * mixture.num_rows / rows))
+    epochs, warmup_steps = recipe.train.epochs, recipe.train.warmup_steps
+    if epochs is not None and (checkpoint is None or checkpoint[1].data == data or steps is None):
+        steps = max(1, math.ceil(epochs * mixture.num_rows / rows))
     assert steps is not None
     recipe = with_steps(recipe, steps)
     tracker.max_steps, tracker.record = steps, plain_settings(recipe)
     tracker.say(describe_length(recipe, mixture, rows))
-    if recipe.train.warmup_steps < given.warmup_steps:
+    if recipe.train.warmup_steps < warmup_steps:
         tracker.say(
-            f"train.warmup_steps: {given.warmup_steps:,} are more than a fifth of the run; the warm-up takes "
+            f"train.warmup_steps: {warmup_steps:,} are more than a fifth of the run; the warm-up takes "
             f"{recipe.train.warmup_steps:,} steps"
         )
     on_main(accelerator, lambda: run.folder.check_recipe(tracker.record))
     outcome = Outcome(recipe, features, asking)
-    if found is not None and _is_finished(run, found[1], steps):
+    if checkpoint is not None and _is_finished(run, checkpoint[1], steps):
         return outcome
 
     # Head, in float32 and equal on all processes. A copy in the target's dtype is measured and saved, rounded before.
@@ -125,8 +125,8 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
         tracker.say("train.optimizer: AdamW in place of Muon, whose updates DeepSpeed would clip and scale otherwise")
     stepper = Stepper(recipe.train, LossModule(head), features, mixture, accelerator, rows)
     training = Training(recipe.train, run, stepper, measured, evaluation, samples, data)
-    if found is not None:
-        training.resume(*found)
+    if checkpoint is not None:
+        training.resume(*checkpoint)
     tracker.start(training.state.step, training.state.measured_step or 0)
     training.provenance = on_main(
         accelerator,
@@ -277,18 +277,18 @@ class Training:
         started = time.perf_counter()
         weights = self.stepper.head_weights()
 
-        def act() -> Measured | None:
+        def act() -> TauMeasurement | None:
             self.measured.load_state_dict(weights)
             cast(DraftHead, self.measured).round_to(self.dtype)
             with self.interrupts.released():
                 return self.evaluation.measure(self.measured) if self.stepper.features.measures else None
 
-        found, state = on_main(self.accelerator, act), self.state
-        if found is None:
+        measurement, state = on_main(self.accelerator, act), self.state
+        if measurement is None:
             behind = self.settings.steps * self.stepper.rows  # the first row after those of the last step
-            found = self.evaluation.estimate(self.measured, self.stepper.mixture, behind, self.accelerator)
-        if state.best_tau is None or found.tau > state.best_tau:
-            state.best_tau, state.best_step = found.tau, state.step
+            measurement = self.evaluation.estimate(self.measured, self.stepper.mixture, behind, self.accelerator)
+        if state.best_tau is None or measurement.tau > state.best_tau:
+            state.best_tau, state.best_step = measurement.tau, state.step
             on_main(self.accelerator, self._keep_head)
         state.measured_step = state.step
         seconds = time.perf_counter() - started
@@ -299,12 +299,12 @@ class Training:
                 "tokens": state.tokens,
                 "seconds": state.seconds,
                 "lr": self.settings.lr * lr_factor(state.step - 1, self.settings),
-                "tau": found.tau,
-                "ci95": found.ci95,
-                "suites": found.suites,
-                "tau_by_training_step": found.estimate,
-                "is_estimate": found.is_estimate,
-                "alpha": found.alpha,
+                "tau": measurement.tau,
+                "ci95": measurement.ci95,
+                "suites": measurement.suites,
+                "tau_by_training_step": measurement.estimate,
+                "is_estimate": measurement.is_estimate,
+                "alpha": measurement.alpha,
                 "best_tau": state.best_tau,
                 "best_step": state.best_step,
                 "measuring_seconds": seconds,

@@ -41,7 +41,7 @@ ESTIMATE_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Measured:
+class TauMeasurement:
     tau: float
     alpha: list[float | None]
     estimate: float | None
@@ -73,7 +73,7 @@ class Evaluation:
         for shape in map(parse_shape, set(trees) - {AUTO, HEAD_TREE}):
             head.check_draft(shape, self.longest + shape.nodes)
 
-    def measure(self, head: nn.Module) -> Measured:
+    def measure(self, head: nn.Module) -> TauMeasurement:
         """Return tau and acceptance by depth over all requests. Called on the main process."""
         settings, requests, drafts = self.settings, self.requests, cast(DraftHead, head)
         batch_size = min(settings.batch_size, len(requests))
@@ -98,14 +98,14 @@ class Evaluation:
                 estimate = known_text_tau(drafts, batches, shape.depth).tau
         suites = {}
         for suite in dict.fromkeys(self.suites):
-            own = [output for output, name in zip(outputs, self.suites, strict=True) if name == suite]
-            counts = [[output.decoded, output.rounds] for output in own]
-            suites[suite] = {"tau": tau(own), "ci95": tau_interval(own), "prompts": counts}
+            of_suite = [output for output, name in zip(outputs, self.suites, strict=True) if name == suite]
+            counts = [[output.decoded, output.rounds] for output in of_suite]
+            suites[suite] = {"tau": tau(of_suite), "ci95": tau_interval(of_suite), "prompts": counts}
         alpha = acceptance_by_depth(outputs, shape.depth)
-        return Measured(tau(outputs), alpha, estimate, ci95=tau_interval(outputs), suites=suites)
+        return TauMeasurement(tau(outputs), alpha, estimate, ci95=tau_interval(outputs), suites=suites)
 
     @torch.no_grad()
-    def estimate(self, head: nn.Module, mixture: Mixture, begin: int, accelerator: Accelerator) -> Measured:
+    def estimate(self, head: nn.Module, mixture: Mixture, begin: int, accelerator: Accelerator) -> TauMeasurement:
         """Return tau and acceptance by depth of greedy chains as deep as the tree, estimated with the training step on
         the rows from index `begin` of the data on. Called by every process, since the target's layers may be sharded.
         Only the main process drafts with its `head`."""
@@ -114,7 +114,7 @@ class Evaluation:
         parts = [mixture.rows([index]) for index in range(begin, end)]
         batches = [make_batch(self.features.target, part, drafts.aux_layer_ids, dtype) for part in parts]
 
-        def act() -> Measured:
+        def act() -> TauMeasurement:
             if drafts.tree_nodes:
                 drafts.grow_tree(batches)
             return known_text_tau(drafts, batches, shape_for(self.settings.tree, drafts).depth)
@@ -183,25 +183,25 @@ def answer_batches(
 
 
 @torch.no_grad()
-def known_text_tau(head: DraftHead, batches: Iterable[Batch], depth: int) -> Measured:
+def known_text_tau(head: DraftHead, batches: Iterable[Batch], depth: int) -> TauMeasurement:
     """Return tau and acceptance of greedy chains of `depth` over the labels of each batch, as if they were the target's
     own tokens."""
     emitted: list[int] = []
     reached, accepted = [0] * depth, [0] * depth
     for batch in batches:
         for row, runs in enumerate(accepted_lengths(batch, head, depth).tolist()):
-            for root, end in answers_in(batch.loss_mask[row].tolist(), batch.documents[row].tolist()):
-                for tokens in walk(runs, root=root, end=end):
+            for root, end in answer_spans(batch.loss_mask[row].tolist(), batch.documents[row].tolist()):
+                for tokens in emitted_by_round(runs, root=root, end=end):
                     for k in range(min(depth, end - 1 - root)):
                         reached[k] += runs[root] >= k
                         accepted[k] += runs[root] > k
                     emitted.append(tokens)
                     root += tokens
     alpha = [hits / rounds if rounds else None for hits, rounds in zip(accepted, reached, strict=True)]
-    return Measured(sum(emitted) / len(emitted) if emitted else 1.0, alpha, None, is_estimate=True)
+    return TauMeasurement(sum(emitted) / len(emitted) if emitted else 1.0, alpha, None, is_estimate=True)
 
 
-def answers_in(labels: Sequence[bool], documents: Sequence[int]) -> Iterator[tuple[int, int]]:
+def answer_spans(labels: Sequence[bool], documents: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (root, end) of each contiguous run of labels in a row: its first token that can be a root, and the position
     after its last token."""
     begin = 0
@@ -222,7 +222,7 @@ def accepted_lengths(batch: Batch, head: DraftHead, depth: int) -> Tensor:
     return hits.long().cumprod(0).sum(0).roll(1, dims=1).cpu()  # the chain of slot t has its root at t + 1
 
 
-def walk(accepted: Sequence[int], *, root: int, end: int) -> list[int]:
+def emitted_by_round(accepted: Sequence[int], *, root: int, end: int) -> list[int]:
     """Return the number of tokens that each round emits, from `root` to `end`. The root itself is already decided."""
     emitted = []
     while root < end - 1:

@@ -92,8 +92,8 @@ def fit_template(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
     if unread:
         names = ", ".join(unread)
         print_line(f"data.template: left out {names}, which the chat template of {target.path} does not read")
-    kept = {name: value for name, value in data.template.items() if name not in unread}
-    return recipe.model_copy(update={"data": data.model_copy(update={"template": kept})})
+    template = {name: value for name, value in data.template.items() if name not in unread}
+    return recipe.model_copy(update={"data": data.model_copy(update={"template": template})})
 
 
 def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:

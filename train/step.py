@@ -188,15 +188,15 @@ class Stepper:
             self.expected = coming + 1
         places = self._places(number)
         micros = [replace(self.mixture.rows(place), seed=self._seed(place)) for place in places]
-        own = torch.stack([self.head.counts(rows).double() for rows in micros])  # (micro, K)
+        counts_by_pass = torch.stack([self.head.counts(rows).double() for rows in micros])  # (micro, K)
         tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
-        counts, tokens, stop = self._total(own.sum(0), tokens, stop)
+        counts, tokens, stop = self._total(counts_by_pass.sum(0), tokens, stop)
         if stop:
             raise Interrupted
         set_lr(strategy.optimizer, number, settings)
         scale = self.head.loss_scale(counts).float()
         weight: Tensor | None = None
-        for micro, (rows, count) in enumerate(zip(micros, own, strict=True)):
+        for micro, (rows, count) in enumerate(zip(micros, counts_by_pass, strict=True)):
             with accelerator.autocast():
                 batch = make_batch(self.target, rows, self.head.aux_layer_ids, self.dtype)
             with nullcontext() if micro == self.passes - 1 else strategy.no_sync():

@@ -182,22 +182,22 @@ def keep_metrics(path: Path, step: int, measured_step: int) -> None:
     """Drop lines of later steps and measurements and damaged lines, so that a resumed run records all once."""
     if not path.is_file():
         return
-    kept = []
+    lines = []
     for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
             if record["step"] <= (measured_step if record["kind"] == "eval" else step):
-                kept.append(line.decode() + "\n")
+                lines.append(line.decode() + "\n")
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    write_text(path, "".join(kept))
+    write_text(path, "".join(lines))
 
 
 def flat(metrics: Metrics) -> dict[str, float]:
     """Return scalars, named `train/...` or `eval/...`. A list gives one scalar per depth, counted from 1, for the
     depths that have a value."""
     out: dict[str, float] = {}
-    figures = metrics | {f"tau/{suite}": own["tau"] for suite, own in metrics.get("suites", {}).items()}
+    figures = metrics | {f"tau/{suite}": values["tau"] for suite, values in metrics.get("suites", {}).items()}
     if metrics.get("ci95"):
         figures["tau_low"], figures["tau_high"] = metrics["ci95"]
     for name, value in figures.items():

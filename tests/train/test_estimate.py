@@ -14,7 +14,7 @@ from heads.targets.load import load_target
 from heads.targets.model import FrozenTarget
 from train.data.packing import text_rows
 from train.features.source import make_batch
-from train.measuring import accepted_lengths, answer_batches, answers_in, known_text_tau, walk
+from train.measuring import accepted_lengths, answer_batches, answer_spans, emitted_by_round, known_text_tau
 
 BLOCK: dict[str, object] = {"num_layers": 2, "block_size": 5}
 SETTINGS: dict[str, dict[str, object]] = {
@@ -57,7 +57,7 @@ def test_the_estimate_is_what_the_runtime_accepts(kind: str, changes: dict[str, 
     batch = make_batch(target, text_rows(texts), head.aux_layer_ids, torch.float64)
     hits = accepted_lengths(batch, head, depth)
     for prompt, text, run, output in zip(prompts, texts, hits, outputs, strict=True):
-        rounds = walk(run.tolist(), root=len(prompt), end=len(text))
+        rounds = emitted_by_round(run.tolist(), root=len(prompt), end=len(text))
         assert (
             sum(rounds)
             == len(output.tokens) - 1
@@ -74,7 +74,7 @@ def test_answers_are_unbroken_labels_of_one_document() -> None:
     labels = [True, True, True, False, True, True, False, True, True, True, True, False]
     documents = [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, -1]
     # Nothing drafts the first token of a document, and an answer of one token has no round.
-    assert list(answers_in(labels, documents)) == [(1, 3), (4, 6), (7, 9)]
+    assert list(answer_spans(labels, documents)) == [(1, 3), (4, 6), (7, 9)]
 
 
 def learn(head: Any, target: FrozenTarget, texts: list[list[int]]) -> None:

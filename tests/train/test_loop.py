@@ -21,7 +21,7 @@ from tests.runs import Settings, lines, same, train, weights
 from tests.runs import train_in as run
 from train.checkpoints import list_checkpoints, read_state
 from train.core.interrupts import Interrupted
-from train.measuring import Evaluation, Measured
+from train.measuring import Evaluation, TauMeasurement
 from train.recipe import load_recipe
 
 TIMINGS = dict.fromkeys(("seconds", "measuring_seconds", "tokens_per_second"), 0)
@@ -73,7 +73,7 @@ def test_what_is_saved_is_what_was_measured_and_changes_no_step(
 ) -> None:
     measure, measured = Evaluation.measure, {}
 
-    def spy(self: Evaluation, head: Any) -> Measured:
+    def spy(self: Evaluation, head: Any) -> TauMeasurement:
         measured.update({name: value.clone() for name, value in head.state_dict().items()})
         return measure(self, head)
 

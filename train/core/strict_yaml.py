@@ -119,7 +119,7 @@ def overridden(config: Any, file: str, overrides: Sequence[str]) -> Source:
     """Apply overrides to OmegaConf's settings, or to a tree of plain values, which are from `file`."""
     config = OmegaConf.create(config)
     errors: list[str] = []
-    given: dict[str, str] = {}
+    places: dict[str, str] = {}
     for override in overrides:
         name, equals, value = override.removeprefix("--").partition("=")
         place = f"override '{override[:80]}'"
@@ -135,10 +135,10 @@ def overridden(config: Any, file: str, overrides: Sequence[str]) -> Source:
             OmegaConf.update(config, name, read, merge=False)
         except UNREADABLE:
             errors.append(f"{place}: there is no such entry of a list")
-        given = {name: place} | given
+        places = {name: place} | places
     if errors:
         raise UserError("\n".join(errors))
-    return Source(_plain(config), file, given)
+    return Source(_plain(config), file, places)
 
 
 UNREADABLE = (YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError)
@@ -165,7 +165,7 @@ def check(source: Source, model: type[M]) -> tuple[M | None, list[str]]:
     alike: dict[Key, list[dict[str, Any]]] = {}  # a value that fits no type of a union is one error for each type
     for error in errors:
         alike.setdefault(_visible(source.tree, error), []).append(error)
-    return None, [_describe(source, model, key, found) for key, found in alike.items()]
+    return None, [_describe(source, model, key, each) for key, each in alike.items()]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -187,7 +187,7 @@ def _drop_null(tree: Any, key: Key) -> bool:
 def _describe(source: Source, model: type[BaseModel], key: Key, errors: list[dict[str, Any]]) -> str:
     """Return the line of a key's errors, of which there are several if its value fits no type of a union."""
     error = errors[0]
-    given, context = error["input"], error.get("ctx", {})
+    value, context = error["input"], error.get("ctx", {})
     choices = re.split(", | or ", str(context.get("expected_tags", context.get("expected", ""))).replace("'", ""))
     match error["type"]:
         case "extra_forbidden":
@@ -198,32 +198,32 @@ def _describe(source: Source, model: type[BaseModel], key: Key, errors: list[dic
             kinds = [kind for section in _sections(model, source.tree, key) for kind in _kinds(section)]
             return source.line((*key, "kind"), f"is missing; one of {', '.join(kinds)}")
         case "union_tag_invalid":
-            return source.line((*key, "kind"), f"got {shown(given['kind'])}" + suggest(context["tag"], choices))
+            return source.line((*key, "kind"), f"got {shown(value['kind'])}" + suggest(context["tag"], choices))
         case "literal_error":
-            return source.line(key, f"got {shown(given)}" + suggest(str(given), choices))
+            return source.line(key, f"got {shown(value)}" + suggest(str(value), choices))
     message = error_text(error["msg"])
     message += "".join(f" or {other['msg'].removeprefix('Input should be ')}" for other in errors[1:])
-    return source.line(key, message if isinstance(given, dict) else f"{message}, got {shown(given)}")
+    return source.line(key, message if isinstance(value, dict) else f"{message}, got {shown(value)}")
 
 
 def _unknown(source: Source, model: type[BaseModel], key: Key) -> str:
-    own, *others = _sections(model, source.tree, key[:-1])
+    section, *others = _sections(model, source.tree, key[:-1])
     name = str(key[-1])
-    if kinds := [kind for section in others if name in section.model_fields for kind in _kinds(section)]:
+    if kinds := [kind for other in others if name in other.model_fields for kind in _kinds(other)]:
         return f"has no effect here: it belongs to kind {' or '.join(kinds)}; leave it out"
-    return "unknown key" + suggest(name, own.model_fields)
+    return "unknown key" + suggest(name, section.model_fields)
 
 
 def _sections(model: type[BaseModel], tree: Any, key: Key) -> list[type[BaseModel]]:
     """Return the sections that are possible at a key, with the one that the tree's `kind` selects first."""
-    found = [model]
+    sections = [model]
     for part in key:
         tree = tree[part]
         if isinstance(part, str):
-            found = list(_models_in(found[0].model_fields[part].annotation))
+            sections = list(_models_in(sections[0].model_fields[part].annotation))
         if isinstance(tree, dict) and "kind" in tree:
-            found.sort(key=lambda section: tree["kind"] not in _kinds(section))
-    return found
+            sections.sort(key=lambda section: tree["kind"] not in _kinds(section))
+    return sections
 
 
 def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
