@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +237,8 @@ def test_a_measurement_has_what_the_learning_curve_needs(settings: Settings, tmp
 
 
 def test_bf16_keeps_float32_weights_and_tensorboard_has_the_figures(settings: Settings) -> None:
-    pytest.importorskip("tensorboard")
+    is_there = find_spec("tensorboard") is not None
     settings["train"] |= {"precision": "bf16", "max_steps": 2}
-    folder = run(settings | {"tracking": {"tensorboard": True}})
+    folder = run(settings | {"tracking": {"tensorboard": is_there}})
     assert {tensor.dtype for tensor in weights(folder, 2).values()} == {torch.float32}
-    assert list((folder / "tensorboard").rglob("events.out.tfevents.*"))
+    assert any((folder / "tensorboard").rglob("events.out.tfevents.*")) == is_there
