@@ -23,45 +23,48 @@ def keys_of(recipe: type[BaseModel], kind: str | None = None) -> str:
         "Keys of the recipe. Any of them may be given on the command line, as in train.max_steps=100.",
         "With the key extends, a file names another one, whose settings it takes over and changes.",
     ]
-    schema = recipe.model_json_schema()
-    for title, section, prefix in _sections(schema, schema["$defs"], "", "Top level"):
+    for title, about, keys in _sections_of(recipe):
         if kind is not None and title.startswith("head") and not title.endswith(f"kind {kind}"):
             continue
-        lines += ["", *_wrapped(f"{title}: {section['description']}", "")]
-        for key, type_, default, meaning in _keys(section, schema, prefix):
+        lines += ["", *_wrapped(f"{title}: {about}", "")]
+        for key, type_, default, meaning in keys:
             lines += [f"  {key} ({type_}; {default})", *_wrapped(meaning, " " * 6)]
     return "\n".join(lines)
 
 
 def keys_page(recipe: type[BaseModel]) -> str:
     """Return the keys of a recipe as a page in Markdown. A key that several kinds of head share is listed once."""
-    schema = recipe.model_json_schema()
-    sections = {
-        title: (section["description"], list(_keys(section, schema, prefix)))
-        for title, section, prefix in _sections(schema, schema["$defs"], "", "Top level")
-    }
-    heads = [title for title in sections if title.startswith("head, ")]
+    sections = _sections_of(recipe)
+    first_head = next(n for n, (title, _, _) in enumerate(sections) if title.startswith("head, "))
     kinds: dict[Key, list[str]] = {}
-    for title in heads:
-        for key in sections[title][1]:
+    for title, _, keys in sections:
+        for key in keys if title.startswith("head, ") else ():
             kinds.setdefault(key, []).append(title.rpartition(" ")[2])
-    several = {key: of for key, of in kinds.items() if len(of) > 1}
-    shared = [(*key[:3], f"{key[3]} For {', '.join(of)}.") for key, of in several.items()]
+    shared = {key: (*key[:3], f"{key[3]} For {', '.join(of)}.") for key, of in kinds.items() if len(of) > 1}
+    tables = [(title, about, [key for key in keys if key not in shared]) for title, about, keys in sections]
+    tables.insert(first_head, ("head, several kinds", "Settings that kinds of head share.", [*shared.values()]))
     lines = [
         "# Keys of a recipe",
         "",
         "`python scripts/write_pages.py` writes this page. `python train/eagle.py --help` lists the keys of one kind.",
         "With `extends`, a file names [another one](README.md), whose settings it takes over and changes.",
     ]
-    for title, (meaning, keys) in sections.items():
-        tables = [("head, several kinds", "Settings that kinds of head share.", shared)] * (title == heads[0])
-        for name, about, rows in (*tables, (title, meaning, [key for key in keys if key not in several])):
-            lines += ["", f"## {name}", "", about.replace("\n", " "), "", "| key | type | default | meaning |"]
-            lines.append("| --- | --- | --- | --- |")
-            for named, type_, default, of in rows:
-                cells = [f"`{named}`", type_, default.removeprefix("default "), of.replace("\n", " ")]
-                lines.append(f"| {' | '.join(cells)} |")
+    for title, about, keys in tables:
+        lines += ["", f"## {title}", "", about.replace("\n", " "), "", "| key | type | default | meaning |"]
+        lines.append("| --- | --- | --- | --- |")
+        for key, type_, default, meaning in keys:
+            cells = [f"`{key}`", type_, default.removeprefix("default "), meaning.replace("\n", " ")]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _sections_of(recipe: type[BaseModel]) -> list[tuple[str, str, list[Key]]]:
+    """Return the title, the meaning and the keys of each section."""
+    schema = recipe.model_json_schema()
+    return [
+        (title, section["description"], list(_keys(section, schema, prefix)))
+        for title, section, prefix in _sections(schema, schema["$defs"], "", "Top level")
+    ]
 
 
 def _keys(section: dict[str, Any], schema: dict[str, Any], prefix: str) -> Iterator[Key]:
