@@ -44,8 +44,8 @@ ESTIMATE_ROWS = 8
 class TauMeasurement:
     tau: float
     alpha: list[float | None]
-    estimate: float | None
-    """tau from the training step on the same texts; None if the drafts are not greedy chains."""
+    tau_by_training_step: float | None
+    """The training step's estimate on the same texts; None if the drafts are not greedy chains."""
     is_estimate: bool = False
     """True if nothing was decoded: `tau` is then the training step's estimate on training text."""
     ci95: tuple[float, float] | None = None
