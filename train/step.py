@@ -27,7 +27,8 @@ from train.parallel import LossModule, make_strategy
 from train.recipe import Train
 
 SEED_STRIDE = 1_000_003
-LOSS = "loss_by_depth"
+METRICS = ("loss_by_depth", "correct")
+"""Names of an interval's sums in a checkpoint."""
 
 
 def rows_per_step(settings: Train, context_length: int, num_processes: int) -> int:
@@ -68,7 +69,7 @@ class Sums:
     """The loss and the right predictions by depth, summed over all processes."""
 
     def fits(self, depths: int) -> bool:
-        return LOSS in self.sums and all(len(row) == depths for row in (self.counts, *self.sums.values()))
+        return self.sums.keys() >= {*METRICS} and all(len(row) == depths for row in (self.counts, *self.sums.values()))
 
 
 @dataclass
@@ -76,21 +77,22 @@ class Interval:
     """Sums over the steps since the last log line. Adding a step does not wait for the device."""
 
     counts: Tensor | None = None  # (K,) float64, over all processes
-    sums: dict[str, Tensor] = field(default_factory=dict)  # LOSS and "correct" -> (K,), this process's
+    sums: Tensor | None = None  # (2, K), of the loss and the correct predictions, this process's
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
     """Moved by the time that was not spent on steps."""
     unchecked: list[Tensor] = field(default_factory=list)
     """() for each step since the last check, in this process: finite if the step's loss and gradients are."""
 
-    def add_micro(self, sums: Tensor, correct: Tensor) -> None:
-        for name, value in {LOSS: sums, "correct": correct}.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
+    def add_micro(self, loss: Tensor, correct: Tensor) -> None:
+        sums = torch.stack([loss, correct.to(loss.dtype)])
+        self.sums = sums if self.sums is None else self.sums + sums
 
     def add_step(self, counts: Tensor, tokens: int, norm: Tensor) -> None:
+        assert self.sums is not None
         self.counts = counts if self.counts is None else self.counts + counts
         self.tokens += tokens
-        self.unchecked.append(self.sums[LOSS].sum() + norm)
+        self.unchecked.append(self.sums[0].sum() + norm)
 
     def check(self, accelerator: Accelerator, step: int) -> None:
         """Raise UserError if the loss or the gradients of a step since the last check were not finite. `step`: steps
@@ -109,11 +111,10 @@ class Interval:
 
     def cut(self, accelerator: Accelerator) -> Sums | None:
         """Return the sums from which a resumed run goes on, or None between two intervals. Called by every process."""
-        if self.counts is None:
+        if self.counts is None or self.sums is None:
             return None
-        names, sums = self._sums(accelerator)
-        by_name = dict(zip(names, sums.tolist(), strict=True))
-        return Sums(time.perf_counter() - self.started, self.tokens, self.counts.tolist(), by_name)
+        sums = dict(zip(METRICS, accelerator.reduce(self.sums.double(), reduction="sum").tolist(), strict=True))
+        return Sums(time.perf_counter() - self.started, self.tokens, self.counts.tolist(), sums)
 
     @classmethod
     def resumed(cls, before: Sums | None, accelerator: Accelerator) -> Self:
@@ -122,27 +123,21 @@ class Interval:
         if before is None:
             return cls()
         share, device = float(accelerator.is_main_process), accelerator.device
-        sums = {name: share * torch.tensor(value, device=device) for name, value in before.sums.items()}
+        sums = share * torch.tensor([before.sums[name] for name in METRICS], device=device)
         counts = torch.tensor(before.counts, dtype=torch.float64, device=device)
         return cls(counts, sums, before.tokens, time.perf_counter() - before.seconds)
 
     def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
         """Return `loss`, and by depth `loss_by_depth` and `accuracy`. A depth without rows has None."""
-        assert self.counts is not None
-        names, sums = self._sums(accelerator)
+        assert self.counts is not None and self.sums is not None
         counts = self.counts.tolist()
-        rows = {
-            name: [value / count if count else None for value, count in zip(values, counts, strict=True)]
-            for name, values in zip(names, sums.tolist(), strict=True)
-        }
-        by_depth = zip(weights.tolist(), rows[LOSS], strict=True)
-        rows["accuracy"] = rows.pop("correct")
-        return {"loss": sum(weight * value for weight, value in by_depth if value is not None), **rows}
-
-    def _sums(self, accelerator: Accelerator) -> tuple[list[str], Tensor]:
-        """Return the names of the sums and, for each, a row of sums (K,) float64 over all processes."""
-        sums = torch.stack([value.double() for value in self.sums.values()])
-        return list(self.sums), accelerator.reduce(sums, reduction="sum")
+        loss, accuracy = (
+            [value / count if count else None for value, count in zip(values, counts, strict=True)]
+            for values in accelerator.reduce(self.sums.double(), reduction="sum").tolist()
+        )
+        by_depth = zip(weights.tolist(), loss, strict=True)
+        mean = sum(weight * value for weight, value in by_depth if value is not None)
+        return {"loss": mean, "loss_by_depth": loss, "accuracy": accuracy}
 
     def tokens_per_second(self) -> float:
         return self.tokens / (time.perf_counter() - self.started)
