@@ -99,12 +99,3 @@ def test_data_that_no_decoder_writes_is_refused(changes: dict[str, Any], words: 
     overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     with pytest.raises(UserError, match=words):
         train(path, *overrides)
-
-
-def test_a_draft_that_reads_other_sequences_is_refused(
-    t5_settings: Settings, tiny_target_dir: Path, tmp_path: Path
-) -> None:
-    settings = t5_settings | {"head": {"kind": "draft", "path": str(tmp_path / "small")}}
-    settings["target"] = {"path": str(tiny_target_dir)}
-    with pytest.raises(UserError, match=r"answers begin with token 0, those of .* are the text going on"):
-        train(write_recipe(settings))
