@@ -55,11 +55,6 @@ class Publication:
     measurement: Path | None
     """Folder of the measurement in the card."""
 
-    def sizes(self) -> dict[str, int]:
-        return {
-            name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.files.items()
-        }
-
 
 def collect(
     run: Path,

@@ -31,11 +31,12 @@ def publish(options: argparse.Namespace) -> int:
         unserved=options.unserved,
     )
     place = publication.measurement
-    for name, size in publication.sizes().items():
-        print(f"{size:>12,} bytes  {name}")
+    for name, data in publication.files.items():
+        print(f"{len(data) if isinstance(data, bytes) else data.stat().st_size:>12,} bytes  {name}")
     base = publication.base_model or "a local model, which is not named; --base-model OWNER/NAME names it"
     print(f"base model: {base}")
-    print(f"license: {publication.license or unlicensed(offline=options.dry_run)}")
+    searched = "a dry run does not look up the target's" if options.dry_run else "the target's was not found"
+    print(f"license: {publication.license or f'none, as {searched}; --license NAME states it'}")
     print(f"figures: {place or 'none'}")
     if place and (newest := newest_results(folders_of(place))) and newest[0] != place:
         print(f"a newer measurement is not published: {newest[0]}; --results {newest[0]} takes it instead")
@@ -49,11 +50,6 @@ def publish(options: argparse.Namespace) -> int:
         url = upload(HfApi(token=token), publication, options)
     print(f"published: {url}")
     return 0
-
-
-def unlicensed(*, offline: bool) -> str:
-    looked = "a dry run does not look up the target's" if offline else "the target's was not found"
-    return f"none, as {looked}; --license NAME states it"
 
 
 def hub_rights(base: str) -> dict[str, str]:
