@@ -18,8 +18,8 @@ from torch import Tensor
 
 from heads.core.errors import UserError, first_line
 from heads.core.files import check_empty, whole_folder
-from heads.formats.engine_folder import named_class, tensors
-from heads.formats.mtp import MTP, MtpLoader, module_shapes
+from heads.formats.engine_folder import named_class
+from heads.formats.mtp import MTP, MtpLoader, compare_tensors, module_shapes
 from heads.methods.mtp import LAYOUTS, SHARED, Mtp, find_modules, module_names
 from heads.published import is_published, open_any
 from heads.saved import CONFIG, find_head, read_config
@@ -88,7 +88,7 @@ def fitting_modules(head: Mtp, path: str, folder: Path, files: Mapping[str, Path
             f"{count} of {layout}; train a head with head.native"
         )
     modules = {name: value.detach().cpu().contiguous() for name, value in head.to_checkpoint().items()}
-    if errors := tensors(expected, {name: tuple(value.shape) for name, value in modules.items()}):
+    if errors := compare_tensors(expected, {name: tuple(value.shape) for name, value in modules.items()}):
         raise UserError(f"{path}: does not fit into {folder}: {errors[0]}; train a head with head.native")
     return modules
 

@@ -25,8 +25,6 @@ TRIED = (
     "Small heads of this kind were run in vLLM 0.32.0, the newest version with a build for CPUs, on a CPU: it wrote "
     "the same text as draftsmith's runtime and accepted the same draft tokens."
 )
-VOCABULARY = ("d2t", "t2d", "token_map")
-"""Names of the tensors of a draft vocabulary."""
 SAMPLING = (
     "where a request names no sampling, vLLM takes it from the target's generation_config.json, as --sampling model "
     "does here; --generation-config vllm turns that off"
@@ -223,19 +221,18 @@ def window_option(window: int) -> str:
     return f"--speculative-draft-window-size {window - 1}"
 
 
-DECODER_SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-)  # fmt: skip
-"""Sizes of a decoder's layers in config.json."""
-
-
 def decoder_config(config: BlockConfig, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the fields of a decoder's layers in config.json."""
     scaling = getattr(config, "rope_scaling", None)
     if scaling and "factor" in scaling:
         scaling = {**scaling, "factor": float(scaling["factor"])}  # as vLLM needs
     return {
-        **{name: getattr(config, name) for name in DECODER_SIZES},
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
@@ -273,16 +270,3 @@ def named_class(config: Mapping[str, Any]) -> str | None:
     names = config.get("architectures") or [None]
     name: str | None = names[0]
     return name
-
-
-def tensors(expected: Shapes, found: Shapes) -> list[str]:
-    """Return the differences of the tensors' names and shapes."""
-    errors = []
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in expected and name in VOCABULARY:
-            errors.append(f"{name}: expected none, no draft vocabulary is read here")
-        elif name not in found:
-            errors.append(f"{name}: expected {expected[name]}, found none: it would be whatever memory holds")
-        elif expected.get(name) != found[name]:
-            errors.append(f"{name}: expected {expected.get(name, 'no such tensor')}, found {found[name]}")
-    return errors

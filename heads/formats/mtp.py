@@ -23,7 +23,6 @@ from heads.formats.engine_folder import (
     Shapes,
     named_class,
     sglang,
-    tensors,
     vllm,
 )
 from heads.formats.source import Source, check_same
@@ -55,6 +54,10 @@ def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[s
         if "--" in place:  # transformers splits there
             del fields["auto_map"]
     return fields
+
+
+VOCABULARY = ("d2t", "t2d", "token_map")
+"""Names of the tensors of a draft vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,19 @@ def module_shapes(config: Any, layout: Layout, count: int, stored: Collection[st
     return {name: tuple(tensor.shape) for name, tensor in saved.items()}
 
 
+def compare_tensors(expected: Shapes, found: Shapes) -> list[str]:
+    """Return the differences of the tensors' names and shapes."""
+    errors = []
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in expected and name in VOCABULARY:
+            errors.append(f"{name}: expected none, no draft vocabulary is read here")
+        elif name not in found:
+            errors.append(f"{name}: expected {expected[name]}, found none: it would be whatever memory holds")
+        elif expected.get(name) != found[name]:
+            errors.append(f"{name}: expected {expected.get(name, 'no such tensor')}, found {found[name]}")
+    return errors
+
+
 def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     """Compare modules of multi-token prediction with those that an engine loads for the target's own config.json."""
     name = str(named_class(folder.config))
@@ -127,7 +143,9 @@ def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
         unsupported = f"takes at most {loader.max_modules[reader]} module, the head has {count}"
     elif loader.layout == "mimo" and reader == SGLANG:
         unsupported = POST_NORM
-    return unsupported, errors + tensors(module_shapes(config, layout, max(count, 1), folder.shapes), folder.shapes)
+    return unsupported, errors + compare_tensors(
+        module_shapes(config, layout, max(count, 1), folder.shapes), folder.shapes
+    )
 
 
 def read_mtp(source: Source, target: FrozenTarget) -> Reading | None:

@@ -47,6 +47,7 @@ from heads.targets.tree_attention import Attend
 class Eagle3Config(BlockConfig, Eagle3Settings):
     """Everything that the head's function and its training loss depend on."""
 
+    hidden_size: Count
     aux_layer_ids: LayerIds
     draft_vocab_size: Count
     target_hidden_size: Count | None = None
