@@ -5,10 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from eval.measure.schema import Measurement, Part, Point, Results
+from eval.measure.schema import Measurement, Point, Results
 from eval.measure.speedup_checks import why_unreliable
 from heads.core.errors import UserError, first_line
 from heads.core.files import write_bytes
@@ -17,7 +17,7 @@ COMPARED = "compare.json"
 """Name of the file of a comparison of several heads."""
 
 
-def plain(part: Part) -> dict[str, Any]:
+def plain(part: BaseModel) -> dict[str, Any]:
     """Return the keys that were set, without those that have no value."""
     return part.model_dump(by_alias=True, exclude_unset=True)
 
