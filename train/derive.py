@@ -352,12 +352,13 @@ def head_settings(kind: str, layers: int, vocabulary: int, context: int) -> dict
     and for rows of `context` tokens."""
     draft_layers = min(max(3, layers // 8), max(1, layers // 2))  # spread over the target's
     block = {"num_layers": min(5, max(1, layers // 6)), "num_anchors": min(512, context // 2)}
-    settings: dict[str, Any] = {
+    by_kind: dict[str, dict[str, Any]] = {
         "eagle3": {"depth": 5, "fc_norm": True, "norm_output": True},
         "mtp": {},
         "medusa": {"depth": 4, "loss": "kl", "tree_nodes": 32},
         "draft": {"layers": [n * (layers - 1) // max(1, draft_layers - 1) for n in range(draft_layers)]},
-    }.get(kind, block)
+    }
+    settings = by_kind.get(kind, block)
     if kind in ("eagle3", "medusa") and vocabulary > SMALL_VOCABULARY:
         settings["draft_vocab_size"] = min(32000, vocabulary // 3)
     return settings

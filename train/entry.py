@@ -61,7 +61,8 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
 
         recipe = fit_template(recipe, overrides)
         if options.plan:
-            from train.plan import Plan, launch_of, print_plan
+            from train.counting import Plan
+            from train.plan import launch_of, print_plan
 
             print_plan(Plan(recipe, launch_of(options, recipe)), options.tflops)
             return 0

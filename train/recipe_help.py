@@ -52,8 +52,8 @@ def keys_page(recipe: type[BaseModel]) -> str:
     for title, about, keys in tables:
         lines += ["", f"## {title}", "", about.replace("\n", " "), "", "| key | type | default | meaning |"]
         lines.append("| --- | --- | --- | --- |")
-        for key, type_, default, meaning in keys:
-            cells = [f"`{key}`", type_, default.removeprefix("default "), meaning.replace("\n", " ")]
+        for name, type_, default, meaning in keys:
+            cells = [f"`{name}`", type_, default.removeprefix("default "), meaning.replace("\n", " ")]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
