@@ -4,19 +4,20 @@ depend on the target. Null is the target's value.
 A recipe is checked, and its keys are listed, before torch is imported, so this file does not import torch.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from heads.core.strict_settings import Count, Factor, Number, Positive, Settings
 from heads.core.tree import MAX_NODES
 
-LABELS = "labels"
+LABELS: Final = "labels"
 """The loss that is the cross-entropy of the data's own tokens."""
 Divergence = Literal["kl", "cross_entropy", "reverse_kl", "total_variation", "negative_log_acceptance", "jsd", "kl_tv"]
 """Names of `heads.methods.losses.LOSSES`."""
 Loss = Literal["labels", Divergence]
-COPYING, RANDOM = "copying", "random"
+COPYING: Final = "copying"
+RANDOM: Final = "random"
 D_PACE = "d_pace"
 Decay = Annotated[float, Field(gt=0, le=1)]
 Depth = Annotated[int, Field(ge=1, le=MAX_NODES)]
