@@ -43,7 +43,7 @@ from heads.methods.settings import MedusaSettings
 from heads.methods.slot_state import advance_root, copy_last
 from heads.methods.start import UNSURE
 from heads.methods.step_cost import flops
-from heads.methods.vocab import build_vocab, check_ascending, check_table
+from heads.methods.vocab import build_vocab, check_table
 from heads.targets.model import FrozenTarget
 from heads.targets.product import with_products
 
@@ -149,11 +149,13 @@ class Medusa(nn.Module, DraftHead):
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
         head_config = MedusaConfig.from_plain(config)
-        draft_to_target = torch.arange(head_config.vocab_size)
-        if head_config.draft_vocab_size != head_config.vocab_size:
-            check_table(weights, "token_map", (head_config.draft_vocab_size,), torch.int64)
+        V, Vd = head_config.vocab_size, head_config.draft_vocab_size
+        draft_to_target = torch.arange(V)
+        if Vd != V:
+            check_table(weights, "token_map", (Vd,), torch.int64)
             draft_to_target = weights["token_map"]
-            check_ascending("token_map", draft_to_target, head_config.vocab_size)
+            if not torch.equal(draft_to_target.clamp(0, V - 1).unique(), draft_to_target):
+                raise UserError(f"token_map: expected ascending target ids below {V}")
         head = cls(head_config, draft_to_target)
         check_tensors(head.to_checkpoint(), weights)
         head.heads.load_state_dict({name: weights[name] for name in head.heads.state_dict()})
