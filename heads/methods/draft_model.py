@@ -38,7 +38,7 @@ from heads.core.strict_settings import Count
 from heads.core.tree import Proposal, TreeShape, check_width, level_widths, scratch_slots
 from heads.methods.growth import grow
 from heads.methods.labels import counts_by_depth, supervised, teacher
-from heads.methods.layers import check_tensors
+from heads.methods.layers import check_tensors, restore_buffers
 from heads.methods.losses import draft_loss, jsd
 from heads.methods.settings import DraftSettings
 from heads.methods.slot_state import advance_root, copy_last
@@ -164,17 +164,10 @@ class Draft(nn.Module, DraftHead):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
         """Convert the weights, but keep the dtype of the rotary frequencies. In bfloat16, angles some hundred positions
         away would be off by whole radians."""
-        buffers = {}
-        for name, module in self.model.named_modules():
-            for key in module._non_persistent_buffers_set:
-                buffers[name, key] = module._buffers[key]
+        buffers, saved = self.model.named_buffers(remove_duplicate=False), self.model.state_dict()
+        frequencies = {name: x for name, x in buffers if name not in saved and x.is_floating_point()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for (name, key), buffer in buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module = self.model.get_submodule(name)
-                moved = module._buffers[key]
-                assert moved is not None
-                module._buffers[key] = buffer.to(moved.device)
+        restore_buffers(self.model, frequencies)
         return self
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel
 
 from heads.core.errors import UserError
+from heads.methods.layers import restore_buffers
 from heads.targets.families import FIXED_ROTATIONS
 from heads.targets.tree_attention import Attend
 
@@ -97,7 +98,5 @@ class TargetBlock(nn.Module):
             name: buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")
         }
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in corrections.items():
-            owner, _, leaf = name.rpartition(".")
-            self.get_submodule(owner).register_buffer(leaf, buffer.to(self.get_buffer(name).device))
+        restore_buffers(self, corrections)
         return self

@@ -134,6 +134,14 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
+def restore_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Put buffers, by name, back in a module that was converted, on the device where it is now. They keep their
+    dtypes."""
+    for name, buffer in before.items():
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._buffers[leaf] = buffer.to(module.get_buffer(name).device)
+
+
 def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """Raise UserError unless the tensors found in a file have the names, shapes and dtypes of a head's own.
     Floating-point tensors may have any width of at least 16 bits."""
