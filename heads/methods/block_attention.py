@@ -193,7 +193,7 @@ def draw_blocks(rows: Rows, count: int) -> Blocks:
     The first token of a document is never a root, because drafting begins after a prompt.
     """
     B, T = rows.tokens.shape
-    can_be_root = supervised(rows, 2, pad=True).roll(-1, dims=1)
+    can_be_root = supervised(rows, 2).roll(-1, dims=1)
     # Drawn on the CPU for every device, because the labels are counted there before the batch is moved. float64 avoids
     # ties.
     generator = torch.Generator().manual_seed(rows.seed)

@@ -216,7 +216,7 @@ class Draft(nn.Module, DraftHead):
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         config, output = self.config, self.output
-        row, label = supervised(batch, 1, pad=True).nonzero(as_tuple=True)  # (R,) each
+        row, label = supervised(batch, 1).nonzero(as_tuple=True)  # (R,) each
         states = self.states(batch)[row, label - 1][None]  # (1, R, D)
         if output.scale != 1.0:
             states = states * output.scale

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad as padded
+from torch.nn.functional import pad
 
 from heads.core.contract import Batch, Rows
 from heads.methods.settings import LABELS as LABELS
@@ -28,13 +28,10 @@ def teacher(
     return batch.tokens[row, label], certain
 
 
-def supervised(rows: Rows, ahead: int, *, pad: bool = False) -> Tensor:
-    """Return (B, T - ahead) bool, or (B, T) with `pad`: True for labels whose slot, `ahead` tokens before, is in the
-    same document."""
-    T = rows.tokens.shape[1]
-    document = rows.documents[:, ahead:]
-    mask = rows.loss_mask[:, ahead:] & (document == rows.documents[:, : max(T - ahead, 0)]) & (document >= 0)
-    return padded(mask, (min(ahead, T), 0)) if pad else mask
+def supervised(rows: Rows, ahead: int) -> Tensor:
+    """Return (B, T) bool: True for labels whose slot, `ahead` tokens before, is in the same document."""
+    document_of_slot = pad(rows.documents, (ahead, 0), value=-1)[:, : rows.tokens.shape[1]]
+    return rows.loss_mask & (rows.documents == document_of_slot) & (rows.documents >= 0)
 
 
 def counts_by_depth(rows: Rows, ahead: int, depth: int) -> Tensor:
@@ -45,7 +42,7 @@ def counts_by_depth(rows: Rows, ahead: int, depth: int) -> Tensor:
 def label_slots(batch: Batch, ahead: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the labels of depth 0 (row and position, (R,) each), and for each depth k the slot ahead + k tokens
     before: slots (K, R), clamped to the row, and valid (K, R) bool, True if the slot is in the label's document."""
-    row, label = supervised(batch, ahead, pad=True).nonzero(as_tuple=True)
+    row, label = supervised(batch, ahead).nonzero(as_tuple=True)
     k = torch.arange(depth, device=label.device)[:, None]
     slots = label - ahead - k
     inside = slots.clamp_min(0)

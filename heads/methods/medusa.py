@@ -258,7 +258,7 @@ class Medusa(nn.Module, DraftHead):
         labels = torch.zeros(self.depth, 1)
         for batch in batches:
             for k in range(self.depth):
-                row, label = supervised(batch, AHEAD + k, pad=True).nonzero(as_tuple=True)
+                row, label = supervised(batch, AHEAD + k).nonzero(as_tuple=True)
                 logits = self.logits(batch.hidden[row, label - AHEAD - k], k)  # (R, Vd)
                 drafted = self.draft_to_target[logits.topk(candidates).indices]
                 hits[k] += (drafted == batch.tokens[row, label][:, None]).sum(0).cpu()
