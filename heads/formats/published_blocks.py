@@ -163,7 +163,7 @@ def captured(fields: Mapping[str, Any], target_layers: int, num_layers: int) -> 
         name, offset = "aux_hidden_state_layer_ids", 0
     elif fields.get(name) is None:
         return spread_layer_ids(target_layers, num_layers)
-    ids = fields.get(name)
+    ids = fields.get(name) or []
     expect(bool(ids) and sorted(set(ids)) == ids, name, "ascending numbers of layers", ids)
     return tuple(k + offset for k in ids)
 

@@ -86,8 +86,8 @@ class _Product(torch.autograd.Function):
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Return x (..., D) times an output matrix (V, D), in the dtype of x, by `matmul`: (..., V)."""
-    made: Tensor = _Product.apply(x.flatten(0, -2), weight.to(x.dtype))  # type: ignore[no-untyped-call]
-    return made.unflatten(0, x.shape[:-1])
+    rows: Tensor = _Product.apply(x.flatten(0, -2), weight.to(x.dtype))  # type: ignore[no-untyped-call]
+    return rows.view(*x.shape[:-1], -1)
 
 
 def draft_distribution(logits: Tensor) -> Distribution:
@@ -178,5 +178,6 @@ def block_loss(
     for part in chunks_of(M, K, V, device):
         add_chunk(part)
     of_inputs = [torch.cat(grads) for grads in zip(*by_chunk, strict=True)]
-    total: Tensor = DifferentiatedLoss.apply(loss, [*of_inputs, *of_parameters], *inputs, *parameters())
+    gradients = [*of_inputs, *of_parameters]
+    total: Tensor = DifferentiatedLoss.apply(loss, gradients, *inputs, *parameters())  # type: ignore[no-untyped-call]
     return HeadLoss(total, sums, correct, weight if task.pace else None)

@@ -165,7 +165,8 @@ def test_a_whole_vllm_writes_the_same_text_and_accepts_the_same_drafts(
     row = {
         "family": name,
         "head": family.head,
-        "target": target_facts(target) | {"name": "quickstart as a MiMo" if family.method == "mtp" else "quickstart"},
+        "target": target_facts(target).model_dump()
+        | {"name": "quickstart as a MiMo" if family.method == "mtp" else "quickstart"},
         "depth": K,
         "prompts": len(prompts),
         "identical": len(same),

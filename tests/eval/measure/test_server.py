@@ -223,6 +223,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "away": ({"url": "http://127.0.0.1:1"}, "/v1/models: no answer"),
     "another program": ({"engine": "llamacpp"}, "expected vLLM or SGLang"),
     "no speculation": ({"speculates": False}, "does not speculate"),
+    "another target": ({"generate": lambda request: [[5]] * request.max_new_tokens}, "is not that of"),
     "no counters": ({"counts": None}, "has no counters"),
     "status 500": ({"fault": lambda s, n: 500 if n == 3 else None}, "status 500"),
     "hangs up": ({"fault": lambda s, n: 0 if n == 3 else None}, "no answer"),
@@ -233,12 +234,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_server_that_cannot_be_measured_is_one_line_and_leaves_nothing(
-    case: str, served: Speculating, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str,
+    served: Speculating,
+    texts: Path,
+    tmp_path: Path,
+    tiny_target: FrozenTarget,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     changes, words = REFUSED[case]
     vars(served).update(changes)
     out = tmp_path / "out"
-    assert measure(served, texts, out) == (2, {})
+    named = ("--target", tiny_target.name) if case == "another target" else ()
+    assert measure(served, texts, out, *named) == (2, {})
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert words in line and served.url in line and not out.exists()
 
