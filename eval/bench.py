@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
 
-from eval.measure.command import (
+from eval.measure.command_line import (
     OFF,
     Parser,
     add_head_options,

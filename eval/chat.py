@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from eval.measure.command import (
+from eval.measure.command_line import (
     Parser,
     add_head_options,
     check_depths,
@@ -37,8 +37,8 @@ from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 
 if TYPE_CHECKING:
+    from eval.measure.data_files import Message
     from eval.measure.loading import Opened
-    from eval.measure.records import Message
     from eval.runtime.engine import Engine, Output
     from heads.core.tree import TreeShape
 

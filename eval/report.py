@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.measure.command import Parser, exit_status
+from eval.measure.command_line import Parser, exit_status
 from eval.measure.folders import RESULTS, folders_of, newest_results
 from eval.measure.results import COMPARED, read_log, read_results
 from eval.measure.schema import Results
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from rich.console import Console
 
-    from eval.measure.curve import held_out_lines
+    from eval.measure.learning_curve import held_out_lines
     from eval.pages.card import check_card
     from eval.pages.report import print_report, write_page, write_progress, write_report
 

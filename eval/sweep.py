@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from eval import bench
-from eval.measure.command import Parser, add_wandb_option, exit_status, typed
+from eval.measure.command_line import Parser, add_wandb_option, exit_status, typed
 from eval.measure.folders import RESULTS, plain_name
 from eval.measure.prompts import split_prompts
 from eval.measure.results import named_figures, read_results

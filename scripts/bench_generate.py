@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from eval.measure.command import Parser, add_target_options, exit_status, typed
+from eval.measure.command_line import Parser, add_target_options, exit_status, typed
 from eval.measure.prompts import prompts_hash
 from eval.measure.settings import Count, add_prompt_options, to_settings
 from heads.core.files import check_file

@@ -7,7 +7,7 @@ longer needs the target's decoder layers. An interrupted run continues where it 
 
 from collections.abc import Sequence
 
-from eval.measure.command import asks_usage
+from eval.measure.command_line import asks_usage
 from heads.core.errors import UserError
 from train.entry import run_script
 from train.features.settings import CacheFeatures

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from eval.measure.command import Parser, add_head_options, exit_status, typed
+from eval.measure.command_line import Parser, add_head_options, exit_status, typed
 from eval.measure.prompts import check_suites
 from eval.measure.settings import add_prompt_options, to_settings
 from heads.core.errors import UserError

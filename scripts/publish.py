@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.measure.command import Parser, exit_status
+from eval.measure.command_line import Parser, exit_status
 from heads.targets.hub import is_hub_id
 
 

@@ -7,7 +7,7 @@ resumes where it stopped.
 
 from collections.abc import Sequence
 
-from eval.measure.command import asks_usage
+from eval.measure.command_line import asks_usage
 from heads.core.errors import UserError
 from train.entry import run_script
 from train.recipe import Recipe
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     from heads.core.files import write_bytes
     from train.accelerator import load_recipe_target
-    from train.core.processes import on_main
+    from train.core.launch import on_main
     from train.data.answers import open_answers
     from train.data.prepare import check_data
     from train.open_run import open_reader, open_run, read_recipe

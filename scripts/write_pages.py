@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from eval.measure.command import Parser
+from eval.measure.command_line import Parser
 from eval.measure.prompts import suite_name
 from eval.measure.results import read_results
 from eval.measure.schema import Head, Measurement, Results

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from eval.measure.records import Message
+from eval.measure.data_files import Message
 from train.data.chats import encode_conversations, read_conversation
 from train.data.corpus import Document, Reader
 from train.data.templates import ChatTemplate

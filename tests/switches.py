@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from heads.targets import decoder, product, triton_support
+from heads.targets import native_decoder as decoder
+from heads.targets import product, triton_support
 
 LOADERS = (product.find_compiler, product.load)
 

@@ -17,7 +17,7 @@ LEAN = {
     "pydantic",
     "triton",
 }  # what heads/ and eval/runtime/ may import
-OPTIONAL = {"heads/targets/quantization.py": {"torchao"}, "heads/targets/adapter.py": {"peft"}}
+OPTIONAL = {"heads/targets/quantization.py": {"torchao"}, "heads/targets/merge_adapter.py": {"peft"}}
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 

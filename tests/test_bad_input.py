@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval import bench, report
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from heads.core.files import file_hash
 from heads.saved import read_config
 from tests.native_mtp import change_config

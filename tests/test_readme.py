@@ -19,9 +19,9 @@ import pytest
 import torch
 import yaml
 
-from eval.measure.command import exit_status
-from eval.measure.forms import read_chat
-from eval.measure.records import read_records
+from eval.measure.command_line import exit_status
+from eval.measure.conversation_forms import read_chat
+from eval.measure.data_files import read_records
 from eval.measure.settings import to_settings
 from eval.sweep import Sweep
 from heads.formats.engine_folder import ENGINES, VLLM

@@ -43,7 +43,7 @@ print(json.dumps([found, [name for name in json.loads(HEAVY) if sys.modules.get(
 """
 TABLE = """
 from rich.console import Console
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 
 def show() -> int:
     for _ in range(9999):

@@ -30,7 +30,7 @@ from heads.core.errors import UserError
 from heads.core.files import lock
 from heads.targets.load import Place
 from heads.targets.model import FrozenTarget
-from train.core.processes import is_launched
+from train.core.launch import is_launched
 from train.fast_dtype import fastest_dtype
 from train.recipe import Target, Tracking, Train
 from train.tracking import wandb_mode

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eval.measure.command import print_line
+from eval.measure.command_line import print_line
+from eval.measure.conversation_forms import ARGUMENTS
+from eval.measure.data_files import RecordError, read_records
 from eval.measure.folders import plain_name, short_name
-from eval.measure.forms import ARGUMENTS
 from eval.measure.progress import Progress
 from eval.measure.prompts import split_prompts
-from eval.measure.records import RecordError, read_records
 from heads.core.errors import UserError
 from heads.core.files import check_folder, is_file, write_text
 from train.core.strict_yaml import Source, overridden
@@ -33,8 +33,8 @@ from train.data.sources import ChatSource
 from train.recipe import KINDS, OWN, Recipe, check_kind, checked, dump_recipe
 
 if TYPE_CHECKING:
-    from train.counting import Launch, Plan
     from train.data.templates import ChatTemplate
+    from train.memory_and_flops import Launch, Plan
 
 HELD_OUT = "held-out.jsonl"
 SHARE, MIN_HELD_OUT, MAX_HELD_OUT = 0.05, 16, 80
@@ -146,7 +146,7 @@ def run_derived(options: argparse.Namespace, name: str) -> int:
     check_folder(folder, "output_dir")
 
     from eval.pages.card import check_card
-    from train.counting import GIB
+    from train.memory_and_flops import GIB
     from train.plan import launch_of, print_plan
     from train.run import train_head
     from train.run_folder import RunFolder
@@ -215,7 +215,7 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     text of its file of held-out conversations, which is empty if `eval.prompts` is another file or a suite."""
     from heads.targets.hf import positions_of
     from heads.targets.load import load_config
-    from train.counting import Plan
+    from train.memory_and_flops import Plan
     from train.open_run import fit_template, rendering_of, tokenizer_of
 
     tree, target, data, train, size = source.tree, first.target, first.data, first.train, SIZES[launch.device]

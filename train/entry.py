@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from eval.measure.command import Parser, asks_usage, exit_status, print_line, typed
+from eval.measure.command_line import Parser, asks_usage, exit_status, print_line, typed
 from eval.measure.settings import Count
 from heads.core.errors import UserError
 from train.core.strict_yaml import Positive
@@ -61,7 +61,7 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
 
         recipe = fit_template(recipe, overrides)
         if options.plan:
-            from train.counting import Plan
+            from train.memory_and_flops import Plan
             from train.plan import launch_of, print_plan
 
             print_plan(Plan(recipe, launch_of(options, recipe)), options.tflops)
@@ -109,14 +109,14 @@ def say_why(text: str) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         print_line(text)
         return
-    from train.core.processes import tell_first
+    from train.core.launch import tell_first
 
     tell_first(text)
 
 
 def _end(status: int) -> None:
     if "accelerate" in sys.modules:
-        from train.core.processes import leave
+        from train.core.launch import leave
 
         leave(status)
     sys.exit(status)

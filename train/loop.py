@@ -12,14 +12,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.measure.chat_template import with_arguments
-from eval.measure.command import print_line
+from eval.measure.command_line import print_line
 from eval.measure.environment import contention, setup_line
 from eval.measure.progress import Progress
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
 from heads.saved import save_head, target_record
 from train.accelerator import wanted_mode
-from train.adapter import add_adapters
 from train.checkpoints import (
     RunState,
     check_continues,
@@ -30,10 +29,11 @@ from train.checkpoints import (
     save_measurement,
 )
 from train.core.interrupts import Interrupted
-from train.core.processes import on_main
+from train.core.launch import on_main
 from train.data.on_policy import Samples
 from train.data.packing import Mixture
 from train.data.prepare import load_data
+from train.draft_lora import add_adapters
 from train.features.source import FeatureSource
 from train.head_settings import make_head, resolved_head
 from train.measuring import Evaluation, TauMeasurement

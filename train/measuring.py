@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.measure.auto import LARGEST_TREE
-from eval.measure.command import AUTO
+from eval.measure.command_line import AUTO
 from eval.measure.measure import check_decoded
 from eval.measure.metrics import acceptance_by_depth, tau, tau_interval
 from eval.measure.progress import Progress
@@ -29,7 +29,7 @@ from heads.core.errors import UserError
 from heads.core.tree import is_chain, parse_shape
 from heads.targets.masks import TILE
 from heads.targets.model import FrozenTarget
-from train.core.processes import on_main
+from train.core.launch import on_main
 from train.data.packing import Mixture, text_rows
 from train.features.source import FeatureSource, make_batch
 from train.recipe import Eval

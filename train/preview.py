@@ -7,7 +7,7 @@ document with the labels in brackets. A run of the recipe reuses the tokenised d
 import sys
 from collections.abc import Sequence
 
-from eval.measure.command import asks_usage, exit_status
+from eval.measure.command_line import asks_usage, exit_status
 from train.recipe import Recipe
 from train.recipe_help import keys_of
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
-from eval.measure.command import AUTO
+from eval.measure.command_line import AUTO
+from eval.measure.data_files import has_splits, has_subsets, is_local
 from eval.measure.prompts import HELD_OUT_SUITE
-from eval.measure.records import has_splits, has_subsets, is_local
 from eval.measure.settings import BenchSettings, MeasureSettings
 from eval.runtime.sampling_params import check_rule
 from heads.core.contract import HEAD_TREE

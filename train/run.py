@@ -1,7 +1,7 @@
 """One training run: from a recipe to a trained head and its final measurement."""
 
 from eval.bench import run_bench
-from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
+from eval.measure.acceptance_profile import ACCEPTANCE, acceptance_profile
 from eval.measure.prompts import absolute_prompts
 from eval.measure.results import read_results, write_record
 from eval.pages.report import write_report
@@ -9,7 +9,7 @@ from heads.core.errors import UserError
 from heads.formats.engine_folder import why_unfit
 from heads.saved import check_loaders, load_head, weights_hash
 from train.core.interrupts import Interrupted, Interrupts
-from train.core.processes import is_lost_process, on_main, tell_first
+from train.core.launch import is_lost_process, on_main, tell_first
 from train.loop import Outcome, fit
 from train.open_run import Run, open_run
 from train.recipe import Eval, Recipe, load_recipe, plain_settings

@@ -10,9 +10,9 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+from eval.measure.data_files import is_local
 from eval.measure.environment import device_facts, versions
 from eval.measure.prompts import absolute_prompts
-from eval.measure.records import is_local
 from eval.pages.card import check_card
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import check_folder, lock, write_json, write_text

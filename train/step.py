@@ -18,9 +18,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from heads.core.errors import UserError
-from train.adapter import merged_weights
 from train.core.interrupts import Interrupted
 from train.data.packing import Mixture
+from train.draft_lora import merged_weights
 from train.features.source import FeatureSource, make_batch
 from train.optim import set_lr
 from train.parallel import LossModule, make_strategy

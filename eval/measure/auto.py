@@ -8,7 +8,7 @@ nothing is concluded from a speedup that is not reliable.
 
 from collections.abc import Iterable, Sequence
 
-from eval.measure.command import AUTO
+from eval.measure.command_line import AUTO
 from eval.measure.measure import check_decoded, compare
 from eval.measure.metrics import rate_ratio, tau
 from eval.measure.prompts import Prompt, spread

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from eval.measure.auto import LARGEST_TREE, can_draft, choose_draft, search_drafts
-from eval.measure.command import draft_shapes, print_line
+from eval.measure.command_line import draft_shapes, print_line
 from eval.measure.environment import dtype_options, environment, head_facts, target_facts
 from eval.measure.figures import Audited, find_differences, judge, pooled_exactness
 from eval.measure.folders import short_name

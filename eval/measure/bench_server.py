@@ -47,7 +47,7 @@ from eval.measure.schema import (
 )
 from eval.measure.settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.identity import FAR, find_mismatches, first_difference
+from eval.runtime.near_ties import FAR, find_mismatches, first_difference
 from eval.runtime.sampling_params import Sampling
 from heads.targets.hub import is_here
 from heads.targets.load import load_tokenizer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 
-from eval.measure.records import Message, RecordError
+from eval.measure.data_files import Message, RecordError
 from heads.core.errors import shown
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from heads.core.strict_settings import Settings
 from heads.formats.engine_folder import ENGINES, Verdict, why_unserved
 from heads.registry import kind_of
 from heads.saved import check_loaders, find_head, read_config, trained_depth, weights_hash
-from heads.targets.decoder import why_not_native
 from heads.targets.model import FrozenTarget
+from heads.targets.native_decoder import why_not_native
 from heads.targets.product import find_compiler, load
 from heads.targets.quantization import weight_bytes
 from heads.targets.triton_support import runs_kernels

@@ -38,7 +38,7 @@ from eval.measure.schema import (
 from eval.measure.speedup_checks import why_unreliable
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import PHASES, Output
-from eval.runtime.identity import check_near_tie, first_difference
+from eval.runtime.near_ties import check_near_tie, first_difference
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling_params import Sampling
 from heads.targets.gumbel import gumbel
@@ -86,7 +86,7 @@ def audit(comparison: Comparison, tokenizer: PreTrainedTokenizerBase) -> list[li
 def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Divergence]:
     """Return the places where a variant's tokens differ from plain decoding's. Each prompt whose text differs is
     decoded again plainly at the width of the rounds, and marked `near_tie` if rounding alone explains every text of it
-    (`eval.runtime.identity`)."""
+    (`eval.runtime.near_ties`)."""
     divergences = find_divergences(comparison, variant, tokenizer)
     if not divergences:
         return []

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from eval.measure.command import print_line
+from eval.measure.command_line import print_line
 from eval.measure.prompts import split_prompts, suite_name
 from eval.measure.results import read_results
 from eval.measure.schema import Results

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from eval.measure.chat_template import arguments_read, with_arguments
-from eval.measure.command import print_line
+from eval.measure.command_line import print_line
 from eval.measure.environment import setup_line
 from eval.measure.progress import Progress
 from eval.measure.prompts import Prompt, follow_up, load_prompts, split_prompts, unknown_token, windows

@@ -2,8 +2,9 @@
 
 The prompts of `python-heldout` are cut from modules of Python's standard library that no training run sees
 (`eval.measure.python_source`). The public suites are loaded from the hub with `datasets`. A suite may also be a local
-file of records with `turns` or `text`, or in a form of training data (`eval.measure.forms`). A conversation is rendered
-with the tokenizer's chat template if there is one. The runtime gets token ids, and results contain a hash of them.
+file of records with `turns` or `text`, or in a form of training data (`eval.measure.conversation_forms`). A
+conversation is rendered with the tokenizer's chat template if there is one. The runtime gets token ids, and results
+contain a hash of them.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from eval.measure.chat_template import (
     traits_of,
     without_second_bos,
 )
-from eval.measure.command import print_line
-from eval.measure.forms import QUESTIONS, TURNS, read_arguments, read_turns, with_context
+from eval.measure.command_line import print_line
+from eval.measure.conversation_forms import QUESTIONS, TURNS, read_arguments, read_turns, with_context
+from eval.measure.data_files import Message, Record, is_local, read_hub, read_records
 from eval.measure.python_source import read_split
-from eval.measure.records import Message, Record, is_local, read_hub, read_records
 from heads.core.errors import UserError, shown
 from heads.core.files import is_file
 

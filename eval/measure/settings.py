@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, Field
 
-from eval.measure.command import AUTO, draft_shapes, is_tuple, print_line, typed
+from eval.measure.command_line import AUTO, draft_shapes, is_tuple, print_line, typed
 from eval.measure.prompts import HELD_OUT_SUITE, LATER_TURN, Prompt, prompts_hash, split_prompts
 from eval.runtime.sampling_params import Rule, Sampling, check_rule
 from heads.core.contract import HEAD_TREE, Drafter

@@ -8,8 +8,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from eval.measure.acceptance import acceptance_profile, load_test
-from eval.measure.curve import learning_line
+from eval.measure.acceptance_profile import acceptance_profile, load_test
+from eval.measure.learning_curve import learning_line
 from eval.measure.schema import Results
 from eval.measure.speedup_checks import why_unreliable
 from eval.pages import format

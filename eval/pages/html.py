@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from eval.measure.curve import held_out_lines
+from eval.measure.learning_curve import held_out_lines
 from eval.measure.results import plain
 from eval.measure.schema import Decoded, Results, Sample
 from eval.measure.speedup_checks import why_unreliable

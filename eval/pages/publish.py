@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic_core import to_json
 
-from eval.measure.acceptance import ACCEPTANCE, acceptance_profile
+from eval.measure.acceptance_profile import ACCEPTANCE, acceptance_profile
 from eval.measure.environment import engine_verdicts
 from eval.measure.folders import RESULTS, folders_of, newest_results
 from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES, split_prompts

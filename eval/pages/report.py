@@ -7,8 +7,8 @@ from rich import box, table
 from rich.console import Console
 from rich.markup import escape
 
-from eval.measure.curve import held_out_lines, learning_line
 from eval.measure.folders import BENCH, folders_of, results_in
+from eval.measure.learning_curve import held_out_lines, learning_line
 from eval.measure.results import read_curve, read_log
 from eval.measure.schema import Results
 from eval.pages import format

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from eval.measure.curve import falls, learning_line
+from eval.measure.learning_curve import falls, learning_line
 from eval.measure.schema import Point
 from eval.pages.charts import CYCLE, draw_legend
 from eval.pages.drawing import COLOURS, Chart

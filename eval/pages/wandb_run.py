@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eval.measure.command import OFF
+from eval.measure.command_line import OFF
 from eval.measure.folders import short_name
 from eval.measure.results import named_figures, plain
 from eval.measure.schema import Results

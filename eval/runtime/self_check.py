@@ -17,10 +17,10 @@ from torch import Tensor
 from heads.core.errors import UserError, first_line, warn_once
 from heads.targets.cache import HFCache
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
-from heads.targets.decoder import NativeDecoder, why_not_native
 from heads.targets.hf import HFDecoder
 from heads.targets.mixers import single_steps
 from heads.targets.model import FrozenTarget, why_not_finite
+from heads.targets.native_decoder import NativeDecoder, why_not_native
 from heads.targets.slots import TreeSlots, ancestors, round_up
 from heads.targets.triton_support import KERNEL_ERRORS
 

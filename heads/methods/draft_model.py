@@ -44,13 +44,13 @@ from heads.methods.settings import DraftSettings
 from heads.methods.slot_state import advance_root, copy_last
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
-from heads.targets.decoder import NativeDecoder, why_not_native
 from heads.targets.encoder_decoder import find_base
 from heads.targets.families import OutputHead
 from heads.targets.forward import decode_packed
 from heads.targets.hf import HFDecoder, positions_of
 from heads.targets.mixers import find_mixers
 from heads.targets.model import FrozenTarget, LanguageModel
+from heads.targets.native_decoder import NativeDecoder, why_not_native
 from heads.targets.slots import DraftSlots, PrefillSlots, SlotMapping, round_up
 from heads.targets.smaller import (
     empty_model,

@@ -40,8 +40,8 @@ from heads.methods.block_loss import BlockStates, Labels, RowLosses, among, draf
 from heads.methods.dflash import DFlash, DFlashConfig
 from heads.methods.dflash2 import CONVOLUTION_SETTINGS, ConvolvedLayer, check_convolutions, reset_convolutions
 from heads.methods.labels import LABELS
-from heads.methods.lattice import Lattice
 from heads.methods.layers import Attention, DecoderLayer
+from heads.methods.lilicorr_lattice import Lattice
 from heads.methods.settings import LiLiCorrSettings
 from heads.methods.start import TargetProbe
 from heads.methods.step_cost import flops

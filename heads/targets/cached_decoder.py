@@ -1,4 +1,4 @@
-"""Interface of a cached forward pass. It has two forms: `heads.targets.decoder` and `heads.targets.hf`.
+"""Interface of a cached forward pass. It has two forms: `heads.targets.native_decoder` and `heads.targets.hf`.
 
 Letters: B rows, N tokens of a pass, S slots per row, D hidden, V vocabulary, M nodes of a path.
 """

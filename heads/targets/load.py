@@ -28,10 +28,10 @@ from transformers import (
 from transformers.utils.hub import LocalEntryNotFoundError, cached_file, is_offline_mode  # type: ignore[attr-defined]
 
 from heads.core.errors import UserError, first_line, warn_once
-from heads.targets.adapter import merge_adapter
 from heads.targets.encoder_decoder import find_head
 from heads.targets.families import eos_ids, register_mimo
 from heads.targets.hub import MODEL, is_here, repo_and_revision
+from heads.targets.merge_adapter import merge_adapter
 from heads.targets.model import Features, FrozenTarget
 
 Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]

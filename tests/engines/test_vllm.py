@@ -20,7 +20,7 @@ from eval.measure.figures import top_two_margin
 from eval.measure.prompts import HELD_OUT_SUITE, load_prompts, prompts_hash
 from eval.measure.results import write_record
 from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
-from eval.runtime.identity import FAR, find_mismatches, first_difference
+from eval.runtime.near_ties import FAR, find_mismatches, first_difference
 from heads.core.tree import parse_shape
 from heads.saved import load_head, save_head, target_record
 from heads.targets.load import load_target, load_tokenizer

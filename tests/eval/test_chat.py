@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval import chat as module
 from eval.chat import Conversation, interruptible
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from eval.measure.loading import Opened
 from eval.measure.prompts import render
 from eval.runtime.engine import Engine, EngineOptions, Output, Request

@@ -10,7 +10,7 @@ import torch
 
 from eval import bench as module
 from eval.measure.bench_heads import fitting_shapes, head_names
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from eval.measure.settings import to_settings
 from eval.pages.format import MISSING, count
 from heads.core.errors import UserError

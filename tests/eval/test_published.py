@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eval import bench
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from tests.heads.published_heads import DEEPSPEC, RAW, dspark, eagle3, medusa, write
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from eval import bench, sweep
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from eval.sweep import Sweep, bench_arguments
 from tests.wandb_file import identity
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.identity import check_near_tie
+from eval.runtime.near_ties import check_near_tie
 from eval.runtime.sampling_params import Sampling
 from heads.core.tree import parse_shape
 from heads.registry import build_untrained

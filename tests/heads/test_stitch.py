@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from heads.core.errors import UserError
 from heads.methods.mtp import SHARED
 from heads.published import read_published, start_from

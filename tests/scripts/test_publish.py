@@ -24,7 +24,7 @@ from rich.console import Console
 
 from eval import report
 from eval.bench import parse_arguments, run_bench
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from eval.measure.results import read_results
 from eval.measure.settings import BenchSettings, to_settings
 from eval.pages import upload
@@ -199,7 +199,7 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     words += ["--prompts", str(run.parent / "prompts.jsonl"), "--out", str(tmp_path / "out")]
     (run.parent / "prompts.jsonl").write_text('{"text": "import os"}\n')
     measure = (
-        "import json, sys; from eval import bench; from eval.measure.command import exit_status\n"
+        "import json, sys; from eval import bench; from eval.measure.command_line import exit_status\n"
         "from heads.saved import find_head\n"
         "print([find_head(name).name for name in sys.argv[2:]])\n"
         "print([exit_status(lambda: bench.main(words)) for words in json.loads(sys.argv[1])])"

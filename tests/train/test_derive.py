@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from eval import bench, report
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from heads.saved import read_config
 from tests.chats import talk, write_chats
 from tests.conftest import TEXT

@@ -18,9 +18,9 @@ from tests.closeness import assert_close
 from tests.faults import signal_at
 from tests.runs import Settings, measured_run, same, weights, write_recipe
 from tests.runs import train_in as run
-from train.adapter import add_adapters, merged_weights
 from train.core.interrupts import Interrupted
 from train.data.prepare import load_data
+from train.draft_lora import add_adapters, merged_weights
 from train.recipe import load_recipe
 
 ON_POLICY = {"every": 2, "prompts": 6, "samples": 4, "prompt_tokens": 8, "new_tokens": 12, "share": 0.5}

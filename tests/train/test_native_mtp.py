@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from eval import bench
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from scripts import stitch
 from tests.conftest import make_tiny_tokenizer
 from tests.native_mtp import make_multimodal, shard, write_native

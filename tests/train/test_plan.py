@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heads.core.contract import Rows
 from heads.targets.load import load_target
 from tests.runs import BLOCK, Settings, the_error, write_recipe
-from train.adapter import add_adapters
-from train.counting import COPIES, STATE, Launch, Plan
+from train.draft_lora import add_adapters
 from train.entry import attempt
 from train.features.source import make_batch
 from train.head_settings import make_head
+from train.memory_and_flops import COPIES, STATE, Launch, Plan
 from train.parallel import LossModule
 from train.plan import advice, decoding_hours, device_tflops, flops_per_token, hours
 from train.recipe import KINDS, load_recipe
@@ -176,7 +176,7 @@ def test_what_is_planned_is_within_a_tenth_of_a_measured_step(
     settings["head"] = {"kind": kind, **HEADS_OF[kind]}
     settings["target"]["path"], settings["data"]["context_length"] = wide_target, 384
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("train.counting.total_memory", lambda _: 2**40)
+    monkeypatch.setattr("train.memory_and_flops.total_memory", lambda _: 2**40)
     plan = plan_of(settings, *overrides)
     target = load_target(wide_target)
     head = make_head(plan.recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))

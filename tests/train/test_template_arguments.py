@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eval import bench, chat
-from eval.measure.command import exit_status, template_arguments
+from eval.measure.command_line import exit_status, template_arguments
 from heads.targets.load import load_tokenizer
 from tests.chats import talk, write_chats
 from tests.conftest import CHAT_TEMPLATE

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from accelerate.utils import gather_object
 
+from eval.measure.data_files import RecordError
 from eval.measure.progress import Progress
-from eval.measure.records import RecordError
 from eval.measure.server import ServerClient
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling_params import Sampling

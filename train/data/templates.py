@@ -31,8 +31,8 @@ from eval.measure.chat_template import (
     split_arguments,
     traits_of,
 )
+from eval.measure.data_files import Message, RecordError
 from eval.measure.prompts import unknown_token
-from eval.measure.records import Message, RecordError
 from heads.core.errors import UserError, shown
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eval import report
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from eval.measure.folders import folders_of, measurement_name, newest_results, own_folder
 from eval.measure.settings import BenchSettings
 from heads.core.errors import UserError

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from transformers import PreTrainedTokenizerBase
 
 from eval import report
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from eval.measure.figures import pieces, pooled_exactness
 from eval.measure.results import as_record, read_results, write_record
 from eval.measure.schema import Divergence

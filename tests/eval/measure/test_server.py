@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from eval import bench, report
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from eval.measure.engine_server import Answer, count_rounds
 from eval.measure.prompts import Prompt, load_prompts
 from eval.measure.server import KEY_VARIABLE

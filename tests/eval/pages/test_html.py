@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from eval import report
-from eval.measure.command import exit_status
+from eval.measure.command_line import exit_status
 from eval.measure.schema import Results
 from eval.pages.html import render_page, render_several
 from tests.curves import learning_curve

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.runtime.engine import Request
-from eval.runtime.identity import FAR, NEAR, Mismatch, check_near_tie, find_mismatches
+from eval.runtime.near_ties import FAR, NEAR, Mismatch, check_near_tie, find_mismatches
 from eval.runtime.rules import Match
 from eval.runtime.sampling_params import Sampling
 from heads.registry import build_untrained

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eval.runtime.engine import Request
 from heads.core.errors import UserError, warn_once
-from heads.targets import cached_decoder, decoder
+from heads.targets import cached_decoder, native_decoder
 from heads.targets.choose_token import choose_in_tiles
 from heads.targets.tree_attention import tree_attention
 from tests.eval.runtime.conftest import target_of
@@ -49,9 +49,9 @@ def next_token(*given: Any, **options: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "words"),
     [
-        (decoder, "tree_attention", failing, "OutOfResources: shared memory"),
-        (decoder, "tree_attention", off, "tree_attention is off by"),
-        (decoder, "tree_attention", unsteady, "tree_attention repeats itself differently"),
+        (native_decoder, "tree_attention", failing, "OutOfResources: shared memory"),
+        (native_decoder, "tree_attention", off, "tree_attention is off by"),
+        (native_decoder, "tree_attention", unsteady, "tree_attention repeats itself differently"),
         (cached_decoder, "choose_in_tiles", next_token, "choose takes a token"),
     ],
 )
@@ -89,7 +89,7 @@ def test_kernels_that_are_right_decode(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize("ignored", ["position_ids", "attention_mask"])
 def test_a_decoder_that_ignores_what_it_is_given_is_found_out(ignored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "CLASSES", set())  # the model's own code
+    monkeypatch.setattr(native_decoder, "CLASSES", set())  # the model's own code
     target = copy.deepcopy(target_of("llama"))
     forward = target.base.forward
 

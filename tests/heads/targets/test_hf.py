@@ -67,7 +67,7 @@ def test_an_engine_finds_out_which_families_the_kernel_serves(
     """Gemma-2 caps its scores and DeepSeek's values are narrower than its keys: they keep their own attention."""
     narrow = {"v_head_dim": 6} if family == "deepseek_v3" else {}
     target = FrozenTarget(make_model(family, **narrow).eval(), family)
-    monkeypatch.setattr("heads.targets.decoder.CLASSES", set())  # so that none has a native decoder
+    monkeypatch.setattr("heads.targets.native_decoder.CLASSES", set())  # so that none has a native decoder
     request = [Request([3, 4, 5, 6], 8, ignore_eos=True)]
     expected = Engine(target, None, EngineOptions(max_length=32)).generate(request)[0].tokens
     warn_once.cache_clear()

@@ -17,9 +17,9 @@ from heads.core.errors import UserError
 from heads.methods.head_shape import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.registry import build_head
 from heads.saved import target_record
-from heads.targets.decoder import why_not_native
 from heads.targets.load import load_end_ids, load_shape, load_target
 from heads.targets.model import FrozenTarget
+from heads.targets.native_decoder import why_not_native
 from heads.targets.smaller import empty_model, keep_layers, load_smaller, model_record, own_weights
 from tests.closeness import assert_close
 from tests.conftest import make_tiny_tokenizer

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eval.measure.chat_template import with_arguments
-from eval.measure.forms import Chat, read_chat
+from eval.measure.conversation_forms import Chat, read_chat
+from eval.measure.data_files import RecordError
 from eval.measure.prompts import render
-from eval.measure.records import RecordError
 from heads.core.errors import UserError
 from tests.chats import bracketed, encode_chat, talk
 from train.data.chats import encode_conversations, encode_texts, encode_turn_by_turn, read_conversation

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from eval.measure.forms import Chat
-from eval.measure.records import Message
+from eval.measure.conversation_forms import Chat
+from eval.measure.data_files import Message
 from heads.targets.load import load_tokenizer
 from tests.chats import bracketed, talk
 from train.data.chats import join_texts

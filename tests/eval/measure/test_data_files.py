@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from eval.measure.records import content_hash, describe_unread, read_records
+from eval.measure.data_files import content_hash, describe_unread, read_records
 from heads.core.errors import UserError
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.targets.cached_decoder import CacheSpec
-from heads.targets.decoder import Experts, NativeDecoder, native_stack, why_not_native
 from heads.targets.model import Features, FrozenTarget
+from heads.targets.native_decoder import Experts, NativeDecoder, native_stack, why_not_native
 from heads.targets.slots import PrefillSlots, TreeSlots, ancestors
 from tests.closeness import assert_close
 from tests.small_targets import BASE, with_plain_experts

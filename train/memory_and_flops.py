@@ -33,7 +33,7 @@ from heads.saved import target_record
 from heads.targets.families import attention_widths, layer_setting
 from heads.targets.forward import takes_block_masks
 from heads.targets.load import load_shape
-from train.adapter import add_adapters
+from train.draft_lora import add_adapters
 from train.fast_dtype import fastest_dtype
 from train.head_settings import make_head
 from train.optim import make_optimizer

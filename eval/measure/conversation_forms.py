@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from eval.measure.records import Message, Record, RecordError
+from eval.measure.data_files import Message, Record, RecordError
 from heads.core.errors import shown
 
 NAMES_OF_ROLES = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from eval.measure.forms import Chat, read_chat
-from eval.measure.records import RecordError
+from eval.measure.conversation_forms import Chat, read_chat
+from eval.measure.data_files import RecordError
 
 U, A = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 HUMAN, GPT = {"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eval.measure.acceptance import acceptance_profile, load_test
+from eval.measure.acceptance_profile import acceptance_profile, load_test
 from eval.measure.schema import Results
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval.measure.curve import fit_curve, held_out_lines, learning_line
+from eval.measure.learning_curve import fit_curve, held_out_lines, learning_line
 from eval.measure.results import read_curve, read_results, write_results
 from eval.measure.schema import Point, Results
 from tests.curves import constant, cosine, learning_curve
