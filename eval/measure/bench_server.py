@@ -55,11 +55,6 @@ from heads.targets.model import FrozenTarget
 
 WAVES = 4
 """Prompts of a group for each request in flight, at a concurrency above 1."""
-CHECKED_TOKENS = 16
-"""Tokens of the greedy answer that shows whether a server runs the target."""
-FOREIGN = 2.0
-"""A greedy token whose logit is further below the highest shows another target. Two dtypes of one model differ by
-less."""
 
 
 @dataclass
@@ -180,7 +175,7 @@ def measure_server(
     vocab_size = target.vocab_size if target else None
     prompts = load_suites(settings, tokenizer, min(settings.max_prompt_tokens or room, room), answer, vocab_size)
     if target:
-        run(check_target(server, target, prompts[0]))
+        run(server.check_target(target, prompts[0]))
     measurements: list[Measurement] = []
     for temperature in settings.temperatures:
         for _, concurrency in settings.points:
@@ -227,22 +222,6 @@ def measure_server(
         exact=exact,
         measurements=measurements,
         samples=[],
-    )
-
-
-async def check_target(server: EngineServer, target: FrozenTarget, prompt: Prompt) -> None:
-    """Raise UserError if the server's greedy answer cannot be the target's: its figures would be another model's."""
-    tokens = (await server.ask(prompt, Sampling(), CHECKED_TOKENS, target.eos_token_ids)).tokens
-    if not tokens:  # the server returns text alone
-        return
-    if max(tokens) < target.vocab_size:
-        engine = Engine(target, None, EngineOptions(max_length=len(prompt.ids) + CHECKED_TOKENS + 1))
-        mismatches = find_mismatches(engine, Request(list(prompt.ids), CHECKED_TOKENS), tokens)
-        if all(mismatch.gap <= FOREIGN for mismatch in mismatches):
-            return
-    raise server.error(
-        f"serves {server.root}, whose greedy answer is not that of {target.name}; name its own target, or serve the "
-        "same weights"
     )
 
 

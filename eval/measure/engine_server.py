@@ -23,8 +23,11 @@ from typing import Any, Self
 
 from eval.measure.prompts import Prompt
 from eval.measure.server import ServerClient, sampling_parameters
+from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.near_ties import find_mismatches
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
+from heads.targets.model import FrozenTarget
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 SECONDS = 600.0
@@ -39,6 +42,11 @@ COUNTER = re.compile(
 POSITION = re.compile(r'position="(\d+)"')
 DRAFTS = "spec_decode_num_drafts"
 GENERATED = "generation_tokens"
+CHECKED_TOKENS = 16
+"""Tokens of the greedy answer that shows whether the server runs the target."""
+FOREIGN = 2.0
+"""A greedy token whose logit is further below the highest shows another target. Two dtypes of one model differ by
+less."""
 
 
 @dataclass
@@ -191,6 +199,21 @@ class EngineServer:
         if not answer.pieces or not answer.count:
             raise self.error(f"{path}: an answer without a token or a count; fix the server, and measure again")
         return answer
+
+    async def check_target(self, target: FrozenTarget, prompt: Prompt) -> None:
+        """Raise UserError if its greedy answer cannot be the target's: its figures would be another model's."""
+        tokens = (await self.ask(prompt, Sampling(), CHECKED_TOKENS, target.eos_token_ids)).tokens
+        if not tokens:  # the server returns text alone
+            return
+        if max(tokens) < target.vocab_size:
+            engine = Engine(target, None, EngineOptions(max_length=len(prompt.ids) + CHECKED_TOKENS + 1))
+            mismatches = find_mismatches(engine, Request(list(prompt.ids), CHECKED_TOKENS), tokens)
+            if all(mismatch.gap <= FOREIGN for mismatch in mismatches):
+                return
+        raise self.error(
+            f"serves {self.root}, whose greedy answer is not that of {target.name}; name its own target, or serve the "
+            "same weights"
+        )
 
 
 def count_rounds(drafts: int, accepted: Sequence[int], answers: Sequence[Answer]) -> RoundCounts:

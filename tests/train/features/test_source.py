@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from heads.core.contract import Rows
-from tests.heads.targets.test_decoder import make_target
+from tests.heads.targets.test_native_decoder import make_target
 from train.features.source import make_batch
 
 AUX_LAYER_IDS = (0, 2, 3)
