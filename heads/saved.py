@@ -216,7 +216,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads(file.read_text()).get("draftsmith", {})
     except (ValueError, AttributeError, OSError) as error:
         raise UserError(f"{file}: not a JSON object ({first_line(error)}); fetch or train the head again") from error
-    if record.get("kind") not in HEADS:
+    if not isinstance(record, dict) or str(record.get("kind")) not in HEADS:
         raise UserError(f"{file}: no head of a known kind ({', '.join(HEADS)}); was it made by draftsmith?")
     if record.get("format") != FORMAT:
         raise UserError(

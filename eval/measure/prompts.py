@@ -63,6 +63,8 @@ MAX_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
 ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
 LATER_TURN = re.compile(r"#\d+$")
 """End of the id of a prompt that `follow_up` made."""
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""Start of the text in the rows of SPEED-Bench whose prompts may not be shared with it."""
 COMMON_KEYS = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")
 TEXT_KEYS = tuple(dict.fromkeys([*COMMON_KEYS, *TURNS, *QUESTIONS]))
 
@@ -267,6 +269,8 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | N
         keys = ", ".join(fields) or "an empty object"
         raise UserError(f"{place}: expected a prompt in one of {', '.join(TEXT_KEYS)}, got {keys}")
     system, turns = system_and_turns(record, key)
+    if any(turn.startswith(PLACEHOLDER) for turn in turns):
+        raise UserError(f"{place}: {key}: a placeholder of SPEED-Bench; fill it in with NVIDIA's prepare_data.py")
     messages = [*system, {"role": "user", "content": turns[0]}]
     arguments = read_arguments(record)
     text, ids = render(messages, tokenizer, place, arguments)

@@ -124,7 +124,10 @@ def sort_vocab(path: str, weights: dict[str, Tensor], V: int, Vd: int) -> None:
     if token_ids[0] < 0 or token_ids[-1] >= V:
         raise UserError(f"{path}: d2t: expected target ids below {V}, as offsets from the draft ids")
     weights["d2t"] = token_ids - torch.arange(Vd)
-    weights["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, token_ids, True)
+    marks = torch.zeros(V, dtype=torch.bool).index_fill(0, token_ids, True)
+    if "t2d" in weights and not torch.equal(weights["t2d"].bool(), marks):
+        raise UserError(f"{path}: t2d marks other target ids than d2t names")
+    weights["t2d"] = marks
     for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
         if len(weights.get(name, ())) == Vd:
             weights[name] = weights[name][order]

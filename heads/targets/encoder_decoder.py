@@ -53,6 +53,8 @@ class EncoderDecoder(nn.Module):
         start: Any = getattr(config, "decoder_start_token_id", None)
         if start is None and model.generation_config is not None:
             start = model.generation_config.decoder_start_token_id
+        if start is None:
+            raise UserError(f"{name}: its config names no decoder_start_token_id, which begins every answer; add it")
         self.start: int = start
         """Token that begins every answer."""
         self.encoder: Any = model.get_encoder()

@@ -26,10 +26,15 @@ def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
     """Load the causal LM at `path` in float32. Its own Python code runs only if the target's may run. UserError if it
     does not accept the masks of a draft, or has another tokenizer."""
     how: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": target.trust_remote_code}
+    loaded: FrozenTarget
     if isinstance(target, ShapeTarget):
-        return load_shape(path, **how).model.requires_grad_(True)
-    check_tokenizers(path, target)
-    return load_target(path, **how).model.requires_grad_(True)
+        loaded = load_shape(path, **how)
+    else:
+        check_tokenizers(path, target)
+        loaded = load_target(path, **how)
+    if loaded.start_token not in (None, target.start_token):
+        raise UserError(f"{path}: an encoder-decoder draft needs a target whose answers begin with the same token")
+    return loaded.model.requires_grad_(True)
 
 
 def check_tokenizers(path: str, target: FrozenTarget) -> None:

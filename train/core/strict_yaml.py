@@ -89,7 +89,9 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
     file: str | None = str(path)
     while file is not None:
         configs[file] = config = _read_file(file)
-        base = config.pop(EXTENDS, None)
+        base = _plain(config).get(EXTENDS)
+        if EXTENDS in config:
+            del config[EXTENDS]
         if base is not None:
             base = os.path.normpath(Path(file).parent / str(base))
             if base in configs or not os.path.isfile(base):

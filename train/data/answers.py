@@ -10,11 +10,12 @@ The name of the folder is a hash of everything on which the answers depend.
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -110,7 +111,8 @@ def _read_prompts(
 ) -> Prompts:
     rendering = reader.rendering
     kind = "prompts" if recorded else "first prompts"
-    key = fingerprint(source.content() | tokens_key(source, rendering) | {kind: [max_tokens, count, seed]})
+    drawn = None if source.kind == "chat" else seed  # prompts are cut from texts at random
+    key = fingerprint(source.content() | tokens_key(source, rendering) | {kind: [max_tokens, count, drawn]})
 
     def documents() -> Iterator[list[Document]]:
         for dialogue in source.dialogues(rendering, max_tokens, count, seed, recorded=recorded):
@@ -205,26 +207,28 @@ class TargetAnswers:
         paths = [self.folder / f"{number}.jsonl" for number in range(num_processes)]
         with cache_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with paths[process].open("ab+") as file:
-                if lock(file.fileno()) is False:
-                    raise UserError(
-                        f"{self.folder}: another run generates these answers; begin again when it has finished, and "
-                        "they are this run's too"
-                    )
+            file = paths[process].open("ab+")
+        with file:
+            if lock(file.fileno()) is False:
+                raise UserError(
+                    f"{self.folder}: another run generates these answers; begin again when it has finished, and they "
+                    "are this run's too"
+                )
+            with cache_errors(self.folder):
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)  # without what a killed process wrote of its last line
-                accelerator.wait_for_everyone()
-                if not all(path.is_file() for path in paths):
-                    raise UserError(
-                        f"{self.folder}: the machines of this launch do not share it; name a folder that they share "
-                        "with DRAFTSMITH_DATA_CACHE"
-                    )
-                missing = set(range(process, self.count, num_processes)).difference(n for n, _ in self.stored_lines())
-                self.generate_missing(missing, file)
+            accelerator.wait_for_everyone()
+            if not all(path.is_file() for path in paths):
+                raise UserError(
+                    f"{self.folder}: the machines of this launch do not share it; name a folder that they share "
+                    "with DRAFTSMITH_DATA_CACHE"
+                )
+            missing = set(range(process, self.count, num_processes)).difference(n for n, _ in self.stored_lines())
+            self.generate_missing(missing, paths[process])
         accelerator.wait_for_everyone()
 
-    def generate_missing(self, missing: Collection[int], file: BinaryIO) -> None:
-        """Generate the answers to the conversations with these numbers, and append each when it is complete."""
+    def generate_missing(self, missing: Collection[int], path: Path) -> None:
+        """Generate the answers to the conversations with these numbers, and append each to a file when complete."""
         num_tokens = 0
         server, target = self.settings.server, self.target
         dialogues = ((number, dialogue) for number, dialogue in enumerate(self.dialogues()) if number in missing)
@@ -233,8 +237,9 @@ class TargetAnswers:
             def write(number: int, dialogue: Dialogue) -> None:
                 nonlocal num_tokens
                 more = {"number": number, "exchanges": dialogue.exchanges, "cut": dialogue.cut}
-                file.write(json.dumps(dialogue.record() | more, default=str).encode() + b"\n")
-                file.flush()
+                line = json.dumps(dialogue.record() | more, default=str).encode() + b"\n"
+                with cache_errors(self.folder), path.open("ab") as file:
+                    file.write(line)
                 num_tokens += sum(len(answer) for _, answer in dialogue.exchanges)
                 progress.note = f"{num_tokens:,} tokens"
                 progress.advance()
@@ -254,7 +259,8 @@ class TargetAnswers:
             with path.open("rb") as lines:
                 for line in lines:
                     if line.endswith(b"\n"):  # else it is being written, or its process was killed
-                        yield json.loads(line)["number"], line
+                        with suppress(ValueError, LookupError, TypeError):  # a damaged line is answered again
+                            yield json.loads(line)["number"], line
 
     def lines(self) -> list[bytes]:
         """Return the lines of all conversations, in order. UserError if one is missing."""

@@ -155,7 +155,13 @@ def cache_root() -> Path:
     `XDG_CACHE_HOME`."""
     if named := os.environ.get("DRAFTSMITH_DATA_CACHE"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / "data"
+    try:
+        above = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise UserError(
+            "this user has no home folder for tokenised data; name another with DRAFTSMITH_DATA_CACHE"
+        ) from None
+    return above / "draftsmith" / "data"
 
 
 @contextmanager

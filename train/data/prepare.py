@@ -24,6 +24,8 @@ def check_data(data: Data, target: FrozenTarget) -> None:
         )
     if target.start_token is None:
         return
+    if data.regenerate is not None and data.regenerate.server is not None:
+        raise UserError("data.regenerate.server: servers take no prompts of an encoder-decoder target; leave it out")
     # The decoder of an encoder-decoder target generates only answers.
     for number, source in enumerate(data.sources):
         if source.kind != "chat":

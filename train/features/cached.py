@@ -101,7 +101,7 @@ class Shard:
             self.total = int(self.file.metadata()["total"])
             """Number of shards in the folder, of which this is one."""
             keys, ends = self.file.get_tensor("keys"), self.file.get_tensor("ends").tolist()
-        except (OSError, SafetensorError, TypeError) as error:
+        except (OSError, SafetensorError, TypeError, LookupError, ValueError) as error:
             raise UserError(f"{path}: is damaged ({first_line(error)}); delete it and run {COMMAND}") from error
         self.rows: dict[bytes, tuple[int, int]] = {
             key.numpy().tobytes(): span for key, span in zip(keys, pairwise([0, *ends]), strict=True)
@@ -116,7 +116,11 @@ class Shard:
 
 
 def open_shards(folder: Path) -> list[Shard]:
-    return [Shard(path) for path in sorted(folder.glob("*.safetensors"))]
+    """Return the files of a folder. UserError if they are not all of the same target, data and layers."""
+    shards = [Shard(path) for path in sorted(folder.glob("rows-*.safetensors"))]
+    for shard in shards[1:]:
+        check_holds(folder, shard.about, shards[0].about, exact=True)
+    return shards
 
 
 class CachedFeatures(FeatureSource):
