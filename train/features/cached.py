@@ -185,8 +185,8 @@ def fill_folder(
         folder.mkdir(parents=True, exist_ok=True)
         present = open_shards(folder)
         is_filled = bool(present) and len(present) == present[0].total
-        for shard in present:
-            check_holds(folder, shard.about, about, exact=not is_filled)
+        if present:
+            check_holds(folder, present[0].about, about, exact=not is_filled)
         if is_filled:
             say(f"features.folder {folder}: filled already")
             return []

@@ -59,12 +59,12 @@ Make = Callable[..., TargetAnswers]
 def make(target: FrozenTarget, tmp_path: Path) -> Make:
     """settings of `data.regenerate` -> the answers of the tiny target to short conversations."""
 
-    def make(*, turns: int = 2, **settings: Any) -> TargetAnswers:
+    def make(*, turns: int = 2, seed: int = 0, **settings: Any) -> TargetAnswers:
         said = ([f"{WORDS[n % 8]} {n // 8} {turn // 2}" for turn in range(2 * turns)] for n in range(20))
         source = write_chats(tmp_path / f"chats-{turns}.jsonl", ({"messages": talk(*texts)} for texts in said))
         regenerate = {"prompts": 20, "prompt_tokens": 64, "new_tokens": 6, "batch_size": 2, **settings}
         data = Data.model_validate({"sources": [source], "regenerate": regenerate})
-        return open_answers(data, 0, target, reader_of(load_tokenizer(target.name)))
+        return open_answers(data, seed, target, reader_of(load_tokenizer(target.name)))
 
     return make
 
@@ -109,7 +109,7 @@ def test_another_head_asks_for_nothing(
     corpus = make().corpus()
     assert len(asked) >= 20
     asked.clear()
-    assert make(batch_size=1, share=0.5).corpus().digest == corpus.digest
+    assert make(batch_size=1, share=0.5, seed=1).corpus().digest == corpus.digest
     trained = make(train_on_prompts=True).corpus()  # documents of its own, from the same answers
     assert trained.num_labels > corpus.num_labels
     assert not asked
@@ -140,6 +140,10 @@ def test_an_interruption_loses_the_conversations_in_flight(
         list(answers.lines())
     answers.generate()
     assert len(asked) == 1 and path.read_bytes() == whole
+    asked.clear()
+    path.write_bytes(whole.replace(b'{"messages"', b"messages", 1))  # a damaged line
+    answers.generate()
+    assert len(asked) == 1 and len(records(answers)) == 20
     path.write_bytes(whole[:-9])
     with small_files(len(whole) - 9), pytest.raises(UserError, match="cannot be written to"):
         answers.generate()

@@ -1,5 +1,6 @@
 """A folder of features: what it holds, what it refuses, and training from it."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load, save_file
 
 from heads.core.errors import UserError
 from scripts.cache_features import main as fill
@@ -115,11 +116,24 @@ def test_every_difference_is_refused(filled: Settings) -> None:
         train_in(filled)
 
 
+def describe_anew(shard: Path, **metadata: str) -> None:
+    save_file(load(shard.read_bytes()), shard, metadata)
+
+
+def of_another_target(shard: Path) -> None:
+    describe_anew(shard, total="9", about=json.dumps(Shard(shard).about | {"target": "x"}))
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
         (Path.unlink, "is not filled; run python scripts/cache_features"),
         (lambda shard: shard.write_bytes(shard.read_bytes()[:-100]), "is damaged .* delete it and run"),
+        (lambda shard: describe_anew(shard, format="pt"), "is damaged .* delete it and run"),
+        (
+            lambda shard: describe_anew(shard, total="9", about=json.dumps(Shard(shard).about | {"target": "x"})),
+            "target: holds",
+        ),
     ],
 )
 def test_damage_is_named(fault: Any, words: str, filled: Settings) -> None:
