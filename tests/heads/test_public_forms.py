@@ -307,6 +307,7 @@ UNFIT: list[tuple[Callable[..., Any], Config, Change, str]] = [
     (eagle3, RAW, without("norm.weight"), "norm.weight"),
     (eagle3, RAW, lambda weights: weights.update(strange=torch.ones(2)), "strange"),
     (eagle3, RAW, lambda weights: weights["d2t"].add_(V), "d2t"),
+    (eagle3, RAW, lambda weights: weights["t2d"].logical_not_(), "t2d marks"),
     (eagle3, RAW | {"eagle_config": {IDS: [1, 7, 30]}}, keep, "layers"),
     (narrow, NARROW, without("embed_tokens.weight"), "embed_tokens.weight: by config.json"),
     (narrow, NARROW | {"target_hidden_size": 40}, keep, "made for a target with width 40, but"),

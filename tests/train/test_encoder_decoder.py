@@ -10,7 +10,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from eval.measure.loading import load_pair
 from heads.core.errors import UserError
-from heads.targets.load import load_tokenizer
+from heads.targets.load import load_target, load_tokenizer
+from heads.targets.smaller import load_smaller
 from tests.chats import encode_chat, talk, write_chats
 from tests.runs import Settings, lines, train, train_in, write_recipe
 
@@ -92,6 +93,10 @@ def test_a_question_and_its_answer_are_one_sequence(tmp_path: Path, tiny_target_
     [
         ({"data.sources.0.kind": "text"}, r"data\.sources\.0: an encoder-decoder target learns from questions"),
         ({"data.regenerate.train_on_prompts": True}, r"data\.regenerate\.train_on_prompts: "),
+        (
+            {"data.regenerate.server": {"url": "http://127.0.0.1:1"}},
+            r"data\.regenerate\.server: servers take no prompts",
+        ),
     ],
 )
 def test_data_that_no_decoder_writes_is_refused(changes: dict[str, Any], words: str, t5_settings: Settings) -> None:
@@ -99,3 +104,19 @@ def test_data_that_no_decoder_writes_is_refused(changes: dict[str, Any], words: 
     overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     with pytest.raises(UserError, match=words):
         train(path, *overrides)
+
+
+def test_an_answer_needs_a_first_token(tmp_path: Path, tiny_target_dir: Path) -> None:
+    folder = save_t5(tmp_path / "t5", tiny_target_dir)
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        fields = json.loads(file.read_text())
+        fields.pop("decoder_start_token_id", None)
+        file.write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="names no decoder_start_token_id"):
+        load_target(str(folder))
+
+
+def test_a_draft_reads_the_sequences_of_its_target(tmp_path: Path, tiny_target_dir: Path) -> None:
+    draft = str(save_t5(tmp_path / "t5", tiny_target_dir))
+    with pytest.raises(UserError, match="an encoder-decoder draft needs a target whose answers begin"):
+        load_smaller(draft, load_target(str(tiny_target_dir)))
