@@ -1,10 +1,11 @@
-"""Write what is generated of the pages: recipes/KEYS.md, and the tables of measurements between their marks.
+"""Write what is generated of the pages: recipes/KEYS.md, the tables of measurements between their marks, and the
+picture of README.
 
     python scripts/write_pages.py
 
-A page marks a table with `<!-- table: FORM FILES -->` and `<!-- end -->`. FORM is a key of `FORMS`; FILES is a pattern
-below eval/results of files that eval/bench.py wrote. The name of a file with one head says which variant it is, after a
-hyphen and up to a dot: eagle3.json, eagle3.ratio.json, eagle3-large.json.
+A page marks a table, or the picture, with `<!-- table: FORM FILES -->` and `<!-- end -->`. FORM is a key of `FORMS`;
+FILES is a pattern below eval/results of files that eval/bench.py wrote, or a training run. The name of a file with one
+head says which variant it is, after a hyphen and up to a dot: eagle3.json, eagle3.ratio.json, eagle3-large.json.
 """
 
 import json
@@ -13,12 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from matplotlib.axes import Axes
+
 from eval.measure.command_line import Parser
 from eval.measure.prompts import suite_name
 from eval.measure.results import read_results
 from eval.measure.schema import Head, Measurement, Results
 from eval.pages import format
+from eval.pages.drawing import COLOURS, Chart, svg_file
+from eval.pages.html import DARK
 from eval.pages.tables import Table
+from eval.pages.training import draw_lines, line_of
 from train.entry import run_script
 from train.recipe import Recipe
 from train.recipe_help import keys_page
@@ -26,6 +32,9 @@ from train.recipe_help import keys_page
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval/results"
 PAGES = [ROOT / "README.md", RESULTS / "README.md", RESULTS / "LAB.md"]
+PICTURE = RESULTS / "curve.svg"
+CURVES = "curves/*.json"
+"""The records that the picture shows."""
 MARK = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 METHODS = {
     "eagle3": "EAGLE-3",
@@ -179,12 +188,41 @@ def engine_table(pattern: str) -> str:
     return markdown(["head", "K", "rounds", "accepted by position"], rows)
 
 
+def curve_chart(pattern: str) -> Chart:
+    """Return the learning curves of the records of runs, each above tau of prompt lookup on the same prompts."""
+    records = [read_results(path) for path in sorted(RESULTS.glob(pattern))]
+    runs = {METHODS[record.head.kind]: record.head.curve for record in records if record.head.curve}
+    (lookup,) = (record for record in records if record.head.kind == "lookup")
+    level = lookup.headline.tau.mean
+    said = [
+        f"{method}: " + ", ".join(f"{p.tau:.2f} after {format.count(p.tokens)} training tokens" for p in points)
+        for method, points in runs.items()
+    ]
+
+    def draw(axes: Axes) -> None:
+        draw_lines(axes, series={method: line_of(points) for method, points in runs.items()})
+        axes.axhline(level, color=COLOURS["verify"], ls="--", lw=1.8)
+        label = {"color": COLOURS["verify"], "va": "bottom"}
+        axes.text(0.01, level, " prompt lookup, no training", transform=axes.get_yaxis_transform(), **label)
+        axes.set_ylabel("tau")
+
+    note = f"{'; '.join(said)}; prompt lookup: {level:.2f}"
+    return Chart(PICTURE.stem, "tau over training tokens", note, draw)
+
+
+def curve_picture(pattern: str) -> str:
+    """Return the element of README that shows the picture, which says its figures to those who do not see it."""
+    chart = curve_chart(pattern)
+    return f'<img src="{PICTURE.relative_to(ROOT)}" width="460" alt="{chart.title}. {chart.note}">'
+
+
 FORMS: dict[str, Callable[[str], str]] = {
     "first": first_table,
     "all": all_table,
     "tau": lambda pattern: all_table(pattern, speeds=False),
     "costs": cost_table,
     "engine": engine_table,
+    "curve": curve_picture,
 }
 
 
@@ -202,6 +240,7 @@ def main(arguments: Sequence[str]) -> int:
     Parser("Write KEYS.md and the tables of measurements in pages.").parse_args(arguments)
     for page, text in pages().items():
         page.write_text(text, encoding="utf-8")
+    PICTURE.write_text(svg_file(curve_chart(CURVES), DARK), encoding="utf-8")
     return 0
 
 

@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from heads.formats.target_classes import SGLANG_BLOCK_TARGETS, SGLANG_TARGETS, V
 from heads.registry import HEADS, build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target, load_tokenizer
-from scripts.write_pages import MARK, METHODS, RESULTS
+from scripts.write_pages import CURVES, MARK, METHODS, PICTURE, RESULTS, curve_chart
 from scripts.write_pages import pages as generated
 from tests.chats import encode_chat
 from tests.runs import forget_accelerator
@@ -347,6 +348,7 @@ def test_every_key_of_a_sweep_is_listed() -> None:
 def test_what_is_generated_of_the_pages_is_up_to_date() -> None:
     for page, text in generated().items():
         assert page.read_text(encoding="utf-8") == text, f"{page.relative_to(ROOT)}: run python scripts/write_pages.py"
+    assert escape(curve_chart(CURVES).note) in PICTURE.read_text(encoding="utf-8")
 
 
 def test_a_page_shows_every_record() -> None:

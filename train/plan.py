@@ -1,7 +1,6 @@
 """The option `--plan` of the training entries: a run's memory, operations and hours, without its weights and data."""
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -11,8 +10,9 @@ import torch
 from torch import nn
 
 from eval.measure.prompts import split_prompts, spread
+from eval.measure.results import read_results
 from eval.pages.format import count as short
-from eval.pages.format import number, plural, with_interval
+from eval.pages.format import number, plural, short_name, with_interval
 from heads.targets.quantization import MIN_SHARE
 from train.accelerator import wanted_mode
 from train.fast_dtype import measured_tflops
@@ -28,8 +28,7 @@ MAX_PRODUCT = 2048
 DECODING_WIDTH = 4096
 """Width of the product that is timed for decoding, which reads weights that no cache holds."""
 CURVES = Path(__file__).parents[1] / "eval/results/curves"
-"""Recorded learning curves, a JSON file each: `method` (a kind of head), `target` and `points` (`tokens`, `tau` and
-`ci95`)."""
+"""Records of runs, with their learning curves."""
 MAX_EXAMPLES = 4
 """Points of a recorded curve that a plan names."""
 
@@ -75,13 +74,14 @@ def plan_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
         yield _row(name, number(size / GIB, 2 if size >= 2**27 else 4))
     yield from run_lines(plan, rates)
     for file in sorted(CURVES.glob("*.json")):
-        record = json.loads(file.read_bytes())
-        if record["method"] == recipe.head.kind:
+        record = read_results(file)
+        if record.head.kind == recipe.head.kind:
             points = [
-                f"{with_interval(point['tau'], point['ci95'])} after {short(point['tokens'])} tokens"
-                for point in reversed(spread(record["points"][::-1], MAX_EXAMPLES))
+                f"{with_interval(point.tau, point.ci95)} after {short(point.tokens)} tokens"
+                for point in reversed(spread(record.head.curve[::-1], MAX_EXAMPLES))
             ]
-            yield f"measured elsewhere, no promise: {record['method']} on {record['target']}, tau {', '.join(points)}"
+            target = short_name(record.target.name)
+            yield f"measured elsewhere, no promise: {record.head.kind} on {target}, tau {', '.join(points)}"
     if total <= memory:
         yield f"fits: {number((memory - total) / GIB)} GiB of each device are left"
         return

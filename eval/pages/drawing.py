@@ -7,7 +7,7 @@ import io
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -86,6 +86,15 @@ def inline_svg(chart: Chart) -> str:
     for name, colour in COLOURS.items():
         body = body.replace(colour, f"var(--{name})")
     return f'<svg {box[0]} role="img" aria-label="{escape(f"{chart.title}. {chart.note}")}">{body}</svg>'
+
+
+def svg_file(chart: Chart, dark: Mapping[str, str]) -> str:
+    """Return a chart as an SVG document with the colours of its reader's theme, light or `dark`, by name."""
+    light, dark_ones = ("".join(f"--{name}:{hue};" for name, hue in hues.items()) for hues in (COLOURS, dark))
+    style = f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark_ones}}}}}</style>"
+    return (
+        inline_svg(chart).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1)
+    )
 
 
 def write_charts(charts: Sequence[Chart], caption: str, folder: Path) -> list[Path]:

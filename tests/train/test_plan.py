@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eval.measure.results import as_record, write_record
 from heads.core.contract import Rows
 from heads.targets.load import load_target
+from tests.measurements import measurement, results_of
 from tests.runs import BLOCK, Settings, the_error, write_recipe
 from train.draft_lora import add_adapters
 from train.entry import attempt
@@ -258,10 +260,13 @@ def test_answers_and_measurements_take_the_time_that_weights_take_to_be_read(
     eagle["target"]["path"] = write_config(tmp_path / "target", SHAPES["Llama-3.1-8B"])
     eagle["data"]["regenerate"] = {"prompts": 6400, "prompt_tokens": 16, "new_tokens": 32, "batch_size": 32}
     monkeypatch.setattr("train.plan.CURVES", tmp_path)
-    points = [{"tokens": 10**n, "tau": n / 2, "ci95": [1, 4]} for n in range(2, 8)]
-    record = {"method": "eagle3", "target": "Llama", "points": points}
-    (tmp_path / "a.json").write_text(json.dumps(record))
-    (tmp_path / "b.json").write_text(json.dumps(record | {"method": "mtp"}))
+    points = [
+        {"step": n, "tokens": 10**n, "seconds": 1.0, "lr": 1.0, "tau": n / 2, "ci95": [1, 4], "alpha": []}
+        for n in range(2, 8)
+    ]
+    for kind in ("eagle3", "mtp"):
+        record = results_of(measurement(), head={"kind": kind, "curve": points})
+        write_record(as_record(record), tmp_path / f"{kind}.json")
     plan = plan_of(eagle, memory=80.0)
     assert decoding_hours(plan, 6400, 32, 32) == pytest.approx(6400 * 8e-3 / 3600, rel=0.02)
     assert decoding_hours(plan, 6400, 32, 1) == pytest.approx(32 * decoding_hours(plan, 6400, 32, 32))
@@ -272,7 +277,7 @@ def test_answers_and_measurements_take_the_time_that_weights_take_to_be_read(
     assert rows["hours of the answers before, an estimate"] == "0.014"
     assert "hours of 6 measurements, an estimate" in rows
     assert [line for line in said if line.startswith("measured elsewhere")] == [
-        "measured elsewhere, no promise: eagle3 on Llama, tau 1.50 [1.00, 4.00] after 1.0k tokens, 2.00 [1.00, 4.00] "
+        "measured elsewhere, no promise: eagle3 on target, tau 1.50 [1.00, 4.00] after 1.0k tokens, 2.00 [1.00, 4.00] "
         "after 10.0k tokens, 3.00 [1.00, 4.00] after 1.0M tokens, 3.50 [1.00, 4.00] after 10.0M tokens"
     ]
 
