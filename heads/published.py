@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.core.contract import Origin
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import file_hash
-from heads.formats.source import Source, foreign_config, open_source
+from heads.formats.published_files import Source, foreign_config, open_source
 from heads.methods.block import DraftBlockHead
 from heads.methods.settings import SETTINGS
 from heads.methods.start import begin

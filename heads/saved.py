@@ -23,8 +23,8 @@ from transformers.utils.hub import cached_file
 from heads.core.errors import UserError, first_line
 from heads.core.files import file_hash, is_full_disk, whole_folder
 from heads.formats.engine_folder import Verdict, check_contents
+from heads.formats.published_files import DAMAGE
 from heads.formats.quantized import dequantized
-from heads.formats.source import DAMAGE
 from heads.registry import HEADS, UNTRAINED, kind_of
 from heads.targets.hub import absolute, repo_and_revision, with_names
 from heads.targets.model import FrozenTarget

@@ -18,7 +18,7 @@ from eval.measure.progress import Progress
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
 from heads.saved import save_head, target_record
-from train.accelerator import wanted_mode
+from train.accelerate_launch import wanted_mode
 from train.checkpoints import (
     RunState,
     check_continues,
@@ -29,7 +29,7 @@ from train.checkpoints import (
     save_measurement,
 )
 from train.core.interrupts import Interrupted
-from train.core.launch import on_main
+from train.core.processes import on_main
 from train.data.on_policy import Samples
 from train.data.packing import Mixture
 from train.data.prepare import load_data
