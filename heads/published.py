@@ -91,7 +91,7 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     Any other that differs from the head at `path` raises UserError with its key.
 
     Heads that draft a block may start from one of another kind, which drafts as many tokens. They take the tensors that
-    have the same names; the others are those of a new head, whose first weights depend on the labels in the data,
+    have the same names; the others are those of a new head, whose initial weights depend on the labels in the data,
     token_counts (V,).
     """
     source = open_any(path, target)

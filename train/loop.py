@@ -113,7 +113,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     # Head, in float32 and equal on all processes. A copy in the target's dtype is measured and saved, rounded before.
     counts = mixture.label_counts(target.vocab_size)
     torch.manual_seed(seed)
-    with Progress("computing the first weights of the head"):
+    with Progress("computing the initial weights of the head"):
         head: nn.Module = make_head(section, target, counts).to(target.device, torch.float32)
     if started := cast(DraftHead, head).started:
         tracker.say(f"head.init_from: {started}")

@@ -93,7 +93,7 @@ def random_batch(
 
 
 def probe_of(batch: Batch, norm: Tensor, scales: Tensor | None = None) -> TargetProbe:
-    """A batch's features as what first weights are made from, with a final norm (D,) and scales of the streams (L,)."""
+    """A batch's features, of which initial weights are made, with a final norm (D,) and scales of the streams (L,)."""
     assert batch.shared.lm_head_weight is not None
     return TargetProbe(
         tokens=batch.tokens,
