@@ -35,7 +35,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "results",
         type=Path,
         nargs="+",
-        help="a results.json or compare.json, a run directory (its own results.json), or a folder of measurements (the "
+        help="a results.json or compare.json, a run's folder (its own results.json), or a folder of measurements (the "
         "newest one)",
     )
     parser.add_argument("--out", type=Path, help=f"folder of the page of several results; default: {SEVERAL}")

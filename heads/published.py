@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.core.contract import Origin
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import file_hash
-from heads.formats.source import Source, foreign_config, open_source
+from heads.formats.published_files import Source, foreign_config, open_source
 from heads.methods.block import DraftBlockHead
 from heads.methods.settings import SETTINGS
 from heads.methods.start import begin
@@ -91,7 +91,7 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     Any other that differs from the head at `path` raises UserError with its key.
 
     Heads that draft a block may start from one of another kind, which drafts as many tokens. They take the tensors that
-    have the same names; the others are those of a new head, whose first weights depend on the labels in the data,
+    have the same names; the others are those of a new head, whose initial weights depend on the labels in the data,
     token_counts (V,).
     """
     source = open_any(path, target)

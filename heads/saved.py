@@ -23,8 +23,8 @@ from transformers.utils.hub import cached_file
 from heads.core.errors import UserError, first_line
 from heads.core.files import file_hash, is_full_disk, whole_folder
 from heads.formats.engine_folder import Verdict, check_contents
+from heads.formats.published_files import DAMAGE
 from heads.formats.quantized import dequantized
-from heads.formats.source import DAMAGE
 from heads.registry import HEADS, UNTRAINED, kind_of
 from heads.targets.hub import absolute, repo_and_revision, with_names
 from heads.targets.model import FrozenTarget
@@ -193,8 +193,8 @@ def find_head(path: str | Path) -> Path:
         if colon and (near := get_close_matches(kind, UNTRAINED, 1)):
             raise UserError(f"{path}: no head of that name; did you mean {near[0]}:{number}?")
         raise UserError(
-            f"{path}: no head there; expected a folder with {CONFIG} and {' or '.join(WEIGHTS)}, a run directory, or a "
-            "hub id"
+            f"{path}: no head there; expected a folder with {CONFIG} and {' or '.join(WEIGHTS)}, a run's folder, or a "
+            "Hub id"
         )
     try:
         folder = Path(str(cached_file(repo, CONFIG, revision=revision))).parent
@@ -203,7 +203,7 @@ def find_head(path: str | Path) -> Path:
         raise
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path}: neither a folder here nor a head on the hub ({first_line(error)}); "
+            f"{path}: neither a folder here nor a head on the Hub ({first_line(error)}); "
             "check the name, and the network"
         ) from error
     return folder

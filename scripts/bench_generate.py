@@ -26,7 +26,7 @@ WARM_UP_TOKENS = 16
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Plain decoding here against transformers generate.")
     add: Any = parser.add_argument
-    add("target", help="a folder or a hub id")
+    add("target", help="a folder or a Hub id")
     add_target_options(parser)
     add("--repeats", type=typed(Count), default=3, help="times that each decodes each prompt")
     add_prompt_options(parser, num_prompts=16, max_prompt_tokens=512, max_new_tokens=128)

@@ -35,7 +35,7 @@ def license_name(text: str) -> str:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Publish a run's head with its model card on the Hugging Face Hub.")
     add = parser.add_argument
-    add("run", type=Path, help="a run directory, or the head's folder in it")
+    add("run", type=Path, help="a run's folder, or the head's folder in it")
     add("repo_id", type=hub_id, help="OWNER/NAME; created if it does not exist")
     add("--results", type=Path, metavar="FOLDER", help="measurement for the model card; default: the run's own")
     add("--private", action="store_true", help="if the repository is created, create it as private")

@@ -19,7 +19,7 @@ DTYPES = ("fp8", "int8")
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Save a head with its projections in 8 bits.")
     add = parser.add_argument
-    add("head", help="run directory, folder or hub id of a head")
+    add("head", help="a run's folder, or the folder or Hub id of a head")
     add("out", type=Path, help="folder to create")
     add("--dtype", choices=DTYPES, default="fp8", help="8-bit type of the weights")
     return parser.parse_args(arguments)

@@ -20,8 +20,8 @@ def main(arguments: Sequence[str]) -> int:
     if asks_usage(USAGE, arguments, keys=lambda: keys_of(Recipe)):
         return 0
     from heads.core.files import write_bytes
-    from train.accelerator import load_recipe_target
-    from train.core.launch import on_main
+    from train.accelerate_launch import load_recipe_target
+    from train.core.processes import on_main
     from train.data.answers import open_answers
     from train.data.prepare import check_data
     from train.open_run import open_reader, open_run, read_recipe

@@ -87,7 +87,7 @@ IMAGE = b'{"messages": [{"role": "user", "content": [{"type": "image_url", "imag
         ("data.context_length=4096", "at most 512", b""),
         ("eval.prompts=mt-bench", "mt-bench: no such file, and no suite of that name", b""),
         ("eval.max_prompt_tokens=2 eval.skip_long=true", "no prompt of at most 2 tokens", b""),
-        ("target.path=~/target", "no such folder; expected one with config.json, or a hub id", b""),
+        ("target.path=~/target", "no such folder; expected one with config.json, or a Hub id", b""),
         ("output_dir=/proc/x", "output_dir", b""),
         ("output_dir=.", "holds a README.md of something else", b""),
         ("output_dir=linked/run", "linked is a link to gone, which is not there", b""),

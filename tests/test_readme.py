@@ -66,7 +66,7 @@ TRAIN = (
 ANSWERS = "data.regenerate.prompts=4 data.regenerate.prompt_tokens=16 data.regenerate.new_tokens=4"
 MEASURE = "--num-prompts 2 --max-prompt-tokens 32 --max-new-tokens 7 --repeats 1"
 TINY = {
-    # The first weights of blocks come from a long text.
+    # The initial weights of blocks come from a long text.
     **{f"train/{kind}.py": f"{TRAIN} head.initial_weights=random" for kind in ("dflash", "dflash2", "dspark")},
     "train/": TRAIN,
     "scripts/regenerate.py": ANSWERS,

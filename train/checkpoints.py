@@ -22,7 +22,7 @@ from torch import Tensor
 
 from heads.core.errors import UserError, first_line
 from heads.core.files import file_hash, is_full_disk, whole_folder, write_json
-from train.core.launch import on_main
+from train.core.processes import on_main
 from train.parallel import Replicated
 from train.step import Sums
 

@@ -109,14 +109,14 @@ def say_why(text: str) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         print_line(text)
         return
-    from train.core.launch import tell_first
+    from train.core.processes import tell_first
 
     tell_first(text)
 
 
 def _end(status: int) -> None:
     if "accelerate" in sys.modules:
-        from train.core.launch import leave
+        from train.core.processes import leave
 
         leave(status)
     sys.exit(status)

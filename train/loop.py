@@ -18,7 +18,7 @@ from eval.measure.progress import Progress
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
 from heads.saved import save_head, target_record
-from train.accelerator import wanted_mode
+from train.accelerate_launch import wanted_mode
 from train.checkpoints import (
     RunState,
     check_continues,
@@ -29,7 +29,7 @@ from train.checkpoints import (
     save_measurement,
 )
 from train.core.interrupts import Interrupted
-from train.core.launch import on_main
+from train.core.processes import on_main
 from train.data.on_policy import Samples
 from train.data.packing import Mixture
 from train.data.prepare import load_data
@@ -113,7 +113,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     # Head, in float32 and equal on all processes. A copy in the target's dtype is measured and saved, rounded before.
     counts = mixture.label_counts(target.vocab_size)
     torch.manual_seed(seed)
-    with Progress("computing the first weights of the head"):
+    with Progress("computing the initial weights of the head"):
         head: nn.Module = make_head(section, target, counts).to(target.device, torch.float32)
     if started := cast(DraftHead, head).started:
         tracker.say(f"head.init_from: {started}")

@@ -29,7 +29,7 @@ from heads.core.errors import UserError
 from heads.core.tree import is_chain, parse_shape
 from heads.targets.masks import TILE
 from heads.targets.model import FrozenTarget
-from train.core.launch import on_main
+from train.core.processes import on_main
 from train.data.packing import Mixture, text_rows
 from train.features.source import FeatureSource, make_batch
 from train.recipe import Eval

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from heads.core.contract import ACTIVATION_SHARE
 from heads.formats.engine_folder import check_contents, why_unserved
 from heads.methods.losses import CHUNK_BYTES, MIN_ROWS
-from heads.methods.recycling import total_memory
 from heads.methods.settings import LABELS
+from heads.methods.state_recycling import total_memory
 from heads.registry import HEADS
 from heads.saved import target_record
 from heads.targets.families import attention_widths, layer_setting

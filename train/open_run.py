@@ -15,10 +15,10 @@ from heads.core.errors import UserError
 from heads.targets.load import Place, load_config, load_end_ids, load_tokenizer
 from heads.targets.model import FrozenTarget
 from heads.targets.placement import drop_layers, shard_layers
-from train.accelerator import load_recipe_target, make_accelerator
+from train.accelerate_launch import load_recipe_target, make_accelerator
 from train.checkpoints import begun_in
 from train.core.interrupts import Interrupts
-from train.core.launch import die_with_launcher, on_main
+from train.core.processes import die_with_launcher, on_main
 from train.core.strict_yaml import suggest
 from train.data.corpus import Reader
 from train.data.sources import ChatSource

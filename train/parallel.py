@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from heads.core.contract import Batch, HeadLoss
-from train.accelerator import wanted_mode
+from train.accelerate_launch import wanted_mode
 from train.optim import make_optimizer
 from train.recipe import Train
 

@@ -14,7 +14,7 @@ from eval.measure.results import read_results
 from eval.pages.format import count as short
 from eval.pages.format import number, plural, short_name, with_interval
 from heads.targets.quantization import MIN_SHARE
-from train.accelerator import wanted_mode
+from train.accelerate_launch import wanted_mode
 from train.fast_dtype import measured_tflops
 from train.memory_and_flops import ACTIVATIONS, GIB, STATE, Launch, Plan
 from train.recipe import Recipe, with_steps

@@ -9,7 +9,7 @@ from heads.core.errors import UserError
 from heads.formats.engine_folder import why_unfit
 from heads.saved import check_loaders, load_head, weights_hash
 from train.core.interrupts import Interrupted, Interrupts
-from train.core.launch import is_lost_process, on_main, tell_first
+from train.core.processes import is_lost_process, on_main, tell_first
 from train.loop import Outcome, fit
 from train.open_run import Run, open_run
 from train.recipe import Eval, Recipe, load_recipe, plain_settings

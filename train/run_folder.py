@@ -1,4 +1,4 @@
-"""The run directory: its files and its lock. A write is complete or absent."""
+"""The folder of a run: its files and its lock. A write is complete or absent."""
 
 import copy
 import json

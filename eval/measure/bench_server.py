@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.measure import metrics
 from eval.measure.chat_template import with_arguments
-from eval.measure.engine_server import DRAFTS, Answer, EngineServer, RoundCounts, count_rounds
+from eval.measure.engine_client import DRAFTS, Answer, EngineServer, RoundCounts, count_rounds
 from eval.measure.environment import dtype_options, head_facts, machine, target_facts
 from eval.measure.figures import token_at, top_two_margin
 from eval.measure.loading import fitting_head, load_suites, open_target, open_target_of

@@ -121,7 +121,7 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-HEAD_HELP = "a run directory, a head's directory or a hub id; or lookup:NGRAM, early_exit:LAYERS, which need --target"
+HEAD_HELP = "a run's folder, a head's folder or a Hub id; or lookup:NGRAM, early_exit:LAYERS, which need --target"
 
 
 def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
@@ -129,7 +129,7 @@ def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) 
         parser.add_argument("heads", nargs="*", metavar="head", help=HEAD_HELP)
     else:
         parser.add_argument("head", help=HEAD_HELP)
-    parser.add_argument("--target", help="folder or hub id of the target; default: that of the (first) head")
+    parser.add_argument("--target", help="folder or Hub id of the target; default: that of the (first) head")
     add_target_options(parser)
 
 

@@ -73,7 +73,7 @@ def collect(
     rights: function from a target's id on the Hub to its license keys, empty if it has none.
     """
     if not run.is_dir():
-        raise UserError(f"{run}: no such folder; expected a run directory")
+        raise UserError(f"{run}: no such folder; expected a run's folder")
     folder = find_head(run)
     head, record = load_head(folder), read_config(folder)
     place, figures = find_measurement(folder, record, unmeasured, results) or (None, None)

@@ -21,6 +21,7 @@ from eval.runtime.commit import Commit, RoundState
 from eval.runtime.distribution import RowSampling
 from eval.runtime.graph import CudaCapture, Rounds
 from eval.runtime.memory import check_memory
+from eval.runtime.open_decoder import open_decoder
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Reports, RequestState, StopStringMatcher, check_request
 from eval.runtime.request import Request as Request
@@ -28,7 +29,6 @@ from eval.runtime.round import Decoder, read_prompts
 from eval.runtime.rules import make_rule
 from eval.runtime.sampling_params import Sampling as Sampling
 from eval.runtime.sampling_params import check_rule
-from eval.runtime.self_check import open_decoder
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
 from heads.core.tree import ROOT_ONLY, TreeShape

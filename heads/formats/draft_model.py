@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.formats.engine_folder import SGLANG, TRIED, VLLM, Folder, Format, Reading, named_class, sglang, vllm
-from heads.formats.source import Source
+from heads.formats.published_files import Source
 from heads.methods.draft_model import DraftConfig
 from heads.targets.load import load_tokenizer
 from heads.targets.model import FrozenTarget

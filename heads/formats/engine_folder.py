@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from heads.formats.published_files import Source
 from heads.formats.quantized import SCALE
-from heads.formats.source import Source
 from heads.methods.layers import BlockConfig
 from heads.targets.model import FrozenTarget
 

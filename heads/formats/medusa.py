@@ -13,7 +13,7 @@ from typing import Any
 
 from heads.core.errors import UserError
 from heads.formats.engine_folder import TRIED, Folder, Format, Reading, vllm
-from heads.formats.source import Source, check_same
+from heads.formats.published_files import Source, check_same
 from heads.methods.medusa import MedusaConfig
 from heads.targets.model import FrozenTarget
 

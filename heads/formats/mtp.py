@@ -25,7 +25,7 @@ from heads.formats.engine_folder import (
     sglang,
     vllm,
 )
-from heads.formats.source import Source, check_same
+from heads.formats.published_files import Source, check_same
 from heads.methods.family_layers import BlockMaker, block_record
 from heads.methods.mtp import LAYOUTS, PARTS, Layout, MtpConfig, count_modules, read_native, to_field
 from heads.targets.families import register_mimo, rope_scaling, rope_theta

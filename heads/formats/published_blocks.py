@@ -15,7 +15,14 @@ from torch import Tensor
 from heads.core.errors import UserError, expect
 from heads.formats.engine_folder import SGLANG, VLLM, Reading, misread_rotation
 from heads.formats.published_eagle3 import sort_vocab
-from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
+from heads.formats.published_files import (
+    Source,
+    check_same,
+    check_streams,
+    decoder_settings,
+    is_same_table,
+    refuse_settings,
+)
 from heads.methods.block import DraftBlockHead
 from heads.methods.block_config import BlockForm, DraftBlockConfig
 from heads.methods.dflash import DFlash

@@ -14,7 +14,14 @@ from torch.nn.functional import cosine_similarity
 
 from heads.core.errors import UserError
 from heads.formats.engine_folder import SGLANG, VLLM, Reading, misread_rotation, window_option
-from heads.formats.source import Source, check_same, check_streams, decoder_settings, is_same_table, refuse_settings
+from heads.formats.published_files import (
+    Source,
+    check_same,
+    check_streams,
+    decoder_settings,
+    is_same_table,
+    refuse_settings,
+)
 from heads.methods.head_shape import low_middle_high
 from heads.methods.layers import SLIDING
 from heads.targets.model import FrozenTarget

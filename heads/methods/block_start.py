@@ -1,4 +1,4 @@
-"""First weights of heads that draft a block, computed from the target's features over some text: a head that copies
+"""Initial weights of heads that draft a block, computed from the target's features over some text: a head that copies
 what followed the root the last time, and a Markov head that knows the target's bigrams.
 
 Letters: B rows, T tokens, N probed slots, D hidden, L auxiliary layers, V vocabulary, d head dimension, m dimensions in
@@ -22,8 +22,8 @@ from heads.methods.start import (
     token_axes,
 )
 
-# First weights of a Markov head: the target's bigrams, which are its mean logits after each token. The matrix of these
-# logits is (h_a - mean h) . w_b for tokens a and b. The head gets its best approximation of rank r, with errors
+# Initial weights of a Markov head: the target's bigrams, which are its mean logits after each token. The matrix of
+# these logits is (h_a - mean h) . w_b for tokens a and b. The head gets its best approximation of rank r, with errors
 # weighted by the frequencies of both tokens. Both factors come from (D, D) matrices; no (V, V) matrix is formed.
 
 PART = 0.5

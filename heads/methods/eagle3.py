@@ -35,10 +35,10 @@ from heads.methods.layers import (
     RMSNorm,
     check_tensors,
 )
-from heads.methods.recycling import Recycling
 from heads.methods.rotary import CosSin, rotary_of
 from heads.methods.settings import Eagle3Settings, LayerIds
 from heads.methods.start import UNSURE, AttentionProbe, TargetProbe, begin, directions, principal_axes, resized
+from heads.methods.state_recycling import Recycling
 from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
 from heads.targets.model import FrozenTarget
 from heads.targets.tree_attention import Attend

@@ -9,8 +9,8 @@ MiMo's own modules read h^0 before the target's final norm: its class in vLLM, b
 output head.
 Each step has its own module (DeepSeek, num_modules = depth), or all steps share one (FastMTP, arXiv 2509.18362,
 num_modules = 1). FastMTP's training lets step k see the step-k keys of all slots; here step k sees the same keys as in
-drafting (`heads.methods.recycling`). Embeddings and output head are the target's, frozen and not stored. Loss = sum
-over k of beta^{k-1} / (sum of them) * KL(p || q_k) / rows, over the draft vocabulary if there is one. These are
+drafting (`heads.methods.state_recycling`). Embeddings and output head are the target's, frozen and not stored. Loss =
+sum over k of beta^{k-1} / (sum of them) * KL(p || q_k) / rows, over the draft vocabulary if there is one. These are
 FastMTP's weights, with the target's distribution p instead of its token.
 
 Modules in a target's checkpoint, and saved ones, have their tensors under the names of a family:
@@ -43,10 +43,10 @@ from heads.core.strict_settings import Count
 from heads.methods.family_layers import BlockMaker, block_record
 from heads.methods.head_shape import block_settings, check_one_width
 from heads.methods.layers import Attention, BlockConfig, DecoderLayer, RMSNorm, check_tensors, is_float
-from heads.methods.recycling import Recycling
 from heads.methods.rotary import CosSin, rotary_of, rotation_by
 from heads.methods.settings import BlockSettings, Depth, MtpSettings
 from heads.methods.start import UNSURE, AttentionProbe, TargetProbe, begin, directions
+from heads.methods.state_recycling import Recycling
 from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
 from heads.targets.hub import read_tensors, tensor_files
 from heads.targets.model import FrozenTarget

@@ -43,7 +43,7 @@ class BlockSettings(Settings):
 
 
 class StartSettings(Settings):
-    """Setting of heads whose first weights can be computed from the target's features."""
+    """Setting of heads whose initial weights can be computed from the target's features."""
 
     initial_weights: Literal["copying", "target", "random"] = "copying"
     """Weights before training. `target`: the head passes on the target's highest auxiliary hidden state and decodes it

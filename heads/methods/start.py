@@ -1,4 +1,4 @@
-"""First weights of a new head: PyTorch's, or computed from the target's features over some text.
+"""Initial weights of a new head: PyTorch's, or computed from the target's features over some text.
 
 Letters: B rows, T tokens, N probed slots, D hidden, L auxiliary layers, V vocabulary, d head dimension, m or n
 dimensions in which tokens are matched.

@@ -37,7 +37,7 @@ class HFDecoder(CachedDecoder):
         )
         self.bytes = weight_bytes(model.layers)
         # Where a mask passes through unchanged, so does a tree's shape. Which scores the kernel can compute, the first
-        # pass shows (`eval.runtime.self_check`).
+        # pass shows (`eval.runtime.open_decoder`).
         self.reads_masks = not (runs_kernels(model.head.weight) and takes_block_masks(model.base, model.config))
 
     def forward(

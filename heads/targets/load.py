@@ -77,7 +77,7 @@ def load_target(
         repo, how["revision"] = repo_and_revision(path)
         loaded: Any = auto_class(config).from_pretrained(repo, config=config, **how)
     except Exception as error:  # transformers, safetensors and torch raise many kinds of errors
-        remedy = "install the package" if isinstance(error, ImportError) else "name a folder or hub id of one"
+        remedy = "install the package" if isinstance(error, ImportError) else "name a folder or Hub id of one"
         if is_here(path) and any(Path(path).glob("*.bin")) and not any(Path(path).glob("*.safetensors")):
             raise UserError(
                 f"{path}: pickled weights (.bin) are not read, since loading them can run code; convert them: load the "
@@ -231,10 +231,10 @@ def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:
             "target.trust_remote_code=true in the recipe, or --trust-remote-code on the command line"
         )
     if not is_here(path) and not MODEL.fullmatch(repo_and_revision(path)[0]):
-        return UserError(f"{path}: no such folder; expected one with config.json, or a hub id (OWNER/NAME)")
+        return UserError(f"{path}: no such folder; expected one with config.json, or a Hub id (OWNER/NAME)")
     if not is_here(path):
         return UserError(
-            f"{path}: neither a folder here nor found on the hub ({first_line(error)}); check the name, and the network"
+            f"{path}: neither a folder here nor found on the Hub ({first_line(error)}); check the name, and the network"
         )
     return UserError(f"{path}: {what} ({first_line(error)}); {remedy}")
 

@@ -15,7 +15,7 @@ from scripts import regenerate
 from tests.engines.vllm_process import NEEDS_VLLM, TARGET, vllm_server
 from tests.packed_rows import packed_rows
 from tests.runs import forget_accelerator, lines, train
-from train.accelerator import make_accelerator
+from train.accelerate_launch import make_accelerator
 from train.features.settings import VllmFeatures
 from train.features.vllm import ServedFeatures
 from train.recipe import Train

@@ -11,8 +11,8 @@ from heads.core.contract import Batch, DraftHead, Observation, Rows, SharedLayer
 from heads.core.tree import Proposal, parse_shape
 from heads.methods.eagle3 import Eagle3, Eagle3Config
 from heads.methods.mtp import Mtp, MtpConfig
-from heads.methods.recycling import Recycling
 from heads.methods.start import TargetProbe
+from heads.methods.state_recycling import Recycling
 from heads.methods.vocab import build_vocab
 from heads.targets.model import FrozenTarget
 from train.features.source import make_batch
@@ -93,7 +93,7 @@ def random_batch(
 
 
 def probe_of(batch: Batch, norm: Tensor, scales: Tensor | None = None) -> TargetProbe:
-    """A batch's features as what first weights are made from, with a final norm (D,) and scales of the streams (L,)."""
+    """A batch's features, of which initial weights are made, with a final norm (D,) and scales of the streams (L,)."""
     assert batch.shared.lm_head_weight is not None
     return TargetProbe(
         tokens=batch.tokens,

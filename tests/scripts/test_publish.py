@@ -1,4 +1,4 @@
-"""A published run loads again by its hub id and names no path of this machine; nothing else of it goes out."""
+"""A published run loads again by its Hub id and names no path of this machine; nothing else of it goes out."""
 
 import copy
 import hashlib

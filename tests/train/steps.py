@@ -18,9 +18,9 @@ from torch import nn
 
 from heads.registry import build_head
 from tests.small_targets import CPU, make_target
-from train.accelerator import make_accelerator
+from train.accelerate_launch import make_accelerator
 from train.checkpoints import RunState, load_checkpoint, save_checkpoint
-from train.core.launch import leave
+from train.core.processes import leave
 from train.data.corpus import Document, corpus_of
 from train.data.packing import Mixture, Pool
 from train.features.source import FeatureSource

@@ -29,7 +29,7 @@ from heads.core.errors import UserError, first_line
 from heads.core.files import check_folder, write_bytes
 from heads.methods.start import probe_tokens, probed_rows
 from heads.targets.model import Features, FrozenTarget
-from train.core.launch import on_main
+from train.core.processes import on_main
 from train.data.packing import Mixture, Pool, empty_rows, text_rows
 from train.features.settings import CacheFeatures
 from train.features.source import FeatureSource

@@ -35,7 +35,7 @@ from heads.core.errors import UserError, first_line
 from heads.core.files import lock
 from heads.targets.families import final_norm
 from heads.targets.model import Features, FrozenTarget
-from train.core.launch import on_main
+from train.core.processes import on_main
 from train.data.packing import Mixture
 from train.data.server import COMPLETIONS, TRIALS
 from train.features.settings import VllmFeatures

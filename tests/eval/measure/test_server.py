@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval import bench, report
 from eval.measure.command_line import exit_status
-from eval.measure.engine_server import Answer, count_rounds
+from eval.measure.engine_client import Answer, count_rounds
 from eval.measure.prompts import Prompt, load_prompts
 from eval.measure.server import KEY_VARIABLE
 from eval.runtime.engine import Engine, EngineOptions, Request

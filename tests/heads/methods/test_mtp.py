@@ -94,7 +94,7 @@ def test_the_states_are_the_papers_formula(form: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_weight_is_trained(form: dict[str, object]) -> None:
-    """By the loss of `heads.methods.recycling`, which EAGLE-3's tests compare with its formula."""
+    """By the loss of `heads.methods.state_recycling`, which EAGLE-3's tests compare with its formula."""
     head = mtp_head(**form)
     head.loss(random_batch([[11, 3, 7], [2, 1, 18]]), torch.ones(4, dtype=torch.float64)).loss.backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())

@@ -1,4 +1,4 @@
-"""First weights: attention that copies drafts what followed the same token before; a Markov head has bigrams."""
+"""Initial weights: attention that copies drafts what followed the same token before; a Markov head has bigrams."""
 
 import argparse
 import math

@@ -246,7 +246,7 @@ def test_what_cannot_be_a_target_is_refused_in_one_line(case: str, tiny_target_d
 
 def test_names_that_lead_nowhere(tiny_target_dir: Path, tmp_path: Path) -> None:
     assert "no such folder" in refused(load_target, str(tmp_path / "none"))
-    assert "no/such-model: neither a folder here nor found on the hub" in refused(load_target, "no/such-model")
+    assert "no/such-model: neither a folder here nor found on the Hub" in refused(load_target, "no/such-model")
     assert "x: neither a folder here nor" in refused(load_target, "x" * 300)
     (copy(tiny_target_dir, tmp_path / "damaged") / "tokenizer.json").write_text("{")
     assert "no tokenizer" in refused(load_tokenizer, str(tmp_path / "damaged"))

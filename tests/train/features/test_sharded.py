@@ -20,7 +20,7 @@ from heads.targets.placement import drop_layers
 from tests.packed_rows import packed_rows
 from tests.processes import finish, launcher, start
 from tests.runs import Settings, write_recipe
-from train.accelerator import load_recipe_target
+from train.accelerate_launch import load_recipe_target
 from train.open_run import sharding
 from train.recipe import Target
 

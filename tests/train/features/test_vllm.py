@@ -24,7 +24,7 @@ from tests.closeness import assert_close
 from tests.faults import little_memory
 from tests.packed_rows import packed_rows
 from tests.runs import Settings, train_in, weights
-from train.accelerator import make_accelerator
+from train.accelerate_launch import make_accelerator
 from train.features.settings import VllmFeatures
 from train.features.vllm import HiddenStatesServer, ServedFeatures
 from train.recipe import Train

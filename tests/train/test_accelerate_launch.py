@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from heads.core.errors import UserError
-from train.accelerator import make_accelerator
+from train.accelerate_launch import make_accelerator
 from train.fast_dtype import fastest_dtype
 from train.recipe import Train
 

@@ -1,4 +1,4 @@
-"""A running vLLM or SGLang that speculates, and what it says about its rounds.
+"""A client of a running vLLM or SGLang that speculates, and what the engine says about its rounds.
 
 SGLang says with each answer how many of its rounds accepted how many draft tokens, as does a vLLM that was started with
 --per-request-spec-decode-metrics summary. Any vLLM counts drafts, and accepted draft tokens by position, over all

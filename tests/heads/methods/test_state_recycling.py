@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from heads.core.tree import parse_shape
-from heads.methods.recycling import Recycling
+from heads.methods.state_recycling import Recycling
 from tests.heads.small_heads import (
     eagle3_head,
     greedy,

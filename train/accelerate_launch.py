@@ -1,4 +1,4 @@
-"""The launch: an Accelerator in the form that `accelerate launch` requested, or a UserError.
+"""An Accelerator in the form that `accelerate launch` requested, or a UserError.
 
 Accelerate runs some launches in another form than requested, with exit status 0: two processes become two unrelated
 runs that write the same files, DeepSpeed and FSDP are dropped on a machine without a GPU, gradients are not clipped
@@ -30,7 +30,7 @@ from heads.core.errors import UserError
 from heads.core.files import lock
 from heads.targets.load import Place
 from heads.targets.model import FrozenTarget
-from train.core.launch import is_launched
+from train.core.processes import is_launched
 from train.fast_dtype import fastest_dtype
 from train.recipe import Target, Tracking, Train
 from train.tracking import wandb_mode
