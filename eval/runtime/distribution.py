@@ -94,7 +94,8 @@ class RowSampling:
         if counts is None:
             return logits
         assert self.in_prompt is not None
-        (repetition, presence, frequency), in_output = self.penalties[..., None, None], counts > 0
+        repetition, presence, frequency = self.penalties[..., None, None].unbind()  # (B, 1, 1) each
+        in_output = counts > 0
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(in_output | self.in_prompt[:, None], repeated, logits)
         return logits - frequency * counts - presence * in_output

@@ -103,7 +103,7 @@ def test_auto_records_what_it_measured_and_its_choice(tmp_path: Path, bench: Ben
 def test_the_model_samples_as_its_server_does(
     tmp_path: Path, bench: Bench, tiny_target: FrozenTarget, monkeypatch: Any, capsys: Any, caplog: Any
 ) -> None:
-    asked = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    asked: Any = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
     config = GenerationConfig(**asked, no_repeat_ngram_size=3)
     monkeypatch.setattr(tiny_target.model, "generation_config", config)
     results, _ = bench(tmp_path, trees=("chain:2",), sampling="model")
