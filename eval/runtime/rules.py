@@ -8,8 +8,8 @@ then the lowest node.
 `ratio` and `block` compare the target's p with q, the distribution that a draft token was drawn from. At temperature 0
 all rules accept the same tokens. Above it, `ratio` and `block` need the exact q: the draft's logits under the same
 temperature, top-k, top-p and min-p as the target's, over the full vocabulary; penalties change p alone. So they reject
-drafts that are not drawn from a distribution. They also reject trees whose nodes are selected by the draws: the distribution of the nodes that
-survive a reranking is not q.
+drafts that are not drawn from a distribution. They also reject trees whose nodes are selected by the draws: the
+distribution of the nodes that survive a reranking is not q.
 
 Their noise is counter-based like that of `match`, in four independent streams: for the drafts, for the tests, for the
 last token, and that of `match`, which chooses a request's first token. No stream may be shared, and none is keyed by
