@@ -152,8 +152,8 @@ class Report(Settings):
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] | None = None
     """Sampling temperatures to measure at. Null: `eval.temperature`."""
     sampling: Literal["model"] | None = None
-    """`model`: temperature, top-k, top-p and min-p of the target's generation_config, as servers sample by default.
-    Null: `temperatures`, and the filters of `eval`."""
+    """`model`: temperature, top-k, top-p, min-p and repetition penalty of the target's generation_config, as servers
+    sample by default. Null: `temperatures`, and the filters of `eval`."""
     batch_sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     """Several batch sizes, at each of which all trees and temperatures are measured. Null: `batch_size` alone."""
     repeats: Count = 2

@@ -13,6 +13,7 @@ from typing import Any
 from eval.measure.folders import short_name
 from eval.measure.schema import Measurement, Results
 from eval.measure.speedup_checks import headline_index
+from eval.runtime.sampling_params import FILTERS, PENALTIES
 
 ACCEPTANCE = "acceptance.json"
 
@@ -47,7 +48,7 @@ def acceptance_profile(results: Results) -> dict[str, Any] | None:
             "prompts_hash": settings.prompts_hash,
             "num_samples": settings.num_prompts,
             "osl": settings.max_new_tokens,
-            **{"top_k": settings.top_k, "top_p": settings.top_p, "min_p": settings.min_p},
+            **{name: getattr(settings, name) for name in (*FILTERS, *PENALTIES)},
             "device": results.device.name,
             "dtype": results.dtype,
             "measured_at": results.measured_at,

@@ -89,7 +89,7 @@ def compare_with_target(
     engine = Engine(target, None, EngineOptions(max_length=longest + settings.max_new_tokens + 1))
     differences = []
     for prompt, text in zip(prompts, texts, strict=True):
-        request = Request(list(prompt.ids), settings.max_new_tokens)
+        request = Request(list(prompt.ids), settings.max_new_tokens, settings.sampling_at(0.0))
         (output,) = engine.generate([request])
         position = first_difference(output.tokens, text)
         if position is None:
@@ -106,7 +106,7 @@ def compare_with_target(
                 position=position,
                 plain_text=plain[1],
                 text=here[1],
-                top_two_margin=top_two_margin(target, [*prompt.ids, *text[:position]], Sampling()),
+                top_two_margin=top_two_margin(target, request, text[:position]),
                 near_tie=None not in (plain[0], here[0]) and all(mismatch.is_within(FAR) for mismatch in mismatches),
                 flips=[asdict(mismatch) for mismatch in mismatches],
             )

@@ -39,8 +39,7 @@ from eval.measure.speedup_checks import why_unreliable
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import PHASES, Output
 from eval.runtime.near_ties import check_near_tie, first_difference
-from eval.runtime.request import Detokenizer
-from eval.runtime.sampling_params import Sampling
+from eval.runtime.request import Detokenizer, Request
 from heads.targets.gumbel import gumbel
 from heads.targets.model import FrozenTarget
 
@@ -103,7 +102,7 @@ def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTra
 
 
 def at_temperature_zero(comparison: Comparison) -> Comparison:
-    requests = [replace(request, sampling=Sampling()) for request in comparison.requests]
+    requests = [replace(r, sampling=replace(r.sampling, temperature=0.0)) for r in comparison.requests]
     plain, *drafting = (Variant(variant.engine) for variant in (comparison.plain, *comparison.drafting))
     for unit, indices in enumerate(comparison.units):
         for variant in (plain, *drafting):
@@ -123,27 +122,26 @@ def find_divergences(
     divergences = []
     first = reference or comparison.plain
     for i, prompt in enumerate(comparison.prompts):
-        expected, sampling = first.outputs[0][i].tokens, comparison.requests[i].sampling
+        expected, request = first.outputs[0][i].tokens, comparison.requests[i]
         for repeat, outputs in enumerate(variant.outputs):
             position = first_difference(expected, outputs[i].tokens)
             if position is None:
                 continue
             plain, here = (token_at(position, tokens, tokenizer) for tokens in (expected, outputs[i].tokens))
-            before = [*prompt.ids, *expected[:position]]
             divergences.append(
                 Divergence(
                     suite=prompt.suite,
                     prompt=prompt.id,
                     tree=str(variant.shape),
                     against="plain" if first is comparison.plain else "itself",
-                    temperature=sampling.temperature,
+                    temperature=request.sampling.temperature,
                     repeat=repeat,
                     position=position,
                     plain_token=plain[0],
                     token=here[0],
                     plain_text=plain[1],
                     text=here[1],
-                    top_two_margin=top_two_margin(variant.engine.target, before, sampling),
+                    top_two_margin=top_two_margin(variant.engine.target, request, expected[:position]),
                 )
             )
             break
@@ -160,19 +158,22 @@ def token_at(
 
 
 @torch.no_grad()
-def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling) -> float:
-    """Return the margin of the token after `ids`: the difference between the two highest scores. At temperature 0 the
-    scores are log-probabilities, else log-probabilities of the sampling settings plus the position's noise."""
-    hidden = target.alone(torch.tensor([ids], device=target.device))
+def top_two_margin(target: FrozenTarget, request: Request, tokens: Sequence[int]) -> float:
+    """Return the margin of the token after the first `tokens` of an output: the difference between the two highest
+    scores. At temperature 0 the scores are log-probabilities, after penalties, else log-probabilities of the sampling
+    settings plus the position's noise."""
+    device, ids = target.device, [*request.prompt, *tokens]
+    hidden = target.alone(torch.tensor([ids], device=device))
     logits = target.shared.lm_head(hidden[:, -1:])  # (1, 1, V)
-    if sampling.temperature == 0:
-        scores = logits.log_softmax(dim=-1)
+    rows = RowSampling(1, device, target.vocab_size, target.start_token)
+    rows.set_row(0, request.sampling, request.prompt)
+    counts = torch.tensor(tokens, dtype=torch.int64, device=device).bincount(minlength=target.vocab_size)
+    given = logits, counts[None, None] if rows.penalised else None
+    if request.sampling.temperature == 0:
+        scores = rows.penalise(*given).log_softmax(dim=-1)
     else:
-        rows = RowSampling(1, target.device)
-        rows.set_row(0, sampling)
-        position = torch.full((1, 1), len(ids), device=target.device)
-        token_ids = torch.arange(logits.shape[-1], device=target.device)
-        scores = rows.log_distribution(logits) + gumbel(rows.seed, position, token_ids)
+        position, token_ids = torch.full((1, 1), len(ids), device=device), torch.arange(len(counts), device=device)
+        scores = rows.log_distribution(*given) + gumbel(rows.seed, position, token_ids)
     best = scores.flatten().topk(2).values
     return float(best[0] - best[1])
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from eval.runtime.sampling_params import Sampling
+from eval.runtime.sampling_params import PENALTIES, Sampling
 from heads.core.errors import UserError, first_line, shown
 
 KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
@@ -126,9 +126,7 @@ def sampling_parameters(sampling: Sampling, stop_ids: Sequence[int]) -> dict[str
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
         "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        **dict(zip(PENALTIES, sampling.penalties, strict=True)),
         "stop_token_ids": list(stop_ids),
     }
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from eval.measure.command_line import AUTO, draft_shapes, is_tuple, print_line, typed
 from eval.measure.prompts import HELD_OUT_SUITE, LATER_TURN, Prompt, prompts_hash, split_prompts
-from eval.runtime.sampling_params import Rule, Sampling, check_rule
+from eval.runtime.sampling_params import COLDEST, FILTERS, HOTTEST, PENALTIES, Rule, Sampling, check_rule
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError
 from heads.core.strict_settings import MAX_NUMBER, Settings
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Seed = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
 
 
@@ -38,14 +39,8 @@ Tree = Annotated[str, AfterValidator(str.strip), AfterValidator(check_tree)]
 Trees = Annotated[tuple[Tree, ...], Field(min_length=1)]
 SERVED = "model"
 """Value of an option that takes the sampling from the target (`served_sampling`)."""
-SAMPLED = ("temperatures", "top_k", "top_p", "min_p")
+SAMPLED = ("temperatures", *FILTERS, "repetition_penalty")
 """Settings that `sampling` replaces."""
-UNAPPLIED = (
-    *("repetition_penalty", "no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff", "bad_words_ids"),
-    *("sequence_bias", "suppress_tokens"),
-)
-"""Settings of a generation config that change the distribution in ways that are not supported here. Of these, servers
-apply the repetition penalty."""
 
 
 class MeasureSettings(Settings):
@@ -81,9 +76,16 @@ class BenchSettings(MeasureSettings):
     """Draft trees, such as chain:5, tree:5x8x24 or static:3.2.1; head: the head's own static tree; auto: search for the
     fastest."""
     sampling: Literal["model"] | None = None
-    """model: temperature and filters of the target's generation_config, as servers sample by default."""
+    """model: temperature, filters and repetition penalty of the target's generation_config, as servers sample by
+    default."""
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0,)
     """Sampling temperatures; 0 is greedy."""
+    repetition_penalty: Annotated[float, Field(ge=COLDEST, le=HOTTEST)] = 1.0
+    """Penalty on tokens of the prompt and of the answer so far, at any temperature; 1 is none."""
+    presence_penalty: Penalty = 0.0
+    """Penalty on tokens of the answer so far; 0 is none."""
+    frequency_penalty: Penalty = 0.0
+    """Penalty on tokens of the answer so far, for each time that they occur; 0 is none."""
     batch_size: Count = 1
     """Prompts decoded together, if `batch_sizes` is empty."""
     batch_sizes: tuple[Count, ...] = ()
@@ -144,32 +146,31 @@ class BenchSettings(MeasureSettings):
         return words
 
     def sampling_at(self, temperature: float) -> Sampling:
-        return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        named = {name: getattr(self, name) for name in (*FILTERS, "seed", *PENALTIES)}
+        return Sampling(temperature, **named)
 
     def as_served(self, target: "FrozenTarget") -> "BenchSettings":
         """Return these settings, with the target's own sampling if `sampling` asks for it."""
         if self.sampling is None:
             return self
         served = served_sampling(target)
-        filters = {name: getattr(served, name) for name in ("top_k", "top_p", "min_p")}
-        return self.model_copy(update={"temperatures": (served.temperature,), **filters})
+        others = {name: getattr(served, name) for name in SAMPLED[1:]}
+        return self.model_copy(update={"temperatures": (served.temperature,), **others})
 
 
 def served_sampling(target: "FrozenTarget") -> Sampling:
     """Return the sampling that vLLM and SGLang take from a target's generation_config if a request names none:
-    temperature 1 and no filter where it says nothing, `do_sample` notwithstanding. Print it in one line, with the
-    settings that are not applied here."""
+    temperature 1, no filter and no repetition penalty where it says nothing, `do_sample` notwithstanding. Print it in
+    one line."""
     config = target.model.generation_config
-    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     values = neutral | {name: value for name in neutral if (value := getattr(config, name, None)) is not None}
     try:
         served = Sampling(**values | {"top_k": max(values["top_k"], 0)})  # -1 also keeps all
     except UserError as error:
         raise UserError(f"{target.name}: generation_config.json: {error}; do not use --sampling {SERVED}") from None
     shown = ", ".join(f"{name} {getattr(served, name):g}" for name in neutral)
-    unapplied = [f"{name} {value}" for name in UNAPPLIED if (value := getattr(config, name, None)) not in (None, 0, 1)]
-    rest = f"; not applied: {', '.join(unapplied)}" if unapplied else ""
-    print_line(f"sampling of {target.name}'s generation_config: {shown}{rest}")
+    print_line(f"sampling of {target.name}'s generation_config: {shown}")
     return served
 
 
@@ -224,7 +225,7 @@ def to_settings(options: argparse.Namespace) -> BenchSettings:
             option = name.removesuffix("s").replace("_", "-")
             raise UserError(f"--{option}: --sampling {SERVED} takes it from the target; use one of the two")
     elif not any(given.get("temperatures", ())):
-        for name in ("rule", "top_k", "top_p", "min_p"):
+        for name in ("rule", *FILTERS):
             if given.get(name, BenchSettings.model_fields[name].default) != BenchSettings.model_fields[name].default:
                 raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; do not give it")
     if not given.get("timing", True):

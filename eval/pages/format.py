@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from eval.measure.folders import short_name as short_name
 from eval.measure.schema import Divergence, Exact, Measurement, Results
 from eval.measure.speedup_checks import AUDIT_FAILED, NO_BASELINE, TOO_FEW_TOKENS, is_believable, why_unreliable
+from eval.runtime.sampling_params import PENALTIES, Sampling
 
 MISSING = "–"  # noqa: RUF001
 NOT_RELIABLE = "not measured"
@@ -195,6 +196,8 @@ def setting_line(results: Results) -> str:
     words += [f"top-k {settings.top_k}"] * (settings.top_k != 0)
     words += [f"top-p {settings.top_p:g}"] * (settings.top_p != 1)
     words += [f"min-p {settings.min_p:g}"] * (settings.min_p != 0)
+    penalties = [(name, getattr(settings, name)) for name in PENALTIES]
+    words += [f"{name.replace('_', ' ')} {value:g}" for name, value in penalties if value != getattr(Sampling, name)]
     words.append(f"{batch_text(results)} in flight" if results.server else f"batch {batch_text(results)}")
     words += [f"rule {rule}"] * (rule != "match" and not results.is_comparison)
     return f"{prompts} of {', '.join([*map(short_name, settings.suites), *words])}; {device_text(results)}"

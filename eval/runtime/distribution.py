@@ -1,6 +1,8 @@
 """Choice of tokens from one processed distribution, with noise that depends only on (seed, position, token id).
 
-    p_t      = min_p(top_p(top_k(softmax(logits_t / T))))          in float32; at T = 0 all of it on the argmax
+    r_t      = logits_t / repetition if logits_t > 0 else logits_t * repetition       for tokens in prompt or output
+    z_t      = r_t - frequency * count_t - presence * [count_t > 0]                   count_t: in the output before t
+    p_t      = min_p(top_p(top_k(softmax(z_t / T))))               in float32; at T = 0 all of it on the argmax
     choice_t = argmax(log p_t + G(seed, t))                        lowest id on ties
 
 log p_t may be replaced by anything that differs from it by a constant, so no choice needs a sum over the vocabulary. G
@@ -10,6 +12,8 @@ equal to plain decoding token for token, and lets a draft use the same noise as 
 
 Letters: B rows of the batch, W positions per row, V vocabulary, Vx columns of a draft's logits.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,46 +31,80 @@ heads, where it raises tau by 2 to 3% (eval/results/LAB.md). Sampled rows do not
 class RowSampling:
     """Sampling settings of every row of a batch, as tensors, and the resulting choices. Rows may have any settings.
 
-    The host flags `random` (any row samples) and `filtered` (any row filters) select cheaper computations with the same
-    result. A greedy batch costs one argmax.
+    The host flags `random` (any row samples), `filtered` (any row filters) and `penalised` (any row has a penalty)
+    select cheaper computations with the same result. A greedy batch costs one argmax.
     """
 
-    def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
-        self._rows: list[Sampling | None] = [None] * batch_size
+    def __init__(
+        self,
+        batch_size: int,
+        device: torch.device | str = "cpu",
+        vocab_size: int = 0,
+        start_token: int | None = None,
+    ) -> None:
+        """vocab_size, start_token: as of `heads.targets.model.FrozenTarget`; needed only for penalties."""
+        self.vocab_size, self.start_token = vocab_size, start_token
+        self._rows: list[tuple[Sampling, Sequence[int]]] = [(Sampling(), ())] * batch_size
         self.temperature = torch.zeros(batch_size, device=device)  # (B,) float32
         self.top_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.top_p = torch.ones(batch_size, device=device)
         self.min_p = torch.zeros(batch_size, device=device)
         self.seed = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.random = self.filtered = False
+        self.penalties = torch.tensor([[1.0], [0.0], [0.0]], device=device).repeat(1, batch_size)
+        """(3, B) float32, in the order of `PENALTIES`."""
+        self.in_prompt: Tensor | None = None
+        """(B, V) bool, the tokens of each penalised row's prompt; allocated for the first such row."""
+        self.needs_logits = torch.zeros(batch_size, dtype=torch.bool, device=device)
+        """(B,) True for rows with filters or penalties, whose choices need all logits."""
+        self.random = self.filtered = self.penalised = False
         self.pick: Pick = self.pick_likeliest
         """Pick children for the rule `match`: those with the highest scores, noise included."""
 
-    def set_row(self, row: int, sampling: Sampling) -> None:
-        self._rows[row] = sampling
+    def set_row(self, row: int, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
+        self._rows[row] = sampling, prompt
         self.temperature[row] = sampling.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p
         self.seed[row] = sampling.seed
-        sampled = [s for s in self._rows if s is not None and s.temperature > 0]
-        self.random = bool(sampled)
-        self.filtered = any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in sampled)
-
-    def filters(self) -> Tensor:
-        """Return (B,) bool, True for rows with filters."""
-        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+        self.penalties[:, row] = torch.tensor(sampling.penalties, device=self.seed.device)
+        self.needs_logits[row] = sampling.filters or sampling.penalises
+        settings = [s for s, _ in self._rows]
+        self.random = any(s.temperature > 0 for s in settings)
+        self.filtered = any(s.filters for s in settings)
+        self.penalised = any(s.penalises for s in settings)
+        if sampling.penalises:
+            if self.in_prompt is None:  # once: CUDA graphs keep its address
+                size = len(self._rows), self.vocab_size
+                self.in_prompt = torch.zeros(size, dtype=torch.bool, device=self.seed.device)
+            text = list(prompt)
+            if self.start_token is not None and text:
+                del text[: text.index(self.start_token)]  # the encoder's input
+            self.in_prompt[row] = False
+            self.in_prompt[row, text] = True
 
     def row(self, row: int) -> "RowSampling":
         """Return the sampling of one row alone."""
-        alone, settings = type(self)(1, self.seed.device), self._rows[row]
-        if settings is not None:
-            alone.set_row(0, settings)
+        alone = type(self)(1, self.seed.device, self.vocab_size, self.start_token)
+        alone.set_row(0, *self._rows[row])
         return alone
 
-    def log_distribution(self, logits: Tensor) -> Tensor:
-        """Return log p (B, W, V) in float32 of logits (B, W, V): temperature, then top-k, top-p and min-p, each
-        renormalizing the result of the previous one; -inf where a filter excludes the token. Every draw of a token uses
-        this distribution."""
-        return self._scaled(logits).log_softmax(dim=-1)
+    def penalise(self, logits: Tensor, counts: Tensor | None) -> Tensor:
+        """Return the penalised logits (B, W, V). counts (B, W, V): how often the output before the token to choose has
+        each token; None leaves the logits as they are, those of a draft or of a batch without penalties. Neither do
+        rows without penalties change. Takes the memory of about five copies of the logits, the counts included."""
+        if counts is None:
+            return logits
+        assert self.in_prompt is not None
+        repetition, presence, frequency = self.penalties[..., None, None].unbind()  # (B, 1, 1) each
+        in_output = counts > 0
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(in_output | self.in_prompt[:, None], repeated, logits)
+        return logits - frequency * counts - presence * in_output
+
+    def log_distribution(self, logits: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Return log p (B, W, V) in float32 of logits (B, W, V): penalties by `counts`, as in `penalise`, temperature,
+        then top-k, top-p and min-p, each renormalizing the result of the previous one; -inf where a filter excludes the
+        token. Every draw of a token uses this distribution."""
+        return self._scaled(self.penalise(logits, counts)).log_softmax(dim=-1)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Return `log_distribution` up to a constant per position, with 0 at the likeliest token."""
@@ -80,8 +118,10 @@ class RowSampling:
             scores = scores.masked_fill(~_passes_filters(scores, self.top_k, self.top_p, self.min_p), -torch.inf)
         return torch.where(is_sampled, scores, greedy)
 
-    def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Return the chosen token ids (B, W), given logits (B, W, V) and positions (B, W) of the tokens to choose."""
+    def choose(self, logits: Tensor, positions: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Return the chosen token ids (B, W), given logits (B, W, V), positions (B, W) of the tokens to choose, and
+        counts as in `penalise`."""
+        logits = self.penalise(logits, counts)
         if not self.random:
             return logits.argmax(dim=-1)
         noise = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))

@@ -30,13 +30,18 @@ from eval.runtime.rules import make_rule
 from eval.runtime.sampling_params import Sampling as Sampling
 from eval.runtime.sampling_params import check_rule
 from heads.core.contract import Drafter
-from heads.core.errors import UserError
+from heads.core.errors import UserError, warn_once
 from heads.core.tree import ROOT_ONLY, TreeShape
 from heads.targets.cached_decoder import CacheSpec
 from heads.targets.model import FrozenTarget
 from heads.targets.slots import round_up
 
 PHASES = ("draft", "verify", "accept", "commit")
+UNAPPLIED = (
+    *("no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff", "bad_words_ids", "sequence_bias"),
+    "suppress_tokens",
+)
+"""Settings of a generation config that change the distribution in ways that are not supported here."""
 OnTokens = Callable[[int, list[int]], bool | None]
 """Callback that receives a request's index and its new tokens, which are final. If it returns True, the request ends
 with these tokens."""
@@ -97,6 +102,9 @@ class Engine:
         """`tokenizer`: needed only for stop strings."""
         options.check(target, head)
         self.target, self.head, self.options, self.tokenizer = target, head, options, tokenizer
+        asked = {name: getattr(target.model.generation_config, name, None) for name in UNAPPLIED}
+        if rest := [f"{name} {value}" for name, value in asked.items() if value not in (None, 0, 1)]:
+            warn_once(f"{target.name}: its generation_config.json asks for {', '.join(rest)}: not applied here")
         self.nodes = options.shape.nodes
         self.on_host = on_host = target.device.type != "cuda"
         self.timings = Timings()
@@ -129,7 +137,7 @@ class Engine:
             head_state = head.new_state(
                 target.shared, batch_size=options.batch_size, capacity=spec.capacity, shape=options.shape
             )
-        sampling = RowSampling(options.batch_size, device)
+        sampling = RowSampling(options.batch_size, device, target.vocab_size, target.start_token)
         state = RoundState.new(
             batch_size=options.batch_size,
             capacity=options.max_length,

@@ -2,9 +2,9 @@
 
 A round has static shapes, keeps its state in static tensors and never waits for the host, so that it can be captured
 once and replayed. A graph fixes the host's decisions: the number of slots visible to attention, and whether any row
-samples or filters. So there is one graph for each combination that occurs. Extents are powers of two, so they are few;
-kernels that read lengths on the device need only one. All graphs share one memory pool, because no two run at once. If
-a round cannot be captured, rounds run without graphs.
+samples, filters or has a penalty. So there is one graph for each combination that occurs. Extents are powers of two, so
+they are few; kernels that read lengths on the device need only one. All graphs share one memory pool, because no two
+run at once. If a round cannot be captured, rounds run without graphs.
 """
 
 import gc
@@ -25,8 +25,8 @@ SMALLEST_EXTENT = 256
 WARM_UPS = 2
 logger = logging.getLogger("draftsmith")
 
-Form = tuple[bool, bool]
-"""Host flags: does any row sample, and does any filter?"""
+Form = tuple[bool, bool, bool]
+"""Host flags: does any row sample, does any filter, and has any a penalty?"""
 
 
 Capture = Callable[[Callable[[], None]], Any]
@@ -41,7 +41,8 @@ class Rounds:
 
     def __call__(self, extent: int) -> None:
         """Advance every row that is not done, as `Decoder.round` does."""
-        form = self.decoder.sampling.random, self.decoder.sampling.filtered
+        sampling = self.decoder.sampling
+        form = sampling.random, sampling.filtered, sampling.penalised
         if self.capture is not None and (self.bucket(1), form) not in self.graphs:
             self.record(form)
         if self.capture is None:

@@ -99,6 +99,7 @@ def find_mismatches(engine: Engine, request: Request, tokens: Sequence[int]) -> 
     state.length.zero_()
     read_prompts(decoder, {0: replace(request, max_new_tokens=len(tokens))})
     given = torch.tensor(tokens, device=state.root.device)
+    state.output[0, : len(tokens)] = given
     first = int(state.root[0])
     mismatches = [Mismatch(0, tokens[0], first, math.inf, 0.0)] if first != tokens[0] else []
     depths = target.slot[: engine.nodes].expand(len(state.root), -1)
@@ -110,11 +111,15 @@ def find_mismatches(engine: Engine, request: Request, tokens: Sequence[int]) -> 
         nodes = state.root[:, None].expand(depths.shape).contiguous()  # the root, and padding
         hidden = target.forward(nodes, mapping, extent=extent).hidden
         positions = state.length[:, None] + 1 + depths
-        chosen = rule.target_outputs(hidden, positions)[0, 0]
-        scores, logits = scores_of(sampling, target.logits(hidden), positions)
+        counts = decoder.counts(nodes, None)
+        chosen, logits = rule.target_outputs(hidden, positions, counts)[0, 0], target.logits(hidden)
+        penalised = sampling.penalise(logits, counts)
+        scores = scores_of(sampling, penalised, positions)
         pair = torch.stack([chosen, given[t + 1]])
-        found.append(torch.cat([pair.double(), scores[pair].double(), logits[pair].double()]))
+        parts = (pair, scores[pair], logits[0, 0, pair], penalised[0, 0, pair])
+        found.append(torch.cat([part.double() for part in parts]))
         state.length[:1] += 1
+        state.output_length[:1] += 1
     for t, (chosen, token, best, score, *sizes) in enumerate(torch.stack(found).tolist() if found else [], start=1):
         if chosen != token:
             largest = max(abs(size) for size in sizes)
@@ -123,14 +128,14 @@ def find_mismatches(engine: Engine, request: Request, tokens: Sequence[int]) -> 
     return mismatches
 
 
-def scores_of(sampling: RowSampling, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores of all tokens after row 0's root, in units of logits, and their logits; (V,) each. A score is
+def scores_of(sampling: RowSampling, logits: Tensor, positions: Tensor) -> Tensor:
+    """Return the scores (V,) of all tokens after row 0's root, in units of logits, given penalised logits. A score is
     the logit, plus the scaled noise in a row that samples."""
     first = logits[0, 0].float()
     if not sampling.random:
-        return first, first
+        return first
     ids = torch.arange(logits.shape[-1], device=logits.device)
     logp = sampling.log_distribution(logits[:, :1])[0, 0]
     noise = gumbel(sampling.seed, positions[:, :1], ids)[0, 0]
     temperature = sampling.temperature[0]
-    return torch.where(temperature > 0, (logp + noise) * temperature, first), first
+    return torch.where(temperature > 0, (logp + noise) * temperature, first)

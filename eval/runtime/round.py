@@ -72,7 +72,21 @@ class Decoder:
         mapping = TreeSlots(length, proposal.parents, proposal.depths, above, self.target.slot)
         features = self.target.forward(proposal.tokens, mapping, extent=extent)
         positions = length[:, None] + 1 + proposal.depths  # (B, N)
-        return features, (proposal, self.rule.target_outputs(features.hidden, positions), positions, above)
+        outputs = self.rule.target_outputs(features.hidden, positions, self.counts(proposal.tokens, above))
+        return features, (proposal, outputs, positions, above)
+
+    def counts(self, tokens: Tensor, above: Tensor | None) -> Tensor | None:
+        """Return (B, N, V) float32: how often the output up to each node, the node included, has each token. None if no
+        row has a penalty. tokens (B, N): of the nodes; above: `ancestors` of the proposal, or None for a chain."""
+        if not self.sampling.penalised:
+            return None
+        output, (B, N) = self.state.output, tokens.shape
+        index = torch.arange(output.shape[1], device=output.device)
+        before = (index < self.state.output_length[:, None] - 1).float()  # the root, the last of them, is a node
+        counts = before.new_zeros(B, self.sampling.vocab_size).scatter_add_(1, output, before)
+        if above is None:
+            above = (index[:N] <= index[:N, None]).expand(B, N, N)
+        return counts[:, None].repeat(1, N, 1).scatter_add_(2, tokens[:, None].expand(B, N, N), above.float())
 
     def commit(self, proposal: Proposal, acceptance: Acceptance, features: Features) -> None:
         """Add the accepted tokens to the state, cut at EOS and at the limit, and let the head read the new tokens."""
@@ -138,9 +152,10 @@ def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Te
     """Choose the first token (1,) from the hidden state (1, 1, D) of the prompt's last token, and set the row's
     state."""
     state, P = decoder.state, len(request.prompt)
-    decoder.sampling.set_row(row, request.sampling)
-    position = torch.full((1, 1), P, device=hidden.device)
-    root = decoder.sampling.row(row).choose(decoder.target.logits(hidden), position)[0]
+    decoder.sampling.set_row(row, request.sampling, request.prompt)
+    position, logits = torch.full((1, 1), P, device=hidden.device), decoder.target.logits(hidden)
+    counts = torch.zeros_like(logits) if request.sampling.penalises else None
+    root = decoder.sampling.row(row).choose(logits, position, counts)[0]
     state.length[row] = P
     state.root[row : row + 1] = root
     state.limit[row] = request.max_new_tokens

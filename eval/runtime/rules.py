@@ -7,9 +7,9 @@ then the lowest node.
 
 `ratio` and `block` compare the target's p with q, the distribution that a draft token was drawn from. At temperature 0
 all rules accept the same tokens. Above it, `ratio` and `block` need the exact q: the draft's logits under the same
-temperature, top-k, top-p and min-p as the target's, over the full vocabulary. So they reject drafts that are not drawn
-from a distribution. They also reject trees whose nodes are selected by the draws: the distribution of the nodes that
-survive a reranking is not q.
+temperature, top-k, top-p and min-p as the target's, over the full vocabulary; penalties change p alone. So they reject
+drafts that are not drawn from a distribution. They also reject trees whose nodes are selected by the draws: the
+distribution of the nodes that survive a reranking is not q.
 
 Their noise is counter-based like that of `match`, in four independent streams: for the drafts, for the tests, for the
 last token, and that of `match`, which chooses a request's first token. No stream may be shared, and none is keyed by
@@ -66,19 +66,21 @@ class Match:
         """Return the function that draws this round's draft tokens."""
         return self.sampling.pick
 
-    def target_outputs(self, hidden: Tensor, positions: Tensor) -> Tensor:
+    def target_outputs(self, hidden: Tensor, positions: Tensor, counts: Tensor | None = None) -> Tensor:
         """Return the target's choice (B, N) after each node. hidden (B, N, D); positions (B, N) of the tokens after the
-        nodes.
+        nodes; counts (B, N, V): `Decoder.counts` up to each node.
 
-        Rows with filters need the whole distribution. The choices of the other rows must not depend on such rows.
+        Rows with filters or penalties need all logits. The choices of the other rows must not depend on such rows.
         """
         sampling, target = self.sampling, self.target
-        if not target.in_tiles or (sampling.filtered and len(hidden) == 1):
-            return sampling.choose(target.logits(hidden), positions)
+        any_needs = sampling.filtered or sampling.penalised
+        if not target.in_tiles or (any_needs and len(hidden) == 1):
+            return sampling.choose(target.logits(hidden), positions, counts)
         chosen = target.choose(hidden, positions, sampling.temperature, sampling.seed, noisy=sampling.random)
-        if not sampling.filtered:
+        if not any_needs:
             return chosen
-        return torch.where(sampling.filters()[:, None], sampling.choose(target.logits(hidden), positions), chosen)
+        of_logits = sampling.choose(target.logits(hidden), positions, counts)
+        return torch.where(sampling.needs_logits[:, None], of_logits, chosen)
 
     def accept(self, proposal: Proposal, outputs: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         """Decide which draft tokens are accepted. outputs: from `target_outputs`; above (B, N, N):
@@ -227,9 +229,9 @@ class Rejection:
         self.draws = Draws(self.sampling)
         return self.draws
 
-    def target_outputs(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Return the target's distribution (B, N, V) after each node. hidden (B, N, D)."""
-        return self.sampling.log_distribution(self.target.logits(hidden)).exp()
+    def target_outputs(self, hidden: Tensor, positions: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Return the target's distribution (B, N, V) after each node. Arguments as in `Match.target_outputs`."""
+        return self.sampling.log_distribution(self.target.logits(hidden), counts).exp()
 
     def accept(self, proposal: Proposal, outputs: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         """Decide which draft tokens are accepted. Arguments as in `Match.accept`."""

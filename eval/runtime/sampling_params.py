@@ -18,13 +18,16 @@ from heads.core.errors import UserError
 from heads.core.tree import TreeShape, is_chain
 
 COLDEST, HOTTEST = 1e-6, 1e6
+FILTERS = ("top_k", "top_p", "min_p")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 Rule = Literal["match", "ratio", "block"]
 RULES = get_args(Rule)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of a request. Temperature 0 is greedy: the filters and the seed then have no effect."""
+    """Sampling settings of a request. Temperature 0 is greedy: the filters and the seed then have no effect. Penalties
+    change the logits before all else, at temperature 0, too, as in vLLM and transformers."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -34,6 +37,13 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens at least this many times as likely as the likeliest; 0 keeps all."""
     seed: int = 0
+    repetition_penalty: float = 1.0
+    """Divide the positive logits of tokens that stand in the prompt or the output so far by this number, and multiply
+    the negative ones by it (CTRL, arXiv 1909.05858); 1 leaves them. With an encoder, the prompt is the decoder's."""
+    presence_penalty: float = 0.0
+    """Then subtract this number from the logits of tokens that stand in the output so far."""
+    frequency_penalty: float = 0.0
+    """Then subtract this number from a token's logit as often as the token stands in the output so far."""
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST):
@@ -48,6 +58,26 @@ class Sampling:
             raise UserError(f"min_p: expected a share from 0 to 1, got {self.min_p}")
         if not -(2**63) <= self.seed < 2**63:
             raise UserError(f"seed: expected an integer of at most 64 bits, got {self.seed}")
+        if not COLDEST <= self.repetition_penalty <= HOTTEST:
+            raise UserError(
+                f"repetition_penalty: expected 1 (none) or a number from {COLDEST} to {HOTTEST:.0f}, got "
+                f"{self.repetition_penalty}"
+            )
+        for name in PENALTIES[1:]:
+            if not -2 <= getattr(self, name) <= 2:
+                raise UserError(f"{name}: expected 0 (none) or a number from -2 to 2, got {getattr(self, name)}")
+
+    @property
+    def filters(self) -> bool:
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def penalties(self) -> tuple[float, ...]:
+        return tuple(getattr(self, name) for name in PENALTIES)
+
+    @property
+    def penalises(self) -> bool:
+        return self.penalties != (1, 0, 0)
 
 
 def check_rule(rule: str, shape: TreeShape) -> None:

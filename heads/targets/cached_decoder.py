@@ -83,8 +83,9 @@ class CachedDecoder(ABC):
         return self.model.lm_head(hidden)[..., : self.spec.vocab_size]
 
     def choose(self, hidden: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor, *, noisy: bool) -> Tensor:
-        """Return the choices (B, N), made in the output head's own pass (`in_tiles`), for rows without filters: hidden
-        (B, N, D), positions (B, N) of the tokens to choose, temperature and seed (B,). `noisy`: any row samples."""
+        """Return the choices (B, N), made in the output head's own pass (`in_tiles`), for rows without filters and
+        penalties: hidden (B, N, D), positions (B, N) of the tokens to choose, temperature and seed (B,). `noisy`: any
+        row samples."""
         given = hidden.flatten(0, 1), self.model.head.weight, temperature, seed, positions.flatten()
         return choose_in_tiles(*given, noisy=noisy, tile=self.rows).view(positions.shape)
 

@@ -6,8 +6,8 @@ A NaN score counts as the highest, as in torch, so that every choice is an id of
 
 A program computes one tile of logits in float32 for up to ROWS rows, adds the noise of
 `heads.targets.gumbel.gumbel` and keeps the tile's best. A second pass compares the tiles in order. Filters
-(top-k, top-p, min-p) need the whole distribution and use logits. log p and logits / T differ by a constant, so they
-have the same choices.
+(top-k, top-p, min-p) need the whole distribution, and penalties change it: both use logits. log p and logits / T differ
+by a constant, so they have the same choices.
 
 Letters: B rows of the batch, M hidden states, equally many per row, D width, V vocabulary.
 """

@@ -19,7 +19,7 @@ from eval.measure.environment import machine, target_facts
 from eval.measure.figures import top_two_margin
 from eval.measure.prompts import HELD_OUT_SUITE, load_prompts, prompts_hash
 from eval.measure.results import write_record
-from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.near_ties import FAR, find_mismatches, first_difference
 from heads.core.tree import parse_shape
 from heads.saved import load_head, save_head, target_record
@@ -153,8 +153,9 @@ def test_a_whole_vllm_writes_the_same_text_and_accepts_the_same_drafts(
     for i, prompt in enumerate(prompts):
         place = first_difference(texts[i], theirs["tokens"][i])
         if place is not None:
-            mismatches = find_mismatches(plain, Request(prompt.ids, NEW_TOKENS, ignore_eos=True), theirs["tokens"][i])
-            margin = top_two_margin(target, [*prompt.ids, *texts[i][:place]], Sampling())
+            request = Request(prompt.ids, NEW_TOKENS, ignore_eos=True)
+            mismatches = find_mismatches(plain, request, theirs["tokens"][i])
+            margin = top_two_margin(target, request, texts[i][:place])
             near = all(mismatch.is_within(FAR) for mismatch in mismatches)
             differing.append({"prompt": prompt.id, "position": place, "top_two_margin": margin, "near_tie": near})
     same = [i for i in range(len(prompts)) if texts[i] == theirs["tokens"][i]]

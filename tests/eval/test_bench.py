@@ -101,20 +101,23 @@ def test_auto_records_what_it_measured_and_its_choice(tmp_path: Path, bench: Ben
 
 
 def test_the_model_samples_as_its_server_does(
-    tmp_path: Path, bench: Bench, tiny_target: FrozenTarget, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, bench: Bench, tiny_target: FrozenTarget, monkeypatch: Any, capsys: Any, caplog: Any
 ) -> None:
-    config = GenerationConfig(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
+    asked: Any = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    config = GenerationConfig(**asked, no_repeat_ngram_size=3)
     monkeypatch.setattr(tiny_target.model, "generation_config", config)
     results, _ = bench(tmp_path, trees=("chain:2",), sampling="model")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sampling of ")]
-    assert line.endswith("temperature 0.6, top_k 20, top_p 0.95, min_p 0; not applied: repetition_penalty 1.05")
+    assert line.endswith("temperature 0.6, top_k 20, top_p 0.95, min_p 0, repetition_penalty 1.05")
+    (left,) = [line for line in caplog.messages if "generation_config.json asks for" in line]
+    assert left.endswith("no_repeat_ngram_size 3: not applied here")
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
-    assert [settings[name] for name in SAMPLED] == [[0.6], 20, 0.95, 0.0] and settings["sampling"] == "model"
-    assert results["temperature"] == 0.6 and "top-k 20, top-p 0.95, batch" in setting_line(
+    assert [settings[name] for name in SAMPLED] == [[0.6], 20, 0.95, 0.0, 1.05] and settings["sampling"] == "model"
+    assert results["temperature"] == 0.6 and "top-p 0.95, repetition penalty 1.05, batch" in setting_line(
         Results.model_validate(results)
     )
     again = to_settings(parse_arguments(results["command"][2:]))
-    assert again.sampling_at(0.6) == Sampling(0.6, 20, 0.95) and again.temperatures == (0.6,)
+    assert again.sampling_at(0.6) == Sampling(**asked) and again.temperatures == (0.6,)
     monkeypatch.setattr(tiny_target.model, "generation_config", GenerationConfig(top_k=-1))
     assert served_sampling(tiny_target) == Sampling(1.0)
 

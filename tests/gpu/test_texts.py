@@ -32,10 +32,10 @@ def test_texts_are_plain_decodings(
         uncaptured = Engine(target, draft, EngineOptions(shape=parse_shape(tree), max_length=length))
         uncaptured.rounds.capture = None
         for temperature in (0.0, 1.0):
-            requests = [
-                Request(prompt(sizes, i), sizes.tokens, Sampling(temperature, seed=i), ignore_eos=True)
-                for i in range(sizes.texts)
+            samplings = [
+                Sampling(temperature, seed=i, repetition_penalty=1.1 if i % 2 else 1.0) for i in range(sizes.texts)
             ]
+            requests = [Request(prompt(sizes, i), sizes.tokens, s, (), True) for i, s in enumerate(samplings)]
             triples = list(zip(requests, plain.generate(requests), engine.generate(requests), strict=True))
             launched = uncaptured.generate(requests)
             facts: dict[str, Any] = {

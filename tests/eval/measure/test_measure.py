@@ -54,7 +54,7 @@ def test_the_margin_is_by_how_much_the_chosen_token_won(run: Comparison, tiny_ta
     prompt, request = run.prompts[0], run.requests[0]
     output = run.plain.outputs[0][0].tokens
     ids = [*prompt.ids, *output[:5]]
-    margin = top_two_margin(tiny_target, ids, request.sampling)
+    margin = top_two_margin(tiny_target, request, output[:5])
     assert margin > 0
     if request.sampling.temperature == 0:
         logits = tiny_target.model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)

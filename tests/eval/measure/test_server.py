@@ -16,7 +16,7 @@ from eval.measure.engine_client import Answer, count_rounds
 from eval.measure.prompts import Prompt, load_prompts
 from eval.measure.server import KEY_VARIABLE
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.sampling_params import Sampling
+from eval.runtime.sampling_params import PENALTIES, Sampling
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.targets.model import FrozenTarget
@@ -84,7 +84,8 @@ class Handler(QuietHandler):
                 return
             if "messages" in body:
                 server.chats.append(body["messages"])
-            sampling = Sampling(body["temperature"], seed=body["seed"])
+            penalties = {name: body[name] for name in PENALTIES}
+            sampling = Sampling(body["temperature"], seed=body["seed"], **penalties)
             rounds = server.generate(Request(body.get("prompt") or [1, 2, 3], body["max_tokens"], sampling))
             gains = [len(tokens) - 1 for tokens in rounds[1:]]
             length = min(sum(map(len, rounds)), body["max_tokens"])
@@ -155,10 +156,12 @@ def measure(served: Speculating, prompts: Path, out: Path, *more: str) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("temperature", "servers"), [(0.0, ["vllm", "sglang EAGLE3", "sglang DFLASH"]), (1.0, ["vllm"])]
+    ("temperature", "penalty", "servers"),
+    [(0.0, 0.0, ["vllm", "sglang EAGLE3", "sglang DFLASH"]), (0.0, 1.5, ["vllm"]), (1.0, 0.0, ["vllm"])],
 )
 def test_a_served_head_measures_as_it_does_here(
     temperature: float,
+    penalty: float,
     servers: list[str],
     served: Speculating,
     head: PairHead,
@@ -167,11 +170,11 @@ def test_a_served_head_measures_as_it_does_here(
     bench: Bench,
     tiny_target: FrozenTarget,
 ) -> None:
-    settings = {"trees": (f"chain:{DEPTH}",), "max_new_tokens": NEW, "temperatures": (temperature,)}
-    bench(tmp_path, head, prompts=str(texts), **settings)
+    settings: dict[str, Any] = {"trees": (f"chain:{DEPTH}",), "max_new_tokens": NEW, "temperatures": (temperature,)}
+    bench(tmp_path, head, prompts=str(texts), frequency_penalty=penalty, **settings)
     here = json.loads((tmp_path / "results.json").read_text())
-    assert here["tau"]["mean"] > 1.3 or temperature
-    named = ("--target", tiny_target.name, "--temperature", str(temperature))
+    assert here["tau"]["mean"] > 1.3 or temperature or penalty
+    named = ("--target", tiny_target.name, "--temperature", str(temperature), "--frequency-penalty", str(penalty))
     audited = {"identical": None, "against": "nothing"} if temperature else {"identical": 6, "against": "runtime"}
     for server in servers:
         served.engine, _, served.algorithm = server.partition(" ")

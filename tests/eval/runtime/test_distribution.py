@@ -1,15 +1,22 @@
 """The processed distribution equals a plain reference, draws follow it, and the noise is a pure function."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from eval.runtime.distribution import RowSampling
+from eval.runtime.request import Request
+from eval.runtime.round import read_prompts
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.targets.gumbel import gumbel
 from tests.closeness import assert_close
+from tests.eval.runtime.conftest import target_of
 from tests.eval.runtime.enumeration import chi_square
+from tests.small_targets import make_drafter, open_engine
 
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
@@ -29,6 +36,8 @@ def splitmix(x: int) -> int:
 
 def reference_distribution(logits: Tensor, s: Sampling) -> Tensor:
     """One row (V,), by the textbook, in float64."""
+    if s.temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(), len(logits)).double()
     p = torch.softmax(logits.double() / s.temperature, dim=0)
     order = sorted(range(len(p)), key=lambda i: (-p[i].item(), i))
     if s.top_k:
@@ -70,6 +79,41 @@ def test_a_mixed_batch_follows_each_rows_own_distribution() -> None:
                 distribution[b, w].double(), reference_distribution(logits[b, w], sampling), atol=1e-6, rtol=1e-5
             )
     assert torch.equal(distribution[-1], torch.nn.functional.one_hot(logits[-1].argmax(-1), 17).float())
+
+
+PENALISED = [
+    Sampling(0.8, repetition_penalty=1.7),
+    Sampling(1.3, top_k=9, repetition_penalty=0.6, presence_penalty=1.5, frequency_penalty=-0.7),
+    Sampling(presence_penalty=-1.0, frequency_penalty=2.0),
+    Sampling(1.1),
+]
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "static:3.2"])
+def test_the_penalties_of_a_node_are_those_of_the_text_up_to_it(tree: str) -> None:
+    """By transformers' processor, and by counting, in the fourth round."""
+    target, prompt = target_of("llama"), [5, 7, 9, 5, 7]
+    head = make_drafter("early_exit:2", target)
+    decoder = open_engine(target, head, tree, batch_size=len(PENALISED), max_length=64, rule="ratio").decoder
+    with torch.inference_mode():
+        read_prompts(decoder, {row: Request(prompt, 30, s, (), True) for row, s in enumerate(PENALISED)})
+        for _ in range(3):
+            decoder.round(64)
+        proposal = decoder.propose()
+        found = decoder.verify(proposal, 64)[1][1]
+    for row, sampling in enumerate(PENALISED):
+        texts = [decoder.state.output[row, : decoder.state.output_length[row]].tolist()]
+        for token, parent in zip(proposal.tokens[row].tolist(), proposal.parents[row].tolist(), strict=True):
+            node = len(texts) - 1
+            texts.append([*texts[parent + 1], token] if node else texts[0])
+            ids = torch.tensor([[*prompt, *texts[-1]]])
+            processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+            logits = processor(ids, target.model(ids).logits[:, -1])[0]
+            for seen, count in Counter(texts[-1]).items():
+                logits[seen] -= sampling.presence_penalty + sampling.frequency_penalty * count
+            torch.testing.assert_close(
+                found[row, node].double(), reference_distribution(logits, sampling), atol=1e-6, rtol=1e-5
+            )
 
 
 def test_ties_are_cut_at_the_lowest_ids() -> None:
@@ -125,7 +169,8 @@ def test_drafts_get_the_noise_the_target_will_use() -> None:
     ("name", "value"),
     [
         *(("temperature", -1.0), ("temperature", float("nan")), ("top_k", -1), ("top_k", 10**20), ("top_p", 0.0)),
-        *(("top_p", 1.5), ("min_p", -0.1), ("seed", 2**63)),
+        *(("top_p", 1.5), ("min_p", -0.1), ("seed", 2**63), ("repetition_penalty", 0.0)),
+        *(("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("frequency_penalty", float("nan"))),
     ],
 )
 def test_bad_settings_are_refused(name: str, value: float) -> None:

@@ -69,7 +69,7 @@ REQUESTS = [
     Request([5, 6, 7], 18),
     Request([9, 8, 7, 6, 5], 14, Sampling(temperature=0.9, seed=3)),
     Request([11] * 9, 16, Sampling(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=5), ignore_eos=True),
-    Request([13, 4], 15, ignore_eos=True),
+    Request([13, 4], 15, Sampling(repetition_penalty=1.4, frequency_penalty=0.5), ignore_eos=True),
 ]
 
 

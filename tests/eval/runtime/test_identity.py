@@ -35,7 +35,11 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 OTHER_BLOCKS = {kind for kind, settings in HEADS.items() if "block_size" in settings} - {"dflash"}
 WARM = Sampling(0.9, seed=4), Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01, seed=-8)
-SAMPLINGS = {"greedy": (Sampling(),), "sampled": WARM, "mixed": (Sampling(), *WARM)}
+PENALISED = (
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.4),
+    Sampling(0.9, top_k=20, repetition_penalty=0.8, presence_penalty=1.5, seed=6),
+)
+SAMPLINGS = {"greedy": (Sampling(),), "sampled": WARM, "mixed": (Sampling(), *WARM), "penalised": (*PENALISED, *WARM)}
 FACTORS: tuple[tuple[Any, ...], ...] = (
     # The native decoder with C and without, windows, latent attention, the model's own code, recurrences, two stacks.
     ("llama-float32", "qwen3", "gemma3_text", "mistral", "deepseek_v3", "gpt_oss", "gpt2", "qwen3_next", "t5"),
@@ -116,8 +120,10 @@ def test_the_text_is_the_targets_own(family: str, kind: str, tree: str, sampling
     assert texts(outputs) == texts(expected)
     if isinstance(head, ScriptedHead):
         assert sum(sum(output.accepted) for output in outputs) > 0
-    if kind == "the target" and not tree.startswith("tree"):  # which may prune it, as a filter may its first choice
-        free = [output for output, request in zip(outputs, requests, strict=True) if request.sampling.top_k == 0]
+    # A dynamic tree may prune it, and a filter or a penalty rule out its first choice.
+    if kind == "the target" and not tree.startswith("tree"):
+        samplings = [request.sampling for request in requests]
+        free = [output for output, s in zip(outputs, samplings, strict=True) if not s.filters and not s.penalises]
         assert all(output.accepted == output.reached for output in free), "it is always right"
 
 
@@ -128,12 +134,14 @@ OTHERS = [family for family in [*FAMILIES, *HYBRIDS, *OTHER_HYBRIDS] if family n
 def test_plain_decoding_is_what_transformers_generates(family: str) -> None:
     target = target_of(family)
     generate: Any = target.model.generate
-    requests = [replace(r, max_new_tokens=12, ignore_eos=False) for r in requests_for(target, SAMPLINGS["greedy"])]
+    samplings = Sampling(repetition_penalty=1.3), Sampling()
+    requests = [replace(r, max_new_tokens=12, ignore_eos=False) for r in requests_for(target, samplings)]
     # Of the longest prompt, several chunks are read.
     requests[1] = replace(requests[1], prompt=[*range(3, 53)] * 5 + list(requests[1].prompt))
     for request, output in zip(requests, decode_plainly(target, requests, batch_size=2, max_length=320), strict=True):
         ids = torch.tensor([request.prompt if target.start_token is None else request.prompt[:-1]])
-        theirs = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0]
+        named = dict(max_new_tokens=12, do_sample=False, repetition_penalty=request.sampling.repetition_penalty)
+        theirs = generate(ids, attention_mask=torch.ones_like(ids), **named)[0]
         assert output.tokens == theirs[1 if target.start_token is not None else ids.shape[1] :].tolist()
 
 

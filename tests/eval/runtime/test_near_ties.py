@@ -18,7 +18,11 @@ WIDE: Any = dict(vocab_size=512, hidden_size=128, intermediate_size=256, initial
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(0.9, seed=4), Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=5)]
+    "sampling",
+    [
+        *(Sampling(), Sampling(0.9, seed=4), Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=5)),
+        *(Sampling(repetition_penalty=1.5, frequency_penalty=1.0), Sampling(0.9, presence_penalty=2.0, seed=4)),
+    ],
 )
 def test_plain_decodings_own_text_has_no_mismatches_and_a_changed_token_is_one(sampling: Sampling) -> None:
     target = target_of("llama")
@@ -85,7 +89,7 @@ def test_an_error_that_both_texts_share_is_no_near_tie(
     weight.copy_(weight[::2].repeat_interleave(2, dim=0))
     outputs = Match.target_outputs
 
-    def lean(self: Match, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def lean(self: Match, hidden: torch.Tensor, positions: torch.Tensor, counts: None) -> torch.Tensor:
         if hidden.shape[1] == 1:
             return outputs(self, hidden, positions)
         logits = self.target.logits(hidden)

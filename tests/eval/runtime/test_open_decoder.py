@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eval.runtime.engine import Request
+from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError, warn_once
 from heads.targets import cached_decoder, native_decoder
 from heads.targets.choose_token import choose_in_tiles
@@ -78,10 +79,12 @@ def test_a_kernel_that_is_wrong_is_left_out(
 def test_kernels_that_are_right_decode(caplog: pytest.LogCaptureFixture) -> None:
     target = make_target("qwen3", torch.float32, **SIZES)
     head, shape = make_drafter("eagle3", target), "tree:2x2x4"
-    requests = [replace(REQUESTS[0], max_new_tokens=4)]
-    expected = open_engine(target, head, shape, max_length=64).generate(requests)
+    samplings = Sampling(), Sampling(repetition_penalty=0.1)  # a row that needs its logits beside one that does not
+    requests = [replace(REQUESTS[0], max_new_tokens=3, sampling=sampling) for sampling in samplings]
+    expected = open_engine(target, head, shape, batch_size=2, max_length=64).generate(requests)
+    assert expected[0].tokens != expected[1].tokens
     with kernels_on_cpu():
-        engine = open_engine(target, head, shape, max_length=64)
+        engine = open_engine(target, head, shape, batch_size=2, max_length=64)
         assert not engine.decoder.target.reads_masks and engine.decoder.target.in_tiles
         assert texts(engine.generate(requests)) == texts(expected)
     assert not caplog.records
