@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from eval.measure.command_line import Parser
 from eval.measure.prompts import suite_name
 from eval.measure.results import read_results
-from eval.measure.schema import Head, Measurement, Results
+from eval.measure.schema import Head, Measurement, Point, Results
 from eval.pages import format
 from eval.pages.drawing import COLOURS, Chart, svg_file
 from eval.pages.html import DARK
@@ -189,11 +189,11 @@ def engine_table(pattern: str) -> str:
 
 
 def curve_chart(pattern: str) -> Chart:
-    """Return the learning curves of the records of runs, each above tau of prompt lookup on the same prompts."""
-    records = [read_results(path) for path in sorted(RESULTS.glob(pattern))]
-    runs = {METHODS[record.head.kind]: record.head.curve for record in records if record.head.curve}
-    (lookup,) = (record for record in records if record.head.kind == "lookup")
-    level = lookup.headline.tau.mean
+    """Return the learning curves of heads above tau of prompt lookup, which was measured beside them."""
+    runs: dict[str, list[Point]] = {}
+    for record in (read_results(path) for path in sorted(RESULTS.glob(pattern))):
+        runs |= {METHODS[head.kind]: head.curve for head in record.heads if head.curve}
+        level = next(m.tau.mean for m in record.measurements if record.head_of(m).kind == "lookup")
     said = [
         f"{method}: " + ", ".join(f"{p.tau:.2f} after {format.count(p.tokens)} training tokens" for p in points)
         for method, points in runs.items()

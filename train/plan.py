@@ -28,7 +28,7 @@ MAX_PRODUCT = 2048
 DECODING_WIDTH = 4096
 """Width of the product that is timed for decoding, which reads weights that no cache holds."""
 CURVES = Path(__file__).parents[1] / "eval/results/curves"
-"""Records of runs, with their learning curves."""
+"""Records of heads with their learning curves."""
 MAX_EXAMPLES = 4
 """Points of a recorded curve that a plan names."""
 
@@ -75,13 +75,13 @@ def plan_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
     yield from run_lines(plan, rates)
     for file in sorted(CURVES.glob("*.json")):
         record = read_results(file)
-        if record.head.kind == recipe.head.kind:
+        for curve in (head.curve for head in record.heads if head.kind == recipe.head.kind):
             points = [
                 f"{with_interval(point.tau, point.ci95)} after {short(point.tokens)} tokens"
-                for point in reversed(spread(record.head.curve[::-1], MAX_EXAMPLES))
+                for point in reversed(spread(curve[::-1], MAX_EXAMPLES))
             ]
             target = short_name(record.target.name)
-            yield f"measured elsewhere, no promise: {record.head.kind} on {target}, tau {', '.join(points)}"
+            yield f"measured elsewhere, no promise: {recipe.head.kind} on {target}, tau {', '.join(points)}"
     if total <= memory:
         yield f"fits: {number((memory - total) / GIB)} GiB of each device are left"
         return
