@@ -19,7 +19,7 @@ Letters: C or M blocks, K depth, D hidden, G width of the GRU, V vocabulary, W p
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from pydantic import model_validator
@@ -85,9 +85,9 @@ class Domino(DFlash):
 
     def row_losses(self, logits: Tensor, block: BlockStates, labels: Labels) -> RowLosses:
         first, states = self.config.pure_draft_prefix_len, block.rows
+        inner, outer = self.embed_proj[:2], cast(nn.Linear, self.embed_proj[2])
         read = self.prefix_gru(block.embed_tokens(labels.previous).to(states.dtype))[0]  # (C, K, G)
-        inner, outer = self.embed_proj[:2], self.embed_proj[2]
-        latent = inner(torch.cat([states, read.to(states.dtype)], -1)[:, first:])
+        latent = inner(torch.cat([states, read], -1)[:, first:])
         added = product(latent.to(logits.dtype), outer.weight)
         rows = super().row_losses(torch.cat([logits[:, :first], logits[:, first:] + added], 1), block, labels)
         weight = 1 - labels.progress / self.config.base_decay
@@ -114,7 +114,6 @@ class Domino(DFlash):
         return next_logits
 
     def correction_flops(self) -> int:
-        gru, config = self.prefix_gru, self.config
-        unread = config.spare_rows + config.pure_draft_prefix_len  # rows
-        steps = self.depth * (4 * gru.weight_ih_l0.numel() + 6 * gru.weight_hh_l0.numel())
-        return steps - unread * flops(self.embed_proj)
+        of_tokens, of_states = self.prefix_gru.parameters()  # tokens' embeddings have no gradient
+        unread = self.config.spare_rows + self.config.pure_draft_prefix_len  # rows
+        return self.depth * (4 * of_tokens.numel() + 6 * of_states.numel()) - unread * flops(self.embed_proj)
