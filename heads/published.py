@@ -23,7 +23,6 @@ from heads.saved import check_fits, find_head, load_head, restore_head
 from heads.targets.model import FrozenTarget
 
 UNREAD = {
-    "domino": "Domino",
     "p-?eagle": "P-EAGLE",
     "eagle3.*deepseek|deepseek.*eagle3": "an EAGLE-3 with DeepSeek's latent attention",
     "gemma4(eagle3|dspark)": "a head with Gemma-4's layers",
@@ -111,7 +110,7 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
             raise UserError(f"head.init_from: {path} is causal, which a {kind} is not; start from one that is not")
         free |= {"initial_weights"}
         shape = {name: value for name, value in shape.items() if name in known}
-        shape["block_size"] = source.depth + method.head.Config.first_row
+        shape["block_size"] = source.depth + method.head.Config.spare_rows
         if not shape.get("conv_kernel_size"):  # without convolutions there is nothing to be like
             shape = {name: value for name, value in shape.items() if not name.startswith("conv_")}
     chosen = {name: value for name, value in settings.items() if value is not None}

@@ -229,7 +229,7 @@ def trained_depth(record: dict[str, Any]) -> int | None:
     """Return how many tokens a round a head was trained to draft; None for a draft model, which has no such number."""
     rows: int | None = record["config"].get("block_size")
     depth: int | None = record["config"].get("depth")
-    return depth if rows is None else rows - int(HEADS[record["kind"]].head.Config.first_row)
+    return depth if rows is None else rows - int(HEADS[record["kind"]].head.Config.spare_rows)
 
 
 def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:

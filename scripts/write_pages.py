@@ -46,6 +46,7 @@ METHODS = {
     "dspark": "DSpark",
     "lilicorr": "LiLiCorr",
     "xpress": "XPress",
+    "domino": "Domino",
     "lookup": "prompt lookup",
     "early_exit": "early exit",
 }

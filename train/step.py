@@ -182,7 +182,8 @@ class Stepper:
                 self.features.expect(self.mixture.rows(place))
             self.expected = coming + 1
         places = self._places(number)
-        micros = [replace(self.mixture.rows(place), seed=self._seed(place)) for place in places]
+        progress = number / settings.steps
+        micros = [replace(self.mixture.rows(place), seed=self._seed(place), progress=progress) for place in places]
         counts_by_pass = torch.stack([self.head.counts(rows).double() for rows in micros])  # (micro, K)
         tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
         counts, tokens, stop = self._total(counts_by_pass.sum(0), tokens, stop)

@@ -44,6 +44,8 @@ class Rows:
     documents: Tensor  # (B, T) int64, the number of the document in its row; -1 = padding
     seed: int = field(default=0, kw_only=True)
     """Seed of what a loss draws at random."""
+    progress: float = field(default=1.0, kw_only=True)
+    """Fraction of the training's steps that are made. 1: all, or there is no training."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ MEASURED_IN_VLLM = (
 def block_format(head: type[DraftBlockHead]) -> Format:
     """Return the format of the folders of a method's heads."""
     form = head.Config.form
-    readers = {VLLM: serve_whole_blocks if form.fixed_depth else vllm(form.algorithm)}
+    readers = {}
+    if form.in_vllm:
+        readers[VLLM] = serve_whole_blocks if form.fixed_depth else vllm(form.algorithm)
     if form.in_sglang:
         readers[SGLANG] = sglang(form.algorithm.upper(), block=True)
     return Format(
@@ -68,7 +70,7 @@ def engine_config(config: DraftBlockConfig, target: Mapping[str, Any], dtype: st
         "num_target_layers": config.num_target_layers,
     }
     inputs = {"mask_token_id": config.mask_token_id, "target_layer_ids": [k - 1 for k in config.aux_layer_ids]}
-    if config.first_row == 0:
+    if not config.spare_rows:
         causality = {} if config.sliding_causal else {"is_causal": False}
         return {**decoder, **causality, **inputs, **own}
     nested: dict[str, Any] = {**inputs, **(own if form.nested else {})}
@@ -95,8 +97,8 @@ def check_block(method: type[DraftBlockConfig], folder: Folder, reader: str) -> 
         unsupported = f"hands no residual streams of a {architecture} to a head of this kind"
     elif reader == VLLM and SCALED.match(architecture) and not config.form.scales_embeddings:
         unsupported = UNSCALED
-    elif reader == VLLM:
-        unsupported = config.vllm_limit
+    else:
+        unsupported = config.vllm_limit if reader == VLLM else config.sglang_limit
     errors = rotation_errors(folder.config, reader)
     if config.draft_vocab_size is not None:
         errors.append("d2t: no draft vocabulary is read here")

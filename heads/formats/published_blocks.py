@@ -27,6 +27,7 @@ from heads.methods.block import DraftBlockHead
 from heads.methods.block_config import BlockForm, DraftBlockConfig
 from heads.methods.dflash import DFlash
 from heads.methods.dflash2 import DFlash2
+from heads.methods.domino import Domino
 from heads.methods.dspark import DSpark
 from heads.methods.head_shape import spread_layer_ids
 from heads.methods.layers import FULL, SLIDING
@@ -35,7 +36,7 @@ from heads.methods.xpress import XPress
 from heads.targets.model import FrozenTarget
 
 BLOCK_HEADS: dict[str, type[DraftBlockHead]] = {
-    head.Config.form.title.lower(): head for head in (DFlash, DFlash2, DSpark, LiLiCorr, XPress)
+    head.Config.form.title.lower(): head for head in (DFlash, DFlash2, DSpark, LiLiCorr, XPress, Domino)
 }
 """Heads that draft a block, by kind."""
 SCALED = re.compile(r"Gemma\d")
@@ -62,11 +63,12 @@ def block_kind(source: Source) -> str | None:
     """Return the kind of the head in a folder; None if it does not draft a block."""
     config = source.config
     speculators = config.get("speculators_model_type")
-    # Model Optimizer's heads have DFlash's class, whatever their projector.
+    # A head with DFlash's class is another kind's if its projector is.
     for kind in (speculators, (config.get("dflash_config") or {}).get("projector_type")):
         if kind in BLOCK_HEADS:
             return str(kind)
-    classes = {name: kind for kind, head in BLOCK_HEADS.items() for name in head.Config.form.classes}
+    kinds_of = reversed(BLOCK_HEADS.items())
+    classes = {name: kind for kind, head in kinds_of for name in head.Config.form.classes}
     kinds = re.compile("|".join(BLOCK_HEADS), re.IGNORECASE)
     names = [str(name) for name in config.get("architectures") or () if kinds.search(f"{name} {speculators}")]
     if names and (speculators or names[0] not in classes):
@@ -99,7 +101,7 @@ def read_block(method: type[DraftBlockConfig], source: Source, target: FrozenTar
             "mask_token_id": fields.get("mask_token_id"),
             **sliding_layers(fields, qwen, causal),
             **({"draft_vocab_size": drafted} if drafted < qwen.vocab_size else {}),
-            **({"causal": bool(causal)} if method.first_row else {}),
+            **({"causal": bool(causal)} if method.spare_rows else {}),
             **method.read_fields(fields, weights),
         }
     except UserError as error:
@@ -117,7 +119,7 @@ def refuse_unsupported(
     target: FrozenTarget,
 ) -> None:
     """Raise UserError for settings that heads of a method do not support here."""
-    form, from_root = method.form, method.first_row == 0
+    form, from_root = method.form, not method.spare_rows
     known = FIELDS | {*form.settings, *form.optional, *form.neutral}
     known |= {EMBEDDING_SCALE} if form.scales_embeddings else set()
     # The first DSpark heads of speculators had no such field, and did not sample from the anchor.
@@ -132,7 +134,8 @@ def refuse_unsupported(
             "use_gemma_norm": fields.get("use_gemma_norm"),
             "causal": from_root and causal,
             "sample_from_anchor": bool(fields.get("sample_from_anchor", by_default)) is not from_root,
-            "shift_label": bool(fields.get("shift_label", from_root)) is not from_root,
+            "shift_label": "shift_label" not in form.settings
+            and bool(fields.get("shift_label", from_root)) is not from_root,
             "projector_type": fields.get("projector_type") not in (None, form.title.lower()),
             **{name: fields.get(name) not in (None, value) for name, value in form.neutral.items()},
             EMBEDDING_SCALE: form.scales_embeddings and EMBEDDING_SCALE in fields and not has_scale(fields, target),
@@ -228,6 +231,7 @@ def block_misread(
             f"{VLLM} drafts {drafted} tokens in {passes} passes, so the last ones may be others than here",
         ),
         (not form.in_sglang, f"{SGLANG} does not read {form.title}"),
+        (not form.in_vllm, f"{VLLM} does not read {form.title}"),
         (
             of_speculators and all_causal and fields.get("sliding_window_non_causal") is False,
             f"{VLLM} makes all layers causal where sliding_window_non_causal is false, the full ones too",

@@ -77,9 +77,9 @@ from heads.targets.tree_attention import Attend
 
 BACKBONE = ("fc", "hidden_norm", "layers", "norm")
 """Modules that all block heads have. The others are a correction's."""
-NextLogits = Callable[[Tensor], Tensor]
-"""(tokens (M, W, k + 1) of W paths in each of M blocks, from the root on) -> logits (M, W, V) of the k-th draft token,
-which follows them."""
+NextLogits = Callable[[Tensor, Tensor], Tensor]
+"""(tokens (M, W, k + 1) of W paths in each of M blocks, from the root on; which paths of the call before they continue
+(M, W) int64) -> logits (M, W, V) of the k-th draft token, which follows them. Called for k = 0, 1, ... in turn."""
 
 
 class BlockState(SlotState):
@@ -199,9 +199,9 @@ class DraftBlockHead(nn.Module, DraftHead):
     def condition(self, logits: Tensor, block: BlockStates) -> NextLogits:
         """Return the function that conditions the output head's logits (M, K, V) of the drafting rows on the tokens
         drafted. By default a row depends on the token before it alone."""
-        states = block.states[:, self.first_row :]
+        states = block.rows
 
-        def next_logits(path: Tensor) -> Tensor:
+        def next_logits(path: Tensor, parents: Tensor) -> Tensor:
             W, k = path.shape[1], path.shape[2] - 1
             row = states[:, k, None].expand(-1, W, -1)
             return self.conditioned(logits[:, k, None], row, path[..., k]).expand(-1, W, -1)
@@ -248,7 +248,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         states = self.run(inputs.flatten(1, 2), cos_sin_rows, attends, rows).view(B * N, rows, D)
         before = (anchors - 1).clamp_min(0)[..., None].expand(-1, -1, D)
         newest = context.gather(1, before).flatten(0, 1)
-        return BlockStates(states, batch.tokens.gather(1, anchors).flatten(), newest, batch.shared.embed_tokens)
+        roots, drafting = batch.tokens.gather(1, anchors).flatten(), self.config.drafting(rows)
+        return BlockStates(states, roots, newest, batch.shared.embed_tokens, drafting)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         blocks = draw_blocks(batch, self.config.num_anchors)
@@ -271,16 +272,16 @@ class DraftBlockHead(nn.Module, DraftHead):
         if depth > self.depth:
             raise UserError(f"depth {depth}: the head drafts {self.depth} tokens at most")
         assert batch.shared.lm_head_weight is not None
-        block = self.unroll(batch, all_blocks(batch.documents), depth + self.first_row)
+        block = self.unroll(batch, all_blocks(batch.documents), depth + self.config.spare_rows)
         matrix = batch.shared.lm_head_weight.to(block.states.dtype)
         ahead = [batch.tokens.roll(-1 - k, dims=1)[:, :-1] for k in range(depth + 1)]  # the root, then the labels
         paths = torch.stack(ahead, -1).flatten(0, 1)  # (M, depth + 1)
         hits = []
         for part in chunks_of(len(paths), depth, len(matrix), paths.device):
             some, path = block.part(part), paths[part, None]
-            rows = some.states[:, self.first_row :].flatten(0, 1)
-            next_logits = self.condition(matmul(rows, matrix.T).unflatten(0, (-1, depth)), some)
-            best = [next_logits(path[..., : k + 1])[:, 0].argmax(-1) for k in range(depth)]
+            logits = matmul(some.rows.flatten(0, 1), matrix.T).unflatten(0, (-1, depth))
+            next_logits, only = self.condition(logits, some), torch.zeros_like(path[..., 0])
+            best = [next_logits(path[..., : k + 1], only)[:, 0].argmax(-1) for k in range(depth)]
             hits.append(torch.stack(best) == path[:, 0, 1:].T)
         return nn.functional.pad(torch.cat(hits, 1).view(depth, len(batch.tokens), -1), (0, 1))
 
@@ -327,7 +328,7 @@ class DraftBlockHead(nn.Module, DraftHead):
     @torch.no_grad()
     def draft_states(self, state: BlockState) -> BlockStates:
         """Return the states of one block per root."""
-        rows, dtype = state.shape.depth + self.first_row, self.norm.weight.dtype
+        rows, dtype = state.shape.depth + self.config.spare_rows, self.norm.weight.dtype
         positions = state.length[:, None] + state.slot[:rows]  # (B, R)
         extent = state.extent(rows)
         own, slot = positions[..., None], state.slot[:extent]
@@ -342,21 +343,22 @@ class DraftBlockHead(nn.Module, DraftHead):
         attends = [partial(state.attend, i, masks[window]) for i, window in enumerate(self.windows)]
         inputs = self.masked_inputs(state.embed(state.root), rows, state.embed).to(dtype)
         states = state.head.run(inputs, state.cos_sin(positions), attends, rows)
-        return BlockStates(states, state.root, state.newest, state.embed)
+        return BlockStates(states, state.root, state.newest, state.embed, self.config.drafting(rows))
 
     @torch.no_grad()
     def propose(self, state: BlockState, pick: Pick) -> Proposal:
         block, root = self.draft_states(state), state.root[:, None, None]
-        next_logits = state.head.condition(state.lm_head(block.states[:, self.first_row :]), block)
+        next_logits = state.head.condition(state.lm_head(block.rows), block)
         expanded: list[Tensor] = []  # tokens of the expanded nodes, level by level
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             expanded.append(tokens)
             path = torch.cat(expanded, 1).gather(1, paths.flatten(1)).view_as(paths)
-            logits: Tensor = next_logits(torch.cat([root.expand(-1, tokens.shape[1], 1), path], 2))
+            logits: Tensor = next_logits(torch.cat([root.expand(-1, tokens.shape[1], 1), path], 2), rows)
             return logits
 
-        return grow(state.shape, state.root, state.length, next_logits(root), pick, expand, self.draft_to_target)
+        first = next_logits(root, torch.zeros_like(root[..., 0]))
+        return grow(state.shape, state.root, state.length, first, pick, expand, self.draft_to_target)
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         config, sizes, N = self.config, Widths.of(self.config), batch_size * length

@@ -36,6 +36,7 @@ class BlockForm:
     """True if vLLM multiplies the embeddings of such a head as its target does."""
     algorithm: str = "dflash"
     """Name of the method in vLLM's options and, in capitals, in SGLang's."""
+    in_vllm: bool = True
     in_sglang: bool = True
     fixed_depth: bool = False
     """True if vLLM drafts another head's tokens unless it drafts as many as were trained."""
@@ -45,8 +46,8 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
     """Everything that the function of such a head depends on."""
 
     form: ClassVar[BlockForm]
-    first_row: ClassVar[int] = 1
-    """Row that predicts the first draft token: 1, or 0 if the root's row does."""
+    spare_rows: ClassVar[int] = 1
+    """Rows of a block that draft nothing."""
 
     aux_layer_ids: LayerIds
     mask_token_id: Number
@@ -62,8 +63,6 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
         if rows > self.max_position_embeddings:
             longest = self.max_position_embeddings
             raise ValueError(f"block_size: expected at most the target's context of {longest}, got {rows}")
-        if rows <= self.first_row:
-            raise ValueError(f"block_size: expected at least {1 + self.first_row}, got {rows}")
         if types is not None and len(types) != self.num_layers:
             raise ValueError(f"layer_types: expected one for each of {self.num_layers} layers, got {list(types)}")
         if window is not None and window < rows:
@@ -96,7 +95,16 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
     @property
     def depth(self) -> int:
         """Number of draft tokens of a block."""
-        return self.block_size - self.first_row
+        return self.block_size - self.spare_rows
+
+    @property
+    def first_row(self) -> int:
+        """Row that predicts the first draft token; the root's is 0."""
+        return self.spare_rows
+
+    def drafting(self, rows: int) -> slice:
+        """Return which of the rows of a block draft."""
+        return slice(self.first_row, self.first_row + rows - self.spare_rows)
 
     @property
     def num_logits(self) -> int:
@@ -111,6 +119,11 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
     @property
     def vllm_limit(self) -> str | None:
         """Reason why vLLM does not support a head of these sizes, or None."""
+        return None
+
+    @property
+    def sglang_limit(self) -> str | None:
+        """The same of SGLang."""
         return None
 
     def engine_fields(self) -> dict[str, Any]:

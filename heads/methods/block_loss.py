@@ -32,6 +32,13 @@ class BlockStates:
     newest: Tensor  # (M, D), the context of the position before the root
     embed_tokens: Callable[[Tensor], Tensor]
     """The target's input embeddings."""
+    drafting: slice
+    """Which rows draft."""
+
+    @property
+    def rows(self) -> Tensor:
+        """States (M, K, D) of the rows that draft."""
+        return self.states[:, self.drafting]
 
     def part(self, blocks: slice) -> "BlockStates":
         return replace(self, states=self.states[blocks], roots=self.roots[blocks], newest=self.newest[blocks])
@@ -60,6 +67,8 @@ class Labels:
     valid: Tensor  # (C, K) bool
     target: Distribution | None
     """The target's distributions (C * K, V), if the loss compares with them."""
+    progress: float
+    """`Rows.progress`"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +142,7 @@ def block_loss(
     task: BlockTask,
     parameters: Callable[[], Sequence[Tensor]],
 ) -> HeadLoss:
-    """Return the loss of blocks, of which the last K rows predict the labels.
+    """Return the loss of blocks, whose K drafting rows predict the labels.
 
     losses_of: (logits (C, K, V) of these rows by the frozen output head (V, D), their blocks, their labels) -> losses.
     parameters: returns the trained weights that it reads.
@@ -156,9 +165,9 @@ def block_loss(
         if task.reads_target:
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 p = Distribution(task.batch.shared.lm_head(hidden[slots.flatten() - 1]).to(dtype))
-        labels = Labels(tokens[slots], tokens[slots - 1], task.valid[part], p)
+        labels = Labels(tokens[slots], tokens[slots - 1], task.valid[part], p, task.batch.progress)
         with torch.enable_grad():
-            rows = losses_of(product(some.states[:, -K:], matrix), some, labels)
+            rows = losses_of(product(some.rows, matrix), some, labels)
             weights = labels.valid * task.weights  # (C, K)
             if task.pace:
                 weights = weights * dpace(rows.probs, labels.valid)

@@ -172,7 +172,7 @@ class DFlash2(DFlash):
 
     def row_losses(self, logits: Tensor, block: BlockStates, labels: Labels) -> RowLosses:
         rows = super().row_losses(logits, block, labels)
-        tokens, scores = self.choice(logits, block.states[:, 1:], labels.previous)  # (C, K, k)
+        tokens, scores = self.choice(logits, block.rows, labels.previous)  # (C, K, k)
         logq = scores.to(rows.values.dtype).log_softmax(-1)
         at_label = tokens == labels.tokens[..., None]
         p = at_label if labels.target is None else labels.target.probs.view_as(logits).gather(-1, tokens)

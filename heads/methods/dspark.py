@@ -41,7 +41,7 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
         renamed={r"^(?=markov_w[12]\.)": "markov_head.", r"^confidence_proj\.": "confidence_head.proj."},
         algorithm="dspark",
     )
-    first_row: ClassVar[int] = 0
+    spare_rows: ClassVar[int] = 0
 
     def engine_fields(self) -> dict[str, Any]:
         has_confidence = self.confidence_weight > 0

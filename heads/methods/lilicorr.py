@@ -118,8 +118,7 @@ class LiLiCorr(DFlash):
 
     def scores(self, tokens: Tensor, logs: Tensor, block: BlockStates) -> tuple[Tensor, Tensor]:
         """Return the lattice's scores of candidates (M, K, k), with log q of each."""
-        states = block.states[:, self.first_row :]
-        made: tuple[Tensor, Tensor] = self.lilicorr(block.embed_tokens(tokens), logs, states, block.newest)
+        made: tuple[Tensor, Tensor] = self.lilicorr(block.embed_tokens(tokens), logs, block.rows, block.newest)
         return made
 
     @property
@@ -157,7 +156,7 @@ class LiLiCorr(DFlash):
         values, tokens = wide.topk(self.config.lilicorr_candidate_topk, -1)
         start, pairs = self.scores(tokens, values - wide.logsumexp(-1, keepdim=True), block)
 
-        def next_logits(path: Tensor) -> Tensor:
+        def next_logits(path: Tensor, parents: Tensor) -> Tensor:
             W, k = path.shape[1], path.shape[2] - 1
             scores = start[:, None].expand(-1, W, -1)
             if k:

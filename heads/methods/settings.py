@@ -243,6 +243,21 @@ class XPressSettings(DFlashSettings):
     """Factor of the loss of the logits without the refiner."""
 
 
+class DominoSettings(DFlashSettings):
+    gru_hidden_dim: Count = 1024
+    """Width of the GRU over the tokens before a row."""
+    emb_dim: Count = 256
+    """Rank of what is added to the logits."""
+    pure_draft_prefix_len: Number = 1
+    """Number of the first draft tokens whose logits nothing is added to. SGLang takes 1."""
+    shift_label: bool = True
+    """Each row drafts the token after its own, the root's row the first one, as in the published heads. False: its own,
+    as in DFlash."""
+    base_decay: Decay = 0.5
+    """Fraction of the training in which the weight of the loss without the addition falls from 1 to 0. The loss with it
+    has the rest."""
+
+
 class DSparkSettings(DraftBlockSettings):
     block_size: Annotated[int, Field(ge=1, le=MAX_NODES)] = 7
     """Number of rows of a block, the root's included, and of tokens that are drafted. Tau is best when as many are
@@ -314,6 +329,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "dspark": DSparkSettings,
     "lilicorr": LiLiCorrSettings,
     "xpress": XPressSettings,
+    "domino": DominoSettings,
     "draft": DraftSettings,
 }
 """Settings by kind, the name in recipes and in saved heads."""

@@ -160,7 +160,7 @@ class XPress(DFlash):
             values, tokens = logits.topk(count, -1)  # (M, K, C)
             table = refine.w2.weight[tokens].to(logits.dtype)  # (M, K, C, r)
 
-        def next_logits(path: Tensor) -> Tensor:
+        def next_logits(path: Tensor, parents: Tensor) -> Tensor:
             W, k = path.shape[1], path.shape[2] - 1
             before = torch.cat([path[..., :1], path], -1)  # (M, W, k + 2)
             latent = refine(before, of_states[:, None, : k + 2].expand(-1, W, -1, -1))[..., -1, :].to(logits.dtype)

@@ -73,7 +73,7 @@ def block_head(kind: str, **changes: Any) -> Any:
     return filled(method(method.Config(**BLOCKS | BLOCK_HEADS[kind] | changes), *kept))
 
 
-dflash, dflash2, dspark, lilicorr, xpress = (partial(block_head, kind) for kind in BLOCK_HEADS)
+dflash, dflash2, dspark, lilicorr, xpress, domino = (partial(block_head, kind) for kind in BLOCK_HEADS)
 
 
 def write(
@@ -159,6 +159,12 @@ XPRESS: dict[str, Any] = ZLAB | dict(
     xpress_mlp_hidden=64, xpress_block_size=4, xpress_num_passes=6, xpress_topc=12,
 )  # fmt: skip
 """config.json of an XPress head, by its authors."""
+DOMINO: dict[str, Any] = ZLAB | dict(
+    emb_dim=5, dflash_config=ZLAB["dflash_config"] | dict(
+        projector_type="domino", pure_draft_prefix_len=1, emb_dim=5, gru_hidden_dim=6, shift_label=True,
+    ),
+)  # fmt: skip
+"""config.json of a Domino head, by its authors. SpecForge's name another class."""
 MARKOV: dict[str, Any] = dict(
     markov_rank=6, markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True
 )

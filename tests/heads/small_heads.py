@@ -35,6 +35,7 @@ BLOCK_HEADS: dict[str, dict[str, Any]] = {
         lilicorr_mlp_ratio=1.5,
     ),
     "xpress": dict(xpress_rank=16, xpress_mlp_hidden=64, xpress_topc=12),
+    "domino": dict(gru_hidden_dim=6, emb_dim=5),
 }  # fmt: skip
 """Settings of their own."""
 

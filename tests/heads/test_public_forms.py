@@ -16,6 +16,7 @@ from heads.published import is_published, read_published
 from heads.targets.model import FrozenTarget
 from tests.heads.published_heads import (
     DEEPSPEC,
+    DOMINO,
     LILICORR,
     LLAMA3,
     OF_SPECULATORS,
@@ -34,6 +35,7 @@ from tests.heads.published_heads import (
     comes_back,
     dflash,
     dflash2,
+    domino,
     drafts_equal,
     dspark,
     eagle3,
@@ -185,6 +187,14 @@ FORMS: dict[str, dict[str, Row]] = {
     "LiLiCorr": {"": (lilicorr, {}, LILICORR, False)},
     "XPress": {"": (xpress, {}, XPRESS, True)},
     "speculators' XPress": {"": (xpress, {}, SPECULATORS_XPRESS, True)},
+    "Domino": {
+        "its authors": (domino, {}, DOMINO, True),
+        "SpecForge": (domino, {}, DOMINO | {"architectures": ["DominoDraftModel"]}, True),
+        "SpecForge's defaults": (
+            domino, {"pure_draft_prefix_len": 0, "shift_label": False},
+            ZLAB | within(projector_type="domino", emb_dim=5, gru_hidden_dim=6), True,
+        ),
+    },
 }  # fmt: skip
 
 
@@ -240,7 +250,6 @@ def test_windows_in_speculators_form(target: FrozenTarget, tmp_path: Path) -> No
 Change = Callable[[dict[str, Tensor]], object]
 NO_VOCABULARY = {name: value for name, value in RAW.items() if name != "draft_vocab_size"}
 NARROW = RAW | dict(hidden_size=24, target_hidden_size=D)
-DOMINO = nested(ZLAB | {"architectures": ["DominoDraftModel"]}, projector_type="domino", emb_dim=8, gru_hidden_dim=16)
 
 
 def narrow(**changes: Any) -> Any:
@@ -273,7 +282,6 @@ def test_embeddings_that_are_not_the_targets_are_said_with_what_engines_do(
 
 
 NOT_READ: list[tuple[Config, str]] = [
-    (DOMINO, "Domino"),
     (RAW | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4}, "P-EAGLE"),
     (SPECULATORS | dict(architectures=["MTPDraftModel"], speculators_model_type="mtp"), "stitch_mtp"),
     (RAW | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "latent attention"),
@@ -317,6 +325,7 @@ UNFIT: list[tuple[Callable[..., Any], Config, Change, str]] = [
     (dspark, SPECULATORS_DSPARK | {"draft_vocab_size": 64}, keep, "d2t"),
     (lilicorr, XPRESS, keep, "lilicorr.anchor_norm.weight"),
     (xpress, ZLAB, keep, "xpress_head.down_g.weight"),
+    (domino, nested(DOMINO, gru_hidden_dim=7), keep, "prefix_gru.weight_hh_l0"),
 ]
 """Maker of the head, config.json, a change of the tensors, and words of the refusal."""
 

@@ -28,6 +28,7 @@ BLOCKS = {
     "dspark": forms.DEEPSPEC,
     "lilicorr": forms.LILICORR,
     "xpress": forms.XPRESS,
+    "domino": forms.DOMINO,
 }
 """kind -> config.json of a published head."""
 
@@ -209,6 +210,7 @@ def test_training_starts_from_a_head_of_another_kind(was: str, kind: str, target
     head, config = block_head(was), BLOCKS[was]
     path = write(tmp_path / "head", config, head.to_checkpoint())
     rows = {"num_anchors": 3, "block_size": (3 if kind == "dspark" else 4) + (was == "dspark")}
+    rows |= {"shift_label": False} if kind == "domino" else {}  # rows that draft what DFlash's do
     made = start_from(path, kind, rows, target, torch.ones(V))
     assert (made.config.num_anchors, made.depth) == (3, head.depth)
     theirs, ours = head.state_dict(), made.state_dict()
@@ -220,7 +222,7 @@ def test_training_starts_from_a_head_of_another_kind(was: str, kind: str, target
     if was != "dflash2":  # a new one's convolutions change nothing
         blocks = all_blocks(batch.documents)
         torch.testing.assert_close(made.unroll(batch, blocks, 3).states, head.unroll(batch, blocks, 3).states)
-    if was == "dflash" and kind in ("dflash2", "lilicorr"):  # a new one drafts as DFlash does
+    if was == "dflash" and kind in ("dflash2", "lilicorr", "domino"):  # a new one drafts as DFlash does
         drafts = [each.propose(seen(each, batch, "chain:3", [9]), greedy).tokens for each in (made, head)]
         assert torch.equal(*drafts)
     for key, value in {"block_size": 9, "num_layers": 3, "intermediate_size": 8}.items():

@@ -101,6 +101,7 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("dflash2", {"conv_group_size": 3}, "conv_group_size: expected a divisor of the target's width, 32"),
     ("dflash2", {"selector_top_k": 129}, "selector_top_k"),
     ("lilicorr", {"lilicorr_hidden_size": 20}, "lilicorr_hidden_size: expected a multiple of its 8 heads, got 20"),
+    ("domino", {"pure_draft_prefix_len": 7}, "pure_draft_prefix_len: expected less than the 7 draft tokens"),
     ("draft", {"layers": [0, 8]}, "layers"),
     ("draft", {"fresh": {"hiden_size": 3}}, "fresh.hiden_size"),
     ("draft", {"fresh": {"num_attention_heads": 5}}, "fresh"),

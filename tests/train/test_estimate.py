@@ -25,6 +25,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "dspark": BLOCK,
     "lilicorr": BLOCK | {"lilicorr_factor_dim": 16},
     "xpress": BLOCK | {"xpress_rank": 16},
+    "domino": BLOCK | {"gru_hidden_dim": 16},
 }
 
 

@@ -31,6 +31,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "dspark": BLOCK | {"kind": "dspark", "markov_rank": 8},
     "lilicorr": BLOCK | {"kind": "lilicorr", "lilicorr_hidden_size": 16, "lilicorr_factor_dim": 8},
     "xpress": BLOCK | {"kind": "xpress", "xpress_rank": 16, "xpress_mlp_hidden": 64},
+    "domino": BLOCK | {"kind": "domino", "gru_hidden_dim": 8, "emb_dim": 8},
     "distill": {"kind": "draft", "layers": [0, 7]},
 }
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from heads.methods.dflash2 import BlockConvolution
 from tests.closeness import assert_close
-from tests.heads.published_heads import V, dflash2, dspark, lilicorr, xpress
+from tests.heads.published_heads import V, dflash2, domino, dspark, lilicorr, xpress
 from train.optim import Muon, lr_factor, make_optimizer, orthogonal
 from train.recipe import Train
 
@@ -38,7 +38,7 @@ def test_norms_and_biases_do_not_decay() -> None:
     assert by_decay == {0.1: [(8, 8)], 0.0: [(2, 2, 8)]}  # the base, which is 1
 
 
-@pytest.mark.parametrize("make", [dflash2, dspark, lilicorr, xpress])
+@pytest.mark.parametrize("make", [dflash2, domino, dspark, lilicorr, xpress])
 def test_muon_is_for_no_table_of_tokens_or_positions(make: Callable[[], Any]) -> None:
     head = make()
     updated = make_optimizer(head, Train(max_steps=1, optimizer="muon")).param_groups[0]

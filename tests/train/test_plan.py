@@ -113,6 +113,7 @@ HEADS_OF: dict[str, dict[str, Any]] = {
     "dspark": BLOCK | {"markov_rank": 8},
     "lilicorr": BLOCK | {"lilicorr_hidden_size": 64, "lilicorr_factor_dim": 32},
     "xpress": BLOCK | {"xpress_rank": 16, "xpress_mlp_hidden": 64},
+    "domino": BLOCK | {"gru_hidden_dim": 64, "emb_dim": 16},
     "draft": {"layers": [0, 1]},
 }
 

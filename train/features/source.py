@@ -76,6 +76,7 @@ def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], d
     return Batch(
         **inputs,
         seed=rows.seed,
+        progress=rows.progress,
         embeddings=embeddings.to(dtype),
         aux_hidden_states=features.aux_hidden_states.to(dtype),
         hidden=features.hidden.to(dtype),

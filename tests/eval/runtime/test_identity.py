@@ -32,6 +32,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "dspark": BLOCK | {"markov_rank": 4},
     "lilicorr": BLOCK | {"lilicorr_num_heads": 2, "lilicorr_factor_dim": 8},
     "xpress": BLOCK | {"xpress_rank": 4, "xpress_mlp_hidden": 8, "xpress_topc": 16},
+    "domino": BLOCK | {"gru_hidden_dim": 8, "emb_dim": 4},
 }
 OTHER_BLOCKS = {kind for kind, settings in HEADS.items() if "block_size" in settings} - {"dflash"}
 WARM = Sampling(0.9, seed=4), Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01, seed=-8)

@@ -14,6 +14,7 @@ from heads.core.contract import Observation, SharedLayers
 from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
 from heads.methods.dflash import DFlash, DFlashConfig
 from heads.methods.dflash2 import DFlash2, DFlash2Config
+from heads.methods.domino import Domino, DominoConfig
 from heads.methods.dspark import DSpark, DSparkConfig
 from heads.methods.lilicorr import LiLiCorr, LiLiCorrConfig
 from heads.methods.xpress import XPress, XPressConfig
@@ -153,6 +154,7 @@ HEADS: dict[str, Callable[[], Any]] = {
         LiLiCorrConfig(**SETTINGS, lilicorr_candidate_topk=2, lilicorr_num_heads=2, lilicorr_factor_dim=4)
     ),
     "xpress": lambda: XPress(XPressConfig(**SETTINGS, xpress_rank=4, xpress_mlp_hidden=6, xpress_topc=2)),
+    "domino": lambda: Domino(DominoConfig(**SETTINGS, gru_hidden_dim=4, emb_dim=4)),
 }
 
 

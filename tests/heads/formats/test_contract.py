@@ -47,8 +47,8 @@ def serving(found: dict[str, Verdict]) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", BLOCK_HEADS)
-def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
-    engines = {VLLM} if kind == "xpress" else {VLLM, SGLANG}
+def test_a_head_that_drafts_blocks_is_what_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
+    engines = {"xpress": {VLLM}, "domino": {SGLANG}}.get(kind, {VLLM, SGLANG})
     settings = BLOCK_HEADS[kind] | {"block_size": 5, "num_layers": 2}
     folder = save(tmp_path / "head", target, kind, **settings)
     config = json.loads((folder / "config.json").read_text())
@@ -60,15 +60,27 @@ def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: 
     found = verdicts(folder)
     assert serving(found) == engines and why_unfit([*found.values()]) is None
     method = kind if kind == "dspark" else "dflash"
-    assert f'"method": "{method}"' in found[VLLM].command
+    if VLLM in engines:
+        assert f'"method": "{method}"' in found[VLLM].command
     if SGLANG in engines:
         assert f"--speculative-algorithm {method.upper()} " in found[SGLANG].command
         drafts = "dspark-block-size 4" if kind == "dspark" else "num-draft-tokens 5"
         assert found[SGLANG].command.endswith(f" --speculative-{drafts}")
-    assert serving(verdicts(folder, architecture="Qwen2ForCausalLM")) == {VLLM}
+    assert serving(verdicts(folder, architecture="Qwen2ForCausalLM")) == {VLLM} & engines
     assert serving(verdicts(folder, architecture="MixtralForCausalLM")) == set()
     found = verdicts(save(tmp_path / "last", target, kind, aux_layer_ids=[2, 8], **settings))
     assert all("[1, 7]: only the outputs" in found[engine].errors[0] for engine in engines)
+
+
+def test_what_sglang_reads_of_domino(target: FrozenTarget, tmp_path: Path) -> None:
+    """DFlash's class with the projector's fields, and a correction from the second token on."""
+    settings = BLOCK_HEADS["domino"] | {"block_size": 5, "num_layers": 2}
+    config = json.loads((save(tmp_path / "head", target, "domino", **settings) / "config.json").read_text())
+    own = {**settings, "projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": True}
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert own.items() - settings.items() <= config["dflash_config"].items() >= BLOCK_HEADS["domino"].items()
+    found = verdicts(save(tmp_path / "other", target, "domino", pure_draft_prefix_len=0, **settings))
+    assert not serving(found) and "takes a pure_draft_prefix_len of 1, not 0" in found[SGLANG].reason
 
 
 def test_what_vllms_kernels_take_of_xpress(target: FrozenTarget, tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import pad
 
@@ -24,6 +24,7 @@ from heads.methods.block_attention import (
     draw_blocks,
 )
 from heads.methods.dflash2 import DFlash2
+from heads.methods.domino import Domino
 from heads.methods.dspark import DSpark
 from heads.methods.head_shape import spread_layer_ids
 from heads.methods.lilicorr import LiLiCorr
@@ -198,6 +199,22 @@ def plain_refined(head: XPress, states: Tensor, path: list[int]) -> Tensor:
     return added
 
 
+def plain_correction(head: Domino, batch: Batch, state: Tensor, path: list[int]) -> Tensor:
+    """(V,) what is added to the logits of the row behind a path from the root on."""
+    gru: Any = head.prefix_gru
+    inner, outer = (cast(nn.Linear, head.embed_proj[i]) for i in (0, 2))
+    g = torch.zeros(head.config.gru_hidden_dim, dtype=torch.float64)
+    for token in path:
+        x = batch.shared.embed_tokens(torch.tensor(token))
+        reset, update, new = (gru.weight_ih_l0 @ x).chunk(3)
+        of_reset, of_update, of_new = (gru.weight_hh_l0 @ g).chunk(3)
+        share = (update + of_update).sigmoid()
+        g = share * g + (1 - share) * (new + (reset + of_reset).sigmoid() * of_new).tanh()
+    latent = inner.weight @ torch.cat([state, g])
+    added: Tensor = outer.weight @ (latent * latent.sigmoid())
+    return added
+
+
 def plain_lattice_loss(head: LiLiCorr, logits: Tensor, p: Tensor, label: int) -> Tensor:
     """What one row adds to the loss, from its logits by the lattice (V,) and the target's distribution p (V,)."""
     config, kept = head.config, logits.isfinite()
@@ -221,7 +238,7 @@ def plain_logits(
     """(k, path) -> logits (V,) of the k-th token of a block, behind a path from its root on: in training, or of a draft
     of so many tokens. Those of tokens that are no candidates are -inf; all candidates are alike behind a token that was
     none."""
-    rows = head.first_row + (drafts or head.depth)
+    rows = head.config.spare_rows + (drafts or head.depth)
     every, matrix = plain_block(head, batch, b, anchor, rows), lm_head(batch)
     states = every[head.first_row :]
     if isinstance(head, LiLiCorr):
@@ -236,6 +253,8 @@ def plain_logits(
         if isinstance(head, XPress):
             weakest = base.sort(descending=True).values[head.config.candidates - 1]
             return (base + plain_refined(head, every, path)).masked_fill((base < weakest) & bool(drafts), -torch.inf)
+        if isinstance(head, Domino) and k >= head.config.pure_draft_prefix_len:
+            return base + plain_correction(head, batch, states[k], path)
         if not isinstance(head, LiLiCorr):
             return base
         drafted = torch.full((V,), -torch.inf, dtype=torch.float64)
@@ -290,6 +309,9 @@ def plain_losses(head: DraftBlockHead, batch: Batch, b: int, anchor: int) -> tup
             if drafted:
                 of_rounds = torch.stack([plain_loss(head, log, p, token) for log in drafted])
                 loss = loss + config.consistency_weight * of_rounds.mean()
+        elif isinstance(head, Domino):
+            share = max(0.0, 1 - batch.progress / config.base_decay)
+            loss = (1 - share) * plain_loss(head, logq, p, token) + share * plain_loss(head, base, p, token)
         else:
             loss = plain_loss(head, base, p, token)
             if isinstance(head, DFlash2):
@@ -340,6 +362,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("xpress", {}),
     ("xpress", {"loss": "labels", "weights": "d_pace", "consistency_passes": 1}),
     ("xpress", {"consistency_passes": 0, "base_weight": 0.0}),
+    ("domino", {}),
+    ("domino", {"loss": "labels", "weights": "d_pace", "shift_label": False, "pure_draft_prefix_len": 0}),
+    ("domino", {"base_decay": 0.1}),
 ]
 
 
@@ -349,7 +374,7 @@ def test_loss_and_gradients_equal_the_plain_formula(
 ) -> None:
     few_rows(8)  # chunks of a few blocks
     head, batch = make_head(kind, **changes), make_batch()
-    batch = dataclasses.replace(batch, seed=5)
+    batch = dataclasses.replace(batch, seed=5, progress=0.2)
     weighted, weights, plain = plain_terms(head, batch)
     (weighted.sum() / weights.sum()).backward()
     wanted = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
@@ -486,6 +511,8 @@ DRAFTING: list[tuple[str, dict[str, Any]]] = [
     ("dspark", {"rope_scaling": SCALED}),
     ("lilicorr", {"conv_kernel_size": 2, "conv_group_size": 4}),
     ("xpress", {"causal": True}),
+    ("domino", {}),
+    ("domino", {"sliding_window": 5, "shift_label": False}),
     ("dspark", {"sliding_window": 4, "layer_types": ("sliding_attention", "sliding_attention")}),
 ]
 
@@ -498,13 +525,14 @@ def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any]) 
     limit: dict[str, Any] = dict(roundings=32, precision=torch.float32) if "rope_scaling" in changes else {}
     for depth in (3, 2):
         state = seen(head, batch, f"chain:{depth}", lengths)
-        drafted = head.draft_states(state).states[:, head.first_row :]
+        rows = depth + head.config.spare_rows
+        drafted = head.draft_states(state).rows
         anchors = torch.tensor(lengths)[:, None]
         blocks = Blocks(anchors, torch.ones_like(anchors).bool())
-        trained = head.unroll(batch, blocks, depth + head.first_row).states[:, head.first_row :]
+        trained = head.unroll(batch, blocks, rows).rows
         torch.testing.assert_close(drafted, trained, atol=1e-12, rtol=0)
         for b, n in enumerate(lengths):
-            plain = plain_block(head, batch, b, n, depth + head.first_row)[head.first_row :]
+            plain = plain_block(head, batch, b, n, rows)[head.first_row :][:depth]
             assert_close(drafted[b], plain, **{"roundings": 1024, **limit})
 
 
@@ -517,6 +545,8 @@ def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any]) 
         ("lilicorr", {"lilicorr_hidden_size": D}),
         ("xpress", {"xpress_topc": 0}),
         ("xpress", {"xpress_topc": 7}),
+        ("domino", {}),
+        ("domino", {"pure_draft_prefix_len": 0, "shift_label": False}),
     ],
 )
 @pytest.mark.parametrize("shape", ["tree:3x4x25", "static:3.2.1", "chain:2"])

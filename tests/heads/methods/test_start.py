@@ -82,7 +82,7 @@ def block_logits(head: Any, batch: Batch) -> Tensor:
     """The logits (B, K, V) of a block whose root is the last token."""
     last = batch.tokens.shape[1] - 1
     blocks = Blocks(torch.full((len(batch.tokens), 1), last), torch.ones(len(batch.tokens), 1, dtype=torch.bool))
-    states = head.unroll(batch, blocks, head.config.block_size).states[:, head.first_row :]
+    states = head.unroll(batch, blocks, head.config.block_size).rows
     assert batch.shared.lm_head_weight is not None
     return states @ batch.shared.lm_head_weight.T  # type: ignore[no-any-return]
 
