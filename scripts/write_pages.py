@@ -195,9 +195,10 @@ def curve_chart(pattern: str) -> Chart:
     for record in (read_results(path) for path in sorted(RESULTS.glob(pattern))):
         runs |= {METHODS[head.kind]: head.curve for head in record.heads if head.curve}
         level = next(m.tau.mean for m in record.measurements if record.head_of(m).kind == "lookup")
+    ends = {method: (points[0], points[-1]) for method, points in runs.items()}
     said = [
-        f"{method}: " + ", ".join(f"{p.tau:.2f} after {format.count(p.tokens)} training tokens" for p in points)
-        for method, points in runs.items()
+        f"{method}, {first.tau:.2f} at {format.count(first.tokens)}, {last.tau:.2f} at {format.count(last.tokens)}"
+        for method, (first, last) in ends.items()
     ]
 
     def draw(axes: Axes) -> None:
@@ -207,7 +208,7 @@ def curve_chart(pattern: str) -> Chart:
         axes.text(0.01, level, " prompt lookup, no training", transform=axes.get_yaxis_transform(), **label)
         axes.set_ylabel("tau")
 
-    note = f"{'; '.join(said)}; prompt lookup: {level:.2f}"
+    note = f"{'; '.join(said)}; prompt lookup, {level:.2f}"
     return Chart(PICTURE.stem, "tau over training tokens", note, draw)
 
 
