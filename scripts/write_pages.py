@@ -204,8 +204,8 @@ def curve_chart(pattern: str) -> Chart:
     def draw(axes: Axes) -> None:
         draw_lines(axes, series={method: line_of(points) for method, points in runs.items()})
         axes.axhline(level, color=COLOURS["verify"], ls="--", lw=1.8)
-        label = {"color": COLOURS["verify"], "va": "bottom"}
-        axes.text(0.01, level, " prompt lookup, no training", transform=axes.get_yaxis_transform(), **label)
+        place = axes.get_yaxis_transform()
+        axes.text(0.01, level, " prompt lookup, no training", transform=place, color=COLOURS["verify"], va="bottom")
         axes.set_ylabel("tau")
 
     note = f"{'; '.join(said)}; prompt lookup, {level:.2f}"
