@@ -1,12 +1,13 @@
 """Generate text with a draft head. Answers are streamed, with accepted draft tokens in colour, and tau is shown.
 
     python eval/chat.py runs/quickstart --prompt 'import os'       # one answer
-    python eval/chat.py HEAD_DIR_OR_HUB_ID                         # a conversation; Ctrl-D ends it, Ctrl-C an answer
+    python eval/chat.py HEAD_DIR_OR_HUB_ID --system 'Be brief.'    # a conversation; Ctrl-D ends it, Ctrl-C an answer
 
-The text is the same as that of plain decoding, token for token, with any head. A target with a chat template answers;
-any other target continues the text. If the output is not a terminal, only the text is written to it. NO_COLOR disables
-colours. Exit status: 0; 2, with one line, for an error that the user can fix; 130 for an interrupt outside an answer,
-or during the answer to --prompt.
+The text is the same as that of plain decoding, token for token, with any head. A target with a chat template answers,
+and reads all earlier turns, as its template renders them now; any other target continues the text. A turn for which
+there is no room is refused and not remembered; /reset forgets all turns but --system. If the output is not a terminal,
+only the text is written to it. NO_COLOR disables colours. Exit status: 0; 2, with one line, for an error that the user
+can fix; 130 for an interrupt outside an answer, or during the answer to --prompt.
 """
 
 import argparse
@@ -95,8 +96,8 @@ class Conversation:
         room = prompt_room(self.target, self.max_new_tokens, self.shape.nodes)
         if not 1 <= len(ids) <= room:
             raise UserError(
-                f"the prompt, with what was said before, has {len(ids)} tokens; expected 1 to {room}, which leave room "
-                f"for {self.max_new_tokens} new ones; begin anew, or with another --max-new-tokens"
+                f"the conversation with this prompt has {len(ids)} tokens; expected 1 to {room}, which leave room for "
+                f"{self.max_new_tokens} new ones; give a shorter prompt, /reset, or start with fewer --max-new-tokens"
             )
         engine = self.engine_for(len(ids) + self.max_new_tokens + self.shape.nodes)
         sampling = replace(self.sampling, seed=self.sampling.seed + self.answers)
@@ -189,6 +190,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add_head_options(parser)
     add = parser.add_argument
     add("--prompt", help="answer this prompt and exit; without it, each line of the input is a prompt")
+    add("--system", help="system message of the conversation")
     add(
         "--tree",
         dest="trees",
@@ -222,6 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shape = (fitting or shapes)[0]  # if none fits, the engine raises the error that says why
     console = Console()
     conversation = Conversation(opened, shape, sampling, options.max_new_tokens, console)
+    system: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
+    if system and opened.tokenizer.chat_template is None:
+        raise UserError(f"--system: {opened.target.name} has no chat template and only continues texts; leave it out")
+    conversation.messages = system
     if options.prompt is not None:
         with interruptible() as is_interrupted:
             conversation.answer(options.prompt, is_interrupted)
@@ -234,14 +240,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except EOFError:
             return 0
         if prompt.strip() == "/reset":
-            conversation.messages.clear()
+            conversation.messages = system
         elif prompt.strip():
             try:
                 with interruptible() as is_interrupted:
                     conversation.answer(prompt, is_interrupted)
             except UserError as error:  # about this prompt; the next one may be shorter
                 print_line(f"error: {error}")
-                conversation.messages.clear()
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from heads.targets.load import load_target, load_tokenizer
 from scripts.write_pages import CURVES, MARK, METHODS, PICTURE, RESULTS, curve_chart
 from scripts.write_pages import pages as generated
 from tests.chats import encode_chat
+from tests.conftest import small_recipe
 from tests.runs import forget_accelerator
 from tests.switches import forget_library
 from train.derive import begin
@@ -225,6 +226,25 @@ def test_the_program_in_python_runs(
     save_head(head, tmp_path / "runs/quickstart/head", target=target_record(target))
     exec(compile(program, "the program", "exec"), {})
     assert re.search(r"^\d\.\d\d tokens per pass$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_training_from_python_runs(
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    without_charts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (program,) = (block for page in PAGES for block in blocks(page, "python") if "train(" in block)
+    recipe = small_recipe(tmp_path, tiny_target_dir)
+    recipe["train"] |= {"log_every": 50, "checkpoint_every": 100}
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/quickstart.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(tmp_path)
+    forget_accelerator()
+    exec(compile(program, "the program", "exec"), {})
+    tau = json.loads((tmp_path / "runs/short/results.json").read_text())["tau"]["mean"]
+    assert capsys.readouterr().out.endswith(f"\ntau {tau:.2f}\n")
 
 
 @pytest.mark.parametrize("page", [FIRST, ROOT / "train/README.md"], ids=lambda page: str(page.relative_to(ROOT)))

@@ -12,20 +12,18 @@ import tempfile
 import warnings
 from contextlib import ExitStack
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedType,
-    InitProcessGroupKwargs,
-    ProjectConfiguration,
-    is_tensorboard_available,
-)
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
 from transformers import PreTrainedTokenizerBase
 
+from eval.measure.command_line import OFF
 from eval.measure.loading import load_pair
+from eval.pages.wandb_run import wandb_mode
 from heads.core.errors import UserError
 from heads.core.files import lock
 from heads.targets.load import Place
@@ -33,7 +31,6 @@ from heads.targets.model import FrozenTarget
 from train.core.processes import is_launched
 from train.fast_dtype import fastest_dtype
 from train.recipe import Target, Tracking, Train
-from train.tracking import wandb_mode
 
 TIMEOUT = timedelta(hours=2)
 """Longest wait of a process for another one. It must exceed the time of a checkpoint or a measurement."""
@@ -61,10 +58,12 @@ def make_accelerator(
         "kwargs_handlers": [group],
     }
     if tracking is not None and folder is not None:
-        if tracking.tensorboard and not is_tensorboard_available():  # Accelerate would skip it
-            raise UserError("tracking.tensorboard: not installed; pip install tensorboard, or leave it out")
-        wanted_trackers = {"wandb": wandb_mode(tracking) != "off", "tensorboard": tracking.tensorboard}
-        arguments["log_with"] = [name for name, on in wanted_trackers.items() if on] or None  # it warns about []
+        wanted = {**tracking.model_dump(include={"tensorboard", "trackio"}), "wandb": wandb_mode(tracking.wandb) != OFF}
+        names = [name for name, is_wanted in wanted.items() if is_wanted]
+        for name in names:
+            if find_spec(name) is None:  # Accelerate would skip it
+                raise UserError(f"tracking.{name}: not installed; pip install {name}, or leave it out")
+        arguments["log_with"] = names or None  # it warns about []
         arguments["project_config"] = ProjectConfiguration(logging_dir=str(folder / "tensorboard"))
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed would look for a GPU

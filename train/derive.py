@@ -134,9 +134,9 @@ class Survey:
         return sorted(heapq.nsmallest(number, self.candidates), key=lambda candidate: candidate.record)
 
 
-def run_derived(options: argparse.Namespace, name: str) -> int:
-    """Derive a recipe for train/NAME.py, print it and its plan, save it in the run's folder, and train it unless the
-    options have --plan."""
+def derived_recipe(options: argparse.Namespace, name: str) -> Recipe:
+    """Derive a recipe for train/NAME.py, print it and its plan, and save it in the run's folder. UserError if the
+    device has too little memory for it, unless the options have --plan."""
     source = begin(options, KINDS[name])
     first = checked(source)
     check_kind(first, source.file, name)
@@ -148,7 +148,6 @@ def run_derived(options: argparse.Namespace, name: str) -> int:
     from eval.pages.card import check_card
     from train.memory_and_flops import GIB
     from train.plan import launch_of, print_plan
-    from train.run import train_head
     from train.run_folder import RunFolder
 
     check_card(folder, "output_dir")
@@ -165,12 +164,11 @@ def run_derived(options: argparse.Namespace, name: str) -> int:
         RunFolder(folder).write_recipe(source.tree, f"The recipe that {command} derived.")
     if options.plan:
         print_line(f"the recipe is in {folder / OWN}; the same command without --plan trains it")
-        return 0
-    if (missing := sum(plan.device().values()) - launch.memory_bytes) > 0:
+    elif (missing := sum(plan.device().values()) - launch.memory_bytes) > 0:
         raise UserError(
             f"the run needs {missing / GIB:.1f} GiB more than the device has; its plan says what saves memory"
         )
-    return train_head(plan.recipe)
+    return plan.recipe
 
 
 def begin(options: argparse.Namespace, kind: str) -> Source:

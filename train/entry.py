@@ -9,7 +9,7 @@ from eval.measure.command_line import Parser, asks_usage, exit_status, print_lin
 from eval.measure.settings import Count
 from heads.core.errors import UserError
 from train.core.strict_yaml import Positive
-from train.derive import run_derived
+from train.derive import derived_recipe
 from train.recipe import KINDS, Recipe, check_kind, load_recipe
 from train.recipe_help import keys_of
 
@@ -31,6 +31,7 @@ PLANNING = """--plan prints the memory, operations and hours of a run, computed 
   --features PLACE          where the target runs: process (whole in each process), sharded, vllm or cache
   --memory GIB              memory of a GPU to plan for; default: this machine's device
   --tflops X                TFLOP/s of a device; may be repeated (default: 396, 40% of an H100's; on a CPU, measured)"""
+TRACKING = "--wandb online, offline or off sets tracking.wandb, as for eval/bench.py and eval/sweep.py."
 
 
 def run_entry(name: str) -> None:
@@ -51,24 +52,27 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
             return 0
         options = parse_arguments(arguments)
         if options.model or options.data:
-            return run_derived(options, name)
-        if not options.overrides:
+            recipe = derived_recipe(options, name)
+        elif not options.overrides:
             raise UserError(f"{USAGE.format(name=name)}; --help lists the keys")
-        path, *overrides = options.overrides
-        recipe = load_recipe(path, overrides)
-        check_kind(recipe, path, name)
-        from train.open_run import fit_template  # imports torch, which takes seconds, once the recipe is right
+        else:
+            path, *overrides = options.overrides
+            recipe = load_recipe(path, overrides)
+            check_kind(recipe, path, name)
+            from train.open_run import fit_template  # imports torch, which takes seconds, once the recipe is right
 
-        recipe = fit_template(recipe, overrides)
+            recipe = fit_template(recipe, overrides)
+            if options.plan:
+                from train.memory_and_flops import Plan
+                from train.plan import launch_of, print_plan
+
+                print_plan(Plan(recipe, launch_of(options, recipe)), options.tflops)
         if options.plan:
-            from train.memory_and_flops import Plan
-            from train.plan import launch_of, print_plan
-
-            print_plan(Plan(recipe, launch_of(options, recipe)), options.tflops)
             return 0
-        from train.run import train_head
+        from train.run import train
 
-        return train_head(recipe)
+        results = train(recipe)
+        return 0 if results is None or results.is_exact else 1
 
     return exit_status(run, say_why)
 
@@ -81,6 +85,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("overrides", nargs="*")
     add("--model")
     add("--data")
+    add("--wandb", type="tracking.wandb={}".format)
     add("--plan", action="store_true")
     planning = [
         add("--processes", type=typed(Count)),
@@ -93,7 +98,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for word in unknown:  # --key=value is key=value
         if not word.startswith("--") or "=" not in word:
             parser.error(f"unrecognized arguments: {word}")
-    options.overrides += unknown
+    options.overrides += unknown + [options.wandb] * bool(options.wandb)
     for option in planning:
         if getattr(options, option.dest) is not None and not options.plan:
             parser.error(f"--{option.dest}: is an option of --plan")
@@ -101,7 +106,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _help(name: str) -> str:
-    return f"{DERIVING}\n\n{PLANNING}\n\n{keys_of(Recipe, KINDS[name])}"
+    return f"{DERIVING}\n\n{PLANNING}\n\n{TRACKING}\n\n{keys_of(Recipe, KINDS[name])}"
 
 
 def say_why(text: str) -> None:

@@ -196,10 +196,12 @@ class Tracking(Settings):
     WANDB_MODE wins."""
     tensorboard: bool = False
     """Write TensorBoard files to `tensorboard/` in the run's folder. Needs the package tensorboard."""
+    trackio: bool = False
+    """Log to trackio, which `trackio show` displays. TRACKIO_SPACE_ID names a Space. Needs the package trackio."""
     project: Annotated[str, Field(max_length=128, pattern=r"^[^/\\#?%:]+$")] | None = None
-    """Project of the wandb run. Null: that of the variable WANDB_PROJECT, or draftsmith."""
+    """Project of the wandb or trackio run. Null: that of the variable WANDB_PROJECT, or draftsmith."""
     name: Name | None = None
-    """Name of the wandb run. Null: that of the variable WANDB_NAME, or the name of the run's folder."""
+    """Name of the wandb or trackio run. Null: that of the variable WANDB_NAME, or the name of the run's folder."""
 
 
 class Recipe(Settings):
@@ -303,8 +305,8 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
         useless["train", "grad_accum"] = "with train.tokens_per_step"
     if recipe.train.eval_every is not None:
         useless["train", "eval_points"] = "with train.eval_every"
-    if recipe.tracking.wandb == "off":
-        useless |= {("tracking", name): "with tracking.wandb off" for name in ("project", "name")}
+    if recipe.tracking.wandb == "off" and not recipe.tracking.trackio:
+        useless |= {("tracking", name): "without tracking.wandb or tracking.trackio" for name in ("project", "name")}
     if recipe.eval.prompts == HELD_OUT_SUITE:
         useless["eval", "skip_long"] = "on modules, which are cut to fit"
     report = recipe.eval.report

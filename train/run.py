@@ -4,24 +4,31 @@ from eval.bench import run_bench
 from eval.measure.acceptance_profile import ACCEPTANCE, acceptance_profile
 from eval.measure.prompts import absolute_prompts
 from eval.measure.results import read_results, write_record
+from eval.measure.schema import Results
 from eval.pages.report import write_report
 from heads.core.errors import UserError
 from heads.formats.engine_folder import why_unfit
 from heads.saved import check_loaders, load_head, weights_hash
 from train.core.interrupts import Interrupted, Interrupts
-from train.core.processes import is_lost_process, on_main, tell_first
+from train.core.processes import is_lost_process, on_main
 from train.loop import Outcome, fit
 from train.open_run import Run, open_run
 from train.recipe import Eval, Recipe, load_recipe, plain_settings
 from train.run_folder import RunFolder
 
 
-def train_head(recipe: Recipe) -> int:
+def train(recipe: Recipe) -> Results | None:
+    """Train the head of a recipe, or continue the run in its folder, and measure the best head.
+
+    Return the contents of the folder's results.json, on every process; None if the main process had no room for the
+    whole target, so that nothing was decoded. UserError for what a user can mend. An interrupt leaves a checkpoint and
+    raises KeyboardInterrupt.
+    """
     try:
         with open_run(recipe) as run:
             outcome = fit(recipe, run)
             with Interrupts():
-                return finish(outcome, run)
+                return measure_best(outcome, run)
     except RuntimeError as error:
         if is_lost_process(error):
             raise UserError(
@@ -29,31 +36,29 @@ def train_head(recipe: Recipe) -> int:
             ) from error
         raise
     except Interrupted as interrupted:
-        tell_first(f"interrupted{interrupted}; the same command goes on from there")
-        return 130
+        raise Interrupted(f"{interrupted}; the same command goes on from there") from None
 
 
-def finish(outcome: Outcome, run: Run) -> int:
-    """Measure the best head, unless an earlier run did so with the same settings. Return 1 if an output diverged from
-    the target's."""
+def measure_best(outcome: Outcome, run: Run) -> Results | None:
+    """Return the measurement of the best head, which may be that of an earlier run with the same settings."""
     (recipe, features, tokenizer), folder, tracker = outcome, run.folder, run.tracker
 
-    def act() -> int:
+    def act() -> Results | None:
         if (doubt := why_unfit(check_loaders(folder.head))) is not None:
             tracker.say(f"{folder.head}: {doubt}")
         if is_measured(folder, recipe.eval):
+            results = read_results(folder.results)
             if not folder.card.is_file():  # the last file of a report: writing it was interrupted
-                results = read_results(folder.results)
                 write_report(results, folder.path)
                 tracker.log_outcome(results)
             tracker.say(f"measured already; see {folder.path / 'report.html'}")
-            return 0
+            return results
         if not features.measures:
             tracker.say(
                 f"{folder.head}: tau is an estimate and nothing was decoded, so there is no report; to measure it, run "
                 f"python eval/bench.py {folder.path} where there is room for the target"
             )
-            return 0
+            return None
         report = recipe.eval.final()
         tracker.say(f"next: the final measurement of {', '.join(report.trees)}; it writes {folder.path}/report.html")
         with features.whole() as target:
@@ -63,11 +68,11 @@ def finish(outcome: Outcome, run: Run) -> int:
             write_record(profile, folder.head / ACCEPTANCE)
         tracker.log_outcome(results)
         folder.write_recipe(plain_settings(recipe))
-        return 0 if results.is_exact else 1
+        return results
 
-    code = on_main(run.accelerator, act)
-    tracker.finish(code=code)
-    return code
+    results = on_main(run.accelerator, act)
+    tracker.finish(code=0 if results is None or results.is_exact else 1)
+    return results
 
 
 def is_measured(folder: RunFolder, settings: Eval) -> bool:

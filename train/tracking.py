@@ -9,12 +9,12 @@ from typing import Any, TextIO
 
 from accelerate import Accelerator
 
+from eval.measure.command_line import OFF
 from eval.measure.progress import Progress
 from eval.measure.results import named_figures
 from eval.measure.schema import Results
 from eval.pages.format import count
-from eval.pages.wandb_run import log_outcome, quiet_settings, run_place, tags
-from heads.core.errors import UserError, expect, first_line
+from eval.pages.wandb_run import log_outcome, run_place, tags, wandb_mode, wandb_starts
 from heads.core.files import write_text
 from train.recipe import Tracking
 from train.run_folder import RunFolder
@@ -26,16 +26,6 @@ DEPTHS = 6
 DIFFERENCE = 0.02
 """Difference of the training step's tau from the measured one, on the same texts, above which a line says so. Rounding
 gives less."""
-
-
-def wandb_mode(settings: Tracking) -> str:
-    """Return the mode of a run's wandb, or `off`. Clusters set WANDB_MODE for all jobs: it wins over a recipe that asks
-    for wandb."""
-    modes = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
-    if settings.wandb == "off" or not (named := os.environ.get("WANDB_MODE")):
-        return settings.wandb
-    expect(named in modes, "WANDB_MODE", f"one of {', '.join(modes)}", named)
-    return modes[named]
 
 
 class Tracker:
@@ -133,32 +123,27 @@ class Tracker:
         """Start the trackers of a run that has made `step` steps. A resumed run continues its wandb run."""
         if not self.accelerator.log_with:
             return
-        import wandb
-
         settings, record, id_file = self.settings, self.record, self.folder.path / "wandb-id"
-        mode = wandb_mode(settings)
-        wandb_options = {
-            "name": settings.name or os.environ.get("WANDB_NAME") or self.folder.path.name,
-            "id": id_file.read_text().strip() if id_file.is_file() else None,
-            "resume": "allow" if mode == "online" else None,
-            "mode": mode,
-            "dir": str(self.folder.path),
-            "config": record,
-            "tags": tags(record["head"]["kind"], record["target"]["path"]),
-            "settings": quiet_settings(),
-        }
-        # TensorBoard hides what an interrupted run wrote after its checkpoint.
-        options = {"wandb": wandb_options, "tensorboard": {"purge_step": step + 1}}
-        try:
-            project = settings.project or os.environ.get("WANDB_PROJECT") or "draftsmith"
-            self.accelerator.init_trackers(project, init_kwargs=options)
-        except wandb.errors.Error as error:
-            self.accelerator.trackers = []  # the list holds trackers that did not start
-            raise UserError(
-                f"tracking.wandb {mode}: wandb does not start ({first_line(error)}); log in, or set tracking.wandb to "
-                "offline or off"
-            ) from None
-        if mode != "off":
+        mode = wandb_mode(settings.wandb)
+        project = settings.project or os.environ.get("WANDB_PROJECT") or "draftsmith"
+        named = {"name": settings.name or os.environ.get("WANDB_NAME") or self.folder.path.name, "config": record}
+        with wandb_starts(mode, self.folder.path) as shared:
+            wandb_options = {
+                "id": id_file.read_text().strip() if id_file.is_file() else None,
+                "resume": "allow" if mode == "online" else None,
+                "tags": tags(record["head"]["kind"], record["target"]["path"]),
+            }
+            options = {
+                "wandb": {**named, **shared, **wandb_options},
+                "tensorboard": {"purge_step": step + 1},  # hides what an interrupted run wrote after its checkpoint
+                "trackio": {**named, "resume": "allow" if step else "never"},  # it knows runs by name alone
+            }
+            try:
+                self.accelerator.init_trackers(project, init_kwargs=options)
+            except Exception:
+                self.accelerator.trackers = []  # the list holds trackers that did not start
+                raise
+        if mode != OFF:
             run = self.accelerator.get_tracker("wandb", unwrap=True)
             run.define_metric("eval/*", step_metric="eval/tokens")  # learning curves
             write_text(id_file, run.id + os.linesep)

@@ -174,8 +174,8 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
         return status
     except UserError as error:
         message = str(error)
-    except KeyboardInterrupt:
-        say("interrupted")
+    except KeyboardInterrupt as interrupted:
+        say(f"interrupted{interrupted}")
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the output

@@ -15,36 +15,54 @@ from eval.measure.results import named_figures, plain
 from eval.measure.schema import Results
 from eval.measure.settings import SAMPLED, to_settings
 from eval.measure.speedup_checks import why_unreliable
-from heads.core.errors import UserError, first_line
+from heads.core.errors import UserError, expect, first_line
 
 MAX_TAG = 64
 """Number of letters of a tag that wandb allows."""
+
+
+def wandb_mode(asked: str) -> str:
+    """Return the mode of wandb, off, offline or online, where --wandb or a recipe asks for one. Clusters set WANDB_MODE
+    for all jobs: it wins over any but off."""
+    modes = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": OFF}
+    if asked == OFF or not (named := os.environ.get("WANDB_MODE")):
+        return asked
+    expect(named in modes, "WANDB_MODE", f"one of {', '.join(modes)}", named)
+    return modes[named]
+
+
+@contextmanager
+def wandb_starts(mode: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the options of `wandb.init` for a run in `folder`, which starts in the `with` block. They keep wandb from
+    uploading the code, the git remote and all output, which may contain tokens. UserError if it does not start."""
+    import wandb
+
+    settings = wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)
+    try:
+        yield {"mode": mode, "dir": str(folder), "settings": settings}
+    except wandb.errors.Error as error:
+        raise UserError(
+            f"--wandb {mode}: wandb does not start ({first_line(error)}); log in, or use --wandb offline"
+        ) from None
 
 
 @contextmanager
 def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Results], None]]:
     """Yield a function that logs the results in `out` to a wandb run of this command, if `--wandb` asks for one. The
     run is new, or the one of wandb's agent if it started this process."""
-    mode: Any = os.environ.get("WANDB_MODE") or options.wandb
-    if options.wandb == OFF or mode == "disabled":
+    if (mode := wandb_mode(options.wandb)) == OFF:
         yield lambda results: None
         return
     import wandb
 
     in_sweep, (head,) = "WANDB_SWEEP_ID" in os.environ, options.heads
-    try:
+    with wandb_starts(mode, out) as shared:
         run: Any = wandb.init(
             project=None if in_sweep else os.environ.get("WANDB_PROJECT") or "draftsmith",
             name=os.environ.get("WANDB_NAME") or f"{short_name(head)} {' '.join(options.trees)}",
             config=None if in_sweep else {"head": head, **to_settings(options).model_dump()},
-            mode=mode,
-            dir=str(out),
-            settings=quiet_settings(),
+            **shared,
         )
-    except wandb.errors.Error as error:
-        raise UserError(
-            f"wandb does not start ({first_line(error)}); log in, or measure with --wandb offline"
-        ) from None
     status = 1
 
     def log(results: Results) -> None:
@@ -107,11 +125,3 @@ def run_place(run: Any) -> str:
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         return f"wandb: offline; upload the run with: wandb sync {shlex.quote(str(path))}"
     return f"wandb: {run.url}"
-
-
-def quiet_settings() -> Any:
-    """Return settings that keep wandb from uploading the code, the git remote and all output, which may contain
-    tokens."""
-    import wandb
-
-    return wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)

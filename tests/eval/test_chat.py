@@ -1,5 +1,6 @@
 """Answers that are shown while they are decoded are plain decoding's, whole characters, with their drafts marked."""
 
+import copy
 import io
 import os
 import re
@@ -25,6 +26,7 @@ from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.targets.load import load_tokenizer
 from heads.targets.model import FrozenTarget
+from tests.conftest import CHAT_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def main(x):"
@@ -87,18 +89,22 @@ def test_what_a_terminal_would_obey_is_not_written_to_it(opened: Opened) -> None
     assert "title" in shown and "\x1b]" not in written and "\x9b" not in written and "\x07" not in shown
 
 
-def test_a_conversation_remembers_what_was_said(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
-    talk = conversation(opened, 12)
-    first = talk.answer(PROMPT)
+def test_a_conversation_is_rendered_anew_each_turn(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a template that drops the reasoning of earlier answers. A turn without room is refused and not remembered."""
+    tokenizer = copy.copy(opened.tokenizer)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
+    talk = conversation(opened._replace(tokenizer=tokenizer), 12)
+    talk.messages = [{"role": "system", "content": "be calm"}]
+    first = talk.answer(PROMPT).text(tokenizer)
+    talk.messages[-1]["content"] = f"so</think>{first}"
     second = talk.answer("and then?")
-    text = str(opened.tokenizer.decode(first.tokens, skip_special_tokens=True))
-    turns = [("user", PROMPT), ("assistant", text), ("user", "and then?")]
-    _, ids = render([{"role": role, "content": content} for role, content in turns], opened.tokenizer)
+    text = f"<s><|system|>be calm<|user|>{PROMPT}<|assistant|>{first}</s><|user|>and then?<|assistant|>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     engine = Engine(opened.target, None, EngineOptions(max_length=len(ids) + 13))
     assert second.tokens == engine.generate([Request(ids, 12)])[0].tokens
-    with pytest.raises(UserError, match=r"tokens; expected 1 to \d+"):
+    with pytest.raises(UserError, match=r"this prompt has \d+ tokens; expected 1 to \d+"):
         talk.answer("x " * 600)
-    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 2
+    assert [message["role"] for message in talk.messages] == ["system", *["user", "assistant"] * 2]
 
 
 def test_ctrl_c_ends_the_answer_after_the_round(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +134,11 @@ def test_pieces_are_whole_characters() -> None:
     assert detokenizer.flush() == tokenizer.decode(half) != ""
 
 
+def the_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return what was said on standard error, without how long things take and how the target computes."""
+    return [line for line in capsys.readouterr().err.splitlines() if not re.search("decodes in| so far$", line)]
+
+
 def call(words: Sequence[object]) -> int:
     return exit_status(lambda: module.main([str(word) for word in words]))
 
@@ -135,13 +146,14 @@ def call(words: Sequence[object]) -> int:
 def test_lines_are_answered_one_by_one_until_the_input_ends(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that is too long among them, and an empty one."""
-    given = b"one\n\n" + b"x " * 900 + b"\n/reset\ntwo\n"
+    """An empty one among them, and two for which there is no room until the conversation is reset."""
+    long = b"x " * 180
+    given = b"\n".join([b"one", b"", long, long, long, b"/reset", long])
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
-    assert call(["lookup:2", "--target", tiny_target_dir, "--max-new-tokens", 5]) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if not re.search("decodes in| so far$", line)]
-    assert [line.split()[0] for line in said] == ["5", "error:", "5"], said
-    assert "tokens/s (plain decoding " in said[0]
+    assert call(["lookup:2", "--target", tiny_target_dir, "--max-new-tokens", 5, "--system", "be calm"]) == 0
+    said = the_lines(capsys)
+    assert ["/reset" in line for line in said] == [False, False, True, True, False], said
+    assert said[0].startswith("5 tokens, tau ") and "tokens/s (plain decoding " in said[0], said
 
 
 def test_what_cannot_be_answered_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,8 +164,9 @@ def test_what_cannot_be_answered_is_refused_in_one_line(capsys: pytest.CaptureFi
         (["lookup:2", "--temperature", "0,1"], "--temperature"),
         (["lookup:2", "--temperature", "1", "--sampling", "model"], "--temperature: --sampling model"),
         (["no-such-folder", "--prompt", "x"], "no-such-folder"),
+        (["lookup:2", "--target", ROOT / "recipes/quickstart/target", "--system", "x"], "has no chat template"),
     ]
     for words, said in refused:
         assert call(words) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = the_lines(capsys)
         assert line.startswith("error: ") and said in line

@@ -11,6 +11,7 @@ import pytest
 from datasets.utils._filelock import FileLock
 from safetensors.torch import load_file
 
+from eval.pages.wandb_run import wandb_mode
 from heads.core.errors import warn_once
 from heads.registry import HEADS
 from tests.faults import signal_at
@@ -18,8 +19,7 @@ from tests.refusals import refused
 from tests.runs import Settings, lines, measured_run, write_recipe
 from tests.wandb_file import identity, outcome
 from train.entry import attempt
-from train.recipe import KINDS, Tracking, load_recipe
-from train.tracking import wandb_mode
+from train.recipe import KINDS, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,13 +59,13 @@ def test_a_whole_run_leaves_everything_and_is_not_made_again(
     ],
 )
 def test_the_variable_of_a_cluster_wins_over_a_recipe_that_asks_for_wandb(
-    recipe: Any, variable: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    recipe: str, variable: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
-    assert wandb_mode(Tracking(wandb=recipe)) == mode
+    assert wandb_mode(recipe) == mode
     monkeypatch.setenv("WANDB_MODE", "wrong")
     if recipe != "off":
-        assert "WANDB_MODE: expected one of online, " in refused(wandb_mode, Tracking(wandb=recipe))
+        assert "WANDB_MODE: expected one of online, " in refused(wandb_mode, recipe)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EACCES])
@@ -96,8 +96,8 @@ def test_wandb_holds_the_outcome_and_no_key(
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    small["tracking"] = {"wandb": "online", "project": "test"}
-    assert attempt("eagle", [str(write_recipe(small))]) == 0
+    small["tracking"] = {"project": "test"}
+    assert attempt("eagle", [str(write_recipe(small)), "--wandb", "online"]) == 0
     folder = Path(small["output_dir"])
     results = json.loads((folder / "results.json").read_text())
     values, artifacts, code = outcome(folder)

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import signal
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -236,9 +237,16 @@ def test_a_measurement_has_what_the_learning_curve_needs(settings: Settings, tmp
     assert point["tau"] == tokens / rounds and point["ci95"][0] <= point["tau"] <= point["ci95"][1]
 
 
-def test_bf16_keeps_float32_weights_and_tensorboard_has_the_figures(settings: Settings) -> None:
-    is_there = find_spec("tensorboard") is not None
+def test_bf16_keeps_float32_weights_and_trackers_have_the_figures(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are installed."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    there = {name: find_spec(name) is not None for name in ("tensorboard", "trackio")}
     settings["train"] |= {"precision": "bf16", "max_steps": 2}
-    folder = run(settings | {"tracking": {"tensorboard": is_there}})
+    folder = run(settings | {"tracking": there})
     assert {tensor.dtype for tensor in weights(folder, 2).values()} == {torch.float32}
-    assert any((folder / "tensorboard").rglob("events.out.tfevents.*")) == is_there
+    assert any((folder / "tensorboard").rglob("events.out.tfevents.*")) == there["tensorboard"]
+    if there["trackio"]:
+        storage = import_module("trackio.sqlite_storage").SQLiteStorage
+        assert {"train/loss", "eval/tau"} <= {*storage.get_all_metrics_for_run("draftsmith", folder.name)}

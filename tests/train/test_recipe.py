@@ -83,7 +83,7 @@ def test_all_faults_are_given_at_once_with_file_key_and_suggestion(tmp_path: Pat
         ("data.sources.4.limit=1", "there is no such entry"),
         ("data.sources.0.weight=2", "data.sources.0.weight: has no effect with one"),
         (["train.eval_every=5", "train.eval_points=3"], "train.eval_points: has no effect with train.eval_every"),
-        ("tracking.project=x", "tracking.project: has no effect with tracking.wandb off"),
+        ("tracking.project=x", "tracking.project: has no effect without tracking.wandb"),
         ("eval.top_p=0.9", "eval.top_p: has no effect at eval.temperature 0"),
         ("eval.rule=ratio", "eval.rule: has no effect at eval.temperature 0"),
         (["eval.report.sampling=model", "eval.top_k=3"], "eval.top_k: has no effect at eval.temperature 0"),
