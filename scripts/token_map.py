@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eval.measure.chat_template import with_arguments
     from heads.core.files import write_bytes
     from heads.methods.vocab import build_vocab
-    from train.accelerator import load_recipe_target
+    from train.accelerate_launch import load_recipe_target
     from train.data.prepare import load_data
     from train.head_settings import make_head
     from train.open_run import open_reader, open_run, read_recipe
