@@ -158,6 +158,8 @@ class Measurement(Part):
     """Least bytes of weights that the head reads in a round; None: not known, as in a server."""
     first_token_ms: Percentiles = Percentiles()
     """Of a server."""
+    drafted: float | None = None
+    """Draft tokens a round in a server, if it counts them."""
     baseline: Baseline | None = None
     """None for an audit without times, and for a server that was measured without a plain one."""
     speculative: Speculative = Speculative()

@@ -83,8 +83,8 @@ def collect(
     base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not is_folder else None)
     base = base or base_of_copy(str(name))
     target = base or Path(str(name or LOCAL_MODEL)).name
-    depth = figures.headline.depth if figures else None
-    verdicts = engine_verdicts(folder, depth, name=repo_id, base=repo_and_revision(base or target)[0])
+    measured = (figures.measurements, figures.chosen) if figures else ((), 0)
+    verdicts = engine_verdicts(folder, *measured, name=repo_id, base=repo_and_revision(base or target)[0])
     if (doubt := why_unfit(verdicts)) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; fix it, or publish it --unserved")
     form = HEADS[record["kind"]].format
