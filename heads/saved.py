@@ -50,6 +50,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_layers": target.num_layers,
+        "context_length": target.context_length,
         "template": dict(target.template),
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": getattr(config, "eos_token_id", None),

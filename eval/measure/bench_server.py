@@ -326,6 +326,12 @@ def served_figures(
         loop_share=metrics.loop_share([answer.tokens for answer in answers]) if answers[0].tokens else None,
         tokens=sum(answer.count for answer in answers),
         undecoded=sum(answer.count == 1 for group in groups for answer in group.answers[0]),
+        longest=max(
+            len(prompts[i].ids) + answer.count
+            for group in groups
+            for repeat in group.answers
+            for i, answer in zip(group.indices, repeat, strict=True)
+        ),
         drafted=sum(known) / max(sum(numbers), 1) if known else None,
         first_token_ms=metrics.token_percentiles(  # of the first repeat: servers cache prompts
             [answer.pieces[0][0] - answer.sent for group in groups for answer in group.answers[0]]

@@ -63,6 +63,7 @@ def target_facts(target: FrozenTarget) -> Target:
         layers=target.num_layers,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
+        context_length=target.context_length,
         template=dict(target.template),
     )
     if target.two_tables:
@@ -96,6 +97,8 @@ def head_facts(
         aux_layer_ids=list(head.aux_layer_ids),
         budget_tokens=round(tokens * steps / step) if tokens and step and steps else tokens,
         data_sha256=provenance.get("data", {}).get("sha256"),
+        context_length=data_of(provenance).get("context_length"),
+        positions=head.positions,
         curve=curve,
         config=HeadConfig(**(config.model_dump() if isinstance(config, Settings) else {})),
         origin=None if head.origin is None else Origin(**asdict(head.origin)),
@@ -105,6 +108,12 @@ def head_facts(
     if name:
         facts.name = name
     return facts
+
+
+def data_of(provenance: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe's section `data` in a head's provenance. Some have the sources alone."""
+    data: Any = (provenance.get("data") or {}).get("sources") or {}
+    return data if isinstance(data, dict) else {"sources": data}
 
 
 def engine_verdicts(

@@ -17,7 +17,7 @@ import yaml
 from pydantic_core import to_json
 
 from eval.measure.acceptance_profile import ACCEPTANCE, acceptance_profile
-from eval.measure.environment import engine_verdicts
+from eval.measure.environment import data_of, engine_verdicts
 from eval.measure.folders import RESULTS, folders_of, newest_results
 from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES, split_prompts
 from eval.measure.results import as_record, plain, read_log
@@ -184,12 +184,6 @@ def trained_on(record: dict[str, Any], run: Path) -> list[str]:
         created = provenance.get("created", "")[:10]
         lines.append(f"draftsmith {versions.get('draftsmith')}, torch {versions.get('torch')}, {created}")
     return lines
-
-
-def data_of(provenance: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe's section `data` in a head's provenance. Some have the sources alone."""
-    data: Any = (provenance.get("data") or {}).get("sources") or {}
-    return data if isinstance(data, dict) else {"sources": data}
 
 
 def base_of_copy(path: str) -> str | None:

@@ -12,6 +12,7 @@ from eval.measure.schema import (
     Measurement,
     Results,
     Search,
+    Target,
 )
 from eval.measure.speedup_checks import (
     MACHINE_BUSY,
@@ -30,6 +31,7 @@ from eval.pages.format import (
     point_of,
     point_text,
     sampling_text,
+    setting_text,
     speedup_text,
     tau_text,
 )
@@ -166,7 +168,8 @@ def warnings(results: Results) -> list[str]:
 def warnings_about_heads(results: Results) -> Iterator[str]:
     for head in results.heads:
         name = f"head {head.name}: " if head.name else ""
-        for line in head_warnings(head, [m for m in results.measurements if m.head == head.name]):
+        own = [m for m in results.measurements if m.head == head.name]
+        for line in (*position_warnings(head, results.target, own), *head_warnings(head, own)):
             yield f"{name}{line}"
         if head.unserved:
             yield f"{head.name or 'this head'}: {head.unserved}"
@@ -194,6 +197,27 @@ def head_warnings(head: Head, measurements: Sequence[Measurement]) -> Iterator[s
         f"drafted {len(deepest.alpha)} deep, trained for {trained}: beyond that, {deepest.tree} "
         f"({sampling_text(deepest.temperature)}) accepted {rates or 'nothing, as no round came so deep'}"
     )
+
+
+def position_warnings(head: Head, target: Target, measurements: Sequence[Measurement]) -> Iterator[str]:
+    """Yield that a head was made for fewer positions than its target, or that texts are longer than the rows of its
+    training, with tau within and beyond, of the bins that are wholly on one side."""
+    m = max(measurements, key=lambda m: m.longest)
+
+    def sides(limit: int) -> str:
+        parts = []
+        for where in ("within", "beyond"):
+            bins = [b for b in m.tau_by_position if (b.to <= limit if where == "within" else b.start >= limit)]
+            if rounds := sum(b.rounds for b in bins):
+                parts.append(f"{number(sum(b.mean * b.rounds for b in bins) / rounds)} {where}")
+        return f": tau {', '.join(parts)} ({setting_text(m)})" if m.longest > limit and parts else ""
+
+    made, row = head.positions, head.context_length
+    if made is not None and made < target.context_length:
+        whole = f"the target's {target.context_length:,} positions"
+        yield f"made for {made:,} of {whole}, beyond which engines stop drafting or fail{sides(made)}"
+    if row is not None and m.longest > row:
+        yield f"trained on rows of {row:,} tokens, and a text has {m.longest:,}{sides(row)}"
 
 
 def training_differences(heads: Sequence[Head]) -> dict[str, list[str]]:

@@ -168,6 +168,12 @@ def check_contents(
             errors = [*errors, "8-bit weights are not read"]
         command = form.readers[reader](base, name, steps, config, schedule)
         notes = [SAMPLING] * command.startswith("vllm serve") + [BY_LOAD] * (SCHEDULE in command)
+        made, whole = config.get("max_position_embeddings"), target.get("context_length", 0)
+        if isinstance(made, int) and made < whole:
+            notes.append(
+                f"made for {made:,} of the target's {whole:,} positions: beyond them engines stop drafting or fail, "
+                f"unless vLLM's --max-model-len or SGLang's --context-length is {made}"
+            )
         if trained is not None and steps > trained:
             notes.append(
                 f"{steps} draft tokens are more than the head was trained for, {trained}: the last ones are accepted "

@@ -21,7 +21,7 @@ from eval.measure.speedup_checks import why_unreliable
 from eval.pages.card import model_card
 from eval.pages.format import audit_line, heading, setting_line, subtitle
 from eval.pages.report import print_report, write_report
-from eval.pages.verdicts import verdicts, verdicts_on
+from eval.pages.verdicts import verdicts, verdicts_on, warnings
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.targets.model import FrozenTarget
@@ -232,6 +232,40 @@ def test_the_verdict_is_of_the_fastest_that_is_reliable() -> None:
         assert "; ".join(verdicts_on(measurements, [])) == verdict
     unserved = results_of(*GREEDY, head={"unserved": "no engine serves it"})
     assert verdicts(unserved) == ["chain:5 pays, in this runtime only: 1.36x [1.24, 1.46] greedy"]
+
+
+BINS = [
+    {"from": start, "to": to, "mean": mean, "ci95": None, "rounds": rounds}
+    for start, to, mean, rounds in ((1024, 2048, 2.0, 30), (2048, 4096, 1.2, 10), (4096, 8192, 1.0, 10))
+]
+PLACES: list[tuple[dict[str, Any], int, list[str]]] = [
+    ({"context_length": 2048}, 2048, []),
+    ({"positions": 8192}, 9000, []),
+    (
+        {"context_length": 2048},
+        5000,
+        ["trained on rows of 2,048 tokens, and a text has 5,000: tau 2.00 within, 1.10 beyond (chain:3, greedy)"],
+    ),
+    ({"context_length": 8192}, 9000, ["trained on rows of 8,192 tokens, and a text has 9,000: tau 1.64 within"]),
+    (
+        {"positions": 4096, "origin": {"form": "raw EAGLE-3", "differs": []}},
+        4096,
+        ["made for 4,096 of the target's 8,192 positions, beyond which"],
+    ),
+    (
+        {"positions": 4096},
+        5000,
+        ["made for 4,096 of the target's 8,192 positions, beyond which engines stop drafting or fail: tau 1.80 within"],
+    ),
+]
+
+
+def test_figures_beyond_the_positions_of_a_head_are_told_apart() -> None:
+    target = {"name": "org/target", "context_length": 8192}
+    for head, longest, lines in PLACES:
+        m = measurement("chain:3", longest=longest, tau_by_position=BINS)
+        said = [line for line in warnings(results_of(m, head=head, target=target)) if "made" in line or "rows" in line]
+        assert len(said) == len(lines) and all(map(str.startswith, said, lines))
 
 
 def at_load(requests: int, tree: str, measured: float, low: float, **changes: Any) -> Measurement:

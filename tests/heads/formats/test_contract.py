@@ -70,6 +70,13 @@ def test_fewer_draft_tokens_by_load_are_for_methods_that_take_them(
         assert served["num_speculative_tokens"] == 4 and "# num_speculative_tokens_per_batch_size" in verdict.shown
 
 
+def test_a_head_of_fewer_positions_than_its_target_has_says_so(target: FrozenTarget, tmp_path: Path) -> None:
+    folder = save(tmp_path / "head", target, "eagle3")
+    assert "made for" not in verdicts(folder)[VLLM].shown
+    for verdict in list(verdicts(folder, context_length=131_072).values())[:2]:
+        assert f"# made for {target.context_length} of the target's 131,072 positions" in verdict.shown
+
+
 @pytest.mark.parametrize("kind", BLOCK_HEADS)
 def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
     engines = {VLLM} if kind == "xpress" else {VLLM, SGLANG}
