@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 
 from heads.core.errors import UserError, first_line
 from heads.core.files import file_hash, is_full_disk, whole_folder
-from heads.formats.engine_folder import Verdict, check_contents
+from heads.formats.engine_folder import Schedule, Verdict, check_contents
 from heads.formats.published_files import DAMAGE
 from heads.formats.quantized import dequantized
 from heads.registry import HEADS, UNTRAINED, kind_of
@@ -50,6 +50,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_layers": target.num_layers,
+        "context_length": target.context_length,
         "template": dict(target.template),
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": getattr(config, "eos_token_id", None),
@@ -232,7 +233,9 @@ def trained_depth(record: dict[str, Any]) -> int | None:
     return depth if rows is None else rows - int(HEADS[record["kind"]].head.Config.spare_rows)
 
 
-def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:
+def check_loaders(
+    path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1, schedule: Schedule = ()
+) -> list[Verdict]:
     """Return what engines and other readers make of a saved head, without loading it."""
     folder = find_head(path)
     record = read_config(folder)
@@ -249,6 +252,7 @@ def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET",
         name=name,
         base=base,
         steps=steps,
+        schedule=schedule,
         trained=trained_depth(record),
     )
 

@@ -291,7 +291,7 @@ def test_a_recipe_trains_another_model_on_other_data(
 def engine_words(kind: str, engine: str) -> list[str]:
     """Return the command that serves the head of the first page's recipe, as if it were of this kind."""
     command = HEADS[kind].format.readers.get(engine)
-    return shlex.split(command("Qwen/Qwen3-8B", "runs/eagle3-qwen3-8b/head", 5, {})) if command else []
+    return shlex.split(command("Qwen/Qwen3-8B", "runs/eagle3-qwen3-8b/head", 5, {}, ())) if command else []
 
 
 def test_the_words_for_engines_are_those_of_the_loader_contract() -> None:

@@ -71,7 +71,7 @@ class Evaluation:
         self.suites, self.requests = load_requests(settings, tokenizer, target, nodes)
         self.longest = max(len(request.prompt) for request in self.requests) + settings.max_new_tokens
         for shape in map(parse_shape, set(trees) - {AUTO, HEAD_TREE}):
-            head.check_draft(shape, self.longest + shape.nodes)
+            head.check_draft(shape)
 
     def measure(self, head: nn.Module) -> TauMeasurement:
         """Return tau and acceptance by depth over all requests. Called on the main process."""

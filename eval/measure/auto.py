@@ -106,7 +106,7 @@ def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) 
     try:
         check_rule(rule, shape)
         target.check_shape(shape)
-        head.check_draft(shape, shape.nodes)
+        head.check_draft(shape)
     except UserError:
         return False
     return True

@@ -98,7 +98,9 @@ def bench_heads(
             *dtype_options(target),
         ],
         heads=[
-            head_facts(head, path, name=name if several else "", depth=None if several else measurements[best].depth)
+            head_facts(head, path, name=name)
+            if several
+            else head_facts(head, path, measurements=measurements, chosen=best)
             for name, (path, head) in zip(names, heads.items(), strict=True)
         ],
         exact=exact,

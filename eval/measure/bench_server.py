@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.measure import metrics
 from eval.measure.chat_template import with_arguments
-from eval.measure.engine_client import DRAFTS, Answer, EngineServer, RoundCounts, count_rounds
+from eval.measure.engine_client import DRAFTED, DRAFTS, Answer, EngineServer, RoundCounts, count_rounds
 from eval.measure.environment import dtype_options, head_facts, machine, target_facts
 from eval.measure.figures import token_at, top_two_margin
 from eval.measure.loading import fitting_head, load_suites, open_target, open_target_of
@@ -215,7 +215,7 @@ def measure_server(
         settings=RecordedSettings(**settings.record(prompts)),
         command=[*command, *settings.options()[2:]],
         heads=[
-            head_facts(drafter, head, depth=server.depth)
+            head_facts(drafter, head, measurements=measurements)
             if drafter and head
             else Head(kind="draft", path=server.url, sha256=None, parameters=0, aux_layer_ids=[], config=HeadConfig())
         ],
@@ -278,7 +278,9 @@ async def ask_all(
                 if is_counting:
                     before, counters = counters, await server.counters_after(counters, answers)
                     accepted = [counters[str(k)] - before[str(k)] for k in range(server.depth)]
-                    group.rounds.append(count_rounds(counters[DRAFTS] - before[DRAFTS], accepted, answers))
+                    counts = count_rounds(counters[DRAFTS] - before[DRAFTS], accepted, answers)
+                    counts.drafted = counters[DRAFTED] - before[DRAFTED] if DRAFTED in counters else None
+                    group.rounds.append(counts)
                 else:
                     group.rounds += [server.rounds_of(answer) for answer in answers]
                 if plain and not (repeat + n) % 2:
@@ -304,6 +306,7 @@ def served_figures(
     decoded, numbers = zip(*(unit for group in groups for unit in group.units()), strict=True)
     by_prompt = len(numbers) == sum(len(group.indices) for group in groups)
     each = [tokens / number for tokens, number in zip(decoded, numbers, strict=True) if number]
+    known = [part.drafted for part in parts if part.drafted is not None]
     drafted = rate([group.answers for group in groups])
     plain = rate([group.plain for group in groups])
     measurement = Measurement(
@@ -323,6 +326,13 @@ def served_figures(
         loop_share=metrics.loop_share([answer.tokens for answer in answers]) if answers[0].tokens else None,
         tokens=sum(answer.count for answer in answers),
         undecoded=sum(answer.count == 1 for group in groups for answer in group.answers[0]),
+        longest=max(
+            len(prompts[i].ids) + answer.count
+            for group in groups
+            for repeat in group.answers
+            for i, answer in zip(group.indices, repeat, strict=True)
+        ),
+        drafted=sum(known) / max(sum(numbers), 1) if known else None,
         first_token_ms=metrics.token_percentiles(  # of the first repeat: servers cache prompts
             [answer.pieces[0][0] - answer.sent for group in groups for answer in group.answers[0]]
         ),

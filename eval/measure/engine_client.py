@@ -35,12 +35,13 @@ SECONDS = 600.0
 LATE_SECONDS = 2.0
 """Time for which counters may lag behind the answers."""
 COUNTER = re.compile(
-    r"^vllm:(spec_decode_num_drafts|spec_decode_num_accepted_tokens_per_pos|generation_tokens)(?:_total)?"
-    r"(?:\{(.*)\})? (\S+)$",
+    r"^vllm:(spec_decode_num_drafts|spec_decode_num_draft_tokens|spec_decode_num_accepted_tokens_per_pos|"
+    r"generation_tokens)(?:_total)?(?:\{(.*)\})? (\S+)$",
     re.MULTILINE,
 )
 POSITION = re.compile(r'position="(\d+)"')
 DRAFTS = "spec_decode_num_drafts"
+DRAFTED = "spec_decode_num_draft_tokens"
 GENERATED = "generation_tokens"
 CHECKED_TOKENS = 16
 """Tokens of the greedy answer that shows whether the server runs the target."""
@@ -76,6 +77,8 @@ class RoundCounts:
     """By depth: rounds that gained at least so many draft tokens."""
     tested: list[int]
     """By depth: rounds that tested a draft token there."""
+    drafted: int | None = None
+    """Draft tokens of all rounds, if the server counts them."""
 
 
 @dataclass

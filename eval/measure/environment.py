@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -18,11 +19,13 @@ import torch
 from torch import nn
 
 from eval.measure.results import read_curve
+from eval.measure.schedule import draft_schedule
 from eval.measure.schema import (
     HEAD,
     TARGET,
     Head,
     HeadConfig,
+    Measurement,
     Origin,
     Point,
     Target,
@@ -60,6 +63,7 @@ def target_facts(target: FrozenTarget) -> Target:
         layers=target.num_layers,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
+        context_length=target.context_length,
         template=dict(target.template),
     )
     if target.two_tables:
@@ -67,9 +71,12 @@ def target_facts(target: FrozenTarget) -> Target:
     return facts
 
 
-def head_facts(head: Drafter, path: str, *, name: str = "", depth: int | None = None) -> Head:
+def head_facts(
+    head: Drafter, path: str, *, name: str = "", measurements: Sequence[Measurement] = (), chosen: int = 0
+) -> Head:
     """Return the identity and the size of the head. Weights that it shares with the target do not count. `name`: of one
-    of several heads. `depth`: of the drafts with which an engine should serve it."""
+    of several heads. `measurements`, `chosen`: as of `engine_verdicts`, for the command with which an engine serves
+    it."""
     config: Any = getattr(head, "config", None)
     provenance: dict[str, Any] = {}
     curve: list[Point] = []
@@ -77,7 +84,7 @@ def head_facts(head: Drafter, path: str, *, name: str = "", depth: int | None = 
     with suppress(UserError):  # an untrained draft, or a head of others
         provenance = read_config(find_head(path))["provenance"]
         curve = read_curve(find_head(path).parent / "metrics.jsonl")
-        engines = engine_verdicts(path, depth, name=HEAD, base=TARGET)
+        engines = engine_verdicts(path, measurements, chosen, name=HEAD, base=TARGET)
         unserved = why_unserved(engines)
         serve = next((engine.shown for engine in engines if engine.reader in ENGINES and engine.serves), None)
     tokens, step, steps = (provenance.get(key) for key in ("tokens", "step", "steps"))
@@ -90,6 +97,8 @@ def head_facts(head: Drafter, path: str, *, name: str = "", depth: int | None = 
         aux_layer_ids=list(head.aux_layer_ids),
         budget_tokens=round(tokens * steps / step) if tokens and step and steps else tokens,
         data_sha256=provenance.get("data", {}).get("sha256"),
+        context_length=data_of(provenance).get("context_length"),
+        positions=head.positions,
         curve=curve,
         config=HeadConfig(**(config.model_dump() if isinstance(config, Settings) else {})),
         origin=None if head.origin is None else Origin(**asdict(head.origin)),
@@ -101,13 +110,24 @@ def head_facts(head: Drafter, path: str, *, name: str = "", depth: int | None = 
     return facts
 
 
-def engine_verdicts(path: str | Path, depth: int | None, *, name: str, base: str) -> list[Verdict]:
-    """Return the verdict of each engine's check of a head. `depth`: number of draft tokens, by default that of the
-    training."""
+def data_of(provenance: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe's section `data` in a head's provenance. Some have the sources alone."""
+    data: Any = (provenance.get("data") or {}).get("sources") or {}
+    return data if isinstance(data, dict) else {"sources": data}
+
+
+def engine_verdicts(
+    path: str | Path, measurements: Sequence[Measurement], chosen: int, *, name: str, base: str
+) -> list[Verdict]:
+    """Return the verdict of each engine's check of a head, with as many draft tokens as in the measurement `chosen`, or
+    by load as in all of them. If there are none, the number is that of the training."""
     record = read_config(find_head(path))
+    schedule = [step[:3] for step in draft_schedule(measurements, measurements[chosen])] if measurements else []
+    depth = max((drafts for *_, drafts in schedule), default=measurements[chosen].depth if measurements else 0)
     depth = depth or trained_depth(record) or STEPS
     modules = record["config"].get("num_modules", 1)  # vLLM drafts with all of them, once or several times
-    return check_loaders(path, name=name, base=base, steps=max(depth // modules, 1) * modules)
+    steps = max(depth // modules, 1) * modules
+    return check_loaders(path, name=name, base=base, steps=steps, schedule=schedule)
 
 
 def environment(target: FrozenTarget) -> dict[str, Any]:

@@ -200,6 +200,7 @@ def figures(
             per_request=metrics.tau_per_request(outputs),
         ),
         tau_by_position=metrics.tau_by_position(outputs),
+        longest=max(output.start + len(output.tokens) for output in outputs),
         alpha=metrics.acceptance_by_depth(outputs, variant.shape.depth),
         accepted_histogram=metrics.accepted_histogram(outputs, variant.shape.depth),
         loop_share=metrics.loop_share([output.tokens for output in outputs]),

@@ -147,6 +147,8 @@ class Measurement(Part):
     exact: Exact
     tau: Tau
     tau_by_position: list[Bin] = []
+    longest: int = 0
+    """Tokens of the longest text, its prompt included."""
     alpha: list[float | None]
     """Acceptance by depth. None: no round came so deep."""
     accepted_histogram: list[int]
@@ -158,6 +160,8 @@ class Measurement(Part):
     """Least bytes of weights that the head reads in a round; None: not known, as in a server."""
     first_token_ms: Percentiles = Percentiles()
     """Of a server."""
+    drafted: float | None = None
+    """Draft tokens a round in a server, if it counts them."""
     baseline: Baseline | None = None
     """None for an audit without times, and for a server that was measured without a plain one."""
     speculative: Speculative = Speculative()
@@ -179,6 +183,7 @@ class Target(Part):
     layers: int = 0
     hidden_size: int = 0
     vocab_size: int = 0
+    context_length: int = 0
     template: dict[str, Any] = {}
     """Arguments of its chat template."""
     two_tables: bool = False
@@ -235,6 +240,10 @@ class Head(Part):
     """Tokens of the whole run."""
     data_sha256: str | None = None
     """Hash of the training data."""
+    context_length: int | None = None
+    """Tokens of a row of its training, as far as they are known."""
+    positions: int | None = None
+    """Positions of a text for which it was made."""
     config: HeadConfig
     curve: list[Point] = []
     """Of a head in the folder of its run: tau over training."""

@@ -37,6 +37,11 @@ def why_unreliable(figures: Measurement) -> str | None:
     return None if believable and not is_uneven(figures) else MACHINE_BUSY
 
 
+def surely_pays(figures: Measurement) -> bool:
+    """Return True if the whole interval of the speedup is above 1."""
+    return figures.speedup is not None and figures.speedup.ci95 is not None and figures.speedup.ci95[0] > 1
+
+
 def is_believable(speedup: float, tau: float) -> bool:
     """Return False for a speedup that exceeds tau by more than noise. One that is missing exceeds nothing."""
     return math.isnan(speedup) or speedup <= BOUND * tau

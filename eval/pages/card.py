@@ -15,7 +15,7 @@ from eval.measure.speedup_checks import why_unreliable
 from eval.pages import format
 from eval.pages.format import LOCAL_MODEL
 from eval.pages.tables import headline_table, settings_table
-from eval.pages.verdicts import pays, reliable_speedup, serve_label, warnings
+from eval.pages.verdicts import load_lines, pays, reliable_speedup, serve_label, warnings
 from heads.core.errors import UserError
 from heads.targets.hub import is_hub_id, repo_and_revision
 
@@ -107,6 +107,7 @@ def measured_values(results: Results) -> dict[str, Any]:
         "headline": headline_table(results).markdown(),
         "pays": pays(results),
         "serve_label": serve_label(results),
+        "by_load": [format.as_markdown(format.sentence(line)) for line in load_lines(results)],
         "setting": format.as_markdown(format.setting_line(results)),
         "versions": f"{versions} ({results.measured_at[:10]})",
         "command": format.command_text(results),

@@ -17,7 +17,7 @@ import yaml
 from pydantic_core import to_json
 
 from eval.measure.acceptance_profile import ACCEPTANCE, acceptance_profile
-from eval.measure.environment import engine_verdicts
+from eval.measure.environment import data_of, engine_verdicts
 from eval.measure.folders import RESULTS, folders_of, newest_results
 from eval.measure.prompts import HELD_OUT_SUITE, HUB_SUITES, split_prompts
 from eval.measure.results import as_record, plain, read_log
@@ -83,8 +83,8 @@ def collect(
     base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not is_folder else None)
     base = base or base_of_copy(str(name))
     target = base or Path(str(name or LOCAL_MODEL)).name
-    depth = figures.headline.depth if figures else None
-    verdicts = engine_verdicts(folder, depth, name=repo_id, base=repo_and_revision(base or target)[0])
+    measured = (figures.measurements, figures.chosen) if figures else ((), 0)
+    verdicts = engine_verdicts(folder, *measured, name=repo_id, base=repo_and_revision(base or target)[0])
     if (doubt := why_unfit(verdicts)) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; fix it, or publish it --unserved")
     form = HEADS[record["kind"]].format
@@ -184,12 +184,6 @@ def trained_on(record: dict[str, Any], run: Path) -> list[str]:
         created = provenance.get("created", "")[:10]
         lines.append(f"draftsmith {versions.get('draftsmith')}, torch {versions.get('torch')}, {created}")
     return lines
-
-
-def data_of(provenance: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe's section `data` in a head's provenance. Some have the sources alone."""
-    data: Any = (provenance.get("data") or {}).get("sources") or {}
-    return data if isinstance(data, dict) else {"sources": data}
 
 
 def base_of_copy(path: str) -> str | None:

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Sequence
 
+from eval.measure.schedule import adapts, draft_schedule
 from eval.measure.schema import (
     HEAD,
     TARGET,
@@ -11,6 +12,7 @@ from eval.measure.schema import (
     Measurement,
     Results,
     Search,
+    Target,
 )
 from eval.measure.speedup_checks import (
     MACHINE_BUSY,
@@ -18,6 +20,7 @@ from eval.measure.speedup_checks import (
     headline_index,
     is_uneven,
     most_uneven,
+    surely_pays,
     why_unreliable,
 )
 from eval.pages.format import (
@@ -28,6 +31,7 @@ from eval.pages.format import (
     point_of,
     point_text,
     sampling_text,
+    setting_text,
     speedup_text,
     tau_text,
 )
@@ -86,7 +90,8 @@ def verdicts(results: Results) -> list[str]:
     if not results.is_exact:
         wrong = plural(len(results.exact.divergences), "output")
         return [f"{wrong} differed from plain decoding: no speedup is stated"]
-    return verdicts_on(results.measurements, results.heads)
+    by_load = [] if results.is_comparison else load_lines(results)
+    return [*verdicts_on(results.measurements, results.heads), *by_load]
 
 
 def verdicts_on(measurements: Sequence[Measurement], heads: Sequence[Head]) -> list[str]:
@@ -113,11 +118,9 @@ def verdict_at(measurements: Sequence[Measurement], unserved: Collection[str]) -
         best.setdefault(point_of(m), m)
     parts = []
     if reliable_speedup(first := ranked[0]) > 1:
-        assert first.speedup is not None
-        surely = first.speedup.ci95 is not None and first.speedup.ci95[0] > 1
         only_here = ", in this runtime only" if first.head in unserved else ""
         parts.append(
-            f"{f'{first.head} {first.tree}'.strip()} {'pays' if surely else 'may pay'}{only_here}: "
+            f"{f'{first.head} {first.tree}'.strip()} {'pays' if surely_pays(first) else 'may pay'}{only_here}: "
             f"{speedup_text(first)} {at if temperature else 'greedy'}{point_of(first)}"
         )
     if failing := [m for m in best.values() if reliable_speedup(m) <= 1]:
@@ -126,6 +129,18 @@ def verdict_at(measurements: Sequence[Measurement], unserved: Collection[str]) -
         where, best_of = f", {points}" if points else "", "best: " if len(failing) > 1 else ""
         parts.append(f"no draft{of} pays {at}{where} ({best_of}{draft_name(failing[0])}: {speedup_text(failing[0])})")
     return "; ".join(parts)
+
+
+def load_lines(results: Results) -> list[str]:
+    """Return the draft tokens by load, each with the smallest speedup that supports it, as in `draft tokens by load,
+    greedy: 5 to 4 requests (1.30x [1.20, 1.40] at 4), none above`. Empty if there is no schedule."""
+    steps, parts = draft_schedule(results.measurements, results.headline), list[str]()
+    for step in steps[:-1]:
+        load = str(step.last) if parts else plural(step.last, "request")
+        least = f" ({speedup_text(step.least)} at {step.least.batch_size})" if step.least else ""
+        parts.append(f"{step.drafts or 'none'} to {load}{least}")
+    at = f"{sampling_text(results.headline.temperature)}{point_text(None, results.headline.context)}"
+    return [f"draft tokens by load, {at}: {', '.join([*parts, 'none above'])}"] if steps else []
 
 
 def search_line(search: Search) -> str:
@@ -153,7 +168,8 @@ def warnings(results: Results) -> list[str]:
 def warnings_about_heads(results: Results) -> Iterator[str]:
     for head in results.heads:
         name = f"head {head.name}: " if head.name else ""
-        for line in head_warnings(head, [m for m in results.measurements if m.head == head.name]):
+        own = [m for m in results.measurements if m.head == head.name]
+        for line in (*position_warnings(head, results.target, own), *head_warnings(head, own)):
             yield f"{name}{line}"
         if head.unserved:
             yield f"{head.name or 'this head'}: {head.unserved}"
@@ -181,6 +197,27 @@ def head_warnings(head: Head, measurements: Sequence[Measurement]) -> Iterator[s
         f"drafted {len(deepest.alpha)} deep, trained for {trained}: beyond that, {deepest.tree} "
         f"({sampling_text(deepest.temperature)}) accepted {rates or 'nothing, as no round came so deep'}"
     )
+
+
+def position_warnings(head: Head, target: Target, measurements: Sequence[Measurement]) -> Iterator[str]:
+    """Yield that a head was made for fewer positions than its target, or that texts are longer than the rows of its
+    training, with tau within and beyond, of the bins that are wholly on one side."""
+    m = max(measurements, key=lambda m: m.longest)
+
+    def sides(limit: int) -> str:
+        parts = []
+        for where in ("within", "beyond"):
+            bins = [b for b in m.tau_by_position if (b.to <= limit if where == "within" else b.start >= limit)]
+            if rounds := sum(b.rounds for b in bins):
+                parts.append(f"{number(sum(b.mean * b.rounds for b in bins) / rounds)} {where}")
+        return f": tau {', '.join(parts)} ({setting_text(m)})" if m.longest > limit and parts else ""
+
+    made, row = head.positions, head.context_length
+    if made is not None and made < target.context_length:
+        whole = f"the target's {target.context_length:,} positions"
+        yield f"made for {made:,} of {whole}, beyond which engines stop drafting or fail{sides(made)}"
+    if row is not None and m.longest > row:
+        yield f"trained on rows of {row:,} tokens, and a text has {m.longest:,}{sides(row)}"
 
 
 def training_differences(heads: Sequence[Head]) -> dict[str, list[str]]:
@@ -223,6 +260,8 @@ def warnings_about_figures(results: Results) -> Iterator[str]:
         )
     if exact.against == "plain server" and (exact.identical or 0) < exact.prompts:
         yield "some texts are not the plain server's; only the target here could tell rounding from an error"
+    if fewer := [f"{number(m.drafted)}{point_of(m)}" for m in measurements if adapts(m)]:
+        yield f"by a rule of its own the server drafted fewer than {measurements[0].depth} tokens: {'; '.join(fewer)}"
     if short := [m for m in measurements if why_unreliable(m) == TOO_FEW_TOKENS]:
         without = without_speedup(short, measurements)
         yield f"{TOO_FEW_TOKENS} were timed: {without}; allow more new tokens, or take more prompts"

@@ -137,9 +137,13 @@ class Drafter(ABC):
         grown."""
         return None
 
-    def check_draft(self, shape: TreeShape, capacity: int) -> None:
-        """Raise UserError for a tree that the drafter cannot draft, or for sequences of more positions than it can
-        read. Never by default."""
+    @property
+    def positions(self) -> int | None:
+        """Number of positions of a text for which the drafter was made; None if it does not say."""
+        return getattr(getattr(self, "config", None), "max_position_embeddings", None)
+
+    def check_draft(self, shape: TreeShape) -> None:
+        """Raise UserError for a tree that the drafter cannot draft. Never by default."""
         return
 
     @abstractmethod

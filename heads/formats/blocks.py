@@ -16,6 +16,7 @@ from heads.formats.engine_folder import (
     VLLM,
     Folder,
     Format,
+    Schedule,
     decoder_config,
     rotation_errors,
     sglang,
@@ -83,10 +84,10 @@ def engine_config(config: DraftBlockConfig, target: Mapping[str, Any], dtype: st
     return {**decoder, "dflash_config": nested, **({} if form.nested else own)}
 
 
-def serve_whole_blocks(target: str, head: str, steps: int, config: Mapping[str, Any]) -> str:
+def serve_whole_blocks(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
     """Return vLLM's command for as many draft tokens as were trained. Its kernel takes the number of rows that it
     drafts for a stride of XPress's mixer, so any other number gives another head."""
-    return vllm("dflash")(target, head, config.get("block_size", steps + 1) - 1, config)
+    return vllm("dflash")(target, head, config.get("block_size", steps + 1) - 1, config, ())
 
 
 def check_block(method: type[DraftBlockConfig], folder: Folder, reader: str) -> tuple[str | None, list[str]]:

@@ -29,6 +29,11 @@ SAMPLING = (
     "where a request names no sampling, vLLM takes it from the target's generation_config.json, as --sampling model "
     "does here; --generation-config vllm turns that off"
 )
+SCHEDULE = "num_speculative_tokens_per_batch_size"
+BY_LOAD = (
+    f"{SCHEDULE} holds first and last number of requests, draft tokens: as measured, between two measured sizes the "
+    "smaller number, above them none; vLLM ignores it where --data-parallel-size is above 1"
+)
 INSTEAD = (
     "to serve one, train an EAGLE-3 head (train/eagle.py), which engines load for most targets, or a draft model "
     "(train/distill.py), which they load for nearly all"
@@ -37,8 +42,12 @@ INSTEAD = (
 
 Shapes = dict[str, tuple[int, ...]]
 
-Command = Callable[[str, str, int, Mapping[str, Any]], str]
-"""(target with its options, head, draft tokens per round, the head's config.json) -> command that serves them."""
+Schedule = Sequence[tuple[int, int, int]]
+"""First and last number of requests, and the draft tokens of a round for as many. The first range starts at 1."""
+
+Command = Callable[[str, str, int, Mapping[str, Any], Schedule], str]
+"""(target with its options, head, draft tokens per round, the head's config.json, fewer draft tokens by load) ->
+command that serves them."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +147,14 @@ def check_contents(
     name: str = "HEAD",
     base: str = "TARGET",
     steps: int = 1,
+    schedule: Schedule = (),
     trained: int | None = None,
 ) -> list[Verdict]:
     """Return the verdicts on a folder with this config.json and tensors of these shapes, the engines' first.
 
     target: the head's record of its target. The commands name the head `name` and its target `base`, and draft `steps`
-    tokens per round. `trained`: the number for which the head was trained, if it was for one.
+    tokens per round, or fewer by `schedule` where the engine takes one. `trained`: the number for which the head was
+    trained, if it was for one.
     """
     folder = Folder(config, {key: shape for key, shape in shapes.items() if not key.endswith(SCALE)}, target)
     base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in config else "")
@@ -155,8 +166,14 @@ def check_contents(
         unsupported, errors = form.check(folder, reader)
         if reader not in ENGINES and "quantization_config" in config:
             errors = [*errors, "8-bit weights are not read"]
-        command = form.readers[reader](base, name, steps, config)
-        notes = [SAMPLING] if command.startswith("vllm serve") else []
+        command = form.readers[reader](base, name, steps, config, schedule)
+        notes = [SAMPLING] * command.startswith("vllm serve") + [BY_LOAD] * (SCHEDULE in command)
+        made, whole = config.get("max_position_embeddings"), target.get("context_length", 0)
+        if isinstance(made, int) and made < whole:
+            notes.append(
+                f"made for {made:,} of the target's {whole:,} positions: beyond them engines stop drafting or fail, "
+                f"unless vLLM's --max-model-len or SGLang's --context-length is {made}"
+            )
         if trained is not None and steps > trained:
             notes.append(
                 f"{steps} draft tokens are more than the head was trained for, {trained}: the last ones are accepted "
@@ -188,10 +205,14 @@ def _reasons(verdicts: Sequence[Verdict]) -> str:
 # Parts of formats
 
 
-def vllm(method: str) -> Command:
-    def run(target: str, head: str, steps: int, config: Mapping[str, Any]) -> str:
-        settings = json.dumps({"method": method, "model": head, "num_speculative_tokens": steps})
-        return f"vllm serve {target} --speculative-config {shlex.quote(settings)}"
+def vllm(method: str, *, fixed: bool = False) -> Command:
+    """Return a function that makes vLLM's command. `fixed`: the method drafts one number of tokens at any load."""
+
+    def run(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
+        settings: dict[str, Any] = {"method": method, "model": head, "num_speculative_tokens": steps}
+        if schedule and not fixed:
+            settings[SCHEDULE] = schedule
+        return f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(settings))}"
 
     return run
 
@@ -200,7 +221,7 @@ def sglang(algorithm: str, *, block: bool = False) -> Command:
     """Return a function that makes SGLang's command, for chains as in vLLM. `block`: the method drafts a block, and the
     command has no options of a chain."""
 
-    def run(target: str, head: str, steps: int, config: Mapping[str, Any]) -> str:
+    def run(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
         chain = "" if block else f"--speculative-num-steps {steps} --speculative-eagle-topk 1 "
         window = config.get("sliding_window") if algorithm == "EAGLE3" else None
         drafts = f"--speculative-num-draft-tokens {steps + 1}"

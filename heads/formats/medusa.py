@@ -88,7 +88,10 @@ FORMAT = Format(
     read=read_medusa,
     weights_file="medusa_lm_head.safetensors",
     engine_config=medusa_engine_config,
-    readers={OLD_VLLM: vllm("medusa"), MEDUSA: lambda _, head, *__: f"MedusaModel.from_pretrained({head!r})"},
+    readers={
+        OLD_VLLM: vllm("medusa", fixed=True),
+        MEDUSA: lambda _, head, *__: f"MedusaModel.from_pretrained({head!r})",
+    },
     check=check_medusa,
     tried=TRIED,
 )

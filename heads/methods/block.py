@@ -288,7 +288,7 @@ class DraftBlockHead(nn.Module, DraftHead):
     # Drafting. Slot p of a layer's cache holds its key of the context at position p. A block's keys go to the slots
     # from the root's onward, and are overwritten when tokens are observed there.
 
-    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+    def check_draft(self, shape: TreeShape) -> None:
         if shape.depth > self.depth:
             raise UserError(
                 f"tree {shape}: {shape.depth} levels, the head drafts {self.depth} in a block of "
@@ -298,7 +298,7 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     @torch.no_grad()
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> BlockState:
-        self.check_draft(shape, capacity)
+        self.check_draft(shape)
         config, rows = self.config, self.draft_to_target
         assert shared.lm_head_weight is not None
         form = config.num_key_value_heads, config.head_dim

@@ -45,7 +45,7 @@ from heads.methods.slot_state import advance_root, copy_last
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.encoder_decoder import find_base
-from heads.targets.families import OutputHead
+from heads.targets.families import OutputHead, longest_text
 from heads.targets.forward import decode_packed
 from heads.targets.hf import HFDecoder, positions_of
 from heads.targets.mixers import find_mixers
@@ -102,6 +102,8 @@ class DraftState:
     previous: Tensor  # (B,) int64, the token before the root
     length: Tensor  # (B,) int64, the root's position
     expanded: Tensor  # (B, N) int64, `Proposal.expanded` of the tree that was drafted last
+    last: int
+    """Position of the last root below which the draft's own positions hold a whole tree."""
 
     def read(self, tokens: Tensor, mapping: SlotMapping, *, prompt: bool = False) -> Tensor:
         """Run one step: tokens (B, W) in the slots that `mapping` gives -> states after the final norm (B, W, D)."""
@@ -185,8 +187,8 @@ class Draft(nn.Module, DraftHead):
         return OutputHead(untyped.get_output_embeddings(), self.text_config)
 
     @property
-    def context_length(self) -> int:
-        return positions_of(self.text_config)
+    def positions(self) -> int | None:
+        return longest_text(self.text_config)
 
     @property
     def text_config(self) -> Any:
@@ -198,9 +200,9 @@ class Draft(nn.Module, DraftHead):
 
     def states(self, batch: Batch) -> Tensor:
         """Return (B, T, D): the state of slot t after it has read x_0 .. x_t of its document."""
-        if (length := batch.tokens.shape[1]) > self.context_length:
+        if (length := batch.tokens.shape[1]) > positions_of(self.text_config):
             raise UserError(
-                f"data.context_length: the draft model reads {self.context_length} positions, a row has {length}"
+                f"data.context_length: the draft model reads {self.positions} positions, a row has {length}"
             )
         return decode_packed(
             self.base,
@@ -249,16 +251,11 @@ class Draft(nn.Module, DraftHead):
         right = best.view(batch.tokens.shape) == batch.tokens.roll(-1, dims=1)  # (B, T), by the slot that predicts
         return torch.stack([right.roll(-1 - k, dims=1) for k in range(depth)])
 
-    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+    def check_draft(self, shape: TreeShape) -> None:
         check_width(shape, self.config.common_size)
-        if capacity > round_up(self.context_length):
-            raise UserError(
-                f"the draft model reads {self.context_length} positions, the sequences may have {capacity}; ask for "
-                "shorter ones"
-            )
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
-        self.check_draft(shape, capacity)
+        self.check_draft(shape)
         device = self.output.head.weight.device
         behind = max(shape.depth, scratch_slots(shape))
         spec = CacheSpec(
@@ -274,7 +271,8 @@ class Draft(nn.Module, DraftHead):
         decoder = NativeDecoder(model, spec) if why_not_native(model) is None else HFDecoder(model, spec)
         ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
         expanded = torch.full((batch_size, shape.nodes), -1, device=device)
-        return DraftState(shape, decoder, decoder.slot[:-1], ids[0], ids[1], ids[2], expanded)
+        last = max(positions_of(self.text_config) - shape.depth, 0)
+        return DraftState(shape, decoder, decoder.slot[:-1], ids[0], ids[1], ids[2], expanded, last)
 
     @torch.no_grad()
     def extend(self, state: DraftState, observation: Observation) -> None:
@@ -292,17 +290,20 @@ class Draft(nn.Module, DraftHead):
 
     @torch.no_grad()
     def propose(self, state: DraftState, pick: Pick) -> Proposal:
-        decoder, length, scratch = state.decoder, state.length, scratch_slots(state.shape)
+        decoder, scratch = state.decoder, scratch_slots(state.shape)
+        # After its last position the draft reads nothing new, and nobody needs what it drafts: the rounds are plain.
+        length, reads = state.length.clamp_max(state.last), state.length <= state.last
         observed = length + 1  # with the root, which the pair below reads
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             mapping = DraftSlots(observed, paths, state.slot, state.shape.top_k == 1, scratch)
             return decoder.logits(state.read(tokens, mapping))
 
-        tokens = torch.stack([state.previous, state.root], dim=1)
+        tokens = torch.stack([state.previous, state.root], dim=1) * reads[:, None]
         pair = PrefillSlots((length - 1).clamp_min(0), None, state.slot, 2)  # a row without a prompt is at 0
         hidden = state.read(tokens, pair)
-        proposal = grow(state.shape, state.root, length, decoder.logits(hidden[:, 1:]), pick, expand, None)
+        # The noise of each round is of its own position, whatever the draft reads.
+        proposal = grow(state.shape, state.root, state.length, decoder.logits(hidden[:, 1:]), pick, expand, None)
         if proposal.expanded is not None:
             state.expanded.copy_(proposal.expanded)
         return proposal

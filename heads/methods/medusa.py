@@ -204,13 +204,13 @@ class Medusa(nn.Module, DraftHead):
             loss=self.config.loss,
         )
 
-    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+    def check_draft(self, shape: TreeShape) -> None:
         if shape.depth > self.depth:
             raise UserError(f"tree {shape}: {shape.depth} levels, the head has {self.depth} heads; ask for no more")
         check_width(shape, self.config.draft_vocab_size)
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> MedusaState:
-        self.check_draft(shape, capacity)
+        self.check_draft(shape)
         ids = self.draft_to_target.new_zeros(2, batch_size)
         return MedusaState(
             shape,

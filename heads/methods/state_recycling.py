@@ -212,7 +212,7 @@ class Recycling(nn.Module, DraftHead):
         """Modules that only `start` reads."""
         return ()
 
-    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+    def check_draft(self, shape: TreeShape) -> None:
         check_width(shape, self.config.draft_vocab_size)
         if self.sliding_window is not None and shape.depth >= self.sliding_window:
             raise UserError(
@@ -222,7 +222,7 @@ class Recycling(nn.Module, DraftHead):
 
     @torch.no_grad()
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> RecyclingState:
-        self.check_draft(shape, capacity)
+        self.check_draft(shape)
         own, weight = self.shared_layers(shared), next(self.parameters())
         state = RecyclingState(
             self,

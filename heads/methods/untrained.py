@@ -44,14 +44,14 @@ class Lookup(Drafter):
     def for_target(cls, number: int, target: FrozenTarget) -> "Lookup":
         return cls(number, target.device)
 
-    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+    def check_draft(self, shape: TreeShape) -> None:
         if not is_chain(shape):
             raise UserError(
                 f"tree {shape}: lookup has one guess at a time; ask for a chain, such as chain:{shape.depth}"
             )
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> LookupState:
-        self.check_draft(shape, capacity)
+        self.check_draft(shape)
         tokens = torch.full((batch_size, capacity + 1), NOTHING, dtype=torch.int64, device=self.device)
         return LookupState(shape, tokens, torch.zeros(batch_size, dtype=torch.int64, device=self.device))
 
@@ -135,8 +135,8 @@ class EarlyExit(Drafter):
         model: Any = FirstLayers(target, number)
         return cls(Draft(config, model))
 
-    def check_draft(self, shape: TreeShape, capacity: int) -> None:
-        self.draft.check_draft(shape, capacity)
+    def check_draft(self, shape: TreeShape) -> None:
+        self.draft.check_draft(shape)
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
         return self.draft.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape)

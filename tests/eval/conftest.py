@@ -73,12 +73,12 @@ class PairHead(nn.Module, Drafter):
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         raise AssertionError("never trained")
 
-    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+    def check_draft(self, shape: TreeShape) -> None:
         if shape.depth > self.deepest or shape.top_k > self.deepest:
             raise UserError("too large a tree")
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> PairState:
-        self.check_draft(shape, capacity)
+        self.check_draft(shape)
         if batch_size * capacity > self.memory:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return PairState(shape, torch.zeros(batch_size, dtype=torch.int64), torch.zeros(batch_size, dtype=torch.int64))

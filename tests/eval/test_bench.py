@@ -14,13 +14,14 @@ from transformers import GenerationConfig
 
 from eval.bench import default_out, parse_arguments, run_bench
 from eval.measure.results import read_results
+from eval.measure.schedule import ABOVE, draft_schedule
 from eval.measure.schema import Measurement, Results
 from eval.measure.settings import SAMPLED, BenchSettings, served_sampling, to_settings
 from eval.measure.speedup_checks import why_unreliable
 from eval.pages.card import model_card
 from eval.pages.format import audit_line, heading, setting_line, subtitle
 from eval.pages.report import print_report, write_report
-from eval.pages.verdicts import verdicts, verdicts_on
+from eval.pages.verdicts import verdicts, verdicts_on, warnings
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.targets.model import FrozenTarget
@@ -234,6 +235,80 @@ def test_the_verdict_is_of_the_fastest_that_is_reliable() -> None:
         assert "; ".join(verdicts_on(measurements, [])) == verdict
     unserved = results_of(*GREEDY, head={"unserved": "no engine serves it"})
     assert verdicts(unserved) == ["chain:5 pays, in this runtime only: 1.36x [1.24, 1.46] greedy"]
+
+
+BINS = [
+    {"from": start, "to": to, "mean": mean, "ci95": None, "rounds": rounds}
+    for start, to, mean, rounds in ((1024, 2048, 2.0, 30), (2048, 4096, 1.2, 10), (4096, 8192, 1.0, 10))
+]
+PLACES: list[tuple[dict[str, Any], int, list[str]]] = [
+    ({"context_length": 2048}, 2048, []),
+    ({"positions": 8192}, 9000, []),
+    (
+        {"context_length": 2048},
+        5000,
+        ["trained on rows of 2,048 tokens, and a text has 5,000: tau 2.00 within, 1.10 beyond (chain:3, greedy)"],
+    ),
+    ({"context_length": 8192}, 9000, ["trained on rows of 8,192 tokens, and a text has 9,000: tau 1.64 within"]),
+    (
+        {"positions": 4096, "origin": {"form": "raw EAGLE-3", "differs": []}},
+        4096,
+        ["made for 4,096 of the target's 8,192 positions, beyond which"],
+    ),
+    (
+        {"positions": 4096},
+        5000,
+        ["made for 4,096 of the target's 8,192 positions, beyond which engines stop drafting or fail: tau 1.80 within"],
+    ),
+]
+
+
+def test_figures_beyond_the_positions_of_a_head_are_told_apart() -> None:
+    target = {"name": "org/target", "context_length": 8192}
+    for head, longest, lines in PLACES:
+        m = measurement("chain:3", longest=longest, tau_by_position=BINS)
+        said = [line for line in warnings(results_of(m, head=head, target=target)) if "made" in line or "rows" in line]
+        assert len(said) == len(lines) and all(map(str.startswith, said, lines))
+
+
+def at_load(requests: int, tree: str, measured: float, low: float, **changes: Any) -> Measurement:
+    return speed(tree, 0, measured, low, batch_size=requests, **changes)
+
+
+FALLING = [
+    *(at_load(1, f"chain:{depth}", measured, measured - 0.1) for depth, measured in ((5, 1.9), (2, 1.5))),
+    *(at_load(4, f"chain:{depth}", measured, measured - 0.1) for depth, measured in ((5, 1.3), (2, 1.2))),
+    *(at_load(16, tree, measured, 1.02) for tree, measured in (("chain:2", 1.12), ("tree:5x4x16", 1.4))),
+    at_load(64, "chain:2", 1.05, 0.95),
+]
+LOADS: list[tuple[list[Measurement], list[tuple[int, int, int]], str]] = [
+    (
+        FALLING,
+        [(1, 4, 5), (5, 16, 2), (17, ABOVE, 0)],
+        "5 to 4 requests (1.30x [1.20, 1.40] at 4), 2 to 16 (1.12x [1.02, 1.22] at 16), none above",
+    ),
+    (  # the smaller number between two sizes, and none where the machine was busy above
+        [at_load(1, "chain:5", 0.9, 0.8), at_load(8, "chain:2", 1.3, 1.2), at_load(9, "chain:3", 3.9, 3.8)],
+        [(1, 7, 0), (8, 8, 2), (9, ABOVE, 0)],
+        "none to 7 requests, 2 to 8 (1.30x [1.20, 1.40] at 8), none above",
+    ),
+    (
+        [at_load(2, "chain:1", 1.2, 1.1), at_load(4, "chain:3", 1.3, 1.2), at_load(5, "chain:3", 1.4, 1.3)],
+        [(1, 3, 1), (4, 5, 3), (6, ABOVE, 0)],
+        "1 to 3 requests (1.20x [1.10, 1.30] at 2), 3 to 5 (1.30x [1.20, 1.40] at 4), none above",
+    ),
+    ([at_load(1, "chain:5", 1.5, 1.4), at_load(1, "chain:3", 1.4, 1.3)], [], ""),
+    ([at_load(1, "chain:5", 1.1, 0.9), at_load(4, "chain:5", 0.9, 0.8)], [], ""),
+    ([at_load(1, "chain:5", 1.5, 1.4), at_load(4, "chain:5", 1.2, 1.1, drafted=2.5)], [], ""),
+]
+
+
+def test_a_draft_is_served_at_the_loads_at_which_it_was_shown_to_pay() -> None:
+    hot = speed("chain:5", 1, 1.9, 1.8, batch_size=64)
+    for measurements, schedule, line in LOADS:
+        assert [step[:3] for step in draft_schedule(measurements, measurements[0])] == schedule
+        lines = verdicts(results_of(*measurements, hot))[2:]
+        assert lines == [f"draft tokens by load, greedy: {line}"] * bool(line)
 
 
 def test_measurements_lie_with_the_run_or_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ from rich.console import Console
 from eval import report
 from eval.bench import parse_arguments, run_bench
 from eval.measure.command_line import exit_status
-from eval.measure.results import read_results
+from eval.measure.environment import head_facts
+from eval.measure.results import as_record, read_results, write_record
 from eval.measure.settings import BenchSettings, to_settings
 from eval.pages import upload
 from eval.pages.publish import collect
@@ -33,6 +34,7 @@ from heads.registry import build_head
 from heads.saved import load_head, read_config, save_head, target_record
 from heads.targets.load import load_target, load_tokenizer
 from scripts import publish
+from tests.measurements import measurement
 from tests.native_mtp import change_config, write_native
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,6 +218,18 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]  # beside libraries' own
     assert len(said) == 1 and "give --target" in said[0], done.stderr
     assert "1 of 1" in done.stdout and done.stdout.splitlines()[-1] == "[2, 0]", done.stderr
+
+
+def test_a_head_measured_at_several_loads_is_served_by_load(run: Path) -> None:
+    results = read_results(run / "results.json")
+    figures = [measurement("chain:2", speedup=1.3 - size / 20, low=1.05, batch_size=size, suites={}) for size in (1, 4)]
+    results.measurements, results.chosen = figures, 0
+    write_record(as_record(results), run / "results.json")
+    card = collect(run, REPO).card
+    assert "Draft tokens by load, greedy: 2 to 4 requests (1.10x \\[1.05, 1.20\\] at 4), none above." in card
+    taken = '"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 100000, 0]]'
+    here = head_facts(load_head(run / "head"), str(run), measurements=results.measurements).serve
+    assert here is not None and taken in here and card.count(taken) == 1
 
 
 def test_the_card_says_what_it_is_how_to_serve_it_and_what_it_was_trained_on(run: Path, hub: StandInHub) -> None:

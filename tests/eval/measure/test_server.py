@@ -36,6 +36,8 @@ class Speculating(QuietServer):
         self.counts: Counter[str] = Counter()
         self.speculates, self.tells = True, False
         """`tells`: vLLM says each answer's rounds with it."""
+        self.drafts = DEPTH
+        """Draft tokens that vLLM says it made in a round."""
         self.algorithm, self.draft_tokens = "EAGLE3", DEPTH + 1
         """What SGLang says of its draft."""
         self.fault: Callable[[Speculating, int], int | None] = lambda server, number: None
@@ -56,6 +58,7 @@ class Handler(QuietHandler):
         lines = [f"vllm:generation_tokens_total{name}}} {counts['tokens']}.0"] if counts is not None else []
         if server.speculates and lines:
             lines.append(f"vllm:spec_decode_num_drafts_total{name}}} {counts['drafts']}.0")
+            lines.append(f"vllm:spec_decode_num_draft_tokens_total{name}}} {counts['drafted']}.0")
             lines.append(f"vllm:spec_decode_num_drafts_created{name}}} 1.7e+09")
             lines += [
                 f'vllm:spec_decode_num_accepted_tokens_per_pos_total{name},position="{k}"}} {counts[str(k)]}.0'
@@ -93,6 +96,7 @@ class Handler(QuietHandler):
             if server.engine == "vllm":
                 server.counts.update(str(k) for gain in gains for k in range(gain))
                 server.counts["drafts"] += len(gains)
+                server.counts["drafted"] += server.drafts * len(gains)
                 server.counts["tokens"] += length
         left, events = body["max_tokens"], []
         for tokens in rounds:
@@ -204,6 +208,16 @@ def test_rounds_said_with_answers_are_exact_with_several_in_flight(
     for name in ("alpha", "accepted_histogram"):
         assert first[name] == second[name] == one[name]
     assert first["tau"] == second["tau"] == one["tau"] and one["exact"]["against"] == "nothing"
+
+
+def test_a_server_that_drafts_fewer_tokens_by_its_own_rule_is_told(
+    served: Speculating, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for drafts in (DEPTH, DEPTH - 1):
+        served.drafts = drafts
+        _, results = measure(served, texts, tmp_path / str(drafts))
+        assert results["drafted"] == drafts
+        assert ("drafted fewer than 3 tokens" in capsys.readouterr().out) == (drafts < DEPTH)
 
 
 def test_a_plain_server_gives_speedup_and_texts(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, product
+from itertools import accumulate, combinations, product
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "lookup:3": {},
     "early_exit:1": {},
     "the target": {},
+    "the target, cut": {},
     "eagle3": {"aux_layer_ids": [0, 1, 2], "depth": 4},
     "mtp": {"depth": 4},
     "medusa": {"depth": 4},
@@ -34,6 +35,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "xpress": BLOCK | {"xpress_rank": 4, "xpress_mlp_hidden": 8, "xpress_topc": 16},
     "domino": BLOCK | {"gru_hidden_dim": 8, "emb_dim": 4},
 }
+COPIES = ("the target", "the target, cut")
+POSITIONS = 24
+"""Positions of a cut copy, in the middle of the texts."""
 OTHER_BLOCKS = {kind for kind, settings in HEADS.items() if "block_size" in settings} - {"dflash"}
 WARM = Sampling(0.9, seed=4), Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01, seed=-8)
 PENALISED = (
@@ -56,7 +60,7 @@ def is_possible(family: str, head: str, tree: str, sampling: str, rows: int, rul
     shape = parse_shape(tree)
     if not is_chain(shape) and (head == "lookup:3" or family in RECURRENT):
         return False
-    if (family in RECURRENT and head in ("early_exit:1", "the target")) or (family, head) == ("t5", "early_exit:1"):
+    if (family in RECURRENT and head in ("early_exit:1", *COPIES)) or (family, head) == ("t5", "early_exit:1"):
         return False
     if rule == "match":
         return True
@@ -97,11 +101,13 @@ def plain(family: str, sampling: str) -> list[Output]:
 def make_head(kind: str, target: FrozenTarget) -> Any:
     if kind == "random":
         return None
-    if kind != "the target":
+    if kind not in COPIES:
         return make_drafter(kind, target, **HEADS[kind])
     head = make_drafter("draft", target, fresh={})
     head.model.load_state_dict(target.model.state_dict())
     with_plain_experts(head.model)
+    if kind != "the target":
+        head.text_config.max_position_embeddings = POSITIONS
     return head
 
 
@@ -110,7 +116,7 @@ def test_the_text_is_the_targets_own(family: str, kind: str, tree: str, sampling
     target = target_of(family)
     requests, expected = requests_for(target, SAMPLINGS[sampling]), plain(family, sampling)
     head: Any = make_head(kind, target)
-    if rule == "match" and kind != "the target":
+    if rule == "match" and kind not in COPIES:
         head = ScriptedHead(target, sequences(requests, expected), inner=head)
     options: dict[str, Any] = {"max_length": 96, "rule": rule}
     outputs = open_engine(target, head, tree, batch_size=rows, **options).generate(requests)
@@ -122,10 +128,23 @@ def test_the_text_is_the_targets_own(family: str, kind: str, tree: str, sampling
     if isinstance(head, ScriptedHead):
         assert sum(sum(output.accepted) for output in outputs) > 0
     # A dynamic tree may prune it, and a filter or a penalty rule out its first choice.
-    if kind == "the target" and not tree.startswith("tree"):
+    if kind in COPIES and not tree.startswith("tree"):
+        last = POSITIONS - parse_shape(tree).depth if kind != "the target" else 512
         samplings = [request.sampling for request in requests]
         free = [output for output, s in zip(outputs, samplings, strict=True) if not s.filters and not s.penalises]
-        assert all(output.accepted == output.reached for output in free), "it is always right"
+        for output in free:
+            roots = accumulate(output.emitted(), initial=output.start)
+            rounds = zip(roots, output.accepted, output.reached, strict=False)
+            assert all(accepted == reached for root, accepted, reached in rounds if root <= last), "it is always right"
+
+
+def test_past_its_positions_a_draft_model_drafts_nothing_right() -> None:
+    target = target_of("llama")
+    (output,) = open_engine(target, make_head("the target, cut", target), "chain:3", max_length=96).generate(
+        [Request([*range(3, 13)], 70, Sampling(), (), True)]
+    )
+    rounds = output.rounds
+    assert output.accepted[:3] == [3, 3, 3] and rounds > 50 and sum(output.accepted[4:]) < rounds / 8
 
 
 OTHERS = [family for family in [*FAMILIES, *HYBRIDS, *OTHER_HYBRIDS] if family not in FACTORS[0]]

@@ -1,6 +1,7 @@
 """Saved heads are what engines load, and what an engine would read otherwise is named."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,36 @@ def verdicts(folder: Path, **changes: Any) -> dict[str, Verdict]:
 
 def serving(found: dict[str, Verdict]) -> set[str]:
     return {reader for reader, verdict in found.items() if verdict.serves}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "takes"),
+    [
+        ("eagle3", {}, True),
+        ("draft", {"layers": [0, 7]}, True),
+        ("dflash", {"block_size": 5, "num_layers": 2}, True),
+        ("xpress", {"block_size": 5, "num_layers": 2, "xpress_mlp_hidden": 64, "xpress_rank": 16}, False),
+        ("medusa", {}, False),  # vLLM asserts that it drafts with all of its heads
+    ],
+)
+def test_fewer_draft_tokens_by_load_are_for_methods_that_take_them(
+    kind: str, settings: dict[str, Any], takes: bool, target: FrozenTarget, tmp_path: Path
+) -> None:
+    schedule = [(1, 4, 4), (5, 16, 2), (17, 100, 0)]
+    found = check_loaders(save(tmp_path / "head", target, kind, **settings), steps=4, schedule=schedule)
+    told = {verdict.reader: verdict for verdict in found if "per_batch_size" in verdict.shown}
+    assert told.keys() == ({VLLM} if takes else set())
+    for verdict in told.values():
+        served = json.loads(shlex.split(verdict.command)[-1])
+        assert served["num_speculative_tokens_per_batch_size"] == [[*step] for step in schedule]
+        assert served["num_speculative_tokens"] == 4 and "# num_speculative_tokens_per_batch_size" in verdict.shown
+
+
+def test_a_head_of_fewer_positions_than_its_target_has_says_so(target: FrozenTarget, tmp_path: Path) -> None:
+    folder = save(tmp_path / "head", target, "eagle3")
+    assert "made for" not in verdicts(folder)[VLLM].shown
+    for verdict in list(verdicts(folder, context_length=131_072).values())[:2]:
+        assert f"# made for {target.context_length} of the target's 131,072 positions" in verdict.shown
 
 
 @pytest.mark.parametrize("kind", BLOCK_HEADS)
