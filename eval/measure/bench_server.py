@@ -1,9 +1,8 @@
 """Measurement of a running server, with anybody's head, as the contents of results.json.
 
 Prompts are sent in groups, and vLLM's counters are read between groups. At concurrency 1 a group is one prompt; above,
-WAVES prompts for each request in flight, so that the end of a group, where fewer are in flight, is short. Intervals are
-bootstraps over prompts if the server says each answer's rounds, else over groups, and over groups for speeds. tau is
-tokens that came out per round, as everywhere.
+WAVES prompts for each request in flight, so that the end of a group is short. Intervals are bootstraps over prompts if
+the server says each answer's rounds, else over groups, and over groups for speeds.
 """
 
 import argparse
@@ -341,9 +340,8 @@ def served_figures(
         speedup=None,
     )
     if groups[0].plain:
-        measurement.baseline = Baseline(
-            **speeds([a for group in groups for repeat in group.plain for a in repeat], plain)
-        )
+        plainly = [answer for group in groups for repeat in group.plain for answer in repeat]
+        measurement.baseline = Baseline(**speeds(plainly, plain))
         measurement.speedup = Speedup(
             measured=metrics.rate_ratio(drafted, plain),
             ci95=metrics.rate_ratio_interval(drafted, plain),

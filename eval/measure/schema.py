@@ -17,7 +17,6 @@ HEAD, TARGET = "HEAD", "TARGET"
 """Places of the two folders in a command."""
 HEADLINE = ("tree", "temperature", "batch_size", "context")
 """Keys that tell which of the measurements is at the top level."""
-
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A float that is null in JSON, and NaN here, if nothing was measured."""
 Interval = tuple[float, float] | None
@@ -270,7 +269,6 @@ class RecordedSettings(BenchSettings):
     """The settings of a measurement, with what is known of its prompts."""
 
     model_config = ConfigDict(extra="allow", frozen=False, strict=False)
-
     suites: list[str]
     prompts_hash: str
     num_prompts: int
