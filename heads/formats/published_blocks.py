@@ -63,12 +63,11 @@ def block_kind(source: Source) -> str | None:
     """Return the kind of the head in a folder; None if it does not draft a block."""
     config = source.config
     speculators = config.get("speculators_model_type")
-    # A head with DFlash's class is another kind's if its projector is.
+    # Other kinds' heads may have DFlash's class, and are known by their projector.
     for kind in (speculators, (config.get("dflash_config") or {}).get("projector_type")):
         if kind in BLOCK_HEADS:
             return str(kind)
-    kinds_of = reversed(BLOCK_HEADS.items())
-    classes = {name: kind for kind, head in kinds_of for name in head.Config.form.classes}
+    classes = {name: kind for kind, head in reversed(BLOCK_HEADS.items()) for name in head.Config.form.classes}
     kinds = re.compile("|".join(BLOCK_HEADS), re.IGNORECASE)
     names = [str(name) for name in config.get("architectures") or () if kinds.search(f"{name} {speculators}")]
     if names and (speculators or names[0] not in classes):

@@ -325,7 +325,7 @@ UNFIT: list[tuple[Callable[..., Any], Config, Change, str]] = [
     (dspark, SPECULATORS_DSPARK | {"draft_vocab_size": 64}, keep, "d2t"),
     (lilicorr, XPRESS, keep, "lilicorr.anchor_norm.weight"),
     (xpress, ZLAB, keep, "xpress_head.down_g.weight"),
-    (domino, nested(DOMINO, gru_hidden_dim=7), keep, "prefix_gru.weight_hh_l0"),
+    (domino, nested(DOMINO, gru_hidden_dim=7), keep, "embed_proj.0.weight"),
 ]
 """Maker of the head, config.json, a change of the tensors, and words of the refusal."""
 
