@@ -13,21 +13,22 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING
 
 from eval.measure.command_line import Parser
 from eval.measure.prompts import suite_name
 from eval.measure.results import read_results
 from eval.measure.schema import Head, Measurement, Point, Results
 from eval.pages import format
-from eval.pages.drawing import COLOURS, Chart, svg_file
-from eval.pages.html import DARK
 from eval.pages.tables import Table
-from eval.pages.training import draw_lines, line_of
 from train.entry import run_script
 from train.recipe import Recipe
 from train.recipe_help import keys_page
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from eval.pages.drawing import Chart
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval/results"
@@ -192,8 +193,11 @@ def engine_table(pattern: str) -> str:
     return markdown(["head", "K", "rounds", "accepted by position"], rows)
 
 
-def curve_chart(pattern: str) -> Chart:
+def curve_chart(pattern: str) -> "Chart":
     """Return the learning curves of heads above tau of prompt lookup, which was measured beside them."""
+    from eval.pages.drawing import COLOURS, Chart
+    from eval.pages.training import draw_lines, line_of
+
     runs: dict[str, list[Point]] = {}
     for record in (read_results(path) for path in sorted(RESULTS.glob(pattern))):
         runs |= {METHODS[head.kind]: head.curve for head in record.heads if head.curve}
@@ -204,7 +208,7 @@ def curve_chart(pattern: str) -> Chart:
         for method, (first, last) in ends.items()
     ]
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         draw_lines(axes, series={method: line_of(points) for method, points in runs.items()})
         axes.axhline(level, color=COLOURS["verify"], ls="--", lw=1.8)
         place = axes.get_yaxis_transform()
@@ -242,7 +246,10 @@ def pages() -> dict[Path, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    Parser("Write KEYS.md and the tables of measurements in pages.").parse_args(arguments)
+    Parser("Write KEYS.md, the tables of measurements in pages, and the picture.").parse_args(arguments)
+    from eval.pages.drawing import svg_file
+    from eval.pages.html import DARK
+
     for page, text in pages().items():
         page.write_text(text, encoding="utf-8")
     PICTURE.write_text(svg_file(curve_chart(CURVES), DARK), encoding="utf-8")

@@ -266,7 +266,7 @@ def test_answers_and_measurements_take_the_time_that_weights_take_to_be_read(
         for n in range(2, 8)
     ]
     for kind in ("eagle3", "mtp"):
-        record = results_of(measurement(), head={"kind": kind, "curve": points})
+        record = results_of(measurement(suites={"gsm8k": measurement()}), head={"kind": kind, "curve": points})
         write_record(as_record(record), tmp_path / f"{kind}.json")
     plan = plan_of(eagle, memory=80.0)
     assert decoding_hours(plan, 6400, 32, 32) == pytest.approx(6400 * 8e-3 / 3600, rel=0.02)
