@@ -279,7 +279,8 @@ def test_answers_and_measurements_take_the_time_that_weights_take_to_be_read(
     assert "hours of 6 measurements, an estimate" in rows
     assert [line for line in said if line.startswith("measured elsewhere")] == [
         "measured elsewhere, no promise: eagle3 on org/target, tau 1.50 [1.00, 4.00] after 1.0k tokens, "
-        "2.00 [1.00, 4.00] after 10.0k tokens, 3.00 [1.00, 4.00] after 1.0M tokens, 3.50 [1.00, 4.00] after 10.0M tokens"
+        "2.00 [1.00, 4.00] after 10.0k tokens, 3.00 [1.00, 4.00] after 1.0M tokens, 3.50 [1.00, 4.00] after "
+        "10.0M tokens"
     ]
 
 
