@@ -213,7 +213,7 @@ def curve_chart(pattern: str) -> "Chart":
         axes.axhline(level, color=COLOURS["verify"], ls="--", lw=1.8)
         place = axes.get_yaxis_transform()
         axes.text(0.01, level, " prompt lookup, no training", transform=place, color=COLOURS["verify"], va="bottom")
-        axes.set_ylabel("tau")
+        axes.set_ylabel(f"tau of {' and '.join(runs)}")
 
     note = f"{'; '.join(said)}; prompt lookup, {level:.2f}"
     return Chart(PICTURE.stem, "tau over training tokens", note, draw)
