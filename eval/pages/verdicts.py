@@ -215,7 +215,7 @@ def position_warnings(head: Head, target: Target, measurements: Sequence[Measure
     made, row = head.positions, head.context_length
     if made is not None and made < target.context_length:
         whole = f"the target's {target.context_length:,} positions"
-        yield f"made for {made:,} of {whole}, beyond which engines stop drafting or fail{sides(made)}"
+        yield f"made for {made:,} of {whole}, beyond which engines may stop drafting or fail{sides(made)}"
     if row is not None and m.longest > row:
         yield f"trained on rows of {row:,} tokens, and a text has {m.longest:,}{sides(row)}"
 

@@ -171,8 +171,8 @@ def check_contents(
         made, whole = config.get("max_position_embeddings"), target.get("context_length", 0)
         if isinstance(made, int) and made < whole:
             notes.append(
-                f"made for {made:,} of the target's {whole:,} positions: beyond them engines stop drafting or fail, "
-                f"unless vLLM's --max-model-len or SGLang's --context-length is {made}"
+                f"made for {made:,} of the target's {whole:,} positions: beyond them engines may stop drafting or "
+                f"fail, unless vLLM's --max-model-len or SGLang's --context-length is {made}"
             )
         if trained is not None and steps > trained:
             notes.append(

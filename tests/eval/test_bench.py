@@ -258,7 +258,10 @@ PLACES: list[tuple[dict[str, Any], int, list[str]]] = [
     (
         {"positions": 4096},
         5000,
-        ["made for 4,096 of the target's 8,192 positions, beyond which engines stop drafting or fail: tau 1.80 within"],
+        [
+            "made for 4,096 of the target's 8,192 positions, beyond which engines may stop drafting or fail: "
+            "tau 1.80 within"
+        ],
     ),
 ]
 
