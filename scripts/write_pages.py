@@ -193,6 +193,21 @@ def engine_table(pattern: str) -> str:
     return markdown(["head", "K", "rounds", "accepted by position"], rows)
 
 
+def trainer_table(pattern: str) -> str:
+    """Return heads that the code of several projects trained from the same rows, with the time that each took."""
+    (path,) = RESULTS.glob(pattern)
+    record = read_results(path)
+    runs = json.loads(path.with_name("training.json").read_text(encoding="utf-8"))
+    suites = [suite_name(name) for name in record.settings.suites]
+    rows = []
+    for m in record.measurements:
+        run = runs[record.head_of(m).name]
+        about = [run["trainer"], run["settings"], str(run["seed"]), f"{run['cpu_seconds'] / 60:.1f}"]
+        rows.append([*about, *(format.number(m.suites[suite].tau.mean) for suite in suites), format.tau_text(m)])
+    titles = [next(title for start, title in SUITES.items() if suite.startswith(start)) for suite in suites]
+    return markdown(["trainer", "settings", "seed", "CPU minutes", *(f"tau, {t}" for t in titles), "tau, all"], rows)
+
+
 def curve_chart(pattern: str) -> "Chart":
     """Return the learning curves of heads above tau of prompt lookup, which was measured beside them."""
     from eval.pages.drawing import COLOURS, Chart
@@ -231,6 +246,7 @@ FORMS: dict[str, Callable[[str], str]] = {
     "tau": lambda pattern: all_table(pattern, speeds=False),
     "costs": cost_table,
     "engine": engine_table,
+    "trainers": trainer_table,
     "curve": curve_picture,
 }
 
