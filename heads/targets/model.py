@@ -34,7 +34,6 @@ from heads.targets.families import (
 )
 from heads.targets.forward import decode, decode_packed
 from heads.targets.mixers import find_mixers, step_by_step
-from heads.targets.placement import MappedFiles
 from heads.targets.quantization import quantize_layers
 
 FINGERPRINT_SAMPLES = 512
@@ -293,7 +292,7 @@ class FrozenTarget(LanguageModel):
 def fingerprint(model: PreTrainedModel) -> str:
     """Return a short hash of the architecture and a sample of every parameter. It is the same for every dtype wider
     than bfloat16."""
-    digest, files = hashlib.sha256(type(model).__name__.encode()), MappedFiles()
+    digest = hashlib.sha256(type(model).__name__.encode())
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         if parameter.is_meta:
@@ -301,7 +300,6 @@ def fingerprint(model: PreTrainedModel) -> str:
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, len(flat) // FINGERPRINT_SAMPLES)][:FINGERPRINT_SAMPLES]
         digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-        files.forget(parameter)  # the pages around each sample
     return digest.hexdigest()[:16]
 
 
