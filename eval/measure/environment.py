@@ -34,6 +34,7 @@ from heads.core.contract import Drafter
 from heads.core.errors import UserError
 from heads.core.strict_settings import Settings
 from heads.formats.engine_folder import ENGINES, Verdict, why_unserved
+from heads.methods.untrained import EarlyExit
 from heads.registry import kind_of
 from heads.saved import check_loaders, find_head, read_config, trained_depth, weights_hash
 from heads.targets.model import FrozenTarget
@@ -77,7 +78,8 @@ def head_facts(
     """Return the identity and the size of the head. Weights that it shares with the target do not count. `name`: of one
     of several heads. `measurements`, `chosen`: as of `engine_verdicts`, for the command with which an engine serves
     it."""
-    config: Any = getattr(head, "config", None)
+    trained = None if isinstance(head, EarlyExit) else head
+    config: Any = getattr(trained, "config", None)
     provenance: dict[str, Any] = {}
     curve: list[Point] = []
     unserved = serve = None
@@ -92,7 +94,7 @@ def head_facts(
         kind=kind_of(head),
         path=path,
         sha256=weights_hash(path),
-        parameters=num_parameters(head) if isinstance(head, nn.Module) else 0,
+        parameters=num_parameters(trained) if isinstance(trained, nn.Module) else 0,
         trained_tokens=tokens,
         aux_layer_ids=list(head.aux_layer_ids),
         budget_tokens=round(tokens * steps / step) if tokens and step and steps else tokens,
