@@ -232,7 +232,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def checked(source: Source) -> Recipe:
     """Return the recipe with these settings. UserError lists all faults, one per line."""
-    _replace_length(source)
+    train = source.tree.get("train")
+    overridden = [name for name in ("max_steps", "epochs") if f"train.{name}" in source.overrides]
+    if isinstance(train, dict) and len(overridden) == 1 and train[overridden[0]] is not None:
+        train.pop("epochs" if overridden == ["max_steps"] else "max_steps", None)  # the file's gives way
     recipe, errors = check(source, Recipe)
     if recipe is not None:
         for key, why in _useless(recipe).items():
@@ -270,14 +273,6 @@ def in_its_folder(source: Source, path: Path) -> Source:
         return os.path.abspath(path.parent) + value.removeprefix(old) if is_inside else value
 
     return replace(source, tree=move(source.tree))
-
-
-def _replace_length(source: Source) -> None:
-    """Remove the file's `train.epochs` if the command line gives `train.max_steps`, and the other way round."""
-    train = source.tree.get("train")
-    overridden = [name for name in ("max_steps", "epochs") if f"train.{name}" in source.overrides]
-    if isinstance(train, dict) and len(overridden) == 1 and train[overridden[0]] is not None:
-        train.pop("epochs" if overridden == ["max_steps"] else "max_steps", None)
 
 
 def dump_recipe(record: dict[str, Any]) -> str:
