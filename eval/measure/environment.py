@@ -157,7 +157,10 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return {"type": "cuda", "name": facts.name, "memory_gib": round(facts.total_memory / 2**30, 1)}
-    return {"type": device.type, "name": cpu_name(), "threads": torch.get_num_threads()}
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*:(.*)", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
+    name = model[1].strip() if model else platform.processor() or platform.machine()
+    return {"type": device.type, "name": name, "threads": torch.get_num_threads()}
 
 
 def decoder_facts(target: FrozenTarget) -> str:
@@ -204,12 +207,6 @@ def contention(device: torch.device) -> str | None:
         f"other processes use {used:.1f} of the {len(cores)} cores on which {threads} threads are to run here, and "
         "every step waits for the slowest: OMP_NUM_THREADS=1 before the command may make it many times faster"
     )
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*:(.*)", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
-    return model[1].strip() if model else platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
