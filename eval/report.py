@@ -23,7 +23,7 @@ from eval.measure.folders import RESULTS, folders_of, newest_results
 from eval.measure.results import COMPARED, read_log, read_results
 from eval.measure.schema import Results
 from heads.core.errors import UserError
-from heads.core.files import check_folder, file_hash
+from heads.core.files import check_folder, file_hash, write_text
 from heads.targets.hub import is_here
 
 SEVERAL = Path("runs/report")
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from eval.measure.learning_curve import held_out_lines
     from eval.pages.card import check_card
-    from eval.pages.report import print_report, write_page, write_progress, write_report
+    from eval.pages.html import render_several
+    from eval.pages.report import print_report, write_progress, write_report
 
     if len(options.results) == 1 and is_unmeasured(options.results[0]):
         write_progress(options.results[0], Console())
@@ -60,10 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measurements = [find_results(path) for path in options.results]
     if len(measurements) > 1:
         check_folder(options.out or SEVERAL, "--out")
-        print(
-            f"written to {write_page([results for _, results in measurements], options.out or SEVERAL)}",
-            file=sys.stderr,
-        )
+        page = (options.out or SEVERAL) / "report.html"
+        write_text(page, render_several([results for _, results in measurements]))
+        print(f"written to {page}", file=sys.stderr)
         return 0
     ((folder, results),) = measurements
     if not results.is_comparison:

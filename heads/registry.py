@@ -34,7 +34,7 @@ HEADS = {
     "medusa": Method(Medusa, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": Method(Mtp, mtp.FORMAT),
     **{kind: Method(head, block_format(head), head.training_settings) for kind, head in BLOCK_HEADS.items()},
-    "draft": Method(Draft, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
+    "draft": Method(Draft, draft_model.FORMAT, frozenset({"loss", "lora"})),
 }
 """Methods by kind, the name in recipes and in saved heads. A published head is read as the first kind that recognises
 it. Draft models come last, because the folders of other heads look like models, too."""

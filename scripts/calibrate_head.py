@@ -41,7 +41,7 @@ BINS = 15
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("Fit the temperatures of a DSpark head's confidence, for SGLang.")
+    parser = Parser("Fit the temperatures of a DSpark head's confidence, for SGLang; --out is sts.json by default.")
     add_head_options(parser)
     parser.add_argument("--depth", type=typed(Count), help="draft tokens a round, as served; default: as trained")
     add_prompt_options(parser, num_prompts=64, max_prompt_tokens=512, max_new_tokens=256)

@@ -29,7 +29,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = Parser("Facts, exact texts and speed on a card that no engine has run on yet.")
     parser.add_argument("command", choices=["facts", "texts", "speed"])
     parser.add_argument("--small", action="store_true", help="tiny sizes, for Triton's interpreter on a CPU")
-    parser.add_argument("--out", type=Path, default=Path("gpu-check.json"), help="file that the part is added to")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("gpu-check.json"),
+        help="file that the part is added to; default: gpu-check.json",
+    )
     return parser.parse_args(arguments)
 
 

@@ -110,7 +110,10 @@ def load_checkpoint(strategy: Replicated, folder: Path) -> None:
 
 
 def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:
-    """Return the newest intact checkpoint, or None. A damaged one is reported, and the one before it is used."""
+    """Return the newest intact checkpoint, or None. A damaged one is reported, and the one before it is used. What an
+    interrupted write left behind is removed."""
+    for path in folder.glob(".step-*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
     for path in reversed(list_checkpoints(folder)):
         fault = find_fault(path)
         if fault is None:
@@ -179,8 +182,3 @@ def read_state(path: Path) -> RunState:
         measured: Any = json.loads((path / "measured.json").read_bytes())
         return replace(state, **{name: measured[name] for name in MEASURED})
     return state
-
-
-def remove_leftovers(folder: Path) -> None:
-    for path in folder.glob(".step-*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)

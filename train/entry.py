@@ -32,6 +32,7 @@ PLANNING = """--plan prints the memory, operations and hours of a run, computed 
   --memory GIB              memory of a GPU to plan for; default: this machine's device
   --tflops X                TFLOP/s of a device; may be repeated (default: 396, 40% of an H100's; on a CPU, measured)"""
 TRACKING = "--wandb online, offline or off sets tracking.wandb, as for eval/bench.py and eval/sweep.py."
+ABOUT = (DERIVING, PLANNING, TRACKING)
 
 
 def run_entry(name: str) -> None:
@@ -48,7 +49,7 @@ def run_script(main: Callable[[Sequence[str]], int]) -> None:
 def attempt(name: str, arguments: Sequence[str]) -> int:
     def run() -> int:
         words = ["--help"] if "--help" in arguments else arguments
-        if asks_usage(USAGE.format(name=name), words, keys=lambda: _help(name)):
+        if asks_usage(USAGE.format(name=name), words, keys=lambda: "\n\n".join([*ABOUT, keys_of(Recipe, KINDS[name])])):
             return 0
         options = parse_arguments(arguments)
         if options.model or options.data:
@@ -103,10 +104,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         if getattr(options, option.dest) is not None and not options.plan:
             parser.error(f"--{option.dest}: is an option of --plan")
     return options
-
-
-def _help(name: str) -> str:
-    return f"{DERIVING}\n\n{PLANNING}\n\n{TRACKING}\n\n{keys_of(Recipe, KINDS[name])}"
 
 
 def say_why(text: str) -> None:

@@ -24,7 +24,6 @@ from train.checkpoints import (
     check_continues,
     load_checkpoint,
     newest_checkpoint,
-    remove_leftovers,
     save_checkpoint,
     save_measurement,
 )
@@ -145,7 +144,6 @@ def _find_start(run: Run, recipe: Recipe) -> tuple[tuple[Path, RunState] | None,
     steps = recipe.train.max_steps or run.folder.max_steps()
     if steps is not None:
         run.folder.check_recipe(plain_settings(with_steps(recipe, steps)))
-    remove_leftovers(run.folder.checkpoints)
     return newest_checkpoint(run.folder.checkpoints, run.tracker.say), steps
 
 

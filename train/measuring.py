@@ -23,7 +23,7 @@ from eval.measure.metrics import acceptance_by_depth, tau, tau_interval
 from eval.measure.progress import Progress
 from eval.measure.prompts import HELD_OUT_SUITE, Prompt, load_prompts, split_prompts
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
-from eval.runtime.sampling_params import Sampling
+from eval.runtime.sampling_params import Sampling, check_rule
 from heads.core.contract import HEAD_TREE, Batch, DraftHead, max_nodes, shape_for
 from heads.core.errors import UserError
 from heads.core.tree import is_chain, parse_shape
@@ -72,6 +72,11 @@ class Evaluation:
         self.longest = max(len(request.prompt) for request in self.requests) + settings.max_new_tokens
         for shape in map(parse_shape, set(trees) - {AUTO, HEAD_TREE}):
             head.check_draft(shape)
+            check_rule(settings.rule, shape)
+        if HEAD_TREE in trees and settings.rule != "match":
+            raise UserError(
+                f"rule {settings.rule}: the tree 'head' is grown from ranks, and may leave out a draw; use rule match"
+            )
 
     def measure(self, head: nn.Module) -> TauMeasurement:
         """Return tau and acceptance by depth over all requests. Called on the main process."""

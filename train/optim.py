@@ -115,9 +115,3 @@ def lr_factor(step: int, settings: Train) -> float:
     decay_steps = max(1, round(settings.decay_fraction * settings.steps))
     left = (settings.steps - step) / decay_steps
     return floor + (1 - floor) * min(1.0, left)
-
-
-def set_lr(optimizer: torch.optim.Optimizer, step: int, settings: Train) -> None:
-    """Set the learning rate of every group. There is no scheduler object: Accelerate would step it once per process."""
-    for group in optimizer.param_groups:
-        group["lr"] = settings.lr * lr_factor(step, settings)

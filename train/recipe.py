@@ -12,11 +12,8 @@ from pydantic import Field
 from eval.measure.command_line import AUTO
 from eval.measure.data_files import has_splits, has_subsets, is_local
 from eval.measure.prompts import HELD_OUT_SUITE
-from eval.measure.settings import BenchSettings, MeasureSettings
-from eval.runtime.sampling_params import check_rule
-from heads.core.contract import HEAD_TREE
+from eval.measure.settings import BenchSettings, MeasureSettings, Tree, Trees
 from heads.core.errors import UserError
-from heads.core.tree import parse_shape
 from heads.methods.settings import SETTINGS
 from train.core.strict_yaml import (
     Count,
@@ -147,7 +144,7 @@ class Report(Settings):
     """Maximum number of tokens of an answer. Null: `eval.max_new_tokens`."""
     batch_size: Count = 1
     """Prompts decoded together."""
-    trees: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    trees: Trees | None = None
     """Chains and trees to measure. `auto` searches for the fastest. Null: `eval.tree`."""
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] | None = None
     """Sampling temperatures to measure at. Null: `eval.temperature`."""
@@ -172,7 +169,7 @@ class Eval(MeasureSettings):
     """Maximum number of tokens of a prompt. A longer one is an error; modules of `python-heldout` are truncated."""
     batch_size: Count = 8
     """Prompts decoded together."""
-    tree: str = "chain:5"
+    tree: Tree = "chain:5"
     """Draft tokens per round: `chain:K` for a chain, `static:3.2.1` or `tree:DEPTHxTOPKxNODES` for a tree, `head` for
     the head's own tree."""
     temperature: Temperature = 0.0
@@ -232,7 +229,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def checked(source: Source) -> Recipe:
     """Return the recipe with these settings. UserError lists all faults, one per line."""
-    _replace_length(source)
+    train = source.tree.get("train")
+    overridden = [name for name in ("max_steps", "epochs") if f"train.{name}" in source.overrides]
+    if isinstance(train, dict) and len(overridden) == 1 and train[overridden[0]] is not None:
+        train.pop("epochs" if overridden == ["max_steps"] else "max_steps", None)  # the file's gives way
     recipe, errors = check(source, Recipe)
     if recipe is not None:
         for key, why in _useless(recipe).items():
@@ -270,14 +270,6 @@ def in_its_folder(source: Source, path: Path) -> Source:
         return os.path.abspath(path.parent) + value.removeprefix(old) if is_inside else value
 
     return replace(source, tree=move(source.tree))
-
-
-def _replace_length(source: Source) -> None:
-    """Remove the file's `train.epochs` if the command line gives `train.max_steps`, and the other way round."""
-    train = source.tree.get("train")
-    overridden = [name for name in ("max_steps", "epochs") if f"train.{name}" in source.overrides]
-    if isinstance(train, dict) and len(overridden) == 1 and train[overridden[0]] is not None:
-        train.pop("epochs" if overridden == ["max_steps"] else "max_steps", None)
 
 
 def dump_recipe(record: dict[str, Any]) -> str:
@@ -342,8 +334,6 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     depth = getattr(recipe.head, "depth", None)
     if isinstance(depth, int) and depth >= data.context_length:
         yield ("head", "depth"), f"expected less than data.context_length ({data.context_length})"
-    if train.max_steps is not None and data.on_policy and data.on_policy.every >= train.max_steps:
-        yield ("data", "on_policy", "every"), f"expected less than train.max_steps ({train.max_steps})"
     kind = recipe.features.kind
     if data.on_policy and recipe.head.kind != "draft":
         yield ("data", "on_policy"), f"is for draft models (head.kind draft), got {recipe.head.kind}; leave it out"
@@ -358,11 +348,8 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     if any(weights) and not all(weights):
         missing = weights.index(False)
         yield ("data", "sources", missing, "weight"), "is missing: give every source a weight, or none"
-    if fault := _tree_fault(recipe.eval.tree, recipe.eval.rule):  # the same tree is measured every time
-        yield ("eval", "tree"), fault
-    for n, tree in enumerate(recipe.eval.report.trees or ()):
-        if tree != AUTO and (fault := _tree_fault(tree, recipe.eval.rule)):
-            yield ("eval", "report", "trees", n), fault
+    if recipe.eval.tree == AUTO:
+        yield ("eval", "tree"), "the same tree is measured every time, got 'auto'; name it, such as chain:5"
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
@@ -373,20 +360,6 @@ def with_steps(recipe: Recipe, steps: int) -> Recipe:
     if recipe.data.on_policy and recipe.data.on_policy.every >= steps:
         raise UserError(f"data.on_policy.every: expected less than train.max_steps ({steps})")
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})
-
-
-def _tree_fault(tree: str, rule: str) -> str | None:
-    """Return why a tree cannot be measured with an acceptance rule, or None if it can."""
-    if tree == HEAD_TREE and rule != "match":
-        return f"rule {rule}: the tree 'head' is grown from ranks, and may leave out a draw; use rule match"
-    if tree == HEAD_TREE:
-        return None
-    try:
-        shape = parse_shape(tree)
-        check_rule(rule, shape)
-    except UserError as error:
-        return str(error)
-    return f"expected a tree that drafts something, such as chain:5, got '{tree}'" if shape.nodes == 1 else None
 
 
 def _is_changed(recipe: Recipe, key: Key) -> bool:

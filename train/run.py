@@ -10,7 +10,7 @@ from heads.core.errors import UserError
 from heads.formats.engine_folder import why_unfit
 from heads.saved import check_loaders, load_head, weights_hash
 from train.core.interrupts import Interrupted, Interrupts
-from train.core.processes import is_lost_process, on_main
+from train.core.processes import LOST_PROCESS, on_main
 from train.loop import Outcome, fit
 from train.open_run import Run, open_run
 from train.recipe import Eval, Recipe, load_recipe, plain_settings
@@ -30,7 +30,7 @@ def train(recipe: Recipe) -> Results | None:
             with Interrupts():
                 return measure_best(outcome, run)
     except RuntimeError as error:
-        if is_lost_process(error):
+        if any(text in str(error) for text in LOST_PROCESS):
             raise UserError(
                 "another process of this launch has ended; the same command goes on from the newest checkpoint"
             ) from error

@@ -22,7 +22,7 @@ from train.core.interrupts import Interrupted
 from train.data.packing import Mixture
 from train.draft_lora import merged_weights
 from train.features.source import FeatureSource, make_batch
-from train.optim import set_lr
+from train.optim import lr_factor
 from train.parallel import LossModule, make_strategy
 from train.recipe import Train
 
@@ -189,7 +189,8 @@ class Stepper:
         counts, tokens, stop = self._total(counts_by_pass.sum(0), tokens, stop)
         if stop:
             raise Interrupted
-        set_lr(strategy.optimizer, number, settings)
+        for group in strategy.optimizer.param_groups:  # Accelerate would step a scheduler once per process
+            group["lr"] = settings.lr * lr_factor(number, settings)
         scale = self.head.loss_scale(counts).float()
         weight: Tensor | None = None
         for micro, (rows, count) in enumerate(zip(micros, counts_by_pass, strict=True)):

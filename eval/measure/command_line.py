@@ -31,22 +31,11 @@ UNREAD = 128 + signal.SIGPIPE
 """Exit status if the reader of the output has closed it: the one that shells report for other programs."""
 
 
-class _Formatter(argparse.HelpFormatter):
-    """Help formatter that shows defaults in the form in which they are typed."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        default = action.default
-        text = ",".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
-        if default is None or isinstance(default, bool) or default == argparse.SUPPRESS or not (text and action.help):
-            return action.help
-        return f"{action.help} (default: {text.replace('%', '%%')})"
-
-
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are UserErrors of one line without the usage."""
 
     def __init__(self, description: str):
-        super().__init__(description=description, formatter_class=_Formatter)
+        super().__init__(description=description)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
@@ -105,7 +94,10 @@ def template_arguments(text: str) -> dict[str, bool | int | float | str]:
 
 def add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="number type to compute in"
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="number type to compute in; default: auto",
     )
     parser.add_argument("--device", help="such as cuda or cpu; default: cuda if there is a GPU, else cpu")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
@@ -135,7 +127,9 @@ def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) 
 
 def add_wandb_option(parser: argparse.ArgumentParser, what: str) -> None:
     modes = [OFF, "offline", "online"]
-    parser.add_argument("--wandb", choices=modes, default=OFF, help=f"{what}; WANDB_MODE, if it is set, wins")
+    parser.add_argument(
+        "--wandb", choices=modes, default=OFF, help=f"{what}; default: {OFF}; WANDB_MODE, if it is set, wins"
+    )
 
 
 def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str]) -> bool:

@@ -34,6 +34,7 @@ from heads.core.contract import Drafter
 from heads.core.errors import UserError
 from heads.core.strict_settings import Settings
 from heads.formats.engine_folder import ENGINES, Verdict, why_unserved
+from heads.methods.untrained import EarlyExit
 from heads.registry import kind_of
 from heads.saved import check_loaders, find_head, read_config, trained_depth, weights_hash
 from heads.targets.model import FrozenTarget
@@ -77,7 +78,8 @@ def head_facts(
     """Return the identity and the size of the head. Weights that it shares with the target do not count. `name`: of one
     of several heads. `measurements`, `chosen`: as of `engine_verdicts`, for the command with which an engine serves
     it."""
-    config: Any = getattr(head, "config", None)
+    trained = None if isinstance(head, EarlyExit) else head
+    config: Any = getattr(trained, "config", None)
     provenance: dict[str, Any] = {}
     curve: list[Point] = []
     unserved = serve = None
@@ -92,7 +94,7 @@ def head_facts(
         kind=kind_of(head),
         path=path,
         sha256=weights_hash(path),
-        parameters=num_parameters(head) if isinstance(head, nn.Module) else 0,
+        parameters=num_parameters(trained) if isinstance(trained, nn.Module) else 0,
         trained_tokens=tokens,
         aux_layer_ids=list(head.aux_layer_ids),
         budget_tokens=round(tokens * steps / step) if tokens and step and steps else tokens,
@@ -155,7 +157,10 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return {"type": "cuda", "name": facts.name, "memory_gib": round(facts.total_memory / 2**30, 1)}
-    return {"type": device.type, "name": cpu_name(), "threads": torch.get_num_threads()}
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*:(.*)", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
+    name = model[1].strip() if model else platform.processor() or platform.machine()
+    return {"type": device.type, "name": name, "threads": torch.get_num_threads()}
 
 
 def decoder_facts(target: FrozenTarget) -> str:
@@ -202,12 +207,6 @@ def contention(device: torch.device) -> str | None:
         f"other processes use {used:.1f} of the {len(cores)} cores on which {threads} threads are to run here, and "
         "every step waits for the slowest: OMP_NUM_THREADS=1 before the command may make it many times faster"
     )
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*:(.*)", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
-    return model[1].strip() if model else platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

@@ -35,7 +35,7 @@ def own_folder(parent: Path, settings: BenchSettings, options: argparse.Namespac
     new_folders = [folder for folder in (place, *place.parents) if not folder.exists()]
     try:
         place.mkdir(parents=True, exist_ok=True)
-        name = measurement_name(settings, options)
+        name = measurement_name(settings)
         for number in count(1) if not options.out else ():
             place = parent / (name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):  # another process has just made a folder of this name
@@ -55,20 +55,10 @@ def own_folder(parent: Path, settings: BenchSettings, options: argparse.Namespac
                 folder.rmdir()
 
 
-def measurement_name(settings: BenchSettings, options: argparse.Namespace) -> str:
-    """Return a name such as `2026-11-03_14-05-12_chain-5_greedy_python-heldout`: the time, the drafts, temperatures and
-    prompts, then all settings that differ from their defaults."""
-    served = bool(getattr(options, "server", None))
-    words = [] if served else ["+".join(settings.trees)]  # a server has its own draft
-    if settings.sampling is None:
-        words.append("+".join("greedy" if t == 0 else f"T{t:g}" for t in settings.temperatures))
-    words.append("+".join(map(suite_name, split_prompts(settings.prompts))))
-    for name, value in settings.model_dump(exclude_defaults=True, exclude={"trees", "temperatures", "prompts"}).items():
-        text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        words.append(f"{name}-{text}".replace("_", "-"))
-    words += ["served"] * served
-    words += [word for word in (options.dtype, options.quantize) if word not in (None, "auto")]
-    return plain_name("_".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *words]))
+def measurement_name(settings: BenchSettings) -> str:
+    """Return a name such as `2026-11-03_14-05-12_python-heldout`: the time and the prompts."""
+    suites = "+".join(map(suite_name, split_prompts(settings.prompts)))
+    return plain_name(f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{suites}")
 
 
 def plain_name(text: str) -> str:

@@ -204,7 +204,7 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         help="folder for the results; earlier results in it are replaced; default: a new folder, named after the time "
-        "and the settings, in bench/ of the head's run or under runs/; eval/report.py and scripts/publish.py take a "
+        "and the prompts, in bench/ of the head's run or under runs/; eval/report.py and scripts/publish.py take a "
         "run's own results.json, from the end of its training, and another measurement only by its name",
     )
 

@@ -100,10 +100,6 @@ def first_token_text(m: Measurement) -> str:
     return f"{number(m.first_token_ms.p50, 1)} ms"
 
 
-def accepted_text(m: Measurement) -> str:
-    return " ".join(percent(alpha) for alpha in m.alpha if alpha is not None) or MISSING
-
-
 def reached(alpha: Sequence[float | None]) -> Sequence[float | None]:
     """Return the acceptance of each depth, up to one depth past the deepest that any round reached. Deeper entries of a
     long draft have no value."""

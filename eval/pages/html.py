@@ -57,6 +57,8 @@ def render_page(results: Results, charts: Sequence[Chart], serve: str | None, ot
     the head in servers, or here if this one is of a server, the newest first."""
     headline = headline_table(results)
     tables = [settings_table(results), beside_table(results, others), suites_table(results)]
+    tau = results.headline.tau.mean
+    typical_first = sorted(results.samples, key=lambda sample: abs(sample.tau - tau))
     return render(
         heading=format.heading(results),
         setting=f"{format.subtitle(results)}.",
@@ -73,7 +75,7 @@ def render_page(results: Results, charts: Sequence[Chart], serve: str | None, ot
         is_exact=results.is_exact,
         divergences=divergence_lines(results),
         warnings=warnings(results),
-        replays=[replay(results, sample) for sample in typical_first(results)],
+        replays=[replay(results, sample) for sample in typical_first],
         parts=[
             {
                 "verdicts": [],
@@ -140,11 +142,6 @@ def render_several(measurements: Sequence[Results]) -> str:
     )
 
 
-def render_progress(lines: Sequence[str], charts: Sequence[Chart]) -> str:
-    """Return the page of a run without a measurement of its head: where it is, and its charts."""
-    return render(heading=lines[0], verdicts=lines, parts=[{"verdicts": [], "charts": charts, "tables": []}])
-
-
 def render(**values: Any) -> str:
     """Return the page with these values of the template's names; all others have none."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -162,11 +159,6 @@ def divergence_lines(results: Results) -> list[str]:
 
 
 # Replays
-
-
-def typical_first(results: Results) -> list[Sample]:
-    """Return the samples, the one whose tau is nearest to that of all prompts first."""
-    return sorted(results.samples, key=lambda sample: abs(sample.tau - results.headline.tau.mean))
 
 
 def replay(results: Results, sample: Sample) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Reports in the terminal and as files: of one head (results.json), or a comparison of several (compare.json)."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box, table
@@ -16,7 +15,6 @@ from eval.pages.card import CARD, PLOTS, model_card
 from eval.pages.format import NOT_RELIABLE
 from eval.pages.tables import (
     Table,
-    audit_table,
     comparison_table,
     headline_table,
     roofline_table,
@@ -70,7 +68,16 @@ def has_search(results: Results) -> bool:
 
 def print_audit_report(results: Results, console: Console) -> None:
     print_heading(results, format.setting_line(results), console)
-    print_table(audit_table(results), console)
+    rows = [
+        [
+            f"{m.head} {format.setting_text(m)}".strip(),
+            format.exact_cell(m.exact),
+            format.number(m.tau.mean),
+            format.percent(m.loop_share),
+        ]
+        for m in results.measurements
+    ]
+    print_table(Table("Audit", [], ["draft", "identical", "tau", "loops"], rows), console)
     print_audit(results, console)
 
 
@@ -136,7 +143,7 @@ def write_report(results: Results, folder: Path) -> None:
 
 def write_progress(folder: Path, console: Console) -> None:
     """Write report.html of a run that has no final measurement yet, from its metrics.jsonl, and print where it is."""
-    from eval.pages.html import render_progress
+    from eval.pages.html import render
     from eval.pages.training import training_charts
 
     log, curve = read_log(folder / "metrics.jsonl"), read_curve(folder / "metrics.jsonl")
@@ -146,16 +153,10 @@ def write_progress(folder: Path, console: Console) -> None:
         tau = format.with_interval(curve[-1].tau, curve[-1].ci95)
         lines.append(f"tau {tau} after {curve[-1].tokens:,} training tokens")
     lines += [line for line in (learning_line(curve), *held_out_lines(curve)) if line is not None]
-    write_text(folder / "report.html", render_progress(lines, training_charts({"": curve}, log)))
+    parts = [{"verdicts": [], "charts": training_charts({"": curve}, log), "tables": []}]
+    write_text(folder / "report.html", render(heading=lines[0], verdicts=lines, parts=parts))
     for line in lines:
         say(console, line)
-
-
-def write_page(measurements: Sequence[Results], folder: Path) -> Path:
-    from eval.pages.html import render_several
-
-    write_text(folder / "report.html", render_several(measurements))
-    return folder / "report.html"
 
 
 def markdown(results: Results) -> str:

@@ -171,19 +171,6 @@ def roofline_table(record: Mapping[str, Any]) -> Table:
     return Table("Roofline", notes, ["", "MB", "floor us", "us", "ratio"], rows)
 
 
-def audit_table(results: Results) -> Table:
-    rows = [
-        [
-            f"{m.head} {format.setting_text(m)}".strip(),
-            format.exact_cell(m.exact),
-            format.number(m.tau.mean),
-            format.percent(m.loop_share),
-        ]
-        for m in results.measurements
-    ]
-    return Table("Audit", [], ["draft", "identical", "tau", "loops"], rows)
-
-
 # Several heads
 
 
@@ -236,7 +223,7 @@ def comparison_table(title: str, rows: Sequence[Row], *, with_suites: bool = Fal
                 format.speedup_cell(m),
                 format.tau_text(m),
                 *(suite_cell(row.suites.get(suite)) for suite in suites),
-                format.accepted_text(m),
+                " ".join(format.percent(alpha) for alpha in m.alpha if alpha is not None) or MISSING,
                 format.exact_cell(m.exact),
                 MISSING if m.draft_bytes is None else format.number(m.draft_bytes / 1e6, 1),
                 format.count(head.parameters),

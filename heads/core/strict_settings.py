@@ -24,17 +24,17 @@ class Settings(BaseModel):
     )
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Any], prefix: str = "head") -> Self:
-        """Return the settings with these values, as YAML and JSON give them. UserError names the first wrong one, with
-        `prefix` before its key."""
+    def from_plain(cls, values: Mapping[str, Any]) -> Self:
+        """Return the settings with these values, as YAML and JSON give them. UserError names the first wrong one, as
+        a key of a recipe's `head`."""
         try:  # as JSON, whose lists are tuples where a setting has a tuple
             return cls.model_validate_json(json.dumps(values))
         except ValidationError as failure:
             error = failure.errors(include_url=False)[0]
             if not error["loc"]:  # by a validator of the whole, whose message begins with a key
-                raise UserError(f"{prefix}.{error_text(error['msg'])}") from None
+                raise UserError(f"head.{error_text(error['msg'])}") from None
             key = ".".join(map(str, error["loc"]))
-            raise UserError(f"{prefix}.{key}: {error_text(error['msg'])}, got {shown(error['input'])}") from None
+            raise UserError(f"head.{key}: {error_text(error['msg'])}, got {shown(error['input'])}") from None
 
 
 def error_text(message: str) -> str:

@@ -6,14 +6,9 @@ from typing import Any
 
 from heads.formats.engine_folder import SGLANG, TRIED, VLLM, Folder, Format, Reading, named_class, sglang, vllm
 from heads.formats.published_files import Source
-from heads.methods.draft_model import DraftConfig
 from heads.targets.load import load_tokenizer
 from heads.targets.model import FrozenTarget
 from heads.targets.smaller import fit_vocabulary, load_smaller, model_record, own_weights
-
-
-def draft_engine_config(config: DraftConfig, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    return {**config.model, "dtype": dtype, "torch_dtype": dtype}
 
 
 def write_tokenizer(folder: Path, target: Mapping[str, Any]) -> None:
@@ -53,7 +48,7 @@ def read_draft(source: Source, target: FrozenTarget) -> Reading | None:
 
 FORMAT = Format(
     read=read_draft,
-    engine_config=draft_engine_config,
+    engine_config=lambda config, target, dtype: {**config.model, "dtype": dtype, "torch_dtype": dtype},
     readers={VLLM: vllm("draft_model"), SGLANG: sglang("STANDALONE")},
     check=check_draft,
     quantizes=True,

@@ -39,7 +39,7 @@ from heads.core.tree import Proposal, TreeShape, check_width, level_widths, scra
 from heads.methods.growth import grow
 from heads.methods.labels import counts_by_depth, supervised, teacher
 from heads.methods.layers import check_tensors, restore_buffers
-from heads.methods.losses import draft_loss, jsd
+from heads.methods.losses import draft_loss
 from heads.methods.settings import DraftSettings
 from heads.methods.slot_state import advance_root, copy_last
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
@@ -233,7 +233,7 @@ class Draft(nn.Module, DraftHead):
             target_logits,
             torch.arange(config.common_size, device=label.device),
             scale,
-            loss=config.loss if config.beta is None else jsd(config.beta),
+            loss=config.loss,
             soft_cap=output.soft_cap,
         )
 

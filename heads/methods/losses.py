@@ -123,18 +123,13 @@ def negative_log_acceptance(q: Distribution, p: Distribution) -> Tensor:
     return -(acceptance + below).log()
 
 
-def jsd(beta: float = 0.5) -> Divergence:
-    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, 0 < beta < 1 (Agarwal et al., arXiv
-    2306.13649, section 2). Divided by beta, it is close to KL(p || q) for small beta; divided by 1 - beta, it is close
-    to KL(q || p) for large beta."""
-
-    def divergence(q: Distribution, p: Distribution) -> Tensor:
-        m = (beta * p.probs + (1 - beta) * q.probs).clamp_min(1e-30)
-        # The entropy of m minus the weighted entropies of p and q.
-        value: Tensor = beta * p.negative_entropy + (1 - beta) * vecdot(q.probs, q.logs) - vecdot(m, m.log())
-        return value
-
-    return divergence
+def jsd(q: Distribution, p: Distribution) -> Tensor:
+    """(KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2, the Jensen-Shannon divergence (Agarwal et al., arXiv
+    2306.13649, section 2, with beta 0.5)."""
+    m = ((p.probs + q.probs) / 2).clamp_min(1e-30)
+    # The entropy of m minus the mean entropy of p and q.
+    value: Tensor = (p.negative_entropy + vecdot(q.probs, q.logs)) / 2 - vecdot(m, m.log())
+    return value
 
 
 def kl_tv(q: Distribution, p: Distribution) -> Tensor:
@@ -151,7 +146,7 @@ LOSSES: dict[str, Divergence] = {
     "reverse_kl": reverse_kl,
     "total_variation": total_variation,
     "negative_log_acceptance": negative_log_acceptance,
-    "jsd": jsd(),
+    "jsd": jsd,
     "kl_tv": kl_tv,
 }
 
@@ -165,7 +160,7 @@ def draft_loss(
     draft_to_target: Tensor,
     scale: Tensor,
     *,
-    loss: str | Divergence = "kl",
+    loss: str = "kl",
     soft_cap: float | None = None,
 ) -> HeadLoss:
     """Return the draft's divergence from the target at R supervised labels and K depths.
@@ -176,11 +171,10 @@ def draft_loss(
     vocabulary; scale (K,): the factor of each depth's sum.
 
     p is renormalised over the draft vocabulary. As in EAGLE-3, the loss leaves out rows whose likeliest token is
-    outside it, because the draft cannot be right there. `loss`: a divergence or its name; `labels` is the
+    outside it, because the draft cannot be right there. `loss`: the name of a divergence; `labels` is the
     cross-entropy. `soft_cap`: the draft's logits z are soft_cap * tanh(z / soft_cap).
     """
-    if isinstance(loss, str):
-        loss = LOSSES["cross_entropy" if loss == LABELS else loss]
+    divergence = LOSSES["cross_entropy" if loss == LABELS else loss]
     weights = (weight,) if isinstance(weight, Tensor) else weight
     K, R, _ = states.shape
     dtype = torch.promote_types(states.dtype, torch.float32)
@@ -208,7 +202,7 @@ def draft_loss(
                 with torch.enable_grad():
                     z.requires_grad_()
                     q = Distribution(z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap))
-                    value = loss(q, p)
+                    value = divergence(q, p)
                     (grad,) = torch.autograd.grad(value.sum(), z)
                 grad = grad.to(states.dtype)
                 counted = valid[k, part] & can_be_right

@@ -6,7 +6,7 @@ A recipe is checked, and its keys are listed, before torch is imported, so this 
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from heads.core.strict_settings import Count, Factor, Number, Positive, Settings
 from heads.core.tree import MAX_NODES
@@ -307,17 +307,8 @@ class DraftSettings(Settings):
     loss: Loss = "kl"
     """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
     `negative_log_acceptance`, `jsd` or `kl_tv`. Or `labels`: cross-entropy on the text."""
-    beta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """`jsd` only: weight of the target's distribution in the mixture. Null: 0.5."""
     lora: LoraSettings | None = None
     """LoRA adapters to train. Null: all weights are trained."""
-
-    @field_validator("beta")
-    @classmethod
-    def check_beta(cls, beta: float | None, info: ValidationInfo) -> float | None:
-        if beta is not None and info.data.get("loss") != "jsd":
-            raise ValueError("needs head.loss=jsd")
-        return beta
 
 
 SETTINGS: dict[str, type[Settings]] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from heads.core.contract import Drafter, Observation, Pick, SharedLayers
 from heads.core.errors import UserError, expect
 from heads.core.tree import Proposal, TreeShape, is_chain
-from heads.methods.draft_model import Draft, DraftConfig, DraftState
+from heads.methods.draft_model import Draft, DraftConfig
 from heads.targets.model import FrozenTarget
 from heads.targets.smaller import cut_layers
 
@@ -118,14 +118,11 @@ class FirstLayers(nn.Module):
         return head
 
 
-class EarlyExit(Drafter):
-    """Draft model made of the target's own first layers."""
-
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
+class EarlyExit(Draft):
+    """Draft model made of the target's own first layers. All its weights are the target's."""
 
     @classmethod
-    def for_target(cls, number: int, target: FrozenTarget) -> "EarlyExit":
+    def for_target(cls, number: int, target: FrozenTarget) -> "EarlyExit":  # type: ignore[override]
         if not 1 <= number < target.num_layers:
             raise UserError(
                 f"early_exit:{number}: {target.name} has {target.num_layers} layers; name 1 to {target.num_layers - 1}"
@@ -133,16 +130,4 @@ class EarlyExit(Drafter):
         V = target.vocab_size
         config = DraftConfig(layers=tuple(range(number)), model={}, vocab_size=V, common_size=V)
         model: Any = FirstLayers(target, number)
-        return cls(Draft(config, model))
-
-    def check_draft(self, shape: TreeShape) -> None:
-        self.draft.check_draft(shape)
-
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
-        return self.draft.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape)
-
-    def extend(self, state: DraftState, observation: Observation) -> None:
-        self.draft.extend(state, observation)
-
-    def propose(self, state: DraftState, pick: Pick) -> Proposal:
-        return self.draft.propose(state, pick)
+        return cls(config, model)

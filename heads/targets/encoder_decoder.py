@@ -194,11 +194,6 @@ def _language_model(model: PreTrainedModel) -> Any:
     return untyped if untyped.get_output_embeddings() is not None else untyped.get_decoder()
 
 
-def decoder_of(base: nn.Module) -> nn.Module:
-    decoder: nn.Module = base.decoder if isinstance(base, EncoderDecoder) else base
-    return decoder
-
-
 def give_template(tokenizer: PreTrainedTokenizerBase, start: int) -> None:
     """Give a tokenizer without a chat template one that writes a question and its answer as one sequence."""
     if tokenizer.chat_template is None:

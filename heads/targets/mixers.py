@@ -60,13 +60,6 @@ def find_mixers(layers: nn.Module) -> list[nn.Module]:
     ]
 
 
-def step_by_step(mixers: list[nn.Module]) -> None:
-    """Let recurrent modules read an `HFCache`, in place. Calls with other caches, or without one, do not change."""
-    for mixer in mixers:
-        if not isinstance(mixer.forward, Stepwise):
-            mixer.forward = Stepwise(mixer)
-
-
 @torch.no_grad()
 def single_steps(base: nn.Module, tokens: Tensor, count: int) -> Tensor:
     """Return the states (B, count, D) of the last `count` tokens, computed token by token with transformers' own cache.

@@ -22,7 +22,7 @@ from heads.core.contract import SharedLayers
 from heads.core.errors import UserError, first_line
 from heads.core.tree import TreeShape, is_chain
 from heads.targets.cache import HFCache
-from heads.targets.encoder_decoder import EncoderDecoder, decoder_of, find_base, find_head
+from heads.targets.encoder_decoder import EncoderDecoder, find_base, find_head
 from heads.targets.families import (
     ATTENTION_LAYERS,
     OutputHead,
@@ -33,8 +33,7 @@ from heads.targets.families import (
     longest_text,
 )
 from heads.targets.forward import decode, decode_packed
-from heads.targets.mixers import find_mixers, step_by_step
-from heads.targets.placement import MappedFiles
+from heads.targets.mixers import Stepwise, find_mixers
 from heads.targets.quantization import quantize_layers
 
 FINGERPRINT_SAMPLES = 512
@@ -56,7 +55,8 @@ class LanguageModel:
         """`base`: the decoder without its output head `head`. `lm_head`: as in `SharedLayers`."""
         self.base, self.head, self.lm_head, self.config, self.name = base, head, lm_head, config, name
         self.num_layers = len(base.layers) if isinstance(base, EncoderDecoder) else int(config.num_hidden_layers)
-        self.layers = find_layers(decoder_of(base), self.num_layers, name)
+        decoder: Any = base.decoder if isinstance(base, EncoderDecoder) else base
+        self.layers = find_layers(decoder, self.num_layers, name)
         self.is_recurrent = bool(find_mixers(self.layers))
         """True if any layer is recurrent. Such a model reads one document per row and verifies only chains."""
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.num_layers
@@ -150,7 +150,9 @@ class FrozenTarget(LanguageModel):
         if head is None:
             raise UserError(f"{name}: expected a causal language model, {type(model).__name__} has no output head")
         super().__init__(base, head, OutputHead(head, config), config, name)
-        step_by_step(find_mixers(self.layers))
+        for mixer in find_mixers(self.layers):  # they read an `HFCache`; calls without one do not change
+            if not isinstance(mixer.forward, Stepwise):
+                mixer.forward = Stepwise(mixer)
         self.start_token = self.base.start if isinstance(self.base, EncoderDecoder) else None
         """Token that separates the encoder's input from the decoder's tokens in every sequence; None without an
         encoder."""
@@ -293,7 +295,7 @@ class FrozenTarget(LanguageModel):
 def fingerprint(model: PreTrainedModel) -> str:
     """Return a short hash of the architecture and a sample of every parameter. It is the same for every dtype wider
     than bfloat16."""
-    digest, files = hashlib.sha256(type(model).__name__.encode()), MappedFiles()
+    digest = hashlib.sha256(type(model).__name__.encode())
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         if parameter.is_meta:
@@ -301,7 +303,6 @@ def fingerprint(model: PreTrainedModel) -> str:
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, len(flat) // FINGERPRINT_SAMPLES)][:FINGERPRINT_SAMPLES]
         digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-        files.forget(parameter)  # the pages around each sample
     return digest.hexdigest()[:16]
 
 

@@ -7,15 +7,10 @@ processes run a forward pass together, or none holds any layer and features come
 Embeddings, final norm and output head, which heads and losses read, are whole in every process.
 """
 
-import ctypes
-import mmap
-import sys
-from bisect import bisect_right
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -23,29 +18,6 @@ from heads.core.errors import UserError
 
 if TYPE_CHECKING:
     from heads.targets.model import FrozenTarget
-
-MAPS = Path("/proc/self/maps")
-DONT_NEED = 4  # MADV_DONTNEED, Linux's number on every machine
-
-
-class MappedFiles:
-    """Files that this process has mapped so far. Empty where the system does not list them."""
-
-    def __init__(self) -> None:
-        lines = MAPS.read_text().splitlines() if sys.platform == "linux" and MAPS.is_file() else []
-        fields = [line.split(maxsplit=5) for line in lines]
-        files = [field for field in fields if len(field) == 6 and field[4] != "0"]  # field 4 is the file's inode
-        self.regions = sorted((int(low, 16), int(high, 16)) for low, high in (field[0].split("-") for field in files))
-
-    def forget(self, tensor: Tensor) -> None:
-        """Release the pages of a CPU tensor if it is in a mapped file. They are read again when needed."""
-        start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        place = bisect_right(self.regions, (start, sys.maxsize)) - 1
-        if tensor.device.type != "cpu" or place < 0 or start + size > self.regions[place][1]:
-            return
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), DONT_NEED)
 
 
 def shard_layers(target: "FrozenTarget", mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
@@ -57,13 +29,9 @@ def shard_layers(target: "FrozenTarget", mesh: DeviceMesh, dtype: torch.dtype | 
         raise UserError(f"{target.name}: is {what}, whose layers are not sharded here; use features.kind=process")
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     _place_rest(target, device, dtype)
-    files = MappedFiles()
     for layer in target.layers:
-        stored = [parameter.data for parameter in layer.parameters()]
         _place(layer, torch.device("cpu"), dtype)
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # not the default for a root
-        for tensor in stored:
-            files.forget(tensor)
     if mesh.device_type != "cpu":  # with a common root, the next layer is gathered while one computes
         inside = set(target.layers.parameters())
         fully_shard(target.base, mesh=mesh, ignored_params=set(target.model.parameters()) - inside)

@@ -21,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,11 @@ class Product:
     def of(cls, *modules: nn.Linear, draft: bool = False) -> "Product":
         """Return the product of the modules. A target's modules then use slices of the fused weight, so that it is
         stored once. A draft's modules may be in training, so they keep their weights."""
-        weight = _fuse([module.weight for module in modules], shared=not draft)
+        weights = [module.weight for module in modules]
+        weight = torch.cat([part.detach() for part in weights]) if len(weights) > 1 else weights[0].detach()
+        if len(weights) > 1 and not draft:
+            for part, own in zip(weights, weight.split([len(part) for part in weights]), strict=True):
+                part.data = own
         if all(module.bias is None for module in modules):
             return cls(weight)
         biases = [torch.zeros_like(m.weight[:, 0]) if m.bias is None else m.bias.detach() for m in modules]
@@ -112,17 +115,6 @@ def with_products(module: Any, without: str | None = None) -> Any:
         name: part if name == without or part is None else with_products(part) for name, part in module._modules.items()
     }
     return twin
-
-
-def _fuse(weights: Sequence[Tensor], *, shared: bool) -> Tensor:
-    """Return the weights (O_i, K) as one tensor. If `shared`, the weights become slices of it."""
-    if len(weights) == 1:
-        return weights[0].detach()
-    fused = torch.cat([weight.detach() for weight in weights])
-    if shared:
-        for weight, part in zip(weights, fused.split([len(weight) for weight in weights]), strict=True):
-            weight.data = part
-    return fused
 
 
 @cache

@@ -78,7 +78,6 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("medusa", {"loss": "mse"}, "loss: should be 'labels', "),
     ("medusa", {"tree_nodes": 1}, "tree_nodes: expected 2 to 1024, or 0 for no tree"),
     ("draft", {"layers": [0], "lora": {"rank": 0}}, "lora.rank: should be greater"),
-    ("draft", {"layers": [0], "beta": 0.5}, "beta: needs head.loss=jsd"),
     ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}, "ce_weight, kl_weight, l1_weight: one must be above 0"),
     ("lilicorr", {"lilicorr_candidate_topk": 12}, "lilicorr_candidate_topk: should be 1, 2, 4, 8 or 16"),
     # What depends on the target.

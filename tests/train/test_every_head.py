@@ -66,6 +66,8 @@ REFUSED: list[tuple[str, str, str]] = [
     ("dflash", "eval.tree=chain:4", "tree chain:4: 4 levels, the head drafts 3 in a block of 4; ask for"),
     ("dflash", "eval.report.trees=[chain:4]", "tree chain:4: 4 levels, the head drafts 3 in a block"),
     ("medusa", "head.tree_nodes=0", "grow no static tree"),
+    ("medusa", "eval.temperature=1 & eval.rule=block & eval.tree=static:2.1", "rule block judges chains, not the tree"),
+    ("medusa", "eval.temperature=1 & eval.rule=ratio", "rule ratio: the tree 'head' is grown from ranks"),
     ("distill", "head.lora={modules: [q_proj, q_prj]}", "head.lora.modules: 'q_prj' fits no linear layer of the draft"),
     ("distill", "head.fresh={hidden_size: 16}", "head: a draft needs one of path"),
     ("distill", "features={kind: cache, folder: x}", "features.kind: head.layers copies layers of the target, got"),
@@ -79,7 +81,7 @@ REFUSED: list[tuple[str, str, str]] = [
 def test_what_cannot_be_trained_is_refused_before(
     entry: str, override: str, fault: str, settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert attempt(entry, [str(write_recipe(of_kind(settings, entry))), override]) == 2
+    assert attempt(entry, [str(write_recipe(of_kind(settings, entry))), *override.split(" & ")]) == 2
     assert fault in the_error(capsys)
     assert not list(Path(settings["output_dir"]).rglob("metrics.jsonl"))
 

@@ -20,6 +20,9 @@ from heads.core.errors import UserError
 from train.core.interrupts import Interrupted
 
 T = TypeVar("T")
+LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exiting")
+"""Texts in the error of a collective that failed because another process has ended. Neither gloo nor NCCL (the last
+text) has an exception class for it."""
 
 
 def is_launched() -> bool:
@@ -65,13 +68,6 @@ def _is_first_to_end() -> bool:
         return bool(store.add("/".join(["draftsmith", "ended", *launch]), 1) == 1)
     except (KeyError, ValueError, RuntimeError):
         return True
-
-
-def is_lost_process(error: RuntimeError) -> bool:
-    """Return True for a collective that failed because another process has ended."""
-    # Neither gloo nor NCCL (the last text) has an exception class for it.
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exiting")
-    return any(text in str(error) for text in words)
 
 
 def die_with_launcher() -> None:

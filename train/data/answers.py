@@ -8,6 +8,7 @@ line is a record that a source of kind chat (or text) reads, with the token ids 
 The name of the folder is a hash of everything on which the answers depend.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -39,7 +40,6 @@ from train.data.corpus import (
     fingerprint,
     has_documents,
     load_documents,
-    token_hash,
 )
 from train.data.dialogues import Dialogue
 from train.data.packing import shares
@@ -181,7 +181,8 @@ class TargetAnswers:
     def request(self, prompt: list[int]) -> Request:
         """Return the request for the answer to a prompt. Its noise depends on the prompt."""
         settings = self.settings
-        seed = (settings.seed + int.from_bytes(token_hash(prompt)[:4])) % 2**31  # the range that servers accept
+        digest = hashlib.sha256(np.array(prompt, dtype="<i4").tobytes()).digest()
+        seed = (settings.seed + int.from_bytes(digest[:4])) % 2**31  # the range that servers accept
         return Request(prompt, settings.new_tokens, Sampling(temperature=settings.temperature, seed=seed))
 
     def corpus(self) -> Corpus:

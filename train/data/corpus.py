@@ -290,7 +290,3 @@ class Reader:
         if len(set(gather_object([corpus.digest]))) > 1:
             raise UserError(f"{what}: the machines of this launch read different data; give all of them the same")
         return corpus
-
-
-def token_hash(ids: Sequence[int]) -> bytes:
-    return hashlib.sha256(np.array(ids, dtype="<i4").tobytes()).digest()

@@ -41,7 +41,7 @@ def test_an_early_exit_drafts_what_its_layers_alone_would_say(family: str) -> No
 def test_an_early_exit_holds_no_weights_of_its_own() -> None:
     target = target_of("llama")
     own = {id(parameter) for parameter in target.model.parameters()}
-    parameters = list(build_untrained("early_exit:1", target).draft.parameters())
+    parameters = list(build_untrained("early_exit:1", target).parameters())
     assert parameters and {id(parameter) for parameter in parameters} < own
     assert len(target.layers) == 3 and target.config.num_hidden_layers == 3
 
