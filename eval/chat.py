@@ -70,8 +70,8 @@ class Conversation:
         """True for each token of the last answer that was drafted."""
         self.answers = 0
         self.engine: Engine | None = None
-        self.plain_speed: float | None = None
-        """Tokens/s of plain decoding; None before the first answer."""
+        self.has_compared = False
+        """True once an answer was decoded plainly, too."""
 
     def show(self, text: str, style: str = "") -> None:
         if self.console.is_terminal:
@@ -109,12 +109,12 @@ class Conversation:
         if has_template:
             self.messages = [*messages, {"role": "assistant", "content": output.text(self.tokenizer)}]
         speed = output.decoded / max(engine.timings.decode_seconds, 1e-9)
-        if self.plain_speed is None and output.decoded > 1 and not is_asked_to_stop():
-            self.plain_speed = self.decode_plainly(ids, sampling)
         length = f"{tau([output]):.2f}" if output.rounds else "-"
         figures = f"{len(output.tokens)} tokens, tau {length}, {speed:,.1f} tokens/s"
-        if self.plain_speed is not None:
-            figures += f" (plain decoding {self.plain_speed:,.1f})"
+        if not self.has_compared and output.decoded > 1 and not is_asked_to_stop():
+            plain_speed = self.decode_plainly(ids, sampling)
+            self.has_compared = plain_speed is not None
+            figures += f" (plain decoding {plain_speed:,.1f})" * self.has_compared
         if self.console.is_terminal:
             self.console.print(figures, style=QUIET, highlight=False)
         else:

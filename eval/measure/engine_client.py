@@ -210,8 +210,10 @@ class EngineServer:
             return
         if max(tokens) < target.vocab_size:
             engine = Engine(target, None, EngineOptions(max_length=len(prompt.ids) + CHECKED_TOKENS + 1))
-            mismatches = find_mismatches(engine, Request(list(prompt.ids), CHECKED_TOKENS), tokens)
-            if all(mismatch.gap <= FOREIGN for mismatch in mismatches):
+            # The prompt's last token is given as text, so that the answer's first token has a gap, too.
+            *before, last = prompt.ids
+            mismatches = find_mismatches(engine, Request(before, CHECKED_TOKENS), [last, *tokens])
+            if all(mismatch.gap <= FOREIGN for mismatch in mismatches if mismatch.position > 0):
                 return
         raise self.error(
             f"serves {self.root}, whose greedy answer is not that of {target.name}; name its own target, or serve the "

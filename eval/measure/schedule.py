@@ -30,10 +30,12 @@ def draft_schedule(measurements: Sequence[Measurement], headline: Measurement) -
     two batch sizes have reliable speedups and a draft pays at one, or if a server drafted fewer tokens than its K.
 
     At a measured size the fastest chain drafts of which the whole interval of the speedup is above 1, or none. Between
-    two measured sizes the smaller of their numbers holds, and above the largest there are no drafts.
+    two measured sizes the smaller of their numbers holds, below the smallest its own, and above the largest there are
+    no drafts.
     """
     place = (headline.head, headline.temperature, headline.context)
     chains = [m for m in measurements if m.tree.startswith("chain:") and m.batch_size and why_unreliable(m) is None]
+    chains = [m for m in chains if m.speedup and m.speedup.ci95]  # one group of prompts has no interval
     chains = [m for m in chains if (m.head, m.temperature, m.context) == place]
     if any(map(adapts, chains)):
         return []

@@ -114,7 +114,7 @@ def measured_values(results: Results) -> dict[str, Any]:
         "measured": table.markdown(),
         "notes": " ".join(table.notes),
         "audit": format.sentence(format.audit_line(results)),
-        "learning": learning_line(results.head.curve),
+        "learning": (line := learning_line(results.head.curve)) and format.sentence(line),
         "load_test": profile and load_test(profile, results.target.name),
         "warnings": [format.as_markdown(warning) for warning in warnings(results)],
     }

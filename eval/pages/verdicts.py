@@ -65,7 +65,10 @@ def serve_command(results: Results) -> str | None:
     is_known = results.server is not None or not all(map(why_unreliable, results.measurements))
     if not head.serve or not results.is_exact or (is_known and not pays(results)) or not os.path.isdir(head.path):
         return None
-    return head.serve.replace(HEAD, os.path.abspath(head.path)).replace(TARGET, absolute(results.target.name))
+    folder = os.path.abspath(head.path)
+    if os.path.isdir(inner := os.path.join(folder, "head")):  # of a run
+        folder = inner
+    return head.serve.replace(HEAD, folder).replace(TARGET, absolute(results.target.name))
 
 
 def fastest(measurements: Sequence[Measurement]) -> list[Measurement]:
@@ -133,14 +136,19 @@ def verdict_at(measurements: Sequence[Measurement], unserved: Collection[str]) -
 
 def load_lines(results: Results) -> list[str]:
     """Return the draft tokens by load, each with the smallest speedup that supports it, as in `draft tokens by load,
-    greedy: 5 to 4 requests (1.30x [1.20, 1.40] at 4), none above`. Empty if there is no schedule."""
+    greedy: 5 up to 4 requests (1.30x [1.20, 1.40] at 4), none above`. Empty for a single batch size."""
     steps, parts = draft_schedule(results.measurements, results.headline), list[str]()
+    if not steps:
+        temperature = results.headline.temperature
+        several = len({m.batch_size for m in results.measurements if m.temperature == temperature}) > 1
+        why = "no schedule, because no chain surely pays, or two batch sizes lack a reliable speedup with its interval"
+        return [f"draft tokens by load: {why}"] if several else []
     for step in steps[:-1]:
         load = str(step.last) if parts else plural(step.last, "request")
         least = f" ({speedup_text(step.least)} at {step.least.batch_size})" if step.least else ""
-        parts.append(f"{step.drafts or 'none'} to {load}{least}")
+        parts.append(f"{step.drafts or 'none'} up to {load}{least}")
     at = f"{sampling_text(results.headline.temperature)}{point_text(None, results.headline.context)}"
-    return [f"draft tokens by load, {at}: {', '.join([*parts, 'none above'])}"] if steps else []
+    return [f"draft tokens by load, {at}: {', '.join([*parts, 'none above'])}"]
 
 
 def search_line(search: Search) -> str:

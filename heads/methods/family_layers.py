@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel
 from heads.core.errors import UserError
 from heads.methods.layers import restore_buffers
 from heads.targets.families import FIXED_ROTATIONS
+from heads.targets.product import Product
 from heads.targets.tree_attention import Attend
 
 ATTENTION = "draftsmith"
@@ -74,9 +75,20 @@ class BlockMaker:
         decoder: Any = AutoModel.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
         if "experts" in str(decoder):  # the loop over experts supports every dtype, and autocast
             decoder.set_experts_implementation("eager")
+            for module in decoder.modules():
+                if hasattr(module, "experts"):
+                    module.experts.register_forward_pre_hook(count_experts)
         self.layers: list[nn.Module] = [TargetBlock(layer) for layer in decoder.layers]
         self.norm: Callable[[], nn.Module] = lambda: type(decoder.norm)(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary: nn.Module = decoder.rotary_emb
+
+
+def count_experts(experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Count the bytes that the experts of some tokens read at most, like those of a product. inputs: states, (R, A) each
+    token's experts, and their weights."""
+    weights = [*experts.parameters()]  # (X, ...) each
+    X = len(weights[0])
+    Product.bytes_read += min(X, inputs[1].numel()) * sum(weight.nbytes for weight in weights) // X
 
 
 class TargetBlock(nn.Module):

@@ -1,15 +1,19 @@
 """Multi-token prediction against its formula, with one module or several."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from heads.core.contract import Batch
+from heads.methods.family_layers import BlockMaker
 from heads.methods.mtp import Mtp
 from heads.methods.start import UNSURE
+from heads.targets.product import Product
 from tests.heads.small_heads import mtp_head, probe_of, random_batch, rope
+from tests.native_mtp import COMMON, GLM, D
 
 FORMS = [
     {"num_modules": 1},
@@ -115,3 +119,14 @@ def test_a_new_head_hands_on_the_targets_state(layout: str) -> None:
 def test_the_weights_of_the_steps_are_fastmtps() -> None:
     weights = mtp_head(depth=3, depth_decay=0.6).depth_weights
     assert [round(weight, 2) for weight in weights] == [0.51, 0.31, 0.18]
+
+
+def test_the_bytes_of_a_native_module_s_experts_are_of_those_that_its_tokens_may_choose() -> None:
+    record = {**COMMON, **GLM, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    experts: Any = BlockMaker({"model_type": "glm4_moe", **record}).layers[0]
+    read = []
+    for tokens in (1, 8):  # two experts of the four each
+        before = Product.bytes_read
+        experts.layer.mlp(torch.randn(1, tokens, D))
+        read.append(Product.bytes_read - before)
+    assert read == [2 * 3 * 16 * D * 4, 4 * 3 * 16 * D * 4]  # up, gate and down, in float32
