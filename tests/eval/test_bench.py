@@ -21,7 +21,7 @@ from eval.measure.speedup_checks import why_unreliable
 from eval.pages.card import model_card
 from eval.pages.format import audit_line, heading, setting_line, subtitle
 from eval.pages.report import print_report, write_report
-from eval.pages.verdicts import verdicts, verdicts_on, warnings
+from eval.pages.verdicts import serve_command, verdicts, verdicts_on, warnings
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.targets.model import FrozenTarget
@@ -315,6 +315,14 @@ def test_a_draft_is_served_at_the_loads_at_which_it_was_shown_to_pay() -> None:
         lines = verdicts(results_of(*measurements, hot))[2:]
         at = "" if line == NO_SCHEDULE else ", greedy"
         assert [said.partition(" a reliable")[0] for said in lines] == [f"draft tokens by load{at}: {line}"] * bool(line)
+
+
+def test_the_serving_command_names_the_folder_with_the_head(tmp_path: Path) -> None:
+    (tmp_path / "run/head").mkdir(parents=True)
+    for named in ("run", "run/head"):
+        head = {"path": str(tmp_path / named), "serve": "serve TARGET with HEAD"}
+        results = results_of(speed("chain:3", 0, 1.2, 1.1), head=head, target={"name": "org/target"})
+        assert serve_command(results) == f"serve org/target with {tmp_path}/run/head"
 
 
 def test_measurements_lie_with_the_run_or_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
