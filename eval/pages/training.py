@@ -71,17 +71,17 @@ def line_of(points: Sequence[Point]) -> Line:
 
 def curve_note(curves: Mapping[str, Sequence[Point]]) -> str:
     """Return how the points were measured, and what more tokens would give each run."""
-    parts = ["measured on held-out prompts during training, with 95% intervals over prompts"]
+    parts = ["Measured on held-out prompts during training, with 95% intervals over prompts."]
     if all(point.is_estimate for points in curves.values() for point in points):
-        parts = ["estimated by the training step on training text"]
+        parts = ["Estimated by the training step on training text."]
     lines = {name: line for name, points in curves.items() if (line := learning_line(points)) is not None}
-    parts += lines.values() if len(curves) == 1 else [f"{name}: {line}" for name, line in lines.items()]
+    parts += [sentence(line) if len(curves) == 1 else f"{name}: {line}." for name, line in lines.items()]
     if any(falls(points)[-1] > 0.5 for points in curves.values()):
         parts.append(
-            "points before the end were measured at a higher learning rate, and so are lower than the end of "
-            "a shorter run; the fit allows for that"
+            "Points before the end were measured at a higher learning rate, and so are lower than the end of "
+            "a shorter run; the fit allows for that."
         )
-    return " ".join(map(sentence, parts))
+    return " ".join(parts)
 
 
 def draw_lines(axes: Axes, *, series: Mapping[str, Line]) -> None:
