@@ -197,12 +197,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=typed(Trees),
         default=DEFAULT_TREES,
         help="draft: chain:5, tree:5x8x24, static:3.2.1 or head; of several, the first that the head can draft; "
-        "default: chain:5,chain:3,chain:1",
+        f"default: {','.join(DEFAULT_TREES)}",
     )
     add("--temperature", type=typed(Temperature), help="0, the default, is greedy")
     add("--sampling", choices=[SERVED], help=f"{SERVED}: as servers of the target sample by default")
-    add("--seed", type=typed(Seed), default=0, help="seed of the sampling, by default 0; each further answer adds 1")
-    add("--max-new-tokens", type=typed(Count), default=256, help="most new tokens of each answer; default: 256")
+    add("--seed", type=typed(Seed), default=0, help="seed of the sampling, by default %(default)s; each answer adds 1")
+    add("--max-new-tokens", type=typed(Count), default=256, help="most new tokens of each answer; default: %(default)s")
     options = parser.parse_args(arguments)
     check_depths(options.trees if options.trees != DEFAULT_TREES else (), options.max_new_tokens)
     return options

@@ -28,7 +28,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add: Any = parser.add_argument
     add("target", help="a folder or a Hub id")
     add_target_options(parser)
-    add("--repeats", type=typed(Count), default=3, help="times that each decodes each prompt; default: 3")
+    add("--repeats", type=typed(Count), default=3, help="times that each decodes each prompt; default: %(default)s")
     add_prompt_options(parser, num_prompts=16, max_prompt_tokens=512, max_new_tokens=128)
     return parser.parse_args(arguments)
 

@@ -33,7 +33,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--out",
         type=Path,
         default=Path("gpu-check.json"),
-        help="file that the part is added to; default: gpu-check.json",
+        help="file that the part is added to; default: %(default)s",
     )
     return parser.parse_args(arguments)
 

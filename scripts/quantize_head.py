@@ -21,7 +21,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("head", help="a run's folder, or the folder or Hub id of a head")
     add("out", type=Path, help="folder to create")
-    add("--dtype", choices=DTYPES, default="fp8", help="8-bit type of the weights; default: fp8")
+    add("--dtype", choices=DTYPES, default="fp8", help="8-bit type of the weights; default: %(default)s")
     return parser.parse_args(arguments)
 
 

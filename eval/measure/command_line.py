@@ -97,7 +97,7 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="auto",
         choices=["auto", "float32", "bfloat16", "float16"],
-        help="number type to compute in; default: auto",
+        help="number type to compute in; default: %(default)s",
     )
     parser.add_argument("--device", help="such as cuda or cpu; default: cuda if there is a GPU, else cpu")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
@@ -128,7 +128,7 @@ def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) 
 def add_wandb_option(parser: argparse.ArgumentParser, what: str) -> None:
     modes = [OFF, "offline", "online"]
     parser.add_argument(
-        "--wandb", choices=modes, default=OFF, help=f"{what}; default: {OFF}; WANDB_MODE, if it is set, wins"
+        "--wandb", choices=modes, default=OFF, help=f"{what}; default: %(default)s; WANDB_MODE, if it is set, wins"
     )
 
 

@@ -314,7 +314,9 @@ def test_a_draft_is_served_at_the_loads_at_which_it_was_shown_to_pay() -> None:
         assert [step[:3] for step in draft_schedule(measurements, measurements[0])] == schedule
         lines = verdicts(results_of(*measurements, hot))[2:]
         at = "" if line == NO_SCHEDULE else ", greedy"
-        assert [said.partition(" a reliable")[0] for said in lines] == [f"draft tokens by load{at}: {line}"] * bool(line)
+        assert [said.partition(" a reliable")[0] for said in lines] == [f"draft tokens by load{at}: {line}"] * bool(
+            line
+        )
 
 
 def test_the_serving_command_names_the_folder_with_the_head(tmp_path: Path) -> None:
