@@ -84,8 +84,8 @@ class BlockMaker:
 
 
 def count_experts(experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Count the bytes that the experts of some tokens read at most, like those of a product. inputs: states, (R, A) each
-    token's experts, and their weights."""
+    """Count the bytes that the experts of some tokens read at most, like those of a product. inputs: states, (R, A)
+    each token's experts, and their weights."""
     weights = [*experts.parameters()]  # (X, ...) each
     X = len(weights[0])
     Product.bytes_read += min(X, inputs[1].numel()) * sum(weight.nbytes for weight in weights) // X
