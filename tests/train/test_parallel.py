@@ -16,14 +16,12 @@ from train.step import rows_of_process, rows_per_step
 
 FORMS = ["ddp", "fsdp", "zero2", "zero3"]
 DOUBLE = ("ddp", "fsdp")  # DeepSpeed keeps weights in float32
+BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 2, "aux_layer_ids": [1, 2]}
 JOBS: dict[str, dict[str, Any]] = {
     "adamw": {"end": 20, "train": {"optimizer": "adamw"}},
     "muon": {"end": 9, "train": {"optimizer": "muon"}},
-    "d_pace": {
-        "end": 20,
-        "kind": "dflash",
-        "head": {"weights": "d_pace", "num_layers": 1, "block_size": 4, "mask_token_id": 2, "aux_layer_ids": [1, 2]},
-    },
+    "d_pace": {"end": 20, "kind": "dflash", "head": BLOCK | {"weights": "d_pace"}},
+    "domino": {"end": 9, "kind": "domino", "head": BLOCK | {"gru_hidden_dim": 8, "emb_dim": 8}},
 }
 Alone = Callable[[str, str], dict[str, torch.Tensor]]
 
@@ -70,7 +68,7 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "form"), [*(("adamw", form) for form in FORMS), ("d_pace", "ddp"), ("d_pace", "zero3")]
+    ("what", "form"), [*(("adamw", form) for form in FORMS), ("d_pace", "ddp"), ("d_pace", "zero3"), ("domino", "fsdp")]
 )
 def test_two_processes_are_one(what: str, form: str, alone: Alone, tmp_path: Path) -> None:
     dtype = "float64" if form in DOUBLE else "float32"
