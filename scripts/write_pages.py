@@ -202,7 +202,7 @@ def trainer_table(pattern: str) -> str:
     rows = []
     for m in record.measurements:
         run = runs[record.head_of(m).name]
-        about = [run["trainer"], run["settings"], str(run["seed"]), f"{run['cpu_seconds'] / 60:.1f}"]
+        about = [run["trainer"], run["settings"], str(run["seed"]), format.number(run["cpu_minutes"], 1)]
         rows.append([*about, *(format.number(m.suites[suite].tau.mean) for suite in suites), format.tau_text(m)])
     titles = [next(title for start, title in SUITES.items() if suite.startswith(start)) for suite in suites]
     return markdown(["trainer", "settings", "seed", "CPU minutes", *(f"tau, {t}" for t in titles), "tau, all"], rows)
