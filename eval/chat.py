@@ -112,9 +112,8 @@ class Conversation:
         length = f"{tau([output]):.2f}" if output.rounds else "-"
         figures = f"{len(output.tokens)} tokens, tau {length}, {speed:,.1f} tokens/s"
         if not self.has_compared and output.decoded > 1 and not is_asked_to_stop():
-            plain_speed = self.decode_plainly(ids, sampling)
-            self.has_compared = plain_speed is not None
-            figures += f" (plain decoding {plain_speed:,.1f})" * self.has_compared
+            self.has_compared = True
+            figures += f" (plain decoding {self.decode_plainly(ids, sampling):,.1f})"
         if self.console.is_terminal:
             self.console.print(figures, style=QUIET, highlight=False)
         else:
@@ -149,13 +148,13 @@ class Conversation:
         self.show(f"{detokenizer.flush()}\n")
         return output
 
-    def decode_plainly(self, ids: Sequence[int], sampling: Sampling) -> float | None:
+    def decode_plainly(self, ids: Sequence[int], sampling: Sampling) -> float:
         from eval.runtime.engine import Engine, EngineOptions, Request
 
         plain = Engine(self.target, None, EngineOptions(max_length=len(ids) + PROBE + 1))
         for tokens in (2, PROBE):  # the first call may compile or capture
             (output,) = plain.generate([Request(ids, tokens, sampling)])
-        return output.decoded / plain.timings.decode_seconds if output.decoded > 1 else None
+        return output.decoded / plain.timings.decode_seconds
 
     def engine_for(self, needed: int) -> "Engine":
         from eval.runtime.engine import Engine, EngineOptions

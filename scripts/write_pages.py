@@ -4,8 +4,9 @@ picture of README.
     python scripts/write_pages.py
 
 A page marks a table, or the picture, with `<!-- table: FORM FILES -->` and `<!-- end -->`. FORM is a key of `FORMS`;
-FILES is a pattern below eval/results of files that eval/bench.py wrote, or a training run. The name of a file with one
-head says which variant it is, after a hyphen and up to a dot: eagle3.json, eagle3.ratio.json, eagle3-large.json.
+FILES is a pattern below eval/results of files that eval/bench.py wrote, or a training run; `trainers` also reads the
+training.json beside its file. The name of a file with one head says which variant it is, after a hyphen and up to a
+dot: eagle3.json, eagle3.ratio.json, eagle3-large.json.
 """
 
 import json
@@ -78,9 +79,8 @@ class Records:
                 way += ", ratio" * (m.rule == "ratio" and m.temperature > 0) + ", served" * (record.server is not None)
                 parts = dict.fromkeys(suites, m) if len(suites) == 1 else m.suites
                 for name in (name for name in parts if name in suites):  # not categories
-                    title = next((title for start, title in SUITES.items() if name.startswith(start)), name)
                     self.pooled.setdefault((method, m.tree, way), m)
-                    self.by_suite.setdefault((method, m.tree, way), {}).setdefault(title, parts[name])
+                    self.by_suite.setdefault((method, m.tree, way), {}).setdefault(suite_title(name), parts[name])
         self.suites = list(dict.fromkeys(title for parts in self.by_suite.values() for title in parts))
         self.suites.sort(key=lambda title: [*SUITES.values(), title].index(title))
         self.average = MEAN if len(self.suites) > 1 else self.suites[0]
@@ -122,6 +122,10 @@ class Records:
             f"Identical to plain decoding: {sum(part.identical or 0 for part in exact):,} of "
             f"{sum(part.prompts for part in exact):,} outputs{f', {near} of them but for near-ties' if near else ''}."
         )
+
+
+def suite_title(name: str) -> str:
+    return next((title for start, title in SUITES.items() if name.startswith(start)), name)
 
 
 def number_range(numbers: Iterable[int]) -> str:
@@ -204,8 +208,8 @@ def trainer_table(pattern: str) -> str:
         run = runs[record.head_of(m).name]
         about = [run["trainer"], run["settings"], str(run["seed"]), format.number(run["cpu_minutes"], 1)]
         rows.append([*about, *(format.number(m.suites[suite].tau.mean) for suite in suites), format.tau_text(m)])
-    titles = [next(title for start, title in SUITES.items() if suite.startswith(start)) for suite in suites]
-    return markdown(["trainer", "settings", "seed", "CPU minutes", *(f"tau, {t}" for t in titles), "tau, all"], rows)
+    taus = [f"tau, {suite_title(suite)}" for suite in suites]
+    return markdown(["trainer", "settings", "seed", "CPU minutes", *taus, "tau, all"], rows)
 
 
 def curve_chart(pattern: str) -> "Chart":

@@ -35,7 +35,7 @@ def draft_schedule(measurements: Sequence[Measurement], headline: Measurement) -
     """
     place = (headline.head, headline.temperature, headline.context)
     chains = [m for m in measurements if m.tree.startswith("chain:") and m.batch_size and why_unreliable(m) is None]
-    chains = [m for m in chains if m.speedup and m.speedup.ci95]  # one group of prompts has no interval
+    chains = [m for m in chains if m.speedup and m.speedup.ci95]  # prompts that were one batch have no interval
     chains = [m for m in chains if (m.head, m.temperature, m.context) == place]
     if any(map(adapts, chains)):
         return []

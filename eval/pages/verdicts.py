@@ -141,8 +141,8 @@ def load_lines(results: Results) -> list[str]:
     if not steps:
         temperature = results.headline.temperature
         several = len({m.batch_size for m in results.measurements if m.temperature == temperature}) > 1
-        why = "no schedule, because no chain surely pays, or two batch sizes lack a reliable speedup with its interval"
-        return [f"draft tokens by load: {why}"] if several else []
+        needs = "a chain that surely pays, and reliable speedups with intervals at two batch sizes"
+        return [f"draft tokens by load: no schedule, which needs {needs}"] if several else []
     for step in steps[:-1]:
         load = str(step.last) if parts else plural(step.last, "request")
         least = f" ({speedup_text(step.least)} at {step.least.batch_size})" if step.least else ""
@@ -261,6 +261,10 @@ def warnings_about_figures(results: Results) -> Iterator[str]:
         yield f"{which} ended with the first token and are in no figure"
     if (decoded := least.exact.prompts - least.undecoded) < FEW_PROMPTS:
         yield f"figures of {plural(decoded, 'prompt')} say little of other prompts, and their intervals are too narrow"
+    timed = [m for m in measurements if m.batch_size and m.batch_size > 1 and m.speedup and m.speedup.ci95]
+    if few := sorted({m.batch_size or 0 for m in timed if m.exact.prompts < FEW_PROMPTS * (m.batch_size or 0)}):
+        at = ", ".join(map(str, few))
+        yield f"at batch {at}, fewer than {FEW_PROMPTS} batches were timed: intervals of speedups are too narrow"
     if settings.distinct_prompts != settings.num_prompts:
         yield (
             f"{settings.distinct_prompts} of {settings.num_prompts} prompts are different: the intervals, which take "

@@ -284,7 +284,7 @@ FALLING = [
     *(at_load(16, tree, measured, 1.02) for tree, measured in (("chain:2", 1.12), ("tree:5x4x16", 1.4))),
     at_load(64, "chain:2", 1.05, 0.95),
 ]
-NO_SCHEDULE = "no schedule, because no chain surely pays, or two batch sizes lack"
+NO_SCHEDULE = "no schedule, which needs a chain that surely pays"
 LOADS: list[tuple[list[Measurement], list[tuple[int, int, int]], str]] = [
     (
         FALLING,
@@ -312,11 +312,16 @@ def test_a_draft_is_served_at_the_loads_at_which_it_was_shown_to_pay() -> None:
     hot = speed("chain:5", 1, 1.9, 1.8, batch_size=64)
     for measurements, schedule, line in LOADS:
         assert [step[:3] for step in draft_schedule(measurements, measurements[0])] == schedule
-        lines = verdicts(results_of(*measurements, hot))[2:]
+        lines = [said.partition(", and reliable")[0] for said in verdicts(results_of(*measurements, hot))[2:]]
         at = "" if line == NO_SCHEDULE else ", greedy"
-        assert [said.partition(" a reliable")[0] for said in lines] == [f"draft tokens by load{at}: {line}"] * bool(
-            line
-        )
+        assert lines == [f"draft tokens by load{at}: {line}"] * bool(line)
+
+
+def test_an_interval_of_few_batches_is_said_to_be_too_narrow() -> None:
+    exact = {"prompts": 32, "identical": 32, "divergences": []}
+    for size, said in ((4, False), (5, True)):
+        lines = warnings(results_of(at_load(size, "chain:3", 1.2, 1.1, exact=exact)))
+        assert any(f"at batch {size}, fewer than 8 batches" in line for line in lines) == said
 
 
 def test_the_serving_command_names_the_folder_with_the_head(tmp_path: Path) -> None:

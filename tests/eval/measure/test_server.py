@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval import bench, report
@@ -234,6 +235,23 @@ def test_a_plain_server_gives_speedup_and_texts(
         assert "only the target here" in (tmp_path / "b/report.html").read_text()
         served.folder = twin.folder + "x"
         assert measure(served, texts, tmp_path / "c", "--plain-server", twin.url) == (2, {})
+
+
+def test_a_server_s_first_token_may_be_nearly_as_likely_as_the_targets(
+    served: Speculating, tiny_target: FrozenTarget, texts: Path, tmp_path: Path
+) -> None:
+    plainly = in_rounds(Engine(tiny_target, None, EngineOptions(max_length=128)))
+
+    def second_best(request: Request) -> list[list[int]]:
+        tokens = torch.tensor([request.prompt])
+        places = torch.arange(tokens.shape[1])[None]
+        hidden = tiny_target.packed_features(tokens, places, torch.zeros_like(tokens), ()).hidden[:, -1]
+        token = int(tiny_target.shared.lm_head(hidden)[0].topk(2).indices[1])
+        return [[token], *plainly(Request([*request.prompt, token], request.max_new_tokens - 1, request.sampling))]
+
+    served.generate = second_best
+    status, results = measure(served, texts, tmp_path, "--target", tiny_target.name)
+    assert status == 1 and results["exact"]["identical"] == 0  # measured, with texts that differ
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
