@@ -203,11 +203,14 @@ class Plan:
             kept += 2 * sum(m.weight.numel() for m in linear - {*outputs})
         if (4 if trained else target.dtype.itemsize) != w:  # an output head, in the states' dtype
             kept += w * Vd * read
+        narrow = min(w, target.dtype.itemsize)
+        if narrow < target.dtype.itemsize:  # the target's output head, in bfloat16
+            kept += narrow * V * D
         flops = cost.flops + K * R * (6 if trained else 4) * read * Vd
         if getattr(head.config, "loss", None) != LABELS:
             flops += 2 * D * V * cost.target_rows
         rows = min(cost.chunked, max(MIN_ROWS, CHUNK_BYTES[self.launch.device] // (4 * V)))
-        widened = V * (4 + target.dtype.itemsize % 4) + 3 * 4 * Vd  # the target's logits, in float32 and in its dtype
+        widened = V * (4 + narrow % 4) + 3 * 4 * Vd  # the target's logits, in float32 and in its dtype
         compared = (22 if cost.chunked == R else 31) * Vd  # two distributions, a divergence or more, and the gradient
         loss = rows * max(widened, compared)
         if trained:

@@ -5,6 +5,7 @@ Letters: D hidden.
 
 import sys
 from collections import Counter
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -115,6 +116,16 @@ class OutputHead:
         if getattr(config, "scale_decoder_outputs", False):  # the first version of T5
             self.scale *= config.hidden_size**-0.5
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.narrow: OutputHead | None = None
+
+    def in_dtype(self, dtype: torch.dtype) -> "OutputHead":
+        """Return the output head with weights of this dtype, copied at the first call."""
+        if self.head.weight.dtype == dtype:
+            return self
+        if self.narrow is None:
+            self.narrow = copy(self)
+            self.narrow.head = deepcopy(self.head).to(dtype)
+        return self.narrow
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.head(hidden.to(self.head.weight.dtype))

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from eval.measure.progress import Progress
 from heads.core.contract import Rows
 from heads.core.errors import UserError, first_line
 from heads.core.files import check_folder, write_bytes
@@ -222,13 +223,16 @@ def fill_folder(
 
     if not (missing := on_main(accelerator, find_missing)):
         return
-    for number in missing[accelerator.process_index :: accelerator.num_processes]:
-        if number < len(shards):
-            write(number, batches_of(shards[number], batch_size))
-        else:
-            counts = mixture.label_counts(target.vocab_size)
-            sizes = {probed_rows(target.hidden_size, closely) for closely in (False, True)}
-            write(number, (text_rows(probe_tokens(counts, size).tolist()) for size in sizes))
+    own = missing[accelerator.process_index :: accelerator.num_processes]
+    with Progress("features.folder: shard", len(own)) as progress:
+        for number in own:
+            if number < len(shards):
+                write(number, batches_of(shards[number], batch_size))
+            else:
+                counts = mixture.label_counts(target.vocab_size)
+                sizes = {probed_rows(target.hidden_size, closely) for closely in (False, True)}
+                write(number, (text_rows(probe_tokens(counts, size).tolist()) for size in sizes))
+            progress.advance()
     accelerator.wait_for_everyone()
     say(f"features.folder {folder}: filled")
 

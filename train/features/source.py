@@ -8,6 +8,7 @@ from torch import Tensor
 
 from eval.runtime.memory import free_bytes
 from heads.core.contract import Batch, Rows, SharedLayers
+from heads.targets.families import OutputHead
 from heads.targets.model import FrozenTarget
 from train.data.packing import Mixture
 
@@ -61,7 +62,6 @@ def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], d
     """Return the batch of `rows`, with features in the head's dtype, on the target's device.
 
     Under autocast, the target's matrix products are in its dtype, like the head's; otherwise in the target's own dtype.
-    The target's logits, which the head learns, are always computed without autocast.
     """
     names = ("tokens", "loss_mask", "positions", "documents")
     inputs = {name: getattr(rows, name).to(target.device, non_blocking=True) for name in names}
@@ -69,9 +69,14 @@ def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], d
     with torch.no_grad():
         embeddings = target.shared.embed_tokens(inputs["tokens"])
 
+    device, lm_head = target.device.type, target.lm_head
+    if torch.is_autocast_enabled(device) and isinstance(lm_head, OutputHead):
+        # A copy, since autocast would cast the weights again for every chunk of the loss.
+        lm_head = lm_head.in_dtype(torch.get_autocast_dtype(device))
+
     def logits(hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return target.shared.lm_head(hidden.to(target.dtype))
+        with torch.autocast(device, enabled=False):
+            return lm_head(hidden)
 
     return Batch(
         **inputs,

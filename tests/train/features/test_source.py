@@ -23,6 +23,8 @@ def test_products_are_in_the_dtype_of_autocast() -> None:
     assert distance(plain.hidden[:, 20:], alone) < 1e-5
     assert 1e-4 < distance(narrow.hidden[:, 20:], alone) < 0.05
     assert narrow.hidden.dtype == narrow.aux_hidden_states.dtype == torch.float32
+    exact, rounded = (batch.shared.lm_head(plain.hidden) for batch in (plain, narrow))
+    assert 1e-4 < distance(rounded, exact) < 0.02 and rounded.dtype == torch.float32
 
 
 def distance(a: Tensor, b: Tensor) -> float:
