@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval/results"
 PAGES = [ROOT / "README.md", RESULTS / "README.md", RESULTS / "LAB.md"]
 PICTURE = RESULTS / "curve.svg"
-CURVES = "curves/*.json"
+CURVES = "smollm2-long/*.json"
 """The records that the picture shows."""
 MARK = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 METHODS = {

@@ -27,7 +27,7 @@ MAX_PRODUCT = 2048
 """Maximum rows and width of the product that is timed on a CPU."""
 DECODING_WIDTH = 4096
 """Width of the product that is timed for decoding, which reads weights that no cache holds."""
-CURVES = Path(__file__).parents[1] / "eval/results/curves"
+CURVES = Path(__file__).parents[1] / "eval/results/smollm2-long"
 """Records of heads with their learning curves."""
 MAX_EXAMPLES = 4
 """Points of a recorded curve that a plan names."""
