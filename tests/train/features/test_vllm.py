@@ -164,7 +164,7 @@ def test_training_and_resuming_from_a_server(served: Settings, server: StubServe
         torch.testing.assert_close(tensor, last[name], rtol=1e-4, atol=1e-6)
     own = served | {"features": {"kind": "process"}, "output_dir": served["output_dir"] + "-own"}
     for name, tensor in weights(train_in(own), 6).items():
-        torch.testing.assert_close(tensor, last[name], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(tensor, last[name], rtol=1e-3, atol=1e-4)
     assert 1 < server.most_busy <= 4 and not list(server.folder.iterdir())
 
 
