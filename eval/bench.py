@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
 
-from eval.measure.command_line import (
+from eval.core.command_line import (
     OFF,
     Parser,
     add_head_options,
@@ -38,12 +38,12 @@ from eval.measure.command_line import (
     print_line,
     typed,
 )
-from eval.measure.folders import BENCH, RESULTS, own_folder, plain_name, short_name
-from eval.measure.prompts import check_suites
-from eval.measure.results import COMPARED, write_results
-from eval.measure.schema import Results
-from eval.measure.server import check_url
-from eval.measure.settings import BenchSettings, add_measure_options, to_settings
+from eval.data.prompts import check_suites
+from eval.records.measure_settings import BenchSettings, add_measure_options, to_settings
+from eval.records.result_folders import BENCH, RESULTS, own_folder, plain_name, short_name
+from eval.records.results import COMPARED, write_results
+from eval.records.schema import Results
+from eval.servers.openai_client import check_url
 from heads.core.contract import HEAD_TREE
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from heads.core.contract import Drafter
-    from heads.targets.model import FrozenTarget
+    from heads.targets.frozen_target import FrozenTarget
 
 DEFAULTS = BenchSettings()
 TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
@@ -105,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.server:
         return measure_served(options, settings)
     from eval.measure.bench_heads import head_names
-    from eval.measure.environment import contention
-    from eval.measure.loading import fitting_head, open_target_of
+    from eval.measure.machine import contention
+    from eval.measure.open_models import fitting_head, open_target_of
     from eval.pages.card import check_card
     from eval.pages.wandb_run import tracked
     from heads.published import is_published
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_served(options: argparse.Namespace, settings: BenchSettings) -> int:
     from rich.console import Console
 
-    from eval.measure.bench_server import bench_server
+    from eval.servers.bench_server import bench_server
 
     parent = default_out(options.heads[0]) if options.heads else Path("runs", plain_name(f"bench-{options.server}"))
     check_suites(settings.prompts)
@@ -161,7 +161,7 @@ def run_bench(
     from rich.console import Console
 
     from eval.measure.bench_heads import bench_heads
-    from eval.pages.report import print_audit_report
+    from eval.pages.run_report import print_audit_report
 
     console = console or Console()
     results = bench_heads(target, heads, tokenizer, settings, with_roofline=with_roofline)
@@ -176,8 +176,8 @@ def run_bench(
 
 def report(results: Results, out: Path | None, console: "Console") -> None:
     """Write the results and their pages into a folder, if there is one, and print them."""
-    from eval.measure.progress import Progress
-    from eval.pages.report import print_report, write_report
+    from eval.core.progress import Progress
+    from eval.pages.run_report import print_report, write_report
 
     try:
         if out is not None:

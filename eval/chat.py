@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from eval.measure.command_line import (
+from eval.core.command_line import (
     Parser,
     add_head_options,
     check_depths,
@@ -33,13 +33,13 @@ from eval.measure.command_line import (
     print_line,
     typed,
 )
-from eval.measure.settings import SERVED, Count, Seed, Temperature, Trees, served_sampling
+from eval.records.measure_settings import SERVED, Count, Seed, Temperature, Trees, served_sampling
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 
 if TYPE_CHECKING:
-    from eval.measure.data_files import Message
-    from eval.measure.loading import Opened
+    from eval.data.data_files import Message
+    from eval.measure.open_models import Opened
     from eval.runtime.engine import Engine, Output
     from heads.core.tree import TreeShape
 
@@ -83,9 +83,9 @@ class Conversation:
     def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> "Output":
         """Show the answer to a prompt while it is decoded, then its figures. `is_asked_to_stop` is called after each
         round and ends the answer if it returns True. Raise UserError if the prompt is empty or too long."""
-        from eval.measure.loading import prompt_room
-        from eval.measure.metrics import tau
-        from eval.measure.prompts import render, unknown_token
+        from eval.data.prompts import render, unknown_token
+        from eval.measure.open_models import prompt_room
+        from eval.records.metrics import tau
         from eval.runtime.engine import Request
 
         has_template = self.tokenizer.chat_template is not None
@@ -209,8 +209,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.measure.auto import can_draft
-    from eval.measure.loading import open_head
+    from eval.measure.draft_search import can_draft
+    from eval.measure.open_models import open_head
 
     if options.sampling and options.temperature is not None:
         raise UserError(f"--temperature: --sampling {SERVED} takes it from the target; use one of the two")

@@ -18,10 +18,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.measure.command_line import Parser, exit_status
-from eval.measure.folders import RESULTS, folders_of, newest_results
-from eval.measure.results import COMPARED, read_log, read_results
-from eval.measure.schema import Results
+from eval.core.command_line import Parser, exit_status
+from eval.records.result_folders import RESULTS, folders_of, newest_results
+from eval.records.results import COMPARED, read_log, read_results
+from eval.records.schema import Results
 from heads.core.errors import UserError
 from heads.core.files import check_folder, file_hash, write_text
 from heads.targets.hub import is_here
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from rich.console import Console
 
-    from eval.measure.learning_curve import held_out_lines
     from eval.pages.card import check_card
     from eval.pages.html import render_several
-    from eval.pages.report import print_report, write_progress, write_report
+    from eval.pages.run_report import print_report, write_progress, write_report
+    from eval.records.learning_curve import held_out_lines
 
     if len(options.results) == 1 and is_unmeasured(options.results[0]):
         write_progress(options.results[0], Console())

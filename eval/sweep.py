@@ -20,12 +20,12 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from eval import bench
-from eval.measure.command_line import Parser, add_wandb_option, exit_status, typed
-from eval.measure.folders import RESULTS, plain_name
-from eval.measure.prompts import split_prompts
-from eval.measure.results import named_figures, read_results
-from eval.measure.settings import Count, to_settings
-from eval.pages.format import exact_cell
+from eval.core.command_line import Parser, add_wandb_option, exit_status, typed
+from eval.data.prompts import split_prompts
+from eval.pages.texts import exact_cell
+from eval.records.measure_settings import Count, to_settings
+from eval.records.result_folders import RESULTS, plain_name
+from eval.records.results import named_figures, read_results
 from heads.core.errors import UserError
 from heads.core.files import is_file, read_given, write_json
 

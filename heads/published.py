@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
+from heads.blocks.backbone import DraftBlockHead
 from heads.core.contract import Origin
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import file_hash
-from heads.formats.published_files import Source, foreign_config, open_source
-from heads.methods.block import DraftBlockHead
-from heads.methods.settings import SETTINGS
-from heads.methods.start import begin
+from heads.foreign.published_files import Source, foreign_config, open_source
+from heads.methods.initial_weights import begin
+from heads.methods.method_settings import SETTINGS
 from heads.registry import HEADS, kind_of
 from heads.saved import check_fits, find_head, load_head, restore_head
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
 
 UNREAD = {
     "p-?eagle": "P-EAGLE",

@@ -6,17 +6,17 @@ from typing import Any
 from torch import Tensor
 
 from heads.core.errors import UserError
+from heads.foreign.published_blocks import BLOCK_HEADS
 from heads.formats import draft_model, eagle3, medusa, mtp
 from heads.formats.blocks import block_format
 from heads.formats.engine_folder import Format
-from heads.formats.published_blocks import BLOCK_HEADS
 from heads.methods.draft_model import Draft
 from heads.methods.eagle3 import Eagle3
 from heads.methods.medusa import Medusa
+from heads.methods.method_settings import SETTINGS
 from heads.methods.mtp import Mtp
-from heads.methods.settings import SETTINGS
 from heads.methods.untrained import EarlyExit, Lookup
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from transformers.utils.hub import cached_file
 
 from heads.core.errors import UserError, first_line
 from heads.core.files import file_hash, is_full_disk, whole_folder
+from heads.foreign.published_files import DAMAGE
 from heads.formats.engine_folder import Schedule, Verdict, check_contents
-from heads.formats.published_files import DAMAGE
 from heads.formats.quantized import dequantized
 from heads.registry import HEADS, UNTRAINED, kind_of
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import absolute, repo_and_revision, with_names
-from heads.targets.model import FrozenTarget
 
 FORMAT = 1
 CONFIG = "config.json"

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from eval.measure.command_line import Parser, add_target_options, exit_status, typed
-from eval.measure.prompts import prompts_hash
-from eval.measure.settings import Count, add_prompt_options, to_settings
+from eval.core.command_line import Parser, add_target_options, exit_status, typed
+from eval.data.prompts import prompts_hash
+from eval.records.measure_settings import Count, add_prompt_options, to_settings
 from heads.core.files import check_file
 
 if TYPE_CHECKING:
-    from heads.targets.model import FrozenTarget
+    from heads.targets.frozen_target import FrozenTarget
 
 WARM_UP_TOKENS = 16
 
@@ -35,11 +35,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.measure.environment import environment, target_facts
-    from eval.measure.loading import choose_prompts, open_target
-    from eval.measure.metrics import rate_ratio, rate_ratio_interval
-    from eval.measure.results import write_record
-    from eval.pages.format import with_interval
+    from eval.measure.machine import environment
+    from eval.measure.model_facts import target_facts
+    from eval.measure.open_models import choose_prompts, open_target
+    from eval.pages.texts import with_interval
+    from eval.records.metrics import rate_ratio, rate_ratio_interval
+    from eval.records.results import write_record
     from eval.runtime.engine import Engine, EngineOptions, Request
 
     if options.out:

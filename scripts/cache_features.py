@@ -7,12 +7,12 @@ longer needs the target's decoder layers. An interrupted run continues where it 
 
 from collections.abc import Sequence
 
-from eval.measure.command_line import asks_usage
+from eval.core.command_line import asks_usage
 from heads.core.errors import UserError
 from train.entry import run_script
-from train.features.settings import CacheFeatures
-from train.recipe import Recipe
-from train.recipe_help import keys_of
+from train.features.feature_settings import CacheFeatures
+from train.recipe.recipe import Recipe
+from train.recipe.recipe_help import keys_of
 
 USAGE = "usage: python scripts/cache_features.py RECIPE.yaml [key.sub=value ...]"
 
@@ -24,8 +24,8 @@ def main(arguments: Sequence[str]) -> int:
 
     from train.data.prepare import load_data
     from train.features.cached import fill_folder
-    from train.head_settings import make_head
-    from train.open_run import open_reader, open_run, open_source, read_recipe
+    from train.recipe.head_section import make_head
+    from train.run.open_run import open_reader, open_run, open_source, read_recipe
 
     recipe = read_recipe(arguments)
     settings = recipe.features

@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from eval.measure.command_line import Parser, add_head_options, exit_status, typed
-from eval.measure.prompts import check_suites
-from eval.measure.settings import add_prompt_options, to_settings
+from eval.core.command_line import Parser, add_head_options, exit_status, typed
+from eval.data.prompts import check_suites
+from eval.records.measure_settings import add_prompt_options, to_settings
 from heads.core.errors import UserError
 from heads.core.files import check_file, write_json
 from heads.core.strict_settings import Count
@@ -51,8 +51,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.measure.folders import short_name
-    from eval.measure.loading import choose_prompts, open_head
+    from eval.measure.open_models import choose_prompts, open_head
+    from eval.records.result_folders import short_name
     from eval.runtime.engine import Engine, EngineOptions, Request
     from heads.core.tree import parse_shape
     from heads.published import is_published
@@ -98,9 +98,9 @@ def record_confidence(engine: Engine, requests: Sequence[Request]) -> tuple[Tens
     """
     import torch
 
-    from eval.measure.progress import Progress
+    from eval.core.progress import Progress
     from eval.runtime.round import read_prompts
-    from heads.targets.slots import round_up
+    from heads.kernels.slots import round_up
 
     decoder, state, head = engine.decoder, engine.decoder.state, cast(Any, engine.decoder.head)
     logits, accepted = [], []

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.measure.command_line import Parser, exit_status
+from eval.core.command_line import Parser, exit_status
 from heads.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,7 +4,7 @@
     python scripts/publish.py runs/quickstart OWNER/NAME --dry-run        # what would be published; no network
 
 The commit holds the head's folder, the card, results.json (without the texts of prompts) and recipe.yaml, all without
-this machine's paths (`eval.pages.publish`). Every
+this machine's paths (`eval.pages.publication`). Every
 command that takes a head then accepts OWNER/NAME. The card names the engines that serve the head, with their commands.
 A head that no engine serves, or that one engine would misread, is refused without --unserved. The token comes from
 `hf auth login` or HF_TOKEN.
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.measure.command_line import Parser, exit_status
+from eval.core.command_line import Parser, exit_status
 from heads.targets.hub import is_hub_id
 
 

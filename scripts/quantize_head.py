@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.measure.command_line import Parser, exit_status
+from eval.core.command_line import Parser, exit_status
 from heads.core.files import check_folder
 
 DTYPES = ("fp8", "int8")

@@ -7,11 +7,11 @@ resumes where it stopped.
 
 from collections.abc import Sequence
 
-from eval.measure.command_line import asks_usage
+from eval.core.command_line import asks_usage
 from heads.core.errors import UserError
 from train.entry import run_script
-from train.recipe import Recipe
-from train.recipe_help import keys_of
+from train.recipe.recipe import Recipe
+from train.recipe.recipe_help import keys_of
 
 USAGE = "usage: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...]"
 
@@ -20,11 +20,11 @@ def main(arguments: Sequence[str]) -> int:
     if asks_usage(USAGE, arguments, keys=lambda: keys_of(Recipe)):
         return 0
     from heads.core.files import write_bytes
-    from train.accelerate_launch import load_recipe_target
     from train.core.processes import on_main
     from train.data.answers import open_answers
     from train.data.prepare import check_data
-    from train.open_run import open_reader, open_run, read_recipe
+    from train.run.open_run import open_reader, open_run, read_recipe
+    from train.steps.accelerate_launch import load_recipe_target
 
     recipe = read_recipe(arguments)
     if recipe.data.regenerate is None:

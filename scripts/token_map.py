@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.measure.command_line import Parser, exit_status, typed
+from eval.core.command_line import Parser, exit_status, typed
 from heads.core.errors import UserError, expect, first_line
 from heads.core.strict_settings import Count
 
@@ -53,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rich.console import Console
 
     from eval.bench import report
+    from eval.data.chat_template import with_arguments
     from eval.measure.bench_heads import bench_heads
-    from eval.measure.chat_template import with_arguments
     from heads.core.files import write_bytes
     from heads.methods.vocab import build_vocab
-    from train.accelerate_launch import load_recipe_target
     from train.data.prepare import load_data
-    from train.head_settings import make_head
-    from train.open_run import open_reader, open_run, read_recipe
+    from train.recipe.head_section import make_head
+    from train.run.open_run import open_reader, open_run, read_recipe
+    from train.steps.accelerate_launch import load_recipe_target
 
     recipe = read_recipe([options.recipe, *options.overrides])
     kind, folder = recipe.head.kind, Path(recipe.output_dir)

@@ -16,15 +16,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from eval.measure.command_line import Parser
-from eval.measure.prompts import suite_name
-from eval.measure.results import read_results
-from eval.measure.schema import Head, Measurement, Point, Results
-from eval.pages import format
+from eval.core.command_line import Parser
+from eval.data.prompts import suite_name
+from eval.pages import texts
 from eval.pages.tables import Table
+from eval.records.results import read_results
+from eval.records.schema import Head, Measurement, Point, Results
 from train.entry import run_script
-from train.recipe import Recipe
-from train.recipe_help import keys_page
+from train.recipe.recipe import Recipe
+from train.recipe.recipe_help import keys_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,7 @@ class Records:
                 head = record.head_of(m)
                 method = METHODS[head.kind] + f", {variant}" * bool(variant)
                 self.heads.setdefault(method, head)
-                way = format.sampling_text(m.temperature)
+                way = texts.sampling_text(m.temperature)
                 way += ", ratio" * (m.rule == "ratio" and m.temperature > 0) + ", served" * (record.server is not None)
                 parts = dict.fromkeys(suites, m) if len(suites) == 1 else m.suites
                 for name in (name for name in parts if name in suites):  # not categories
@@ -100,13 +100,13 @@ class Records:
         """Return tau on a suite, with its interval, or under `MEAN` the mean of all suites."""
         parts = self.by_suite.get((*row, way), {})
         if suite == MEAN and parts.keys() == {*self.suites}:
-            return format.number(fmean(m.tau.mean for m in parts.values()))
-        return format.tau_text(parts[suite]) if suite in parts else format.MISSING
+            return texts.number(fmean(m.tau.mean for m in parts.values()))
+        return texts.tau_text(parts[suite]) if suite in parts else texts.MISSING
 
     def speedup(self, row: tuple[str, str]) -> str:
         """Return the greedy speedup over all prompts."""
         pooled = self.pooled.get((*row, GREEDY))
-        return format.speedup_cell(pooled) if pooled else format.MISSING
+        return texts.speedup_cell(pooled) if pooled else texts.MISSING
 
     def caption(self) -> str:
         """Return the sentence below a table: how many prompts, where, and how many outputs were the target's own."""
@@ -118,7 +118,7 @@ class Records:
         near = sum(len(part.near_ties) for part in exact)
         return (
             f"{prompts} prompts of {', '.join(self.suites)}, {tokens} new tokens; "
-            f"{'; '.join(sorted(set(map(format.device_text, here))))}; commit {', '.join(commits)}; 95% intervals. "
+            f"{'; '.join(sorted(set(map(texts.device_text, here))))}; commit {', '.join(commits)}; 95% intervals. "
             f"Identical to plain decoding: {sum(part.identical or 0 for part in exact):,} of "
             f"{sum(part.prompts for part in exact):,} outputs{f', {near} of them but for near-ties' if near else ''}."
         )
@@ -178,9 +178,9 @@ def cost_table(pattern: str) -> str:
             continue
         head = records.heads[method]
         took = m.speculative.round_ms.median / m.baseline.step_ms.median
-        read = format.MISSING if m.draft_bytes is None else format.number(m.draft_bytes / 1e6, 1)
-        tokens = format.count(head.budget_tokens) if head.budget_tokens else format.MISSING
-        rows.append([method, draft, format.count(head.parameters), read, format.number(took), tokens])
+        read = texts.MISSING if m.draft_bytes is None else texts.number(m.draft_bytes / 1e6, 1)
+        tokens = texts.count(head.budget_tokens) if head.budget_tokens else texts.MISSING
+        rows.append([method, draft, texts.count(head.parameters), read, texts.number(took), tokens])
     columns = ["method", "draft", "parameters", "MB read a round", "a round, in plain steps", "training tokens"]
     return markdown(columns, rows)
 
@@ -206,8 +206,8 @@ def trainer_table(pattern: str) -> str:
     rows = []
     for m in record.measurements:
         run = runs[record.head_of(m).name]
-        about = [run["trainer"], run["settings"], str(run["seed"]), format.number(run["cpu_minutes"], 1)]
-        rows.append([*about, *(format.number(m.suites[suite].tau.mean) for suite in suites), format.tau_text(m)])
+        about = [run["trainer"], run["settings"], str(run["seed"]), texts.number(run["cpu_minutes"], 1)]
+        rows.append([*about, *(texts.number(m.suites[suite].tau.mean) for suite in suites), texts.tau_text(m)])
     taus = [f"tau, {suite_title(suite)}" for suite in suites]
     return markdown(["trainer", "settings", "seed", "CPU minutes", *taus, "tau, all"], rows)
 
@@ -215,7 +215,7 @@ def trainer_table(pattern: str) -> str:
 def curve_chart(pattern: str) -> "Chart":
     """Return the learning curves of heads above tau of prompt lookup, which was measured beside them."""
     from eval.pages.drawing import COLOURS, Chart
-    from eval.pages.training import draw_lines, line_of
+    from eval.pages.training_charts import draw_lines, line_of
 
     runs: dict[str, list[Point]] = {}
     for record in (read_results(path) for path in sorted(RESULTS.glob(pattern))):
@@ -223,7 +223,7 @@ def curve_chart(pattern: str) -> "Chart":
         level = next(m.tau.mean for m in record.measurements if record.head_of(m).kind == "lookup")
     ends = {method: (points[0], points[-1]) for method, points in runs.items()}
     said = [
-        f"{method}, {first.tau:.2f} at {format.count(first.tokens)}, {last.tau:.2f} at {format.count(last.tokens)}"
+        f"{method}, {first.tau:.2f} at {texts.count(first.tokens)}, {last.tau:.2f} at {texts.count(last.tokens)}"
         for method, (first, last) in ends.items()
     ]
 

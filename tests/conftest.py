@@ -111,7 +111,7 @@ def little_to_copy() -> Iterator[None]:
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without charts, which take as long as a small measurement."""
     monkeypatch.setattr("eval.pages.charts.head_charts", lambda *_: [])
-    monkeypatch.setattr("eval.pages.training.training_charts", lambda *_: [])
+    monkeypatch.setattr("eval.pages.training_charts.training_charts", lambda *_: [])
 
 
 @pytest.fixture(scope="session")
@@ -181,7 +181,7 @@ def tiny_run(once: Callable[[str, Callable[[Path], None]], Path], tiny_target_di
     """A folder with `recipe.yaml`, its data, and its finished run in `run`, an EAGLE-3 head. Not to be changed."""
 
     def make(folder: Path) -> None:
-        from tests.runs import forget_accelerator  # imports all that trains, which takes seconds
+        from tests.support.runs import forget_accelerator  # imports all that trains, which takes seconds
         from train.entry import attempt
 
         with pytest.MonkeyPatch.context() as patch:

@@ -15,11 +15,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval import bench, report
-from eval.measure.command_line import exit_status
+from eval.core.command_line import exit_status
 from heads.core.files import file_hash
 from heads.saved import read_config
-from tests.native_mtp import change_config
-from tests.runs import forget_accelerator
+from tests.support.native_mtp import change_config
+from tests.support.runs import forget_accelerator
 from train.entry import attempt
 
 WEIGHTS = "model.safetensors"

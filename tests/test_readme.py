@@ -20,27 +20,27 @@ import pytest
 import torch
 import yaml
 
-from eval.measure.command_line import exit_status
-from eval.measure.conversation_forms import read_chat
-from eval.measure.data_files import read_records
-from eval.measure.settings import to_settings
+from eval.core.command_line import exit_status
+from eval.data.conversation_forms import read_chat
+from eval.data.data_files import read_records
+from eval.records.measure_settings import to_settings
 from eval.sweep import Sweep
-from heads.formats.engine_folder import ENGINES, VLLM
+from heads.core.engines import ENGINES, VLLM
+from heads.foreign.published_blocks import SCALED
 from heads.formats.medusa import OLD_VLLM
-from heads.formats.published_blocks import SCALED
 from heads.formats.target_classes import SGLANG_BLOCK_TARGETS, SGLANG_TARGETS, VLLM_TARGETS
 from heads.registry import HEADS, build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target, load_tokenizer
 from scripts.write_pages import CURVES, MARK, METHODS, PICTURE, RESULTS, curve_chart
 from scripts.write_pages import pages as generated
-from tests.chats import encode_chat
 from tests.conftest import small_recipe
-from tests.runs import forget_accelerator
-from tests.switches import forget_library
-from train.derive import begin
+from tests.support.chats import encode_chat
+from tests.support.runs import forget_accelerator
+from tests.support.switches import forget_library
 from train.entry import attempt, parse_arguments
-from train.recipe import KINDS, checked, load_recipe
+from train.plan.derive import begin
+from train.recipe.recipe import KINDS, checked, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("heads", "eval", "train", "recipes", "scripts", "tests")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, finish, launcher, start, wait_for
-from tests.runs import forget_accelerator, lines, same, weights
+from tests.support.processes import ROOT, finish, launcher, start, wait_for
+from tests.support.runs import forget_accelerator, lines, same, weights
 from train.entry import attempt
 
 HEAVY = ("torch", "transformers", "matplotlib", "wandb", "accelerate", "datasets", "deepspeed", "peft")
@@ -43,7 +43,7 @@ print(json.dumps([found, [name for name in json.loads(HEAVY) if sys.modules.get(
 """
 TABLE = """
 from rich.console import Console
-from eval.measure.command_line import exit_status
+from eval.core.command_line import exit_status
 
 def show() -> int:
     for _ in range(9999):

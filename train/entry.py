@@ -5,13 +5,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from eval.measure.command_line import Parser, asks_usage, exit_status, print_line, typed
-from eval.measure.settings import Count
+from eval.core.command_line import Parser, asks_usage, exit_status, print_line, typed
+from eval.records.measure_settings import Count
 from heads.core.errors import UserError
 from train.core.strict_yaml import Positive
-from train.derive import derived_recipe
-from train.recipe import KINDS, Recipe, check_kind, load_recipe
-from train.recipe_help import keys_of
+from train.plan.derive import derived_recipe
+from train.recipe.recipe import KINDS, Recipe, check_kind, load_recipe
+from train.recipe.recipe_help import keys_of
 
 USAGE = (
     "usage: python train/{name}.py RECIPE.yaml [key.sub=value ...] [--plan], or without a recipe: python "
@@ -60,17 +60,17 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
             path, *overrides = options.overrides
             recipe = load_recipe(path, overrides)
             check_kind(recipe, path, name)
-            from train.open_run import fit_template  # imports torch, which takes seconds, once the recipe is right
+            from train.run.open_run import fit_template  # imports torch, which takes seconds, once the recipe is right
 
             recipe = fit_template(recipe, overrides)
             if options.plan:
-                from train.memory_and_flops import Plan
-                from train.plan import launch_of, print_plan
+                from train.plan.memory_and_flops import Plan
+                from train.plan.plan_lines import launch_of, print_plan
 
                 print_plan(Plan(recipe, launch_of(options, recipe)), options.tflops)
         if options.plan:
             return 0
-        from train.run import train
+        from train.run.train_and_measure import train
 
         results = train(recipe)
         return 0 if results is None or results.is_exact else 1

@@ -7,9 +7,9 @@ document with the labels in brackets. A run of the recipe reuses the tokenised d
 import sys
 from collections.abc import Sequence
 
-from eval.measure.command_line import asks_usage, exit_status
-from train.recipe import Recipe
-from train.recipe_help import keys_of
+from eval.core.command_line import asks_usage, exit_status
+from train.recipe.recipe import Recipe
+from train.recipe.recipe_help import keys_of
 
 USAGE = "usage: python -m train.preview RECIPE.yaml [key.sub=value ...]"
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     from train.data.answers import read_prompts
     from train.data.corpus import Reader
     from train.data.tokenise import read_source
-    from train.open_run import read_recipe, rendering_of, tokenizer_of
+    from train.run.open_run import read_recipe, rendering_of, tokenizer_of
 
     recipe = read_recipe(arguments)
     data = recipe.data

@@ -6,25 +6,26 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eval.measure.auto import LARGEST_TREE, can_draft, choose_draft, search_drafts
-from eval.measure.command_line import draft_shapes, print_line
-from eval.measure.environment import dtype_options, environment, head_facts, target_facts
+from eval.core.command_line import draft_shapes, print_line
+from eval.data.prompts import Prompt
+from eval.measure.compare import Comparison, compare, engine_options
+from eval.measure.draft_search import LARGEST_TREE, can_draft, choose_draft, search_drafts
 from eval.measure.figures import Audited, find_differences, judge, pooled_exactness
-from eval.measure.folders import short_name
-from eval.measure.loading import choose_prompts
-from eval.measure.measure import Comparison, compare, engine_options
-from eval.measure.prompts import Prompt
+from eval.measure.machine import dtype_options, environment
+from eval.measure.model_facts import head_facts, target_facts
+from eval.measure.open_models import choose_prompts
 from eval.measure.roofline import copy_bandwidth, roofline
-from eval.measure.schema import Divergence, RecordedSettings, Results, Search
-from eval.measure.settings import BenchSettings
-from eval.measure.speedup_checks import headline_index
+from eval.records.measure_settings import BenchSettings
+from eval.records.result_folders import short_name
+from eval.records.schema import Divergence, RecordedSettings, Results, Search
+from eval.records.speedup_checks import headline_index
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.graph import is_out_of_memory
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError, first_line
 from heads.core.tree import TreeShape, parse_shape
 from heads.registry import untrained_kind
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
 
 
 @dataclass

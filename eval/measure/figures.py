@@ -15,12 +15,12 @@ from statistics import fmean, median
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.measure import metrics
-from eval.measure.measure import Comparison, Variant, check_decoded, units_by_suite
-from eval.measure.metrics import round_seconds
-from eval.measure.prompts import spread
+from eval.data.prompts import spread
+from eval.measure.compare import Comparison, Variant, check_decoded, units_by_suite
 from eval.measure.roofline import bytes_read
-from eval.measure.schema import (
+from eval.records import metrics
+from eval.records.metrics import round_seconds
+from eval.records.schema import (
     Baseline,
     Decoded,
     Divergence,
@@ -35,13 +35,13 @@ from eval.measure.schema import (
     Tau,
     Turns,
 )
-from eval.measure.speedup_checks import why_unreliable
+from eval.records.speedup_checks import why_unreliable
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import PHASES, Output
 from eval.runtime.near_ties import check_near_tie, first_difference
 from eval.runtime.request import Detokenizer, Request
-from heads.targets.gumbel import gumbel
-from heads.targets.model import FrozenTarget
+from heads.kernels.gumbel import gumbel
+from heads.targets.frozen_target import FrozenTarget
 
 NUM_SAMPLES = 4
 

@@ -19,9 +19,9 @@ from eval.runtime.request import Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
-from heads.targets.product import Product
+from heads.kernels.product import Product
+from heads.kernels.slots import round_up
 from heads.targets.quantization import weight_bytes
-from heads.targets.slots import round_up
 
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Bytes to copy, by type of device: more than any cache holds."""

@@ -8,14 +8,14 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from eval.measure.acceptance_profile import acceptance_profile, load_test
-from eval.measure.learning_curve import learning_line
-from eval.measure.schema import Results
-from eval.measure.speedup_checks import why_unreliable
-from eval.pages import format
-from eval.pages.format import LOCAL_MODEL
+from eval.pages import texts
 from eval.pages.tables import headline_table, settings_table
+from eval.pages.texts import LOCAL_MODEL
 from eval.pages.verdicts import load_lines, pays, reliable_speedup, serve_label, warnings
+from eval.records.acceptance_profile import acceptance_profile, load_test
+from eval.records.learning_curve import learning_line
+from eval.records.schema import Results
+from eval.records.speedup_checks import why_unreliable
 from heads.core.errors import UserError
 from heads.targets.hub import is_hub_id, repo_and_revision
 
@@ -66,7 +66,7 @@ def render_card(
         base_model=repo if is_hub_id(target) else None,
         datasets=list(datasets) or None,
         library_name=LIBRARY,
-        model_name=(name or f"{kind} on {format.short_name(target)}") if figures else None,
+        model_name=(name or f"{kind} on {texts.short_name(target)}") if figures else None,
         eval_results=figures or None,
         pipeline_tag=TASK,
         tags=["speculative-decoding", kind],
@@ -74,7 +74,7 @@ def render_card(
     )
     opening = f"A draft head (`{kind}`, {parameters:,} parameters) for {quoted(target)}"
     values = {
-        "title": format.as_markdown(f"{kind} on {format.short_name(target)}"),
+        "title": texts.as_markdown(f"{kind} on {texts.short_name(target)}"),
         "opening": f"{opening}." if results is None else f"{opening}: {gain(results)}",
         "project": PROJECT,
         "unlicensed": rights == {},
@@ -89,12 +89,12 @@ def render_card(
 def gain(results: Results) -> str:
     """Return what a head gains, and that the text stays the target's own."""
     m = results.headline
-    text = f"tau {format.tau_text(m)}"
+    text = f"tau {texts.tau_text(m)}"
     if why_unreliable(m) is None:
-        text += f" and {format.speedup_text(m)} the speed of plain decoding"
+        text += f" and {texts.speedup_text(m)} the speed of plain decoding"
     sameness = "in distribution" if results.exact.kind else "token for token"
     return (
-        f"{text} ({format.as_markdown(format.setting_text(m))}). The head drafts tokens that the target verifies, so "
+        f"{text} ({texts.as_markdown(texts.setting_text(m))}). The head drafts tokens that the target verifies, so "
         f"the text is the target's own, {sameness}."
     )
 
@@ -107,33 +107,33 @@ def measured_values(results: Results) -> dict[str, Any]:
         "headline": headline_table(results).markdown(),
         "pays": pays(results),
         "serve_label": serve_label(results),
-        "by_load": [format.as_markdown(format.sentence(line)) for line in load_lines(results)],
-        "setting": format.as_markdown(format.setting_line(results)),
+        "by_load": [texts.as_markdown(texts.sentence(line)) for line in load_lines(results)],
+        "setting": texts.as_markdown(texts.setting_line(results)),
         "versions": f"{versions} ({results.measured_at[:10]})",
-        "command": format.command_text(results),
+        "command": texts.command_text(results),
         "measured": table.markdown(),
         "notes": " ".join(table.notes),
-        "audit": format.sentence(format.audit_line(results)),
-        "learning": (line := learning_line(results.head.curve)) and format.sentence(line),
+        "audit": texts.sentence(texts.audit_line(results)),
+        "learning": (line := learning_line(results.head.curve)) and texts.sentence(line),
         "load_test": profile and load_test(profile, results.target.name),
-        "warnings": [format.as_markdown(warning) for warning in warnings(results)],
+        "warnings": [texts.as_markdown(warning) for warning in warnings(results)],
     }
 
 
 def quoted(target: str) -> str:
-    return target if target == LOCAL_MODEL else format.code_span(format.short_name(target))
+    return target if target == LOCAL_MODEL else texts.code_span(texts.short_name(target))
 
 
 def eval_results(results: Results) -> list[EvalResult]:
     """Return the tau of every setting over all prompts, and its speedup if that is exact and reliable."""
-    prompts = ", ".join(format.short_name(name) for name in results.settings.prompts.split(","))
+    prompts = ", ".join(texts.short_name(name) for name in results.settings.prompts.split(","))
     return [
         EvalResult(
             task_type=TASK,
             dataset_type=prompts,
             dataset_name=prompts,
             metric_type=metric,
-            metric_name=f"{metric} ({format.setting_text(m)})",
+            metric_name=f"{metric} ({texts.setting_text(m)})",
             metric_value=round(value, 3),
         )
         for m in results.measurements

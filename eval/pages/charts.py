@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from eval.measure.schema import Measurement
 from eval.pages.drawing import COLOURS, FONT_SIZE, Chart
-from eval.pages.format import number, percent, reached, setting_text, speedup_text
+from eval.pages.texts import number, percent, reached, setting_text, speedup_text
 from eval.pages.verdicts import reliable_speedup
+from eval.records.schema import Measurement
 
 SMALL = FONT_SIZE - 1
 MAX_LABELS = 11

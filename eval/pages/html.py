@@ -10,11 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from eval.measure.learning_curve import held_out_lines
-from eval.measure.results import plain
-from eval.measure.schema import Decoded, Results, Sample
-from eval.measure.speedup_checks import why_unreliable
-from eval.pages import format
+from eval.pages import texts
 from eval.pages.drawing import COLOURS, Chart, inline_svg
 from eval.pages.tables import (
     Row,
@@ -27,8 +23,12 @@ from eval.pages.tables import (
     settings_table,
     suites_table,
 )
-from eval.pages.training import training_charts
+from eval.pages.training_charts import training_charts
 from eval.pages.verdicts import serve_label, training_warning, verdicts, verdicts_on, warnings
+from eval.records.learning_curve import held_out_lines
+from eval.records.results import plain
+from eval.records.schema import Decoded, Results, Sample
+from eval.records.speedup_checks import why_unreliable
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 DARK = {
@@ -60,18 +60,18 @@ def render_page(results: Results, charts: Sequence[Chart], serve: str | None, ot
     tau = results.headline.tau.mean
     typical_first = sorted(results.samples, key=lambda sample: abs(sample.tau - tau))
     return render(
-        heading=format.heading(results),
-        setting=f"{format.subtitle(results)}.",
+        heading=texts.heading(results),
+        setting=f"{texts.subtitle(results)}.",
         verdicts=verdicts(results),
         serve=serve,
         serve_label=serve_label(results),
-        draft=format.setting_text(results.headline),
-        device=format.device_text(results),
-        loops=format.percent(results.headline.loop_share),
+        draft=texts.setting_text(results.headline),
+        device=texts.device_text(results),
+        loops=texts.percent(results.headline.loop_share),
         is_served=results.server is not None,
         is_in_distribution=results.exact.kind is not None,
         tiles=[headline.rows[n] for n in headline.marked],
-        audit=format.audit_line(results),
+        audit=texts.audit_line(results),
         is_exact=results.is_exact,
         divergences=divergence_lines(results),
         warnings=warnings(results),
@@ -91,14 +91,14 @@ def render_page(results: Results, charts: Sequence[Chart], serve: str | None, ot
                 if table.rows
             ],
             "remarks": list(held_out_lines(results.head.curve)),
-            "near_ties": [format.divergence_text(tie) for tie in results.exact.near_ties[:MAX_DIVERGENCES]],
+            "near_ties": [texts.divergence_text(tie) for tie in results.exact.near_ties[:MAX_DIVERGENCES]],
         },
         sources=[source(results, with_warnings=False)],
         facts={
             "Target": facts(plain(results.target)),
             "Head": facts(plain(results.head)),
             "Measurement": facts(plain(results.settings)),
-            "Machine": {"device": format.device_text(results), **results.versions},
+            "Machine": {"device": texts.device_text(results), **results.versions},
         },
     )
 
@@ -107,8 +107,8 @@ def render_several(measurements: Sequence[Results]) -> str:
     """Return the page of several measurements, or of one of several heads: a table of each model."""
     rows = sorted((row for results in measurements for row in rows_of(results)), key=lambda row: row.model)
     models = [list(part) for _, part in groupby(rows, key=lambda row: row.model)]
-    names = [format.short_name(group[0].results.target.name) for group in models]
-    heading = f"{format.plural(len({row.method for row in rows}), 'draft')} on {', '.join(names)}"
+    names = [texts.short_name(group[0].results.target.name) for group in models]
+    heading = f"{texts.plural(len({row.method for row in rows}), 'draft')} on {', '.join(names)}"
     parts = [
         {
             "verdicts": verdicts_of_rows(group) if len(models) > 1 else [],
@@ -117,7 +117,7 @@ def render_several(measurements: Sequence[Results]) -> str:
         }
         for name, group in zip(names, models, strict=True)
     ]
-    audit = format.audit_line(measurements[0])
+    audit = texts.audit_line(measurements[0])
     if several := len(measurements) > 1:
         compared = [results.exact for results in measurements if results.exact.identical is not None]
         identical, prompts = sum(exact.identical or 0 for exact in compared), sum(exact.prompts for exact in compared)
@@ -125,7 +125,7 @@ def render_several(measurements: Sequence[Results]) -> str:
         audit = f"{audit}, of {len(measurements)} measurements together"
     return render(
         heading=heading,
-        setting="" if several else f"{format.subtitle(measurements[0])}.",
+        setting="" if several else f"{texts.subtitle(measurements[0])}.",
         verdicts=verdicts_of_rows(models[0]) if len(models) == 1 else [heading],
         is_in_distribution=any(results.exact.kind for results in measurements),
         audit=audit,
@@ -134,7 +134,7 @@ def render_several(measurements: Sequence[Results]) -> str:
         warnings=list(why_incomparable(models)) if several else warnings(measurements[0]),
         parts=parts,
         all_settings=[
-            comparison_table(format.heading(results), rows_of(results, whole=True))
+            comparison_table(texts.heading(results), rows_of(results, whole=True))
             for results in measurements
             if results.is_comparison
         ],
@@ -145,7 +145,7 @@ def render_several(measurements: Sequence[Results]) -> str:
 def render(**values: Any) -> str:
     """Return the page with these values of the template's names; all others have none."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"svg": inline_svg, "sentence": format.sentence, "number": format.number, "sha256": sha256}
+    environment.filters |= {"svg": inline_svg, "sentence": texts.sentence, "number": texts.number, "sha256": sha256}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render({**dict.fromkeys(OPTIONAL, ()), "light": COLOURS, "dark": DARK, **values})
 
@@ -155,7 +155,7 @@ def sha256(script: str) -> str:
 
 
 def divergence_lines(results: Results) -> list[str]:
-    return [format.divergence_text(divergence) for divergence in results.exact.divergences[:MAX_DIVERGENCES]]
+    return [texts.divergence_text(divergence) for divergence in results.exact.divergences[:MAX_DIVERGENCES]]
 
 
 # Replays
@@ -209,10 +209,10 @@ def facts(values: Mapping[str, object]) -> dict[str, str]:
 def source(results: Results, *, with_warnings: bool) -> dict[str, Any]:
     """Return what one needs to measure it again."""
     return {
-        "name": format.heading(results),
+        "name": texts.heading(results),
         "date": results.measured_at[:10],
-        "setting": format.setting_line(results),
-        "command": format.command_text(results),
+        "setting": texts.setting_line(results),
+        "command": texts.command_text(results),
         "warnings": warnings(results) if with_warnings else [],
     }
 
@@ -238,5 +238,5 @@ def why_incomparable(models: Sequence[Sequence[Row]]) -> Iterator[str]:
             yield line
     if any(len({row.results.settings.prompts_hash for row in rows}) > 1 for rows in models):
         yield "rows were measured on different prompts: their tau does not compare"
-    if any(len({format.device_text(row.results) for row in rows}) > 1 for rows in models):
+    if any(len({texts.device_text(row.results) for row in rows}) > 1 for rows in models):
         yield "rows were measured on different machines, dtypes or engines: their speedups do not compare"

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.measure.schema import Head, Measurement, Results
-from eval.measure.speedup_checks import NO_BASELINE, is_believable, why_unreliable
-from eval.pages import format
-from eval.pages.format import BRACKETS, MISSING, NOT_RELIABLE
+from eval.pages import texts
+from eval.pages.texts import BRACKETS, MISSING, NOT_RELIABLE
 from eval.pages.verdicts import fastest, search_line, training_differences
+from eval.records.schema import Head, Measurement, Results
+from eval.records.speedup_checks import NO_BASELINE, is_believable, why_unreliable
 
 MAX_SHARE = 1.25
 """Maximum plausible bandwidth of a plain step, relative to copying: it only reads, which may be faster than copying."""
@@ -32,58 +32,58 @@ class Table:
         object.__setattr__(self, "rows", [[row[n] for n in measured] for row in self.rows])
 
     def markdown(self) -> str:
-        rows = [[format.as_markdown(row[0]), *(cell.replace("\n", "<br>") for cell in row[1:])] for row in self.rows]
+        rows = [[texts.as_markdown(row[0]), *(cell.replace("\n", "<br>") for cell in row[1:])] for row in self.rows]
         return "\n".join(f"| {' | '.join(row)} |" for row in [self.columns, ["---"] * len(self.columns), *rows])
 
 
 def headline_table(results: Results) -> Table:
     """Return the figures of the headline setting. The main ones, which a page shows as tiles, are marked."""
     m = results.headline
-    rows = [["tau, tokens per target pass", format.tau_text(m)]]
+    rows = [["tau, tokens per target pass", texts.tau_text(m)]]
     if m.speedup is not None or m.baseline is not None:
-        rows.append(["speedup over plain decoding", format.speedup_cell(m)])
+        rows.append(["speedup over plain decoding", texts.speedup_cell(m)])
     if m.baseline is not None:
-        rows.append(["plain tokens/s", format.number(m.baseline.tokens_per_second, 1)])
-    rows.append(["speculative tokens/s", format.speculative_text(m)])
+        rows.append(["plain tokens/s", texts.number(m.baseline.tokens_per_second, 1)])
+    rows.append(["speculative tokens/s", texts.speculative_text(m)])
     if results.server:
-        rows.append(["time to first token, median", format.first_token_text(m)])
+        rows.append(["time to first token, median", texts.first_token_text(m)])
     main = len(rows)
-    rows.append(["outputs as plain decoding's", format.exact_cell(results.exact)])
+    rows.append(["outputs as plain decoding's", texts.exact_cell(results.exact)])
     if m.baseline is not None and m.speedup is not None and why_unreliable(m) is None:
-        rows.append(["speedup predicted by costs", f"{format.number(m.speedup.predicted)}x"])
-        rows.append(["ms of plain decoding a token", format.number(m.baseline.ms_per_token)])
-        rows.append(["ms a round", format.number(m.speculative.ms_per_round)])
-    rows.append(["mean of each prompt's tau", format.number(m.tau.per_request)])
+        rows.append(["speedup predicted by costs", f"{texts.number(m.speedup.predicted)}x"])
+        rows.append(["ms of plain decoding a token", texts.number(m.baseline.ms_per_token)])
+        rows.append(["ms a round", texts.number(m.speculative.ms_per_round)])
+    rows.append(["mean of each prompt's tau", texts.number(m.tau.per_request)])
     rows += [
-        [f"accepted at depth {depth}", format.percent(alpha, 1)]
-        for depth, alpha in enumerate(format.reached(m.alpha), start=1)
+        [f"accepted at depth {depth}", texts.percent(alpha, 1)]
+        for depth, alpha in enumerate(texts.reached(m.alpha), start=1)
     ]
-    rows.append(["outputs that end in a loop", format.percent(m.loop_share)])
-    return Table("Figures", [], ["", format.setting_text(m)], rows, range(main))
+    rows.append(["outputs that end in a loop", texts.percent(m.loop_share)])
+    return Table("Figures", [], ["", texts.setting_text(m)], rows, range(main))
 
 
 def settings_table(results: Results) -> Table:
     rows = []
     for m in results.measurements:
         is_reliable = m.speedup is not None and why_unreliable(m) is None
-        predicted = format.number(m.speedup.predicted) if m.speedup and is_reliable else MISSING
+        predicted = texts.number(m.speedup.predicted) if m.speedup and is_reliable else MISSING
         rows.append(
             [
-                format.setting_text(m),
-                format.speedup_cell(m),
-                format.tau_text(m),
-                format.number(m.baseline.tokens_per_second, 1) if m.baseline else MISSING,
-                format.speculative_text(m),
-                format.first_token_text(m) if results.server else MISSING,
+                texts.setting_text(m),
+                texts.speedup_cell(m),
+                texts.tau_text(m),
+                texts.number(m.baseline.tokens_per_second, 1) if m.baseline else MISSING,
+                texts.speculative_text(m),
+                texts.first_token_text(m) if results.server else MISSING,
                 MISSING if predicted == MISSING else f"{predicted}x",
-                format.exact_cell(m.exact),
+                texts.exact_cell(m.exact),
             ]
         )
-    searches = [format.sentence(search_line(search)) for search in results.auto if results.is_exact]
+    searches = [texts.sentence(search_line(search)) for search in results.auto if results.is_exact]
     turns = "Plain and speculative decoding took turns on the same prompts. " if results.headline.baseline else ""
     columns = ["draft", "speedup", "tau", "plain tok/s", "speculative tok/s", "first token", "predicted"]
     columns.append("exact" if results.exact.kind else "identical")
-    notes = [*searches, f"{turns}{BRACKETS} {format.left_out_text(results.headline)}".strip()]
+    notes = [*searches, f"{turns}{BRACKETS} {texts.left_out_text(results.headline)}".strip()]
     return Table("Settings measured", notes, columns, rows, [results.chosen])
 
 
@@ -93,22 +93,22 @@ def beside_table(results: Results, others: Sequence[Results]) -> Table:
     places: dict[str, dict[str, tuple[Results, Measurement]]] = {}
     for part in (results, *others):
         for m in part.measurements:
-            point = format.point_text(m.batch_size or part.settings.batch_size, m.context)
-            setting = f"{m.tree}, {format.sampling_text(m.temperature)}{point}"
-            places.setdefault(setting, {}).setdefault(format.where_text(part), (part, m))
+            point = texts.point_text(m.batch_size or part.settings.batch_size, m.context)
+            setting = f"{m.tree}, {texts.sampling_text(m.temperature)}{point}"
+            places.setdefault(setting, {}).setdefault(texts.where_text(part), (part, m))
     pairs = [pair for by_place in places.values() if len(by_place) > 1 for pair in by_place.values()]
     rows = [
         [
-            f"{format.where_text(part)}: {format.setting_text(m)}",
-            format.tau_text(m),
-            " ".join(format.percent(alpha, 1) for alpha in m.alpha),
-            format.speculative_text(m),
+            f"{texts.where_text(part)}: {texts.setting_text(m)}",
+            texts.tau_text(m),
+            " ".join(texts.percent(alpha, 1) for alpha in m.alpha),
+            texts.speculative_text(m),
             short_speedup(m),
         ]
         for part, m in pairs
     ]
     same = "the same" if len({part.settings.prompts_hash for part, _ in pairs}) == 1 else "not the same"
-    days = sorted({f"{format.where_text(part)} on {part.measured_at[:10]}" for part, _ in pairs})
+    days = sorted({f"{texts.where_text(part)} on {part.measured_at[:10]}" for part, _ in pairs})
     note = f"The prompts are {same}. Measured {', '.join(days)}. {BRACKETS}"
     return Table("Here and in the server", [note], ["", "tau", "accepted by depth", "tokens/s", "speedup"], rows)
 
@@ -118,9 +118,9 @@ def latency_table(results: Results) -> Table:
     times = {}
     for m in results.measurements if results.is_exact else ():
         if m.baseline is not None:
-            times[f"plain{format.point_of(m)}, {format.sampling_text(m.temperature)}"] = m.baseline.token_ms
-        times[format.setting_text(m)] = m.speculative.token_ms
-    rows = [[name, *(format.number(ms) for ms in (at.p50, at.p95, at.p99))] for name, at in times.items()]
+            times[f"plain{texts.point_of(m)}, {texts.sampling_text(m.temperature)}"] = m.baseline.token_ms
+        times[texts.setting_text(m)] = m.speculative.token_ms
+    rows = [[name, *(texts.number(ms) for ms in (at.p50, at.p95, at.p99))] for name, at in times.items()]
     note = "Milliseconds. A round's time is shared among its tokens, so rounds that accept little have slow tokens."
     return Table("Time between tokens", [note], ["", "median", "95%", "99%"], rows)
 
@@ -130,16 +130,16 @@ def suites_table(results: Results) -> Table:
     suites = results.headline.suites
     rows = [
         [
-            format.short_name(name) if "/" not in name else f"\N{EN SPACE}{name.split('/', 1)[1]}",
-            format.speedup_cell(m),
-            format.tau_text(m),
+            texts.short_name(name) if "/" not in name else f"\N{EN SPACE}{name.split('/', 1)[1]}",
+            texts.speedup_cell(m),
+            texts.tau_text(m),
             str(m.exact.prompts),
-            format.percent(m.loop_share),
+            texts.percent(m.loop_share),
         ]
         for name, m in suites.items()
         if len(suites) > 1
     ]
-    note = f"{format.setting_text(results.headline)}. Loops: outputs whose end repeats itself, which are easy to draft."
+    note = f"{texts.setting_text(results.headline)}. Loops: outputs whose end repeats itself, which are easy to draft."
     return Table("By suite", [note], ["suite", "speedup", "tau", "prompts", "loops"], rows)
 
 
@@ -150,9 +150,9 @@ def roofline_table(record: Mapping[str, Any]) -> Table:
         whole = {"part": "whole", "bytes": None, "floor_us": record[f"{name}_floor_us"], "us": record[f"{name}_us"]}
         for part in [*record[name], whole | {"over_floor": None}]:
             size, over = part["bytes"], part["over_floor"]
-            times = [format.number(part[key], 1) for key in ("floor_us", "us")]
-            moved = MISSING if size is None else format.number(size / 1e6, 1)
-            rows.append([f"{name}: {part['part']}", moved, *times, format.number(over)])
+            times = [texts.number(part[key], 1) for key in ("floor_us", "us")]
+            moved = MISSING if size is None else texts.number(size / 1e6, 1)
+            rows.append([f"{name}: {part['part']}", moved, *times, texts.number(over)])
     now, floor = (
         f"{value:.2f}" if is_believable(value, record["tau"]) else NOT_RELIABLE
         for value in (record["speedup"]["now"], record["speedup"]["floor"])
@@ -190,14 +190,14 @@ class Row:
     @property
     def method(self) -> str:
         """The head's kind and name, and the server that drafted with it."""
-        kind, name = self.head.kind, format.short_name((self.head.name or self.head.path).removesuffix("/head"))
+        kind, name = self.head.kind, texts.short_name((self.head.name or self.head.path).removesuffix("/head"))
         served = f", in {self.results.server.name}" if self.results.server else ""
         return f"{name if name.startswith(kind) else f'{kind}, {name}'}{served}"
 
     @property
     def suites(self) -> dict[str, Measurement]:
         """The figures of each of several suites, without categories."""
-        suites = {format.short_name(name): m for name, m in self.figures.suites.items() if "/" not in name}
+        suites = {texts.short_name(name): m for name, m in self.figures.suites.items() if "/" not in name}
         return suites if len(suites) > 1 else {}
 
 
@@ -215,24 +215,24 @@ def comparison_table(title: str, rows: Sequence[Row], *, with_suites: bool = Fal
     cells = []
     for row in rows:
         m, head = row.figures, row.head
-        tokens = format.count(head.trained_tokens) if head.trained_tokens else MISSING
+        tokens = texts.count(head.trained_tokens) if head.trained_tokens else MISSING
         cells.append(
             [
                 row.method,
-                format.setting_text(m),
-                format.speedup_cell(m),
-                format.tau_text(m),
+                texts.setting_text(m),
+                texts.speedup_cell(m),
+                texts.tau_text(m),
                 *(suite_cell(row.suites.get(suite)) for suite in suites),
-                " ".join(format.percent(alpha) for alpha in m.alpha if alpha is not None) or MISSING,
-                format.exact_cell(m.exact),
-                MISSING if m.draft_bytes is None else format.number(m.draft_bytes / 1e6, 1),
-                format.count(head.parameters),
+                " ".join(texts.percent(alpha) for alpha in m.alpha if alpha is not None) or MISSING,
+                texts.exact_cell(m.exact),
+                MISSING if m.draft_bytes is None else texts.number(m.draft_bytes / 1e6, 1),
+                texts.count(head.parameters),
                 ", ".join([tokens, *differs.get(row.method, [])]),
             ]
         )
     columns = ["head", "draft", "speedup", "tau", *suites, "accepted by depth", "identical", "MB a round"]
     note = f"Plain decoding and all heads of a measurement took turns on the same prompts. {BRACKETS}"
-    notes = [note, *dict.fromkeys(format.left_out_text(row.results.headline) for row in rows)]
+    notes = [note, *dict.fromkeys(texts.left_out_text(row.results.headline) for row in rows)]
     if suites:
         notes.append("Of each suite: tau above the speedup.")
     return Table(title, notes, [*columns, "parameters", "trained on"], cells)
@@ -242,10 +242,10 @@ def suite_cell(m: Measurement | None) -> str:
     """Return tau above the speedup."""
     if m is None:
         return MISSING
-    return f"{format.tau_text(m)}\n{MISSING if why_unreliable(m) == NO_BASELINE else short_speedup(m)}"
+    return f"{texts.tau_text(m)}\n{MISSING if why_unreliable(m) == NO_BASELINE else short_speedup(m)}"
 
 
 def short_speedup(m: Measurement) -> str:
     """Return the speedup without the reason why it is not reliable, which stands elsewhere."""
-    text = format.speedup_text(m)
+    text = texts.speedup_text(m)
     return NOT_RELIABLE if text.startswith(NOT_RELIABLE) else text

@@ -10,8 +10,8 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of its HTTP client
 
-from eval.measure.folders import folders_of, newest_results
-from eval.pages.publish import Publication, collect
+from eval.pages.publication import Publication, collect
+from eval.records.result_folders import folders_of, newest_results
 from heads.core.errors import UserError, first_line
 from heads.saved import CONFIG, WEIGHTS
 

@@ -4,26 +4,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Sequence
 
-from eval.measure.schedule import adapts, draft_schedule
-from eval.measure.schema import (
-    HEAD,
-    TARGET,
-    Head,
-    Measurement,
-    Results,
-    Search,
-    Target,
-)
-from eval.measure.speedup_checks import (
-    MACHINE_BUSY,
-    TOO_FEW_TOKENS,
-    headline_index,
-    is_uneven,
-    most_uneven,
-    surely_pays,
-    why_unreliable,
-)
-from eval.pages.format import (
+from eval.pages.texts import (
     draft_name,
     number,
     percent,
@@ -34,6 +15,25 @@ from eval.pages.format import (
     setting_text,
     speedup_text,
     tau_text,
+)
+from eval.records.draft_schedule import adapts, draft_schedule
+from eval.records.schema import (
+    HEAD,
+    TARGET,
+    Head,
+    Measurement,
+    Results,
+    Search,
+    Target,
+)
+from eval.records.speedup_checks import (
+    MACHINE_BUSY,
+    TOO_FEW_TOKENS,
+    headline_index,
+    is_uneven,
+    most_uneven,
+    surely_pays,
+    why_unreliable,
 )
 from heads.targets.hub import absolute
 

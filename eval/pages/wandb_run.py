@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eval.measure.command_line import OFF
-from eval.measure.folders import short_name
-from eval.measure.results import named_figures, plain
-from eval.measure.schema import Results
-from eval.measure.settings import SAMPLED, to_settings
-from eval.measure.speedup_checks import why_unreliable
+from eval.core.command_line import OFF
+from eval.records.measure_settings import SAMPLED, to_settings
+from eval.records.result_folders import short_name
+from eval.records.results import named_figures, plain
+from eval.records.schema import Results
+from eval.records.speedup_checks import why_unreliable
 from heads.core.errors import UserError, expect, first_line
 
 MAX_TAG = 64

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eval.runtime.sampling_params import Sampling
 from heads.core.tree import Pick
-from heads.targets.gumbel import gumbel
+from heads.kernels.gumbel import gumbel
 
 SHARPNESS = 1.5
 """Factor on a greedy row's logits in the probabilities that rank a tree's nodes. A greedy target always takes its
@@ -42,7 +42,7 @@ class RowSampling:
         vocab_size: int = 0,
         start_token: int | None = None,
     ) -> None:
-        """vocab_size, start_token: as of `heads.targets.model.FrozenTarget`; needed only for penalties."""
+        """vocab_size, start_token: as of `heads.targets.frozen_target.FrozenTarget`; needed only for penalties."""
         self.vocab_size, self.start_token = vocab_size, start_token
         self._rows: list[tuple[Sampling, Sequence[int]]] = [(Sampling(), ())] * batch_size
         self.temperature = torch.zeros(batch_size, device=device)  # (B,) float32

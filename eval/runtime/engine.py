@@ -32,9 +32,9 @@ from eval.runtime.sampling_params import check_rule
 from heads.core.contract import Drafter
 from heads.core.errors import UserError, warn_once
 from heads.core.tree import ROOT_ONLY, TreeShape
+from heads.kernels.slots import round_up
 from heads.targets.cached_decoder import CacheSpec
-from heads.targets.model import FrozenTarget
-from heads.targets.slots import round_up
+from heads.targets.frozen_target import FrozenTarget
 
 PHASES = ("draft", "verify", "accept", "commit")
 UNAPPLIED = (

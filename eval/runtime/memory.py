@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from heads.core.errors import UserError
+from heads.kernels.slots import round_up
 from heads.targets.families import layer_setting
-from heads.targets.model import FrozenTarget
-from heads.targets.slots import round_up
+from heads.targets.frozen_target import FrozenTarget
 
 RESERVE = 0.05
 """Share of free memory kept for the allocator."""

@@ -28,8 +28,8 @@ from eval.runtime.request import Request
 from eval.runtime.round import read_prompts
 from eval.runtime.rules import Match
 from heads.core.tree import ROOT_ONLY, is_chain
-from heads.targets.gumbel import gumbel
-from heads.targets.slots import TreeSlots, round_up
+from heads.kernels.gumbel import gumbel
+from heads.kernels.slots import TreeSlots, round_up
 
 NEAR = 2.0
 """Maximum gap of a near-tie between steps of one width, in units in the last place of the target's dtype at the size of

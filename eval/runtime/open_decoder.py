@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from heads.core.errors import UserError, first_line, warn_once
+from heads.kernels.slots import TreeSlots, ancestors, round_up
+from heads.kernels.triton_support import KERNEL_ERRORS
 from heads.targets.cache import HFCache
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
-from heads.targets.hf import HFDecoder
-from heads.targets.mixers import single_steps
-from heads.targets.model import FrozenTarget, why_not_finite
+from heads.targets.frozen_target import FrozenTarget, why_not_finite
+from heads.targets.hf_decoder import HFDecoder
 from heads.targets.native_decoder import NativeDecoder, why_not_native
-from heads.targets.slots import TreeSlots, ancestors, round_up
-from heads.targets.triton_support import KERNEL_ERRORS
+from heads.targets.recurrent_layers import single_steps
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narrower types
 """Relative error of hidden states above which a decoder is assumed to ignore its mask: far above rounding errors."""

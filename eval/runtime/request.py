@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
 
 SLACK = 16
 """Number of tokens searched in addition to the longest possible stop string, because some tokens have no text."""

@@ -26,10 +26,10 @@ from eval.runtime.request import Request
 from eval.runtime.rules import Rule
 from heads.core.contract import Drafter, Observation
 from heads.core.tree import Acceptance, Proposal, TreeShape, is_chain
+from heads.kernels.slots import TreeSlots, ancestors
 from heads.targets.cached_decoder import CachedDecoder
 from heads.targets.encoder_decoder import EncoderDecoder
-from heads.targets.model import Features
-from heads.targets.slots import TreeSlots, ancestors
+from heads.targets.frozen_target import Features
 
 CHUNK = 256
 """Maximum number of prompt tokens in one prefill step."""

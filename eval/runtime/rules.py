@@ -49,8 +49,8 @@ from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling_params import check_rule
 from heads.core.errors import UserError
 from heads.core.tree import MAX_NODES, Acceptance, Pick, Proposal, TreeShape, is_chain
+from heads.kernels.gumbel import gumbel, stream, uniform
 from heads.targets.cached_decoder import CachedDecoder
-from heads.targets.gumbel import gumbel, stream, uniform
 
 DRAFTS, TESTS, LAST = 0x3C79AC492BA7B653, 0x1CE4E5B9BF58476D, 0x14D049BB133111EB
 """Identifiers of the noise streams, by purpose: any three distinct numbers."""
@@ -84,7 +84,7 @@ class Match:
 
     def accept(self, proposal: Proposal, outputs: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         """Decide which draft tokens are accepted. outputs: from `target_outputs`; above (B, N, N):
-        `heads.targets.slots.ancestors`, or None for a chain."""
+        `heads.kernels.slots.ancestors`, or None for a chain."""
         if self.shape.nodes == 1:  # without drafts a round emits the target's choice after the root
             return Acceptance(proposal.depths[:, 0], proposal.depths, outputs)  # the depths are zeros
         if above is None:
@@ -95,7 +95,7 @@ class Match:
 def match(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
     """Accept the deepest path of chosen tokens.
 
-    choice (B, N): the token that the target chose after each node; above (B, N, N): `heads.targets.slots.ancestors` of
+    choice (B, N): the token that the target chose after each node; above (B, N, N): `heads.kernels.slots.ancestors` of
     the proposal; depth: K, the maximum number of levels of this tree shape. A node whose parent is not exactly one
     level above it is never accepted.
     """
@@ -179,8 +179,8 @@ def draw_counters(positions: Tensor, level: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """Parents and children of the nodes of a shape. Nodes are in the order of `heads.methods.growth.grow`, so siblings
-    are in the order in which they were drawn."""
+    """Parents and children of the nodes of a shape. Nodes are in the order of `heads.methods.tree_growth.grow`,
+    so siblings are in the order in which they were drawn."""
 
     parents: Tensor  # (I,) int64, the nodes that have children, ascending: the order in which `grow` draws children
     children: Tensor  # (I, R) int64, in the order drawn; 0 for padding

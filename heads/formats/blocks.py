@@ -10,22 +10,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from heads.formats.engine_folder import (
-    SGLANG,
-    TRIED,
-    VLLM,
-    Folder,
-    Format,
-    Schedule,
-    decoder_config,
-    rotation_errors,
-    sglang,
-    vllm,
-)
-from heads.formats.published_blocks import EMBEDDING_SCALE, SCALED, UNSCALED, embedding_scale, read_block
+from heads.blocks.backbone import DraftBlockHead
+from heads.blocks.block_config import DraftBlockConfig
+from heads.core.engines import SGLANG, VLLM, rotation_errors
+from heads.foreign.published_blocks import EMBEDDING_SCALE, SCALED, UNSCALED, embedding_scale, read_block
+from heads.formats.engine_folder import TRIED, Folder, Format, Schedule, decoder_config, sglang, vllm
 from heads.formats.target_classes import SGLANG_BLOCK_TARGETS, VLLM_TARGETS
-from heads.methods.block import DraftBlockHead
-from heads.methods.block_config import DraftBlockConfig
 from heads.methods.layers import SLIDING
 
 TARGETS = {VLLM: VLLM_TARGETS, SGLANG: SGLANG_BLOCK_TARGETS}

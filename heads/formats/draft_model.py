@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heads.formats.engine_folder import SGLANG, TRIED, VLLM, Folder, Format, Reading, named_class, sglang, vllm
-from heads.formats.published_files import Source
+from heads.core.engines import SGLANG, VLLM
+from heads.foreign.published_files import Reading, Source
+from heads.formats.engine_folder import TRIED, Folder, Format, named_class, sglang, vllm
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_tokenizer
-from heads.targets.model import FrozenTarget
-from heads.targets.smaller import fit_vocabulary, load_smaller, model_record, own_weights
+from heads.targets.smaller_models import fit_vocabulary, load_smaller, model_record, own_weights
 
 
 def write_tokenizer(folder: Path, target: Mapping[str, Any]) -> None:

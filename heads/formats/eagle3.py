@@ -12,18 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from heads.formats.engine_folder import (
-    SGLANG,
-    TRIED,
-    VLLM,
-    Folder,
-    Format,
-    decoder_config,
-    rotation_errors,
-    sglang,
-    vllm,
-)
-from heads.formats.published_eagle3 import EMBEDDING, IDS, QWEN3, UNEVEN, read_eagle3
+from heads.core.engines import SGLANG, VLLM, rotation_errors
+from heads.foreign.published_eagle3 import EMBEDDING, IDS, QWEN3, UNEVEN, read_eagle3
+from heads.formats.engine_folder import TRIED, Folder, Format, decoder_config, sglang, vllm
 from heads.formats.target_classes import SGLANG_TARGETS, VLLM_TARGETS
 from heads.methods.eagle3 import Eagle3Config
 from heads.methods.head_shape import low_middle_high

@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from heads.formats.published_files import Source
+from heads.core.engines import ENGINES, window_option
+from heads.foreign.published_files import Reading, Source
 from heads.formats.quantized import SCALE
 from heads.methods.layers import BlockConfig
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
 
-VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
-ENGINES = (VLLM, SGLANG)
 TRIED = (
     "Small heads of this kind were run in vLLM 0.32.0, the newest version with a build for CPUs, on a CPU: it wrote "
     "the same text as draftsmith's runtime and accepted the same draft tokens."
@@ -59,20 +56,6 @@ class Folder:
     shapes: Shapes
     target: Mapping[str, Any]
     """The head's record of its target."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A head that another project saved, converted to draftsmith's config and tensors."""
-
-    form: str
-    """Form in which the head was saved."""
-    config: dict[str, Any]
-    """Config of the head, without the fields that have a default."""
-    weights: dict[str, Tensor]
-    """Tensors as the head's `to_checkpoint` returns them."""
-    differs: tuple[str, ...] = ()
-    """Ways in which an engine would load a different head than its trainer meant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,12 +219,6 @@ def sglang(algorithm: str, *, block: bool = False) -> Command:
     return run
 
 
-def window_option(window: int) -> str:
-    """Return the option of SGLang 0.5.23 for an EAGLE-3 head with a sliding window, which it does not read from
-    config.json. The option does not count the token's own position."""
-    return f"--speculative-draft-window-size {window - 1}"
-
-
 def decoder_config(config: BlockConfig, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the fields of a decoder's layers in config.json."""
     scaling = getattr(config, "rope_scaling", None)
@@ -261,30 +238,6 @@ def decoder_config(config: BlockConfig, target: Mapping[str, Any], dtype: str) -
         **{name: target.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         "torch_dtype": dtype,
     }
-
-
-UNREAD_ROTATION: dict[tuple[str, str], tuple[str, ...]] = {
-    (VLLM, "longrope"): ("factor", "attention_factor"),  # both engines compute it from `max_position_embeddings`
-    (SGLANG, "longrope"): ("factor", "attention_factor"),
-    (SGLANG, "yarn"): ("attention_factor",),
-}
-"""Settings of a kind of rotary positions that an engine ignores."""
-
-
-def rotation_errors(config: Mapping[str, Any], reader: str) -> list[str]:
-    """Return what a reader ignores of a head's rotary positions."""
-    scaling = config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", "default")
-    if reader not in ENGINES and kind != "default":
-        return [f"config.json: rope_scaling: no kind {kind} is read"]
-    names = (*UNREAD_ROTATION.get((reader, kind), ()), *(() if reader == VLLM else ("partial_rotary_factor",)))
-    unread = [name for name in names if scaling.get(name) is not None]
-    return [f"config.json: rope_scaling.{name}: is not read, so another head would run" for name in unread]
-
-
-def misread_rotation(config: Mapping[str, Any]) -> list[str]:
-    """Return a line for each setting of another project's rotary positions that an engine ignores."""
-    return [f"{engine}: {error}" for engine in ENGINES for error in rotation_errors(config, engine)]
 
 
 def named_class(config: Mapping[str, Any]) -> str | None:

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from heads.core.errors import UserError
-from heads.formats.engine_folder import TRIED, Folder, Format, Reading, vllm
-from heads.formats.published_files import Source, check_same
+from heads.foreign.published_files import Reading, Source, check_same
+from heads.formats.engine_folder import TRIED, Folder, Format, vllm
 from heads.methods.medusa import MedusaConfig
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
 
 OLD_VLLM = "vLLM 0.32.0"
 """Last version with Medusa. SGLang never supported it."""

@@ -13,24 +13,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from heads.formats.engine_folder import (
-    SGLANG,
-    TRIED,
-    VLLM,
-    Folder,
-    Format,
-    Reading,
-    Shapes,
-    named_class,
-    sglang,
-    vllm,
-)
-from heads.formats.published_files import Source, check_same
+from heads.core.engines import SGLANG, VLLM
+from heads.foreign.published_files import Reading, Source, check_same
+from heads.formats.engine_folder import TRIED, Folder, Format, Shapes, named_class, sglang, vllm
 from heads.methods.family_layers import BlockMaker, block_record
 from heads.methods.mtp import LAYOUTS, PARTS, Layout, MtpConfig, count_modules, read_native, to_field
 from heads.targets.families import register_mimo, rope_scaling, rope_theta
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import repo_and_revision
-from heads.targets.model import FrozenTarget
 
 CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 """Part of the path of a model in the Hub's cache, with owner and name."""

@@ -36,23 +36,23 @@ from heads.core.contract import (
 from heads.core.errors import UserError
 from heads.core.strict_settings import Count
 from heads.core.tree import Proposal, TreeShape, check_width, level_widths, scratch_slots
-from heads.methods.growth import grow
+from heads.kernels.slots import DraftSlots, PrefillSlots, SlotMapping, round_up
 from heads.methods.labels import counts_by_depth, supervised, teacher
 from heads.methods.layers import check_tensors, restore_buffers
 from heads.methods.losses import draft_loss
-from heads.methods.settings import DraftSettings
+from heads.methods.method_settings import DraftSettings
 from heads.methods.slot_state import advance_root, copy_last
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
+from heads.methods.tree_growth import grow
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.encoder_decoder import find_base
 from heads.targets.families import OutputHead, longest_text
-from heads.targets.forward import decode_packed
-from heads.targets.hf import HFDecoder, positions_of
-from heads.targets.mixers import find_mixers
-from heads.targets.model import FrozenTarget, LanguageModel
+from heads.targets.frozen_target import FrozenTarget, LanguageModel
+from heads.targets.hf_decoder import HFDecoder, positions_of
+from heads.targets.hf_forward import decode_packed
 from heads.targets.native_decoder import NativeDecoder, why_not_native
-from heads.targets.slots import DraftSlots, PrefillSlots, SlotMapping, round_up
-from heads.targets.smaller import (
+from heads.targets.recurrent_layers import find_mixers
+from heads.targets.smaller_models import (
     empty_model,
     fit_vocabulary,
     fresh_model,

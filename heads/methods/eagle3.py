@@ -25,7 +25,17 @@ from torch import Tensor, nn
 
 from heads.core.contract import SharedLayers
 from heads.core.strict_settings import Count
+from heads.kernels.tree_attention import Attend
 from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, default_aux_layer_ids
+from heads.methods.initial_weights import (
+    UNSURE,
+    AttentionProbe,
+    TargetProbe,
+    begin,
+    directions,
+    principal_axes,
+    resized,
+)
 from heads.methods.layers import (
     MLP,
     Attention,
@@ -35,13 +45,11 @@ from heads.methods.layers import (
     RMSNorm,
     check_tensors,
 )
+from heads.methods.method_settings import Eagle3Settings, LayerIds
 from heads.methods.rotary import CosSin, rotary_of
-from heads.methods.settings import Eagle3Settings, LayerIds
-from heads.methods.start import UNSURE, AttentionProbe, TargetProbe, begin, directions, principal_axes, resized
 from heads.methods.state_recycling import Recycling
 from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
-from heads.targets.model import FrozenTarget
-from heads.targets.tree_attention import Attend
+from heads.targets.frozen_target import FrozenTarget
 
 
 class Eagle3Config(BlockConfig, Eagle3Settings):

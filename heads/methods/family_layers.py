@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel
 
 from heads.core.errors import UserError
+from heads.kernels.product import Product
+from heads.kernels.tree_attention import Attend
 from heads.methods.layers import restore_buffers
 from heads.targets.families import FIXED_ROTATIONS
-from heads.targets.product import Product
-from heads.targets.tree_attention import Attend
 
 ATTENTION = "draftsmith"
 """Name of the head's attention function in transformers' interface."""

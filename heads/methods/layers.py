@@ -13,9 +13,9 @@ from torch.nn.functional import rms_norm
 
 from heads.core.errors import UserError
 from heads.core.strict_settings import Count, Positive
+from heads.kernels.tree_attention import Attend
+from heads.methods.method_settings import BlockSettings
 from heads.methods.rotary import CosSin, rotate
-from heads.methods.settings import BlockSettings
-from heads.targets.tree_attention import Attend
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of a layer's attention, as named in transformers."""

@@ -34,18 +34,18 @@ from heads.core.contract import (
 from heads.core.errors import UserError
 from heads.core.strict_settings import Count
 from heads.core.tree import Proposal, TreeShape, check_width
-from heads.methods.growth import grow
+from heads.kernels.product import with_products
 from heads.methods.head_shape import check_one_width
+from heads.methods.initial_weights import UNSURE
 from heads.methods.labels import counts_by_depth, label_slots, supervised, teacher
 from heads.methods.layers import check_tensors
 from heads.methods.losses import draft_loss
-from heads.methods.settings import MedusaSettings
+from heads.methods.method_settings import MedusaSettings
 from heads.methods.slot_state import advance_root, copy_last
-from heads.methods.start import UNSURE
 from heads.methods.step_cost import flops
+from heads.methods.tree_growth import grow
 from heads.methods.vocab import build_vocab, check_table
-from heads.targets.model import FrozenTarget
-from heads.targets.product import with_products
+from heads.targets.frozen_target import FrozenTarget
 
 MAX_RANKS = 32
 """Maximum number of candidates of one head that a tree may use."""

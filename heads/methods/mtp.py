@@ -40,17 +40,17 @@ from torch import Tensor, nn
 from heads.core.contract import SharedLayers
 from heads.core.errors import UserError, first_line
 from heads.core.strict_settings import Count
+from heads.kernels.tree_attention import Attend
 from heads.methods.family_layers import BlockMaker, block_record
 from heads.methods.head_shape import block_settings, check_one_width
+from heads.methods.initial_weights import UNSURE, AttentionProbe, TargetProbe, begin, directions
 from heads.methods.layers import Attention, BlockConfig, DecoderLayer, RMSNorm, check_tensors, is_float
+from heads.methods.method_settings import BlockSettings, Depth, MtpSettings
 from heads.methods.rotary import CosSin, rotary_of, rotation_by
-from heads.methods.settings import BlockSettings, Depth, MtpSettings
-from heads.methods.start import UNSURE, AttentionProbe, TargetProbe, begin, directions
 from heads.methods.state_recycling import Recycling
 from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import read_tensors, tensor_files
-from heads.targets.model import FrozenTarget
-from heads.targets.tree_attention import Attend
 
 OF_THE_CHECKPOINT = BlockSettings.model_fields.keys() | {"num_modules", "layout"}
 """Settings that native modules determine."""

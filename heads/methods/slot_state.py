@@ -12,11 +12,11 @@ from torch import Tensor
 
 from heads.core.contract import Observation
 from heads.core.tree import TreeShape
+from heads.kernels.product import Product, ProductModule, with_products
+from heads.kernels.slots import round_up
+from heads.kernels.tree_attention import for_groups, masked_attention
 from heads.methods.rotary import CosSin
 from heads.targets.cache import Forms, KVCache
-from heads.targets.product import Product, ProductModule, with_products
-from heads.targets.slots import round_up
-from heads.targets.tree_attention import for_groups, masked_attention
 
 
 class SlotState:

@@ -39,17 +39,17 @@ from heads.core.contract import (
 )
 from heads.core.errors import UserError
 from heads.core.tree import Proposal, TreeShape, check_width, scratch_slots
-from heads.methods.growth import grow
+from heads.kernels.slots import DraftSlots, PrefillSlots
+from heads.kernels.tree_attention import Attend
 from heads.methods.labels import counts_by_depth, label_slots
 from heads.methods.losses import draft_loss
 from heads.methods.rotary import CosSin, Rotary
 from heads.methods.slot_state import SlotState, advance_root, copy_last
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
+from heads.methods.tree_growth import grow
 from heads.methods.ttt_attention import causal_attention
 from heads.targets.cache import Forms
 from heads.targets.masks import additive
-from heads.targets.slots import DraftSlots, PrefillSlots
-from heads.targets.tree_attention import Attend
 
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""

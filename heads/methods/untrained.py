@@ -14,8 +14,8 @@ from heads.core.contract import Drafter, Observation, Pick, SharedLayers
 from heads.core.errors import UserError, expect
 from heads.core.tree import Proposal, TreeShape, is_chain
 from heads.methods.draft_model import Draft, DraftConfig
-from heads.targets.model import FrozenTarget
-from heads.targets.smaller import cut_layers
+from heads.targets.frozen_target import FrozenTarget
+from heads.targets.smaller_models import cut_layers
 
 NOTHING = -1
 """Id of a missing token. It is equal to no token."""

@@ -1,4 +1,4 @@
-"""Interface of a cached forward pass. It has two forms: `heads.targets.native_decoder` and `heads.targets.hf`.
+"""Interface of a cached forward pass. It has two forms: `heads.targets.native_decoder` and `heads.targets.hf_decoder`.
 
 Letters: B rows, N tokens of a pass, S slots per row, D hidden, V vocabulary, M nodes of a path.
 """
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.targets.choose_token import choose_in_tiles, logits_in_tiles
+from heads.kernels.choose_token import choose_in_tiles, logits_in_tiles
+from heads.kernels.product import Product
+from heads.kernels.slots import PrefillSlots, SlotMapping, round_up
+from heads.kernels.triton_support import runs_kernels
 from heads.targets.families import OutputHead
-from heads.targets.model import Features, LanguageModel
-from heads.targets.product import Product
-from heads.targets.slots import PrefillSlots, SlotMapping, round_up
-from heads.targets.triton_support import runs_kernels
+from heads.targets.frozen_target import Features, LanguageModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,9 +30,9 @@ from transformers.utils.hub import LocalEntryNotFoundError, cached_file, is_offl
 from heads.core.errors import UserError, first_line, warn_once
 from heads.targets.encoder_decoder import find_head
 from heads.targets.families import eos_ids, register_mimo
+from heads.targets.frozen_target import Features, FrozenTarget
 from heads.targets.hub import MODEL, is_here, repo_and_revision
 from heads.targets.merge_adapter import merge_adapter
-from heads.targets.model import Features, FrozenTarget
 
 Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]
 
@@ -54,9 +54,9 @@ def load_target(
     `adapter`: a folder or Hub id of a peft adapter, which is merged into the weights. `gguf_file`: the name of a GGUF
     file at `path`, whose weights are dequantised. After that, the target is as any other.
 
-    `place`: a function of `heads.targets.placement`, which moves the weights instead of `Module.to`. Weights in their
-    stored dtype are memory-mapped from their files and shared by all processes of a machine, so `place` also converts
-    them to a wider dtype.
+    `place`: a function of `heads.targets.layer_placement`, which moves the weights instead of `Module.to`. Weights in
+    their stored dtype are memory-mapped from their files and shared by all processes of a machine, so `place` also
+    converts them to a wider dtype.
 
     Raises UserError if `path` does not exist, if it is damaged, or if it is not a causal LM with readable auxiliary
     hidden states and replaceable masks.

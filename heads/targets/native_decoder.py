@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 from transformers.activations import ACT2FN
 
+from heads.kernels.product import Product
+from heads.kernels.slots import SlotMapping, VisibleSlots
+from heads.kernels.tree_attention import for_groups, masked_attention, tree_attention
+from heads.kernels.triton_support import runs_kernels
 from heads.targets.cache import Forms, KVCache
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.families import FIXED_ROTATIONS, OutputHead
+from heads.targets.frozen_target import Features, LanguageModel
 from heads.targets.masks import additive
-from heads.targets.model import Features, LanguageModel
-from heads.targets.product import Product
-from heads.targets.slots import SlotMapping, VisibleSlots
-from heads.targets.tree_attention import for_groups, masked_attention, tree_attention
-from heads.targets.triton_support import runs_kernels
 
 CLASSES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "MixtralModel", "Qwen3MoeModel"}
 STATIC_ROWS = 64

@@ -15,17 +15,18 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from eval.measure.environment import machine, target_facts
+from eval.data.prompts import HELD_OUT_SUITE, load_prompts, prompts_hash
 from eval.measure.figures import top_two_margin
-from eval.measure.prompts import HELD_OUT_SUITE, load_prompts, prompts_hash
-from eval.measure.results import write_record
+from eval.measure.machine import machine
+from eval.measure.model_facts import target_facts
+from eval.records.results import write_record
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.near_ties import FAR, find_mismatches, first_difference
 from heads.core.tree import parse_shape
 from heads.saved import load_head, save_head, target_record
 from heads.targets.load import load_target, load_tokenizer
 from tests.engines.vllm_process import NEEDS_VLLM, TARGET, ask_vllm
-from tests.runs import forget_accelerator, train
+from tests.support.runs import forget_accelerator, train
 
 pytestmark = NEEDS_VLLM
 PROMPTS, NEW_TOKENS, ROWS = 32, 64, 8

@@ -9,16 +9,16 @@ import pytest
 import torch
 import yaml
 
+from heads.targets.layer_placement import drop_layers
 from heads.targets.load import load_target
-from heads.targets.placement import drop_layers
 from scripts import regenerate
 from tests.engines.vllm_process import NEEDS_VLLM, TARGET, vllm_server
-from tests.packed_rows import packed_rows
-from tests.runs import forget_accelerator, lines, train
-from train.accelerate_launch import make_accelerator
-from train.features.settings import VllmFeatures
+from tests.support.packed_rows import packed_rows
+from tests.support.runs import forget_accelerator, lines, train
+from train.features.feature_settings import VllmFeatures
 from train.features.vllm import ServedFeatures
-from train.recipe import Train
+from train.recipe.recipe import Train
+from train.steps.accelerate_launch import make_accelerator
 
 pytestmark = NEEDS_VLLM
 LAYERS = (2, 10, 17)

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.bench import run_bench
-from eval.measure import speedup_checks as reliability
-from eval.measure.prompts import Prompt
-from eval.measure.results import as_record
-from eval.measure.settings import BenchSettings
+from eval.data.prompts import Prompt
+from eval.records import speedup_checks as reliability
+from eval.records.measure_settings import BenchSettings
+from eval.records.results import as_record
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.contract import Batch, Drafter, HeadLoss, Observation, Pick, Rows, SharedLayers
 from heads.core.errors import UserError
 from heads.core.tree import MAX_NODES, Proposal, TreeShape
-from heads.methods.growth import grow
+from heads.methods.tree_growth import grow
 from heads.registry import UNTRAINED
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target, load_tokenizer
-from heads.targets.model import FrozenTarget
 
 Bench = Callable[..., tuple[dict[str, Any], str]]
 

@@ -13,21 +13,21 @@ from rich.console import Console
 from transformers import GenerationConfig
 
 from eval.bench import default_out, parse_arguments, run_bench
-from eval.measure.results import read_results
-from eval.measure.schedule import ABOVE, draft_schedule
-from eval.measure.schema import Measurement, Results
-from eval.measure.settings import SAMPLED, BenchSettings, served_sampling, to_settings
-from eval.measure.speedup_checks import why_unreliable
 from eval.pages.card import model_card
-from eval.pages.format import audit_line, heading, setting_line, subtitle
-from eval.pages.report import print_report, write_report
+from eval.pages.run_report import print_report, write_report
+from eval.pages.texts import audit_line, heading, setting_line, subtitle
 from eval.pages.verdicts import serve_command, verdicts, verdicts_on, warnings
+from eval.records.draft_schedule import ABOVE, draft_schedule
+from eval.records.measure_settings import SAMPLED, BenchSettings, served_sampling, to_settings
+from eval.records.results import read_results
+from eval.records.schema import Measurement, Results
+from eval.records.speedup_checks import why_unreliable
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
-from heads.targets.model import FrozenTarget
-from tests.curves import learning_curve
+from heads.targets.frozen_target import FrozenTarget
 from tests.eval.conftest import Bench, altered
-from tests.measurements import measurement, results_of
+from tests.support.curves import learning_curve
+from tests.support.measurements import measurement, results_of
 
 KEYS = {
     *("schema_version", "target", "head", "device", "dtype", "versions", "settings", "exact", "tau", "alpha"),

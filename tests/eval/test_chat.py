@@ -16,16 +16,16 @@ from transformers import PreTrainedTokenizerBase
 
 from eval import chat as module
 from eval.chat import Conversation, interruptible
-from eval.measure.command_line import exit_status
-from eval.measure.loading import Opened
-from eval.measure.prompts import render
+from eval.core.command_line import exit_status
+from eval.data.prompts import render
+from eval.measure.open_models import Opened
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_tokenizer
-from heads.targets.model import FrozenTarget
 from tests.conftest import CHAT_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from eval import bench, sweep
-from eval.measure.command_line import exit_status
+from eval.core.command_line import exit_status
 from eval.sweep import Sweep, bench_arguments
-from tests.wandb_file import identity
+from tests.support.wandb_file import identity
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEPS = sorted((ROOT / "recipes/sweeps").glob("*.yaml"))

@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.measure.environment import machine
+from eval.measure.machine import machine
 from eval.runtime.engine import Engine
-from heads.targets.model import FrozenTarget
-from tests.switches import kernels_on_cpu
+from heads.targets.frozen_target import FrozenTarget
+from tests.support.switches import kernels_on_cpu
 
 Note = Callable[..., None]
 """Record the figures of one fact by its name, and fail if `ok` is False."""

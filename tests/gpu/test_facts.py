@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.targets.choose_token import choose_in_tiles, logits_in_tiles
-from heads.targets.gumbel import gumbel
+from heads.kernels.choose_token import choose_in_tiles, logits_in_tiles
+from heads.kernels.gumbel import gumbel
+from heads.kernels.slots import TreeSlots, ancestors
+from heads.kernels.tree_attention import for_groups, masked_attention, tree_attention
 from heads.targets.masks import additive
-from heads.targets.slots import TreeSlots, ancestors
-from heads.targets.tree_attention import for_groups, masked_attention, tree_attention
 from tests.gpu.conftest import Note, Sizes
 
 pytestmark = pytest.mark.gpu

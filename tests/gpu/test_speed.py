@@ -12,7 +12,7 @@ from eval.measure.roofline import phase_seconds
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.tree import parse_shape
 from heads.registry import build_head
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.quantization import weight_bytes
 from tests.gpu.conftest import Note, Sizes, forms, prompt, random_target
 

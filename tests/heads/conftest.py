@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads.methods import block_loss, losses
+from heads.blocks import block_loss
+from heads.methods import losses
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
-from heads.targets.model import FrozenTarget
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from heads.methods.block_attention import all_blocks
+from heads.blocks.block_attention import all_blocks
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
 from heads.saved import save_head, target_record
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
-from heads.targets.model import FrozenTarget
 from tests.conftest import make_tiny_tokenizer
-from tests.heads import published_heads as forms
-from tests.heads.published_heads import D, V, block_head, comes_back, drafts_equal, eagle3, medusa, write
-from tests.heads.small_heads import greedy, seen, target_batch
-from tests.native_mtp import change_config, write_native
-from tests.refusals import refused
+from tests.support import published_heads as forms
+from tests.support.native_mtp import change_config, write_native
+from tests.support.published_heads import D, V, block_head, comes_back, drafts_equal, eagle3, medusa, write
+from tests.support.refusals import refused
+from tests.support.small_heads import greedy, seen, target_batch
 
 BLOCKS = {
     "dflash": forms.ZLAB,

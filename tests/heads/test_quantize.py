@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads.formats.engine_folder import ENGINES
+from heads.core.engines import ENGINES
 from heads.formats.quantized import PROJECTIONS, quantized
 from heads.quantize import quantize_head
 from heads.saved import check_loaders, load_head
-from heads.targets.model import FrozenTarget
-from tests.heads.formats.test_contract import save
-from tests.refusals import refused
+from heads.targets.frozen_target import FrozenTarget
+from tests.heads.formats.test_engine_folder import save
+from tests.support.refusals import refused
 
 STEP = {"fp8": 2.0**-4, "int8": 1 / 127 / 2}
 """Largest error: of a value in fp8, which has three bits after the first; of a row's largest value in int8."""

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from heads.methods.start import UNSURE
+from heads.methods.initial_weights import UNSURE
 from heads.registry import HEADS, build_head
 from heads.saved import target_record
 from heads.targets.families import final_norm_scale, rope_scaling, rope_theta
-from heads.targets.model import FrozenTarget
-from tests.closeness import assert_close
-from tests.heads.targets.test_model import make_model
-from tests.refusals import refused
+from heads.targets.frozen_target import FrozenTarget
+from tests.heads.targets.test_frozen_target import make_model
+from tests.support.closeness import assert_close
+from tests.support.refusals import refused
 
 COUNTS = torch.arange(128)
 LENGTH = {"original_max_position_embeddings": 64}

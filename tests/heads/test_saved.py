@@ -16,10 +16,10 @@ from torch import Tensor
 
 from heads.methods.eagle3 import Eagle3
 from heads.saved import check_fits, find_head, load_head, read_config, save_head, weights_hash
-from tests.faults import small_files
-from tests.heads.small_heads import eagle3_head
-from tests.native_mtp import change_config, change_weights
-from tests.refusals import refused
+from tests.support.faults import small_files
+from tests.support.native_mtp import change_config, change_weights
+from tests.support.refusals import refused
+from tests.support.small_heads import eagle3_head
 
 TARGET = dict(
     name="org/target", architecture="LlamaForCausalLM", fingerprint="f00d", hidden_size=16, vocab_size=40, num_layers=8,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eval.measure.command_line import exit_status
+from eval.core.command_line import exit_status
 from heads.core.errors import UserError
 from heads.methods.mtp import SHARED
 from heads.published import read_published, start_from
@@ -20,7 +20,7 @@ from heads.stitch import ADDED, ONLY, stitch
 from heads.targets.hub import INDEX, read_tensors, tensor_files
 from heads.targets.load import load_target
 from scripts.stitch import main
-from tests.native_mtp import V, change_config, change_weights, make_multimodal, shard, write_native
+from tests.support.native_mtp import V, change_config, change_weights, make_multimodal, shard, write_native
 
 FORMS: dict[str, tuple[str, list[Callable[[Path], None]]]] = {
     "mimo": ("mimo", []),

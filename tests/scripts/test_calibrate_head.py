@@ -11,10 +11,10 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.tree import Proposal, parse_shape
 from heads.registry import build_head
 from heads.saved import save_head, target_record
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
-from heads.targets.model import FrozenTarget
 from scripts.calibrate_head import calibration_error, fit_temperatures, main, record_confidence
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 SETTINGS: dict[str, Any] = {"block_size": 4, "num_layers": 2, "markov_rank": 6}
 

@@ -24,18 +24,18 @@ from rich.console import Console
 
 from eval import report
 from eval.bench import parse_arguments, run_bench
-from eval.measure.command_line import exit_status
-from eval.measure.environment import head_facts
-from eval.measure.results import as_record, read_results, write_record
-from eval.measure.settings import BenchSettings, to_settings
+from eval.core.command_line import exit_status
+from eval.measure.model_facts import head_facts
 from eval.pages import upload
-from eval.pages.publish import collect
+from eval.pages.publication import collect
+from eval.records.measure_settings import BenchSettings, to_settings
+from eval.records.results import as_record, read_results, write_record
 from heads.registry import build_head
 from heads.saved import load_head, read_config, save_head, target_record
 from heads.targets.load import load_target, load_tokenizer
 from scripts import publish
-from tests.measurements import measurement
-from tests.native_mtp import change_config, write_native
+from tests.support.measurements import measurement
+from tests.support.native_mtp import change_config, write_native
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_" + "s3cret" * 5
@@ -201,7 +201,7 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     words += ["--prompts", str(run.parent / "prompts.jsonl"), "--out", str(tmp_path / "out")]
     (run.parent / "prompts.jsonl").write_text('{"text": "import os"}\n')
     measure = (
-        "import json, sys; from eval import bench; from eval.measure.command_line import exit_status\n"
+        "import json, sys; from eval import bench; from eval.core.command_line import exit_status\n"
         "from heads.saved import find_head\n"
         "print([find_head(name).name for name in sys.argv[2:]])\n"
         "print([exit_status(lambda: bench.main(words)) for words in json.loads(sys.argv[1])])"

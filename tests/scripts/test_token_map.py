@@ -11,9 +11,9 @@ import torch
 from heads.targets.load import load_tokenizer
 from scripts.token_map import main
 from tests.conftest import TEXT, make_tiny_tokenizer, small_recipe
-from tests.native_mtp import D, V, write_native
-from tests.refusals import refused
-from tests.runs import forget_accelerator, write_recipe
+from tests.support.native_mtp import D, V, write_native
+from tests.support.refusals import refused
+from tests.support.runs import forget_accelerator, write_recipe
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from eval.measure.results import as_record, write_record
-from eval.measure.schema import Measurement
+from eval.records.results import as_record, write_record
+from eval.records.schema import Measurement
 from scripts import write_pages
 from scripts.write_pages import all_table, cost_table, first_table
-from tests.measurements import measurement, results_of
+from tests.support.measurements import measurement, results_of
 
 TAUS = {"mt_bench/a": 0, "mt_bench": 1, "gsm8k_test": 3}
 TIE: dict[str, Any] = dict.fromkeys(("suite", "prompt", "tree", "plain_text", "text"), "x")

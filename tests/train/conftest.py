@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import small_recipe
-from tests.runs import forget_accelerator
+from tests.support.runs import forget_accelerator
 
 
 @pytest.fixture(autouse=True)

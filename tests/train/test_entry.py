@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from eval.pages.wandb_run import wandb_mode
 from heads.core.errors import warn_once
 from heads.registry import HEADS
-from tests.faults import signal_at
-from tests.refusals import refused
-from tests.runs import Settings, lines, measured_run, write_recipe
-from tests.wandb_file import identity, outcome
+from tests.support.faults import signal_at
+from tests.support.refusals import refused
+from tests.support.runs import Settings, lines, measured_run, write_recipe
+from tests.support.wandb_file import identity, outcome
 from train.entry import attempt
-from train.recipe import KINDS, load_recipe
+from train.recipe.recipe import KINDS, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from tests.chats import reader_of, write_chats
-from tests.runs import Settings, train_in, write_recipe
+from tests.support.chats import reader_of, write_chats
+from tests.support.runs import Settings, train_in, write_recipe
 from tests.train.data.test_chats import TALK
 from train import preview
 from train.data.sources import ChatSource

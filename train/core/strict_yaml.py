@@ -17,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from yaml import YAMLError
 
-from eval.measure.settings import Fraction as Fraction
-from eval.measure.settings import Seed as Seed
-from eval.measure.settings import Share as Share
-from eval.measure.settings import Temperature as Temperature
+from eval.records.measure_settings import Fraction as Fraction
+from eval.records.measure_settings import Seed as Seed
+from eval.records.measure_settings import Share as Share
+from eval.records.measure_settings import Temperature as Temperature
 from heads.core.errors import UserError, shown
 from heads.core.files import read_given
 from heads.core.strict_settings import MAX_NUMBER, error_text

@@ -21,14 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from accelerate.utils import gather_object
 
-from eval.measure.data_files import RecordError
-from eval.measure.progress import Progress
-from eval.measure.server import ServerClient
+from eval.core.progress import Progress
+from eval.data.data_files import RecordError
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling_params import Sampling
+from eval.servers.openai_client import ServerClient
 from heads.core.errors import UserError
 from heads.core.files import lock
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
+from train.data.answering_server import AnsweringServer, answer_by_server
 from train.data.chats import join_texts
 from train.data.corpus import (
     Corpus,
@@ -41,10 +42,9 @@ from train.data.corpus import (
     has_documents,
     load_documents,
 )
+from train.data.data_settings import Answers, Data, Regenerate
 from train.data.dialogues import Dialogue
 from train.data.packing import shares
-from train.data.server import AnsweringServer, answer_by_server
-from train.data.settings import Answers, Data, Regenerate
 from train.data.sources import AnySource, skipped_document
 from train.data.tokenise import describe_skipped, describe_source, texts_of, tokens_key
 

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from eval.measure.chat_template import REASONING_END, check_rendered, common_prefix, without_second_bos
-from eval.measure.conversation_forms import REASONING
-from eval.measure.data_files import Message, RecordError
+from eval.data.chat_template import REASONING_END, check_rendered, common_prefix, without_second_bos
+from eval.data.conversation_forms import REASONING
+from eval.data.data_files import Message, RecordError
 from train.data.corpus import Document
 from train.data.templates import ChatTemplate
 

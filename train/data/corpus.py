@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eval.measure.progress import Progress
+from eval.core.progress import Progress
 from heads.core.errors import UserError, first_line
 from heads.core.files import is_full_disk, lock
 from train.core.interrupts import Interrupted

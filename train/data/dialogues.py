@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from eval.measure.chat_template import check_rendered
-from eval.measure.conversation_forms import ARGUMENTS, NO_CONVERSATION, Chat, read_arguments, read_chat
-from eval.measure.data_files import Message, Record, RecordError
-from eval.measure.prompts import to_prompt
+from eval.data.chat_template import check_rendered
+from eval.data.conversation_forms import ARGUMENTS, NO_CONVERSATION, Chat, read_arguments, read_chat
+from eval.data.data_files import Message, Record, RecordError
+from eval.data.prompts import to_prompt
 from heads.core.errors import UserError
 from train.data.chats import Rendered, token_ids, trained_answers
 

@@ -16,10 +16,10 @@ from eval.runtime.sampling_params import Sampling
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
 from heads.core.files import write_text
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
 from train.data.corpus import Document, corpus_of
+from train.data.data_settings import OnPolicy
 from train.data.packing import PATTERN, Mixture, Pool
-from train.data.settings import OnPolicy
 
 SEED_STRIDE = 1_000_003
 

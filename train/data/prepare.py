@@ -6,13 +6,13 @@ from transformers import PreTrainedTokenizerBase
 
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
-from heads.targets.hf import positions_of
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
+from heads.targets.hf_decoder import positions_of
 from train.data.answers import describe_cut, open_answers, read_prompts
 from train.data.corpus import Corpus, Reader
+from train.data.data_settings import Data
 from train.data.on_policy import Samples
 from train.data.packing import Mixture, Pool
-from train.data.settings import Data
 from train.data.tokenise import describe_source, read_source
 
 

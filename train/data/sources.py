@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from eval.measure.conversation_forms import Chat, read_chat
-from eval.measure.data_files import Record, RecordError, content_hash, describe_unread, read_records, read_text
-from eval.measure.python_source import read_split
+from eval.data.conversation_forms import Chat, read_chat
+from eval.data.data_files import Record, RecordError, content_hash, describe_unread, read_records, read_text
+from eval.data.python_source import read_split
 from heads.core.errors import UserError
 from heads.core.files import read_given
 from train.core.strict_yaml import Count, Name, Settings, Weight

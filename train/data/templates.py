@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eval.measure.chat_template import (
+from eval.data.chat_template import (
     ANSWERED,
     ASKED,
     NEXT,
@@ -31,8 +31,8 @@ from eval.measure.chat_template import (
     split_arguments,
     traits_of,
 )
-from eval.measure.data_files import Message, RecordError
-from eval.measure.prompts import unknown_token
+from eval.data.data_files import Message, RecordError
+from eval.data.prompts import unknown_token
 from heads.core.errors import UserError, shown
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eval.measure.data_files import RecordError
+from eval.data.data_files import RecordError
 from heads.core.errors import UserError
 from train.data.corpus import (
     Corpus,

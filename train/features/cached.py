@@ -24,16 +24,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from eval.measure.progress import Progress
+from eval.core.progress import Progress
 from heads.core.contract import Rows
 from heads.core.errors import UserError, first_line
 from heads.core.files import check_folder, write_bytes
-from heads.methods.start import probe_tokens, probed_rows
-from heads.targets.model import Features, FrozenTarget
+from heads.methods.initial_weights import probe_tokens, probed_rows
+from heads.targets.frozen_target import Features, FrozenTarget
 from train.core.processes import on_main
 from train.data.packing import Mixture, Pool, empty_rows, text_rows
-from train.features.settings import CacheFeatures
-from train.features.source import FeatureSource
+from train.features.feature_settings import CacheFeatures
+from train.features.feature_source import FeatureSource
 
 FORMAT = 2
 DTYPES = {"fp8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -29,17 +29,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eval.measure.server import RETRIES, ServerClient
+from eval.servers.openai_client import RETRIES, ServerClient
 from heads.core.contract import Rows
 from heads.core.errors import UserError, first_line
 from heads.core.files import lock
 from heads.targets.families import final_norm
-from heads.targets.model import Features, FrozenTarget
+from heads.targets.frozen_target import Features, FrozenTarget
 from train.core.processes import on_main
+from train.data.answering_server import COMPLETIONS, TRIALS
 from train.data.packing import Mixture
-from train.data.server import COMPLETIONS, TRIALS
-from train.features.settings import VllmFeatures
-from train.features.source import FeatureSource
+from train.features.feature_settings import VllmFeatures
+from train.features.feature_source import FeatureSource
 
 SECONDS = 600.0
 """Time limit of a request for the states of a document."""

@@ -11,9 +11,9 @@ from eval.pages.tables import roofline_table
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
+from heads.kernels.product import Product
 from heads.registry import build_head, build_untrained
-from heads.targets.model import FrozenTarget
-from heads.targets.product import Product
+from heads.targets.frozen_target import FrozenTarget
 
 
 def linear_bytes(module: nn.Module) -> int:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from eval.measure.schema import Measurement, Point
 from eval.pages.charts import head_charts
 from eval.pages.drawing import COLOURS, Chart, drawn, inline_svg, write_charts
 from eval.pages.html import DARK
-from eval.pages.training import training_charts
-from tests.curves import learning_curve
-from tests.measurements import measurement
+from eval.pages.training_charts import training_charts
+from eval.records.schema import Measurement, Point
+from tests.support.curves import learning_curve
+from tests.support.measurements import measurement
 
 PHONE = 330
 """Pixels that a chart has on a phone of 390."""

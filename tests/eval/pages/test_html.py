@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from eval import report
-from eval.measure.command_line import exit_status
-from eval.measure.schema import Results
+from eval.core.command_line import exit_status
 from eval.pages.html import render_page, render_several
-from tests.curves import learning_curve
+from eval.records.schema import Results
 from tests.eval.conftest import Bench
+from tests.support.curves import learning_curve
 
 ROOT = Path(__file__).resolve().parents[3]
 NASTY = "</span></pre><script>alert(1)</script><img src=https://x.org/y>"

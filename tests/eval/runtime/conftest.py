@@ -13,8 +13,8 @@ from torch import Tensor
 from eval.runtime.engine import Output, Request
 from heads.core.contract import Drafter, Observation, Pick, SharedLayers
 from heads.core.tree import Proposal, TreeShape
-from heads.targets.model import FrozenTarget
-from tests.small_targets import VOCAB, make_target, open_engine
+from heads.targets.frozen_target import FrozenTarget
+from tests.support.small_targets import VOCAB, make_target, open_engine
 
 Sequences = Sequence[Sequence[int]]
 

@@ -12,11 +12,11 @@ from eval.runtime.request import Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
-from heads.targets.gumbel import gumbel
-from tests.closeness import assert_close
+from heads.kernels.gumbel import gumbel
 from tests.eval.runtime.conftest import target_of
-from tests.eval.runtime.enumeration import chi_square
-from tests.small_targets import make_drafter, open_engine
+from tests.support.closeness import assert_close
+from tests.support.enumeration import chi_square
+from tests.support.small_targets import make_drafter, open_engine
 
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 

@@ -16,7 +16,7 @@ from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.targets.load import load_target, load_tokenizer
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of
-from tests.small_targets import make_drafter, make_target, open_engine, texts
+from tests.support.small_targets import make_drafter, make_target, open_engine, texts
 
 WARM = Sampling(temperature=0.9, seed=4)
 CHAIN, TREE = parse_shape("chain:4"), parse_shape("tree:3x4x12")

@@ -14,8 +14,8 @@ from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.sampling_params import Sampling
 from heads.core.tree import parse_shape
 from tests.eval.runtime.conftest import target_of
-from tests.small_targets import make_drafter, open_engine
-from tests.switches import as_on_a_gpu
+from tests.support.small_targets import make_drafter, open_engine
+from tests.support.switches import as_on_a_gpu
 
 WAITS = {
     *("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::equal"),

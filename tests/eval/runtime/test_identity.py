@@ -12,9 +12,17 @@ import torch
 from eval.runtime.engine import Output, Request
 from eval.runtime.sampling_params import Sampling
 from heads.core.tree import is_chain, parse_shape
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of
-from tests.small_targets import FAMILIES, HYBRIDS, OTHER_HYBRIDS, make_drafter, open_engine, texts, with_plain_experts
+from tests.support.small_targets import (
+    FAMILIES,
+    HYBRIDS,
+    OTHER_HYBRIDS,
+    make_drafter,
+    open_engine,
+    texts,
+    with_plain_experts,
+)
 
 SLOW = pytest.mark.slow
 RECURRENT = {*HYBRIDS, *OTHER_HYBRIDS}

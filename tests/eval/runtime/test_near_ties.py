@@ -10,9 +10,9 @@ from eval.runtime.near_ties import FAR, NEAR, Mismatch, check_near_tie, find_mis
 from eval.runtime.rules import Match
 from eval.runtime.sampling_params import Sampling
 from heads.registry import build_untrained
-from heads.targets.model import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget
 from tests.eval.runtime.conftest import target_of
-from tests.small_targets import make_target, open_engine
+from tests.support.small_targets import make_target, open_engine
 
 WIDE: Any = dict(vocab_size=512, hidden_size=128, intermediate_size=256, initializer_range=0.1)
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from eval.runtime.engine import Request
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError, warn_once
+from heads.kernels.choose_token import choose_in_tiles
+from heads.kernels.tree_attention import tree_attention
 from heads.targets import cached_decoder, native_decoder
-from heads.targets.choose_token import choose_in_tiles
-from heads.targets.tree_attention import tree_attention
 from tests.eval.runtime.conftest import target_of
-from tests.small_targets import make_drafter, make_target, open_engine, texts
-from tests.switches import kernels_on_cpu
+from tests.support.small_targets import make_drafter, make_target, open_engine, texts
+from tests.support.switches import kernels_on_cpu
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() or not find_spec("triton"), reason="Triton's interpreter is for CPUs"

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from eval.runtime.distribution import RowSampling
 from eval.runtime.rules import Rejection, Verdict, match
+from heads.blocks.dflash import DFlash, DFlashConfig
+from heads.blocks.dflash2 import DFlash2, DFlash2Config
+from heads.blocks.domino import Domino, DominoConfig
+from heads.blocks.dspark import DSpark, DSparkConfig
+from heads.blocks.lilicorr import LiLiCorr, LiLiCorrConfig
+from heads.blocks.xpress import XPress, XPressConfig
 from heads.core.contract import Observation, SharedLayers
 from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
-from heads.methods.dflash import DFlash, DFlashConfig
-from heads.methods.dflash2 import DFlash2, DFlash2Config
-from heads.methods.domino import Domino, DominoConfig
-from heads.methods.dspark import DSpark, DSparkConfig
-from heads.methods.lilicorr import LiLiCorr, LiLiCorrConfig
-from heads.methods.xpress import XPress, XPressConfig
-from heads.targets.slots import ancestors
-from tests.eval.runtime.enumeration import EveryDraw, Toy, draws_of, prefixes_of, sum_over_tests
-from tests.heads.small_heads import BLOCK_SIZES
+from heads.kernels.slots import ancestors
+from tests.support.enumeration import EveryDraw, Toy, draws_of, prefixes_of, sum_over_tests
+from tests.support.small_heads import BLOCK_SIZES
 
 EXACT = 1e-9
 NO_TARGET: Any = None

@@ -16,12 +16,12 @@ from eval.runtime.sampling_params import RULES, Sampling, check_rule
 from heads.core.contract import Drafter, Observation, Pick
 from heads.core.errors import UserError
 from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
-from heads.methods.growth import grow
-from heads.targets.gumbel import gumbel, stream, uniform
-from heads.targets.slots import ancestors
+from heads.kernels.gumbel import gumbel, stream, uniform
+from heads.kernels.slots import ancestors
+from heads.methods.tree_growth import grow
 from tests.eval.runtime.conftest import target_of
-from tests.eval.runtime.enumeration import Toy, chi_square, prefixes_of
-from tests.small_targets import make_drafter, open_engine
+from tests.support.enumeration import Toy, chi_square, prefixes_of
+from tests.support.small_targets import make_drafter, open_engine
 
 
 def sampled_rows(rows: int, sampling: Sampling) -> RowSampling:

@@ -10,7 +10,7 @@ from eval.runtime.engine import Request
 from heads.core.errors import UserError
 from heads.registry import build_untrained
 from tests.eval.runtime.conftest import target_of
-from tests.small_targets import make_hybrid, make_target, open_engine
+from tests.support.small_targets import make_hybrid, make_target, open_engine
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])

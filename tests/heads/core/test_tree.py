@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from heads.core.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape, scratch_slots, static_shape
-from heads.methods.growth import grow
-from heads.targets.slots import ancestors
-from tests.heads.small_heads import token_paths
-from tests.refusals import refused
+from heads.kernels.slots import ancestors
+from heads.methods.tree_growth import grow
+from tests.support.refusals import refused
+from tests.support.small_heads import token_paths
 
 VOCAB = 11
 Path = tuple[int, ...]

@@ -11,17 +11,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from heads.formats.engine_folder import SGLANG, VLLM
+from heads.core.engines import SGLANG, VLLM
 from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record
 from heads.targets.cache import cache_name
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
-from heads.targets.model import FrozenTarget
-from tests.closeness import assert_close
-from tests.heads.formats.test_contract import serving, verdicts
-from tests.heads.small_heads import greedy, kept_log_probabilities, rope, seen, target_batch, with_tokens
-from tests.native_mtp import V, change_config, change_weights, write_native
-from tests.refusals import refused
+from tests.heads.formats.test_engine_folder import serving, verdicts
+from tests.support.closeness import assert_close
+from tests.support.native_mtp import V, change_config, change_weights, write_native
+from tests.support.refusals import refused
+from tests.support.small_heads import greedy, kept_log_probabilities, rope, seen, target_batch, with_tokens
 
 COUNTS = torch.arange(V)
 

@@ -17,12 +17,12 @@ from heads.core.tree import parse_shape
 from heads.methods.draft_model import DraftState
 from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target, load_tokenizer
-from heads.targets.model import FrozenTarget
-from tests.closeness import assert_close
-from tests.heads.small_heads import greedy, loss_agrees, target_batch, token_paths
-from tests.heads.targets.test_model import make_model
-from tests.refusals import refused
+from tests.heads.targets.test_frozen_target import make_model
+from tests.support.closeness import assert_close
+from tests.support.refusals import refused
+from tests.support.small_heads import greedy, loss_agrees, target_batch, token_paths
 
 V = 40
 FAMILIES = ["llama", "qwen3", "gemma2", "granite", "gpt2"]

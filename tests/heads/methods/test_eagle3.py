@@ -9,9 +9,9 @@ from torch import Tensor
 
 from heads.core.contract import Batch
 from heads.methods.eagle3 import Eagle3
-from heads.methods.start import UNSURE
-from tests.heads.small_heads import eagle3_head, loss_agrees, probe_of, random_batch, rope, seen
-from tests.refusals import refused
+from heads.methods.initial_weights import UNSURE
+from tests.support.refusals import refused
+from tests.support.small_heads import eagle3_head, loss_agrees, probe_of, random_batch, rope, seen
 
 
 def by_head(x: Tensor, d: int) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 from heads.core.contract import Batch, max_nodes, shape_for
 from heads.core.tree import parse_shape, static_shape
 from heads.methods.medusa import Medusa, MedusaConfig, MedusaState, likeliest_paths
-from tests.heads.small_heads import greedy, loss_agrees, observe, random_batch, token_paths
-from tests.refusals import refused
+from tests.support.refusals import refused
+from tests.support.small_heads import greedy, loss_agrees, observe, random_batch, token_paths
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
 KEPT = torch.tensor([0, 1, 2, 4, 5, 7, 9, 10, 13, 14, 18, 19])

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from heads.core.contract import Batch
+from heads.kernels.product import Product
 from heads.methods.family_layers import BlockMaker
+from heads.methods.initial_weights import UNSURE
 from heads.methods.mtp import Mtp
-from heads.methods.start import UNSURE
-from heads.targets.product import Product
-from tests.heads.small_heads import mtp_head, probe_of, random_batch, rope
-from tests.native_mtp import COMMON, GLM, D
+from tests.support.native_mtp import COMMON, GLM, D
+from tests.support.small_heads import mtp_head, probe_of, random_batch, rope
 
 FORMS = [
     {"num_modules": 1},

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from heads.core.tree import parse_shape
 from heads.methods.state_recycling import Recycling
-from tests.heads.small_heads import (
+from tests.support.refusals import refused
+from tests.support.small_heads import (
     eagle3_head,
     greedy,
     kept_log_probabilities,
@@ -19,7 +20,6 @@ from tests.heads.small_heads import (
     token_paths,
     with_tokens,
 )
-from tests.refusals import refused
 
 QUARTER = {"rope_type": "default", "partial_rotary_factor": 0.5}
 NARROW = {"hidden_size": 8, "target_hidden_size": 16, "own_embeddings": True}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 
 @settings(deadline=None, max_examples=60)

@@ -15,14 +15,14 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftModel, Trai
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedTokenizerBase
 
-from eval.measure.loading import load_pair
+from eval.measure.open_models import load_pair
 from heads.registry import build_head
 from heads.saved import save_head, target_record
 from heads.targets.hub import repo_and_revision
 from heads.targets.load import load_end_ids, load_target, load_tokenizer, unused_weights
-from tests.heads.targets.test_model import make_model
-from tests.native_mtp import change_config, change_weights
-from tests.refusals import refused
+from tests.heads.targets.test_frozen_target import make_model
+from tests.support.native_mtp import change_config, change_weights
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # caused by peft
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from heads.kernels.slots import PrefillSlots, TreeSlots, ancestors
 from heads.targets.cached_decoder import CacheSpec
-from heads.targets.model import Features, FrozenTarget
+from heads.targets.frozen_target import Features, FrozenTarget
 from heads.targets.native_decoder import Experts, NativeDecoder, native_stack, why_not_native
-from heads.targets.slots import PrefillSlots, TreeSlots, ancestors
-from tests.closeness import assert_close
-from tests.small_targets import BASE, with_plain_experts
-from tests.switches import kernels_on_cpu
+from tests.support.closeness import assert_close
+from tests.support.small_targets import BASE, with_plain_experts
+from tests.support.switches import kernels_on_cpu
 
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=100.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
-from heads.targets.model import FrozenTarget
 from heads.targets.quantization import weight_bytes
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from eval.measure.progress import Progress
+from eval.core.progress import Progress
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.errors import UserError
 from heads.core.files import lock
+from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target, load_tokenizer
-from heads.targets.model import FrozenTarget
-from tests.answering import Stub, by_engine, serving
-from tests.chats import reader_of, talk, write_chats
-from tests.faults import small_files
+from tests.support.answering import Stub, by_engine, serving
+from tests.support.chats import reader_of, talk, write_chats
+from tests.support.faults import small_files
 from train.data.answers import TargetAnswers, describe_cut, open_answers
-from train.data.settings import Data
+from train.data.data_settings import Data
 from train.data.tokenise import read_source
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from heads.core.errors import UserError
-from tests.chats import reader_of
-from tests.faults import small_files
+from tests.support.chats import reader_of
+from tests.support.faults import small_files
 from train.data import tokenise
 from train.data.corpus import Corpus, Document, Tally, corpus_of, has_documents, load_documents
 from train.data.sources import ChatSource, TextSource

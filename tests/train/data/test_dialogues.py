@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from eval.measure.conversation_forms import Chat
-from eval.measure.data_files import Message
+from eval.data.conversation_forms import Chat
+from eval.data.data_files import Message
 from heads.targets.load import load_tokenizer
-from tests.chats import bracketed, talk
+from tests.support.chats import bracketed, talk
 from train.data.chats import join_texts
 from train.data.corpus import Document
 from train.data.dialogues import ChatDialogue, Dialogue

@@ -11,11 +11,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from heads.core.errors import UserError
 from heads.targets.load import load_target
-from tests.chats import reader_of
-from tests.eval.measure.test_conversation_forms import GPT, HUMAN, A, U
+from tests.eval.data.test_conversation_forms import GPT, HUMAN, A, U
+from tests.support.chats import reader_of
 from train.data.answers import open_answers
 from train.data.corpus import Document
-from train.data.settings import Data
+from train.data.data_settings import Data
 from train.data.sources import ChatSource
 from train.data.tokenise import read_source
 

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eval.measure.data_files import Message
+from eval.data.data_files import Message
 from train.data.chats import encode_conversations, read_conversation, read_rendered
 from train.data.templates import ChatTemplate
 

@@ -13,7 +13,7 @@ from safetensors.torch import load, save_file
 from heads.core.errors import UserError
 from scripts.cache_features import main as fill
 from tests.conftest import small_recipe
-from tests.runs import Settings, forget_accelerator, same, train_in, weights, write_recipe
+from tests.support.runs import Settings, forget_accelerator, same, train_in, weights, write_recipe
 from train.features.cached import Shard, check_holds, decode, encode
 
 

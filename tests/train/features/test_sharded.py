@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from eval.runtime.engine import Engine, EngineOptions
 from heads.core.errors import UserError
+from heads.targets.layer_placement import drop_layers
 from heads.targets.load import load_target
-from heads.targets.placement import drop_layers
-from tests.packed_rows import packed_rows
-from tests.processes import finish, launcher, start
-from tests.runs import Settings, write_recipe
-from train.accelerate_launch import load_recipe_target
-from train.open_run import sharding
-from train.recipe import Target
+from tests.support.packed_rows import packed_rows
+from tests.support.processes import finish, launcher, start
+from tests.support.runs import Settings, write_recipe
+from train.recipe.recipe import Target
+from train.run.open_run import sharding
+from train.steps.accelerate_launch import load_recipe_target
 
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = 2

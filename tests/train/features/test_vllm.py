@@ -16,18 +16,18 @@ import torch
 from safetensors.torch import save_file
 
 from heads.core.errors import UserError
+from heads.targets.frozen_target import FrozenTarget
+from heads.targets.layer_placement import drop_layers
 from heads.targets.load import load_target
-from heads.targets.model import FrozenTarget
-from heads.targets.placement import drop_layers
-from tests.answering import QuietHandler, QuietServer
-from tests.closeness import assert_close
-from tests.faults import little_memory
-from tests.packed_rows import packed_rows
-from tests.runs import Settings, train_in, weights
-from train.accelerate_launch import make_accelerator
-from train.features.settings import VllmFeatures
+from tests.support.answering import QuietHandler, QuietServer
+from tests.support.closeness import assert_close
+from tests.support.faults import little_memory
+from tests.support.packed_rows import packed_rows
+from tests.support.runs import Settings, train_in, weights
+from train.features.feature_settings import VllmFeatures
 from train.features.vllm import HiddenStatesServer, ServedFeatures
-from train.recipe import Train
+from train.recipe.recipe import Train
+from train.steps.accelerate_launch import make_accelerator
 
 IDS = (2, 4, 5)
 

@@ -1,0 +1,122 @@
+"""The machine that measures: hardware, versions, the code that decodes, and whether other processes use its cores."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from heads.kernels.product import find_compiler, load
+from heads.kernels.triton_support import runs_kernels
+from heads.targets.frozen_target import FrozenTarget
+from heads.targets.native_decoder import why_not_native
+
+PACKAGES = (
+    *("torch", "triton", "torchao", "transformers", "tokenizers"),
+    *("accelerate", "datasets", "safetensors", "numpy"),
+)
+ROOT = Path(__file__).resolve().parents[2]
+LOOK_SECONDS = 0.3
+
+
+def environment(target: FrozenTarget) -> dict[str, Any]:
+    dtype, decoder = str(target.dtype).removeprefix("torch."), decoder_facts(target)
+    return {**machine(target.device), "dtype": dtype, "decoder": decoder}
+
+
+def dtype_options(target: FrozenTarget) -> list[str]:
+    """Return the options of a command that load the target in this dtype and quantisation."""
+    quantize = ["--quantize", target.quantize] if target.quantize else []
+    return ["--dtype", str(target.dtype).removeprefix("torch."), *quantize]
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    measured_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return {"measured_at": measured_at, "device": device_facts(device), "versions": versions()}
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        return {"type": "cuda", "name": facts.name, "memory_gib": round(facts.total_memory / 2**30, 1)}
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*:(.*)", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
+    name = model[1].strip() if model else platform.processor() or platform.machine()
+    return {"type": device.type, "name": name, "threads": torch.get_num_threads()}
+
+
+def decoder_facts(target: FrozenTarget) -> str:
+    """Return a description of the code that decodes the target, and the reason if it is not the native decoder."""
+    if (reason := why_not_native(target)) is not None:
+        return f"its Hugging Face model ({reason})"
+    if target.device.type == "cuda":
+        return "torch and Triton kernels" if runs_kernels(target.head.weight) else "torch"
+    if target.dtype != torch.float32:
+        return "torch"
+    if load() is not None:
+        return "torch and products in C"
+    return "torch (no C compiler)" if find_compiler() is None else "torch (product.c could not be compiled)"
+
+
+def setup_line(target: FrozenTarget, training: str | None = None) -> str:
+    """Return the device, threads, kernels and dtypes of a run in one line. `training`: dtype of products in
+    training."""
+    facts = device_facts(target.device)
+    threads = f", {facts['threads']} thread{'s' * (facts['threads'] > 1)}" if "threads" in facts else ""
+    dtype = str(target.dtype).removeprefix("torch.")
+    trains = "" if training is None else f", trains in {training}"
+    decodes = f"the target's layers are {target.placement}, the rest in {dtype}"
+    if target.placement == "whole":
+        decodes = f"decodes in {dtype} by {decoder_facts(target)}"
+    return f"{facts['name']}{threads}: {decodes}{trains}"
+
+
+def contention(device: torch.device) -> str | None:
+    """Return advice if other processes use cores that this process's threads need, else None. Threads of OpenMP spin
+    while they wait, so two such processes slow each other many times over."""
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    if device.type != "cpu" or threads == 1:
+        return None
+    started, cpu_started = time.perf_counter(), time.process_time()
+    shares = psutil.cpu_percent(LOOK_SECONDS, percpu=True)
+    busy = (time.process_time() - cpu_started) / (
+        time.perf_counter() - started
+    )  # cores used by this process's own threads
+    used = sum(share / 100 for core, share in enumerate(shares) if core in cores) - busy
+    if len(cores) - used >= threads - 0.5:
+        return None
+    return (
+        f"other processes use {used:.1f} of the {len(cores)} cores on which {threads} threads are to run here, and "
+        "every step waits for the slowest: OMP_NUM_THREADS=1 before the command may make it many times faster"
+    )
+
+
+def versions() -> dict[str, str]:
+    packages = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[package] = version(package)
+    return packages | {"draftsmith": commit()}
+
+
+def commit() -> str:
+    """Return the commit that is checked out, with a + if files differ from it; "unknown" outside a clone."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL).stdout
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD").strip() + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

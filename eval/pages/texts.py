@@ -1,0 +1,240 @@
+"""Figures as text: the same in the terminal, on the page and in the model card."""
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+
+from eval.records.result_folders import short_name as short_name
+from eval.records.schema import Divergence, Exact, Measurement, Results
+from eval.records.speedup_checks import AUDIT_FAILED, NO_BASELINE, TOO_FEW_TOKENS, is_believable, why_unreliable
+from eval.runtime.sampling_params import PENALTIES, Sampling
+
+MISSING = "–"  # noqa: RUF001
+NOT_RELIABLE = "not measured"
+"""Text in the place of a speedup that is not reliable. The reason follows it."""
+LOCAL_MODEL = "a local model"
+"""Public name of a target that is a local folder."""
+BRACKETS = "Brackets are 95% bootstrap intervals over prompts."
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return MISSING if value is None or math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def with_interval(value: float, interval: Sequence[float] | None, *, unit: str = "") -> str:
+    """Return a figure and its interval, as in `2.46 [2.31, 2.60]`."""
+    text = number(value)
+    if text == MISSING:
+        return text
+    return text + unit + (f" [{number(interval[0])}, {number(interval[1])}]" if interval else "")
+
+
+def sentence(line: str) -> str:
+    return f"{line[:1].upper()}{line[1:]}."
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    return MISSING if share is None else f"{100 * share:.{digits}f}%"
+
+
+def count(value: float) -> str:
+    """Return a large count in short, as in `1.2k`, `7.3M`, `8.0B`."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return str(int(value))
+
+
+def as_markdown(text: str) -> str:
+    """Return a text escaped for Markdown. Names of folders may contain any character."""
+    return re.sub(r"[\\`*{}\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
+
+
+def code_span(name: str) -> str:
+    """Return a name as a code span in Markdown, with a fence longer than any run of backticks in the name."""
+    longest = max(map(len, re.findall("`+", name)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest else ""
+    return f"{fence}{space}{name}{space}{fence}"
+
+
+# Figures of a setting
+
+
+def tau_text(m: Measurement) -> str:
+    return with_interval(m.tau.mean, m.tau.ci95)
+
+
+def speedup_text(m: Measurement) -> str:
+    """Return `1.62x [1.55, 1.70]`, `not measured: the machine was busy`, or `withheld`."""
+    if (why := why_unreliable(m)) is not None:
+        return "withheld" if why == AUDIT_FAILED else f"{NOT_RELIABLE}: {why}"
+    assert m.speedup is not None
+    return with_interval(m.speedup.measured, m.speedup.ci95, unit="x")
+
+
+def robust_text(m: Measurement) -> str | None:
+    """Return `ratio of medians 1.5x`, to be printed beside tau where the machine was busy, or None if that ratio cannot
+    be true either or is not known."""
+    ratio = m.speedup.ratio_of_medians if m.speedup else math.nan
+    if math.isnan(ratio) or why_unreliable(m) in (None, TOO_FEW_TOKENS) or not is_believable(ratio, m.tau.mean):
+        return None
+    return f"ratio of medians {number(ratio)}x"
+
+
+def speedup_cell(m: Measurement) -> str:
+    return "; ".join(filter(None, (speedup_text(m), robust_text(m))))
+
+
+def speculative_text(m: Measurement) -> str:
+    if (why := why_unreliable(m)) not in (None, NO_BASELINE):
+        return "withheld" if why == AUDIT_FAILED else NOT_RELIABLE
+    return number(m.speculative.tokens_per_second, 1)
+
+
+def first_token_text(m: Measurement) -> str:
+    return f"{number(m.first_token_ms.p50, 1)} ms"
+
+
+def reached(alpha: Sequence[float | None]) -> Sequence[float | None]:
+    """Return the acceptance of each depth, up to one depth past the deepest that any round reached. Deeper entries of a
+    long draft have no value."""
+    deepest = max((depth for depth, share in enumerate(alpha, start=1) if share is not None), default=0)
+    return alpha[: deepest + 1]
+
+
+def exact_cell(exact: Exact) -> str:
+    """Return the number of prompts with plain decoding's output, as in `12 of 12`, or `in distribution`."""
+    if exact.identical is None:
+        return "not compared" if exact.against else "in distribution"
+    return f"{exact.identical} of {exact.prompts}{near_tie_text(exact)}"
+
+
+def near_tie_text(exact: Exact) -> str:
+    """Return `, 3 of them but for near-ties`, or an empty string. A near-tie is a choice between two tokens whose
+    logits differ by no more than the rounding of a sum in a narrow dtype."""
+    return f", {len(exact.near_ties)} of them but for near-ties" if exact.near_ties else ""
+
+
+def left_out_text(m: Measurement) -> str:
+    if not m.turns.left_out:
+        return ""
+    whole = m.turns.left_out + m.turns.timed
+    return f"The slowest tenth of the turns is left out of the times of both: {m.turns.left_out} of {whole}."
+
+
+def divergence_text(divergence: Divergence) -> str:
+    plain, here = (
+        f"{MISSING} (it ended)" if text is None else repr(text) for text in (divergence.plain_text, divergence.text)
+    )
+    reference = "plain" if divergence.against == "plain" else "its first run"
+    return (
+        f"{divergence.suite} {divergence.prompt}, {divergence.tree}, {sampling_text(divergence.temperature)}, "
+        f"token {divergence.position}: {reference} {plain}, here {here}; "
+        f"top-two margin {divergence.top_two_margin:.2e}"
+    )
+
+
+# Names of settings
+
+
+def sampling_text(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"T = {temperature:g}"
+
+
+def point_text(batch_size: int | None, context: int | None) -> str:
+    """Return `, batch 4, context 512`, with those of the two that were measured at several values."""
+    return (f", batch {batch_size}" if batch_size else "") + (f", context {context}" if context else "")
+
+
+def point_of(m: Measurement) -> str:
+    return point_text(m.batch_size, m.context)
+
+
+def draft_name(m: Measurement) -> str:
+    return f"{m.head} {m.tree}".strip() + point_of(m)
+
+
+def setting_text(m: Measurement) -> str:
+    return f"{m.tree}{point_of(m)}, {sampling_text(m.temperature)}"
+
+
+# A whole measurement
+
+
+def heading(results: Results) -> str:
+    target = short_name(results.target.name)
+    if results.is_comparison:
+        return f"{plural(len(results.heads), 'head')} on {target}"
+    served = f", served by {results.server.name}" if results.server else ""
+    return f"{results.head.kind} on {target}{served}"
+
+
+def where_text(results: Results) -> str:
+    return results.server.name if results.server else "here"
+
+
+def device_text(results: Results) -> str:
+    threads = f", {plural(results.device.threads, 'thread')}" if results.device.threads else ""
+    return f"{results.device.name}{threads}, {results.dtype}"
+
+
+def setting_line(results: Results) -> str:
+    settings, rule = results.settings, results.headline.rule
+    prompts = plural(settings.num_prompts, "prompt")
+    if settings.conversations not in (None, settings.num_prompts):
+        prompts = f"{plural(settings.conversations, 'conversation')}, {plural(settings.num_prompts, 'turn')}"
+    words = [f"{settings.max_new_tokens} new tokens"]
+    words += [f"top-k {settings.top_k}"] * (settings.top_k != 0)
+    words += [f"top-p {settings.top_p:g}"] * (settings.top_p != 1)
+    words += [f"min-p {settings.min_p:g}"] * (settings.min_p != 0)
+    penalties = [(name, getattr(settings, name)) for name in PENALTIES]
+    words += [f"{name.replace('_', ' ')} {value:g}" for name, value in penalties if value != getattr(Sampling, name)]
+    words.append(f"{batch_text(results)} in flight" if results.server else f"batch {batch_text(results)}")
+    words += [f"rule {rule}"] * (rule != "match" and not results.is_comparison)
+    return f"{prompts} of {', '.join([*map(short_name, settings.suites), *words])}; {device_text(results)}"
+
+
+def batch_text(results: Results) -> str:
+    return ", ".join(map(str, results.settings.batch_sizes or [results.settings.batch_size]))
+
+
+def subtitle(results: Results) -> str:
+    if not results.is_comparison:
+        return setting_line(results)
+    plain = {
+        f"{sampling_text(m.temperature)}{point_of(m)}": m.baseline.tokens_per_second
+        for m in results.measurements
+        if m.baseline is not None
+    }
+    speeds = ", ".join(f"{number(speed, 1)} tokens/s ({setting})" for setting, speed in plain.items())
+    return f"{setting_line(results)}; plain decoding: {speeds}"
+
+
+def audit_line(results: Results) -> str:
+    """Return the line that states how many outputs were the target's own."""
+    exact, settings = results.exact, len(results.measurements)
+    if exact.against == "nothing":
+        return (
+            "texts were not compared: greedy ones are, with the target here (--target) or with a plain server "
+            "(--plain-server)"
+        )
+    if exact.against == "plain server":
+        return f"texts equal to the plain server's: {exact.identical} of {exact.prompts}"
+    if exact.greedy is not None:
+        return (
+            f"exact in distribution under rule {results.headline.rule}: sampled text is a draw from the target's "
+            "distribution, another than plain decoding's; at temperature 0 plain decoding's own tokens: "
+            f"{exact.greedy.identical} of {exact.greedy.prompts} prompts{near_tie_text(exact)}"
+        )
+    pooled = f" ({exact.prompts // settings} prompts x {settings} settings)" if settings > 1 else ""
+    counted = f"{exact.identical} of {exact.prompts} prompts{pooled}{near_tie_text(exact)}"
+    return f"output identical to plain decoding: {counted}"
+
+
+def command_text(results: Results) -> str | None:
+    return shlex.join(results.command) if results.command else None

@@ -1,0 +1,79 @@
+"""Reliability of a measured speedup: one rule for every place that prints one or concludes from one.
+
+A round costs at least one pass of the target, so a speedup is at most tau. A larger figure, or plain steps that did not
+all take the same time, show that something else used the machine. What is not reliable is stored but not printed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eval.records.schema import Measurement
+
+BUSY = 1.5
+"""Ratio of mean to median of the time of a step above which something else used the machine. Quiet machines give 1.0
+to 1.2."""
+BOUND = 1.05
+"""Ratio of a speedup to tau above which it cannot be true. Above 1, because times have noise."""
+MIN_TOKENS = 64
+"""Number of timed tokens below which there is no speedup."""
+AUDIT_FAILED = "the audit failed"
+MACHINE_BUSY = "the machine was busy"
+NO_BASELINE = "no plain server was measured"
+TOO_FEW_TOKENS = f"fewer than {MIN_TOKENS} tokens"
+
+
+def why_unreliable(figures: Measurement) -> str | None:
+    """Return the reason why the speedup of a setting may not be printed, or None if it is reliable."""
+    speedup = figures.speedup
+    if speedup is None:
+        return NO_BASELINE if figures.baseline is None and not figures.exact.divergences else AUDIT_FAILED
+    if math.isnan(speedup.measured) or (speedup.tokens is not None and speedup.tokens < MIN_TOKENS):
+        return TOO_FEW_TOKENS
+    believable = all(is_believable(value, figures.tau.mean) for value in (speedup.measured, speedup.predicted))
+    return None if believable and not is_uneven(figures) else MACHINE_BUSY
+
+
+def surely_pays(figures: Measurement) -> bool:
+    """Return True if the whole interval of the speedup is above 1."""
+    return figures.speedup is not None and figures.speedup.ci95 is not None and figures.speedup.ci95[0] > 1
+
+
+def is_believable(speedup: float, tau: float) -> bool:
+    """Return False for a speedup that exceeds tau by more than noise. One that is missing exceeds nothing."""
+    return math.isnan(speedup) or speedup <= BOUND * tau
+
+
+def is_uneven(figures: Measurement) -> bool:
+    _, mean, median = most_uneven(figures)
+    return mean > BUSY * median
+
+
+def most_uneven(figures: Measurement) -> tuple[str, float, float]:
+    """Return a kind of step with the mean and the median of its milliseconds: the kind where they differ most."""
+    assert figures.baseline is not None
+    plain, rounds = figures.baseline, figures.speculative.round_ms
+    kinds = [
+        ("plain decoding of a token", plain.ms_per_token, plain.token_ms.p50),
+        ("a plain step", plain.step_ms.mean, plain.step_ms.median),
+        ("a round", rounds.mean, rounds.median),
+    ]
+    known = [(kind, mean, median) for kind, mean, median in kinds if mean > 0 and median > 0]
+    return max(known, key=lambda step: step[1] / step[2], default=("", 0.0, 0.0))
+
+
+def headline_index(measurements: Sequence[Measurement]) -> int:
+    """Return the index of the headline setting: the fastest reliable one at the first temperature, or the first setting
+    if none is reliable or the audit failed there."""
+    candidates = [i for i, m in enumerate(measurements) if m.temperature == measurements[0].temperature]
+    if any(measurements[i].speedup is None for i in candidates):
+        return 0
+    speeds = {
+        i: speedup.measured
+        for i in candidates
+        if (speedup := measurements[i].speedup) is not None and why_unreliable(measurements[i]) is None
+    }
+    return max(speeds, key=speeds.__getitem__, default=0)

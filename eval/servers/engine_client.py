@@ -1,0 +1,236 @@
+"""A client of a running vLLM or SGLang that speculates, and what the engine says about its rounds.
+
+SGLang says with each answer how many of its rounds accepted how many draft tokens, as does a vLLM that was started with
+--per-request-spec-decode-metrics summary. Any vLLM counts drafts, and accepted draft tokens by position, over all
+requests (/metrics).
+
+Engines count a round's accepted draft tokens before EOS or the token limit cuts them; `metrics.counted` counts those
+that came out. Where an answer comes round by round, its last round is counted as there. A round without a
+draft emits one token and is in no counter of vLLM; such rounds are inferred from the tokens that no draft accounts for.
+
+A draft that is sometimes shorter than K (prompt lookup, adaptive lengths) is tested at fewer depths than counted here,
+so its alpha is a lower bound.
+"""
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Self
+
+from eval.data.prompts import Prompt
+from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.near_ties import find_mismatches
+from eval.runtime.sampling_params import Sampling
+from eval.servers.openai_client import ServerClient, sampling_parameters
+from heads.core.errors import UserError
+from heads.targets.frozen_target import FrozenTarget
+
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+SECONDS = 600.0
+"""Time limit of the next piece of an answer."""
+LATE_SECONDS = 2.0
+"""Time for which counters may lag behind the answers."""
+COUNTER = re.compile(
+    r"^vllm:(spec_decode_num_drafts|spec_decode_num_draft_tokens|spec_decode_num_accepted_tokens_per_pos|"
+    r"generation_tokens)(?:_total)?(?:\{(.*)\})? (\S+)$",
+    re.MULTILINE,
+)
+POSITION = re.compile(r'position="(\d+)"')
+DRAFTS = "spec_decode_num_drafts"
+DRAFTED = "spec_decode_num_draft_tokens"
+GENERATED = "generation_tokens"
+CHECKED_TOKENS = 16
+"""Tokens of the greedy answer that shows whether the server runs the target."""
+FOREIGN = 2.0
+"""A greedy token whose logit is further below the highest shows another target. Two dtypes of one model differ by
+less."""
+
+
+@dataclass
+class Answer:
+    sent: float
+    tokens: list[int] = field(default_factory=list)
+    """Empty if the server returns no token ids."""
+    count: int = 0
+    """Number of tokens."""
+    text: str = ""
+    pieces: list[tuple[float, int]] = field(default_factory=list)
+    """Arrival and number of token ids of each piece. A piece is a round, unless the server joined several."""
+    rounds: list[int] = field(default_factory=list)
+    """Number of rounds by accepted draft tokens, if the server says it with the answer."""
+
+    @property
+    def decoded(self) -> int:
+        return self.count - 1
+
+
+@dataclass
+class RoundCounts:
+    """Rounds of one or several answers, as `metrics.counted` counts them."""
+
+    number: int
+    accepted: list[int]
+    """By depth: rounds that gained at least so many draft tokens."""
+    tested: list[int]
+    """By depth: rounds that tested a draft token there."""
+    drafted: int | None = None
+    """Draft tokens of all rounds, if the server counts them."""
+
+
+@dataclass
+class EngineServer:
+    client: ServerClient
+    engine: str
+    """vLLM or SGLang."""
+    model: str
+    root: str
+    """Path or Hub id of the target, as the server names it."""
+    context_length: int
+    version: str = ""
+    depth: int = 0
+    """Number of draft tokens in a round; 0 for a server that does not speculate."""
+
+    @classmethod
+    async def open(cls, url: str) -> Self:
+        client = ServerClient(url, retries=0)
+        models = await client.models()
+        engine = ENGINES.get(models[0].get("owned_by", "")) if models else None
+        if engine is None:
+            raise client.error("expected vLLM or SGLang; give the address of one, such as http://localhost:8000")
+        card = models[0]
+        root, context_length = str(card.get("root") or card["id"]), int(card.get("max_model_len") or 2**31)
+        server = cls(client, engine, card["id"], root, context_length)
+        if engine == "vLLM":
+            server.version = str((await client.send("/version")).get("version"))
+            server.depth = len([name for name in await server.counters() if name.isdigit()])
+        else:
+            info = await client.send("/server_info")
+            server.version = str(info.get("version"))
+            server.root = str(info.get("model_path") or server.root)
+            # A tree's depth is its steps. Chains have topk 1; the steps of block kinds (DFLASH, DSPARK) are always 1.
+            steps = info.get("speculative_num_steps") if (info.get("speculative_eagle_topk") or 1) > 1 else None
+            if info.get("speculative_algorithm"):
+                server.depth = steps or (info.get("speculative_num_draft_tokens") or 1) - 1
+        return server
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.version}"
+
+    def error(self, what: str) -> UserError:
+        return self.client.error(what)
+
+    async def counters(self) -> Counter[str]:
+        """Return vLLM's counters, each summed over its labels: drafts, tokens generated, and by its position how often
+        a draft token was accepted."""
+        counters: Counter[str] = Counter()
+        for name, labels, value in COUNTER.findall(await self.client.send("/metrics", reply=str)):
+            position = POSITION.search(labels)
+            counters[position[1] if position else name] += int(float(value))
+        if GENERATED not in counters:
+            raise self.error("/metrics has no counters of vLLM; start it without --disable-log-stats")
+        return counters
+
+    async def counters_after(self, before: Counter[str], answers: Sequence[Answer]) -> Counter[str]:
+        """Return vLLM's counters once they contain some answers, and no others, that came since `before`."""
+        expected = before[GENERATED] + sum(answer.count for answer in answers)
+        end = time.monotonic() + LATE_SECONDS
+        while (now := await self.counters())[GENERATED] < expected and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        if now[GENERATED] != expected:
+            more = now[GENERATED] - expected
+            raise self.error(
+                f"counts {abs(more)} tokens {'more' if more > 0 else 'less'} than it sent here; measure it while it "
+                "has no other requests"
+            )
+        return now
+
+    def rounds_of(self, answer: Answer) -> RoundCounts:
+        if not answer.rounds and answer.decoded:
+            raise self.error("its answers do not say how many draft tokens were accepted; those of SGLang 0.5.23 do")
+        if any(answer.rounds[self.depth + 1 :]):
+            deepest = max(n for n, count in enumerate(answer.rounds) if count)
+            raise self.error(
+                f"says that it drafts {self.depth} tokens, and accepted {deepest} in a round; start it with a fixed "
+                "number of draft tokens"
+            )
+        histogram = [*answer.rounds, *[0] * (self.depth + 1)][: self.depth + 1]
+        accepted = list(accumulate(reversed(histogram[1:])))[::-1]
+        return count_rounds(sum(histogram), accepted, [answer])
+
+    async def ask(
+        self, prompt: Prompt, sampling: Sampling, max_new_tokens: int, stop_ids: Sequence[int] = ()
+    ) -> Answer:
+        """Send a prompt, as token ids if it has them, and read the answer."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": max_new_tokens,
+            "seed": sampling.seed,
+            **sampling_parameters(sampling, stop_ids),
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.engine == "SGLang":
+            body["return_spec_tokens_details"] = True
+        path = "/v1/completions" if prompt.ids else "/v1/chat/completions"
+        body |= {"prompt": list(prompt.ids)} if prompt.ids else {"messages": list(prompt.messages)}
+        if prompt.arguments and not prompt.ids:
+            body["chat_template_kwargs"] = dict(prompt.arguments)
+        answer = Answer(sent=time.perf_counter())
+        async for event in self.client.stream(path, body, SECONDS):
+            for choice in event.get("choices") or ():
+                text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                ids = choice.get("token_ids") or []
+                if ids or text:
+                    answer.pieces.append((time.perf_counter(), len(ids)))
+                answer.tokens += ids
+                answer.text += text
+            answer.count = (event.get("usage") or {}).get("completion_tokens") or answer.count
+            sglang = (event.get("sglext") or {}).get("spec_tokens_details") or {}
+            vllm = (event.get("metrics") or {}).get("speculative_decoding") or {}
+            histogram = sglang.get("spec_correct_drafts_histogram") or vllm.get("acceptance_histogram")
+            answer.rounds = histogram or answer.rounds
+        if not answer.pieces or not answer.count:
+            raise self.error(f"{path}: an answer without a token or a count; fix the server, and measure again")
+        return answer
+
+    async def check_target(self, target: FrozenTarget, prompt: Prompt) -> None:
+        """Raise UserError if its greedy answer cannot be the target's: its figures would be another model's."""
+        tokens = (await self.ask(prompt, Sampling(), CHECKED_TOKENS, target.eos_token_ids)).tokens
+        if not tokens:  # the server returns text alone
+            return
+        if max(tokens) < target.vocab_size:
+            engine = Engine(target, None, EngineOptions(max_length=len(prompt.ids) + CHECKED_TOKENS + 1))
+            # The prompt's last token is given as text, so that the answer's first token has a gap, too.
+            *before, last = prompt.ids
+            mismatches = find_mismatches(engine, Request(before, CHECKED_TOKENS), [last, *tokens])
+            if all(mismatch.gap <= FOREIGN for mismatch in mismatches if mismatch.position > 0):
+                return
+        raise self.error(
+            f"serves {self.root}, whose greedy answer is not that of {target.name}; name its own target, or serve the "
+            "same weights"
+        )
+
+
+def count_rounds(drafts: int, accepted: Sequence[int], answers: Sequence[Answer]) -> RoundCounts:
+    """Return the rounds of some answers from an engine's counts: its drafts and, by depth, how many of them had that
+    many tokens accepted. Of a single answer that came round by round, the last round is cut where the answer ends."""
+    decoded = sum(answer.decoded for answer in answers)
+    gained, tested = list(accepted), [drafts, *accepted[:-1]]
+    over = drafts + sum(accepted) - decoded
+    if len(answers) == 1 and over > 0 and len(answers[0].pieces) == 1 + drafts:
+        gain = answers[0].pieces[-1][1] - 1
+        last = gain + over  # draft tokens that the last round accepted
+        if gain >= 0:
+            gained = [n - (gain < depth <= last) for depth, n in enumerate(gained, start=1)]
+            tested = [n - (gain < depth <= last + 1) for depth, n in enumerate(tested, start=1)]
+    return RoundCounts(drafts + max(0, -over), gained, tested)

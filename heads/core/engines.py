@@ -1,0 +1,37 @@
+"""The engines that load heads, and what they read wrongly of a head's config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
+ENGINES = (VLLM, SGLANG)
+
+
+def window_option(window: int) -> str:
+    """Return the option of SGLang 0.5.23 for an EAGLE-3 head with a sliding window, which it does not read from
+    config.json. The option does not count the token's own position."""
+    return f"--speculative-draft-window-size {window - 1}"
+
+
+UNREAD_ROTATION: dict[tuple[str, str], tuple[str, ...]] = {
+    (VLLM, "longrope"): ("factor", "attention_factor"),  # both engines compute it from `max_position_embeddings`
+    (SGLANG, "longrope"): ("factor", "attention_factor"),
+    (SGLANG, "yarn"): ("attention_factor",),
+}
+"""Settings of a kind of rotary positions that an engine ignores."""
+
+
+def rotation_errors(config: Mapping[str, Any], reader: str) -> list[str]:
+    """Return what a reader ignores of a head's rotary positions."""
+    scaling = config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", "default")
+    if reader not in ENGINES and kind != "default":
+        return [f"config.json: rope_scaling: no kind {kind} is read"]
+    names = (*UNREAD_ROTATION.get((reader, kind), ()), *(() if reader == VLLM else ("partial_rotary_factor",)))
+    unread = [name for name in names if scaling.get(name) is not None]
+    return [f"config.json: rope_scaling.{name}: is not read, so another head would run" for name in unread]
+
+
+def misread_rotation(config: Mapping[str, Any]) -> list[str]:
+    """Return a line for each setting of another project's rotary positions that an engine ignores."""
+    return [f"{engine}: {error}" for engine in ENGINES for error in rotation_errors(config, engine)]

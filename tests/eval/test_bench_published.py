@@ -1,0 +1,48 @@
+"""Heads in other projects' forms, measured as they are by the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eval import bench
+from eval.core.command_line import exit_status
+from tests.support.published_heads import DEEPSPEC, RAW, dspark, eagle3, medusa, write
+
+
+def run(*arguments: str) -> int:
+    return exit_status(lambda: bench.main(list(arguments)))
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_published_heads_are_measured_on_the_target_that_is_named(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}}
+    raw = write(tmp_path / "raw", RAW | ids, eagle3().to_checkpoint())
+    pickled = write(tmp_path / "pickled", {"medusa_num_heads": 3}, medusa().to_checkpoint(), "medusa_lm_head.pt")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "the sea is near"}\n{"text": "there are ten"}\n')
+    options = [f"--prompts={tmp_path}/prompts.jsonl", "--max-new-tokens=8", "--repeats=1", "--tree=chain:2"]
+    assert run(raw, *options) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert raw in line and "--target" in line
+    options += [f"--target={tiny_target_dir}", f"--out={tmp_path}/out"]
+    assert run(pickled, *options) == 2
+    assert "medusa_lm_head.pt" in capsys.readouterr().err
+    assert run(raw, *options) == 0
+    said = capsys.readouterr().err
+    assert f"{raw}: vLLM" in said
+    (file,) = (tmp_path / "out").rglob("results.json")
+    found = json.loads(file.read_text())
+    assert found["exact"]["identical"] == found["exact"]["prompts"] == 2
+    assert found["head"]["kind"] == "eagle3" and found["head"]["aux_layer_ids"] == [1, 3, 6]
+    origin = found["head"]["origin"]
+    assert origin["form"] == "raw EAGLE-3" and origin["files"] == {"model.safetensors": found["head"]["sha256"]}
+    assert origin["differs"][0] in said and origin["differs"][0] in (file.parent / "report.html").read_text()
+    options[-1] = f"--out={tmp_path}/several"
+    spark = write(tmp_path / "dspark", DEEPSPEC, dspark().to_checkpoint())
+    assert run(raw, f"{pickled}/medusa_lm_head.pt", spark, str(tiny_target_dir), "lookup:2", *options) == 0
+    (file,) = (tmp_path / "several").rglob("compare.json")
+    heads = {head["kind"]: head["origin"] for head in json.loads(file.read_text())["heads"]}
+    assert heads["lookup"] is None and list(heads["medusa"]["files"]) == ["medusa_lm_head.pt"]
+    assert heads["dspark"]["form"] == "DSpark" and heads["draft"]["form"] == "language model"

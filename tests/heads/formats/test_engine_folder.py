@@ -1,0 +1,348 @@
+"""Saved heads are what engines load, and what an engine would read otherwise is named."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heads.core.engines import ENGINES, SGLANG, VLLM
+from heads.formats.eagle3 import EAGLE
+from heads.formats.engine_folder import Verdict, why_unfit
+from heads.formats.medusa import MEDUSA, OLD_VLLM
+from heads.formats.mtp import mtp_engine_config
+from heads.published import read_published
+from heads.registry import build_head
+from heads.saved import check_loaders, read_config, save_head, target_record
+from heads.targets.frozen_target import FrozenTarget
+from heads.targets.load import load_target
+from tests.support.native_mtp import V, change_config, change_weights, make_multimodal, write_native
+from tests.support.refusals import refused
+from tests.support.small_heads import BLOCK_HEADS
+from tests.support.small_targets import make_target
+
+QUARTER = {"rope_type": "default", "partial_rotary_factor": 0.25}
+
+
+def save(folder: Path, target: FrozenTarget, kind: str, **settings: Any) -> Path:
+    head = build_head(kind, settings, target, torch.zeros(target.vocab_size))  # whose weights nothing reads
+    save_head(head, folder, target=target_record(target))
+    return folder
+
+
+def verdicts(folder: Path, **changes: Any) -> dict[str, Verdict]:
+    """What each reader makes of a folder, or of the same head for a target with other values in its record."""
+    if changes:
+        record = read_config(folder)
+        change_config(folder, draftsmith=record | {"target": record["target"] | changes})
+    found = check_loaders(folder, name="ann/a-head", base="org/target", steps=4)
+    assert [verdict.reader for verdict in found[:2]] == list(ENGINES)
+    assert all(verdict.serves or "\n" not in verdict.reason for verdict in found)
+    return {verdict.reader: verdict for verdict in found}
+
+
+def serving(found: dict[str, Verdict]) -> set[str]:
+    return {reader for reader, verdict in found.items() if verdict.serves}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "takes"),
+    [
+        ("eagle3", {}, True),
+        ("draft", {"layers": [0, 7]}, True),
+        ("dflash", {"block_size": 5, "num_layers": 2}, True),
+        ("xpress", {"block_size": 5, "num_layers": 2, "xpress_mlp_hidden": 64, "xpress_rank": 16}, False),
+        ("medusa", {}, False),  # vLLM asserts that it drafts with all of its heads
+    ],
+)
+def test_fewer_draft_tokens_by_load_are_for_methods_that_take_them(
+    kind: str, settings: dict[str, Any], takes: bool, target: FrozenTarget, tmp_path: Path
+) -> None:
+    schedule = [(1, 4, 4), (5, 16, 2), (17, 100, 0)]
+    found = check_loaders(save(tmp_path / "head", target, kind, **settings), steps=4, schedule=schedule)
+    told = {verdict.reader: verdict for verdict in found if "per_batch_size" in verdict.shown}
+    assert told.keys() == ({VLLM} if takes else set())
+    for verdict in told.values():
+        served = json.loads(shlex.split(verdict.command)[-1])
+        assert served["num_speculative_tokens_per_batch_size"] == [[*step] for step in schedule]
+        assert served["num_speculative_tokens"] == 4 and "# num_speculative_tokens_per_batch_size" in verdict.shown
+
+
+def test_a_head_of_fewer_positions_than_its_target_has_says_so(target: FrozenTarget, tmp_path: Path) -> None:
+    folder = save(tmp_path / "head", target, "eagle3")
+    assert "made for" not in verdicts(folder)[VLLM].shown
+    for verdict in list(verdicts(folder, context_length=131_072).values())[:2]:
+        assert f"# made for {target.context_length} of the target's 131,072 positions" in verdict.shown
+
+
+@pytest.mark.parametrize("kind", BLOCK_HEADS)
+def test_a_head_that_drafts_blocks_is_what_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
+    engines = {"xpress": {VLLM}, "domino": {SGLANG}}.get(kind, {VLLM, SGLANG})
+    settings = BLOCK_HEADS[kind] | {"block_size": 5, "num_layers": 2}
+    folder = save(tmp_path / "head", target, kind, **settings)
+    config = json.loads((folder / "config.json").read_text())
+    own = config if kind == "dspark" else config["dflash_config"]
+    assert own["target_layer_ids"] == [1, 5] and own["mask_token_id"] == 2  # of the layers left, not entered
+    assert (config["block_size"], config["num_target_layers"], config["layer_types"]) == (5, 8, ["full_attention"] * 2)
+    names = load_file(folder / "model.safetensors").keys()
+    assert not {name for name in names if "embed_tokens" in name or "lm_head" in name or name in ("d2t", "t2d")}
+    found = verdicts(folder)
+    assert serving(found) == engines and why_unfit([*found.values()]) is None
+    method = kind if kind == "dspark" else "dflash"
+    if VLLM in engines:
+        assert f'"method": "{method}"' in found[VLLM].command
+    if SGLANG in engines:
+        assert f"--speculative-algorithm {method.upper()} " in found[SGLANG].command
+        drafts = "dspark-block-size 4" if kind == "dspark" else "num-draft-tokens 5"
+        assert found[SGLANG].command.endswith(f" --speculative-{drafts}")
+    assert serving(verdicts(folder, architecture="Qwen2ForCausalLM")) == {VLLM} & engines
+    assert serving(verdicts(folder, architecture="MixtralForCausalLM")) == set()
+    found = verdicts(save(tmp_path / "last", target, kind, aux_layer_ids=[2, 8], **settings))
+    assert all("[1, 7]: only the outputs" in found[engine].errors[0] for engine in engines)
+
+
+def test_what_sglang_reads_of_domino(target: FrozenTarget, tmp_path: Path) -> None:
+    """DFlash's class with the projector's fields, and a correction from the second token on."""
+    settings = BLOCK_HEADS["domino"] | {"block_size": 5, "num_layers": 2}
+    config = json.loads((save(tmp_path / "head", target, "domino", **settings) / "config.json").read_text())
+    own = {**settings, "projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": True}
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert own.items() - settings.items() <= config["dflash_config"].items() >= BLOCK_HEADS["domino"].items()
+    found = verdicts(save(tmp_path / "other", target, "domino", pure_draft_prefix_len=0, **settings))
+    assert not serving(found) and "takes a pure_draft_prefix_len of 1, not 0" in found[SGLANG].reason
+
+
+def test_what_vllms_kernels_take_of_xpress(target: FrozenTarget, tmp_path: Path) -> None:
+    """Any other number of draft tokens than the trained one reads the mixer with a wrong stride, so none is offered."""
+    settings: dict[str, Any] = {"block_size": 5, "num_layers": 2, "xpress_mlp_hidden": 64}
+    found = verdicts(save(tmp_path / "head", target, "xpress", xpress_rank=24, **settings))
+    assert not serving(found) and "power of two" in found[VLLM].reason and not found[VLLM].errors
+    folder = save(tmp_path / "other", target, "xpress", xpress_rank=16, **settings)
+    assert '"num_speculative_tokens": 4' in check_loaders(folder, steps=2)[0].command
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["xpress_num_passes"], config["xpress_block_size"], config["xpress_topc"]) == (4, 5, 128)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, {"is_causal": False, "causal": False}),
+        ({"causal": True}, {"is_causal": True, "causal": True}),
+        ({"sliding_window": 9}, {}),  # sliding layers are causal where nothing is said of all layers
+    ],
+)
+def test_causality_is_said_where_each_engine_reads_it(
+    settings: dict[str, Any], said: dict[str, bool], target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "head", target, "dflash", block_size=5, num_layers=2, **settings)
+    config = json.loads((folder / "config.json").read_text())
+    both = {name: config.get(name, config["dflash_config"].get(name)) for name in ("is_causal", "causal")}
+    assert {name: value for name, value in both.items() if value is not None} == said
+    assert config["layer_types"][0].startswith("sliding" if "sliding_window" in settings else "full")
+    assert serving(verdicts(folder)) == {VLLM, SGLANG}
+
+
+@pytest.mark.parametrize("settings", [{"draft_vocab_size": 128}, {"draft_vocab_size": 100}, {}])
+def test_an_eagle3_head_is_what_every_reader_loads(
+    settings: dict[str, Any], target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "head", target, "eagle3", **settings)
+    names = load_file(folder / "model.safetensors").keys()
+    assert ({"d2t", "t2d"} <= names) == (settings.get("draft_vocab_size") == 100)
+    found = verdicts(folder)
+    assert serving(found) == {VLLM, SGLANG, EAGLE} and why_unfit([*found.values()]) is None
+    assert found[VLLM].command == (
+        "vllm serve org/target --speculative-config "
+        '\'{"method": "eagle3", "model": "ann/a-head", "num_speculative_tokens": 4}\''
+    )
+    assert found[SGLANG].command == (
+        "python -m sglang.launch_server --model-path org/target --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path ann/a-head --speculative-num-steps 4 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "trained"),
+    [
+        ("eagle3", {"depth": 4}, 4),
+        ("dflash", {"block_size": 5, "num_layers": 2}, 4),
+        ("dspark", {"block_size": 4, "num_layers": 2, "markov_rank": 6}, 4),
+        ("draft", {"layers": [0, 7]}, 64),
+    ],
+)
+def test_a_command_that_drafts_more_than_was_trained_says_so(
+    kind: str, settings: dict[str, Any], trained: int, target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "head", target, kind, **settings)
+    for steps, warned in ((trained, False), (trained + 1, kind != "draft")):
+        for verdict in check_loaders(folder, steps=steps)[:2]:
+            assert ("more than the head was trained for, 4" in verdict.shown) == warned
+            assert verdict.shown.startswith(verdict.command)
+
+
+@pytest.mark.parametrize(
+    ("settings", "readers", "fault"),
+    [
+        ({"fc_norm": True}, {VLLM, SGLANG}, "fc_norm"),
+        ({"norm_output": True}, {VLLM, SGLANG}, "norm_output"),
+        ({"aux_layer_ids": [1, 4, 6]}, {VLLM, SGLANG}, r"[2, 4, 5] would be captured in the place of [1, 4, 6]"),
+        ({"aux_layer_ids": [0, 7]}, {VLLM, SGLANG}, "no layer ids are read"),
+        ({"aux_layer_ids": [2, 4, 8]}, {VLLM}, "layer 8 of 8, the last one's output, is never captured"),
+        ({"aux_layer_ids": [4]}, {VLLM}, "fc is left out"),
+        ({"hidden_size": 24}, {VLLM, SGLANG, EAGLE}, ""),
+        ({"hidden_size": 96}, {VLLM}, "fc is left out"),
+    ],
+)
+def test_which_options_each_reader_takes(
+    settings: dict[str, Any], readers: set[str], fault: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    found = verdicts(save(tmp_path / "head", target, "eagle3", **settings))
+    assert serving(found) == readers
+    assert not fault or any(fault in text for verdict in found.values() for text in verdict.errors)
+    assert (why_unfit([*found.values()]) is None) == (readers >= set(ENGINES))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "readers"),
+    [
+        ("Qwen3ForCausalLM", {VLLM, SGLANG, EAGLE}),
+        ("GraniteForCausalLM", {VLLM}),
+        ("MixtralForCausalLM", set()),
+        ("Mistral3ForConditionalGeneration", {VLLM}),
+        (None, set()),
+    ],
+)
+def test_an_engine_without_the_hook_for_a_target_serves_no_head_of_it(
+    architecture: str | None, readers: set[str], target: FrozenTarget, tmp_path: Path
+) -> None:
+    found = verdicts(save(tmp_path / "head", target, "eagle3"), architecture=architecture)
+    assert serving(found) == readers and not any(verdict.errors for verdict in found.values())
+    assert (why_unfit([*found.values()]) is None) == bool(readers)  # what serves nowhere says so
+
+
+def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path) -> None:
+    """The factor in config.json is the one by which the target's own class multiplies."""
+    target = make_target("gemma3_text", torch.float32, hidden_size=256)
+    folder = save(tmp_path / "head", target, "dflash2", block_size=4, num_layers=2, mask_token_id=3)
+    own = json.loads((folder / "config.json").read_text())["dflash_config"]
+    embed: Any = target.shared.embed_tokens
+    assert torch.allclose(embed(torch.tensor([7])), own["input_embedding_scale"] * embed.weight[[7]])
+    assert serving(verdicts(folder, architecture="Gemma4ForConditionalGeneration")) == {VLLM, SGLANG}
+    config = json.loads((folder / "config.json").read_text())
+    del config["draftsmith"]
+    (folder / "config.json").write_text(json.dumps(config))
+    read = read_published(str(folder), target)
+    assert read.config.selector_top_k == own["selector_top_k"] and not read.origin.differs
+
+
+def test_sglang_takes_a_window_as_an_option(target: FrozenTarget, tmp_path: Path) -> None:
+    """It counts the positions before the token's own; vLLM and config.json count that, too."""
+    found = verdicts(save(tmp_path / "head", target, "eagle3", sliding_window=64))
+    assert serving(found) == {VLLM, SGLANG} and "sliding_window" in found[EAGLE].reason
+    assert found[SGLANG].command.endswith(" --speculative-draft-window-size 63")
+    assert "window" not in verdicts(save(tmp_path / "other", target, "eagle3"))[SGLANG].command
+    assert "window" not in verdicts(save(tmp_path / "block", target, "dflash", sliding_window=64))[SGLANG].command
+
+
+def test_tensors_that_config_json_was_not_written_for_are_refused(target: FrozenTarget, tmp_path: Path) -> None:
+    folder = save(tmp_path / "head", target, "eagle3")
+    change_weights(folder, norm__weight=None)
+    assert "changed since it was saved" in refused(check_loaders, folder)
+
+
+LENGTH = {"original_max_position_embeddings": 64}
+LISTS = {"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize(
+    ("scaling", "readers"),
+    [
+        ({"rope_type": "default"}, {VLLM, SGLANG, EAGLE}),
+        (QUARTER, {VLLM}),
+        ({"rope_type": "linear", "factor": 4}, {VLLM, SGLANG}),
+        ({"rope_type": "yarn", "factor": 4.0, "truncate": False, **LENGTH}, {VLLM, SGLANG}),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, **LENGTH}, {VLLM}),
+        ({"rope_type": "longrope", **LISTS, **LENGTH}, {VLLM, SGLANG}),
+        ({"rope_type": "longrope", "attention_factor": 1.5, **LISTS, **LENGTH}, set()),
+    ],
+)
+def test_positions_that_a_reader_would_compute_otherwise(
+    kind: str, scaling: dict[str, Any], readers: set[str], target: FrozenTarget, tmp_path: Path
+) -> None:
+    found = verdicts(save(tmp_path / "head", target, kind, rope_scaling=scaling))
+    assert serving(found) == readers - (set() if kind == "eagle3" else {EAGLE})
+    assert all("rope_scaling" in verdict.reason for verdict in found.values() if not verdict.serves)
+
+
+def test_modules_have_the_positions_of_the_config_beside_them(tmp_path: Path) -> None:
+    write_native(tmp_path / "target", "mimo")
+    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", layout="mimo")
+    record = read_config(folder)
+    change_config(folder, draftsmith=record | {"config": record["config"] | {"rope_theta": 123.0}})
+    for verdict in verdicts(folder).values():
+        assert any(error.startswith("config.json: rope_parameters: not those") for error in verdict.errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("a/b", "a/b"), ("a/b@main", "a/b"), ("/hub/models--a--b/snapshots/1f", "a/b"), ("/x/a--b", None)],
+)
+def test_the_code_of_a_targets_config_is_named_as_transformers_splits_it(name: str, place: str | None) -> None:
+    target = {"name": name, "config": {"auto_map": {"AutoConfig": "made.Config"}}}
+    named = mtp_engine_config(None, target, "float32").get("auto_map")
+    assert named == (None if place is None else {"AutoConfig": f"{place}--made.Config"})
+
+
+def test_modules_that_engines_would_misread(tmp_path: Path) -> None:
+    write_native(tmp_path / "target", "mimo")
+    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", layout="mimo")
+    for verdict in verdicts(folder).values():
+        assert "k_proj.bias: expected (16,), found none" in verdict.reason
+
+
+def test_modules_of_a_multimodal_target_lie_beside_its_whole_config(tmp_path: Path) -> None:
+    native = write_native(tmp_path / "target", "qwen_dense")
+    make_multimodal(tmp_path / "target")
+    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", native=True)
+    whole, config = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("target", "head"))
+    assert config["architectures"] == whole["architectures"] and config["vision_config"]["depth"] == 1
+    assert config["text_config"]["num_hidden_layers"] == 4
+    assert load_file(folder / "model.safetensors").keys() == native.keys()
+    assert serving(verdicts(folder)) == {VLLM, SGLANG}
+
+
+def test_a_draft_vocabulary_of_modules_is_read_by_no_engine(tmp_path: Path) -> None:
+    write_native(tmp_path / "target", "deepseek")
+    target = load_target(str(tmp_path / "target"))
+    found = verdicts(save(tmp_path / "head", target, "mtp", native=True, draft_vocab_size=V - 8))
+    assert not serving(found) and all("d2t: expected none" in verdict.reason for verdict in found.values())
+
+
+@pytest.mark.parametrize(("settings", "readers"), [({}, {OLD_VLLM, MEDUSA}), ({"draft_vocab_size": 99}, set())])
+def test_a_medusa_is_what_its_own_repository_reads(
+    settings: dict[str, Any], readers: set[str], target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "head", target, "medusa", depth=2, num_layers=2, **settings)
+    weights = load_file(folder / "medusa_lm_head.safetensors")
+    names = {f"{k}.{j}.linear.{part}" for k in range(2) for j in range(2) for part in ("weight", "bias")}
+    assert weights.keys() - {"token_map"} == names | {"0.2.weight", "1.2.weight"}
+    config, size = json.loads((folder / "config.json").read_text()), settings.get("draft_vocab_size", 128)
+    assert (config["medusa_num_heads"], config["medusa_num_layers"], config["medusa_fc_bias"]) == (2, 2, True)
+    assert config["architectures"] == ["MedusaModel"] and weights["1.2.weight"].shape == (size, 32)
+    assert config["truncated_vocab_size"] == size
+    found = verdicts(folder)
+    assert serving(found) == readers and not set(ENGINES) & readers
+    assert why_unfit([*found.values()])  # no engine of today has the method
+    assert not serving(verdicts(folder, architecture="Qwen2ForCausalLM")) - {OLD_VLLM}
+
+
+def test_a_draft_model_is_an_ordinary_model(target: FrozenTarget, tmp_path: Path) -> None:
+    folder = save(tmp_path / "head", target, "draft", layers=[0, 5])
+    found = verdicts(folder)
+    assert serving(found) == {VLLM, SGLANG}
+    assert '"method": "draft_model"' in found[VLLM].command and "STANDALONE" in found[SGLANG].command

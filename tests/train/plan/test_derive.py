@@ -1,0 +1,165 @@
+"""Recipes derived from a model and conversations: what they hold, what the user's keys do, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eval import bench, report
+from eval.core.command_line import exit_status
+from heads.saved import read_config
+from tests.conftest import TEXT
+from tests.support.chats import talk, write_chats
+from tests.support.published_heads import ZLAB, dflash, write
+from tests.support.runs import forget_accelerator, the_error
+from train.data.dialogues import first_turns, read_asked
+from train.entry import attempt
+from train.recipe.recipe import KINDS, load_recipe
+
+NUMBER = 40
+SMALL = [
+    *("data.regenerate.new_tokens=8", "data.context_length=96", "head.depth=2", "train.max_steps=2"),
+    *("train.precision=fp32", "eval.max_new_tokens=4", "eval.num_prompts=2", "eval.report.num_prompts=2"),
+    "eval.report.temperatures=[0]",
+]
+
+
+def chat(number: int, **more: Any) -> dict[str, Any]:
+    return {"messages": talk(TEXT[number : number + 40], "so it is"), **more}
+
+
+@pytest.fixture
+def here(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a target and conversations, of which the last repeats the question of the first."""
+    (tmp_path / "target").symlink_to(tiny_target_dir)
+    write_chats(tmp_path / "chats.jsonl", [*map(chat, range(NUMBER)), chat(0, note="again")])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def derived(entry: str, *words: str, model: str = "target", data: str = "chats.jsonl") -> int:
+    return attempt(entry, ["--model", model, "--data", data, *words])
+
+
+@pytest.mark.parametrize("entry", KINDS)
+def test_every_kind_gets_a_recipe_that_fits(entry: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert derived(entry, "--plan", "--tflops", "1", "train.lr=0.5") == 0
+    said = capsys.readouterr().out
+    folder = here / f"runs/{KINDS[entry]}-target-chats"
+    recipe: Any = load_recipe(folder / "recipe.yaml")
+    assert "fits: " in said and yaml.safe_load(said.partition(f"\n{KINDS[entry]} for ")[0])["train"]["lr"] == 0.5
+    assert recipe.train.lr == 0.5 and recipe.train.epochs and recipe.target.dtype == "float32"
+    made, (source,) = recipe.data.regenerate, recipe.data.sources
+    assert recipe.target.path == str(here / "target") and source.path == str(here / "chats.jsonl")
+    assert recipe.eval.prompts == source.held_out == str(folder / "held-out.jsonl")
+    held = [first_turns(("", json.loads(line))) for line in (folder / "held-out.jsonl").read_text().splitlines()]
+    trained = [first_turns(record) for record in source.records()]
+    assert len(set(held)) == 8 and not {*held} & {*trained} and made.prompts == len(trained)
+    assert len({*held, *trained}) == NUMBER
+    assert recipe.train.tokens_per_step % (recipe.train.batch_size * recipe.data.context_length) == 0
+    assert made.prompt_tokens + made.new_tokens <= recipe.data.context_length
+    assert not (folder / "checkpoints").exists()
+
+
+def test_a_chain_is_as_long_as_the_head_that_is_there_drafts(here: Path) -> None:
+    write(here / "dflash", ZLAB, dflash().to_checkpoint())
+    assert derived("xpress", "--plan", "--tflops", "1", "head.init_from=dflash") == 0
+    found: Any = load_recipe("runs/xpress-target-chats/recipe.yaml").eval
+    assert found.tree == "chain:3" and found.report.trees == ("chain:3", "chain:2", "chain:1")
+
+
+def test_a_gpu_gets_larger_sizes(here: Path) -> None:
+    assert derived("eagle", "--plan", "--tflops", "1", "--memory", "80", "output_dir=large") == 0
+    recipe: Any = load_recipe("large/recipe.yaml")
+    assert recipe.target.dtype == "bfloat16" and recipe.eval.report.batch_sizes == (1, 4, 16)
+    assert 8192 < recipe.train.tokens_per_step <= 16384 and recipe.output_dir == str(here / "large")
+
+
+@pytest.mark.slow
+def test_a_derived_run_resumes_moves_and_is_measured_from_any_folder(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert derived("eagle", *SMALL) == 0
+    said = capsys.readouterr()
+    run = here / "runs/eagle3-target-chats"
+    results = json.loads((run / "results.json").read_text())
+    assert {m["batch_size"] for m in results["measurements"]} == {1, 4}
+    assert results["exact"]["identical"] == results["exact"]["prompts"] > 0
+    assert " greedy" in said.out.splitlines()[-2] and ": vllm serve /" in said.out.splitlines()[-1]
+    recipe = (run / "recipe.yaml").read_text()
+
+    def again(*words: str) -> None:
+        forget_accelerator()
+        capsys.readouterr()
+        assert attempt("eagle", [*words]) == 0
+        said = capsys.readouterr().err
+        assert "finished already" in said and "measured already" in said
+
+    again("--model", "target", "--data", "chats.jsonl", *SMALL)
+    again("runs/eagle3-target-chats/recipe.yaml")
+    assert (run / "recipe.yaml").read_text() == recipe
+    forget_accelerator()
+    assert derived("eagle", *SMALL, "train.lr=0.5") == 2 and "train.lr was" in the_error(capsys)
+    moved = tmp_path_factory.mktemp("elsewhere") / "moved"
+    shutil.move(run, moved)
+    monkeypatch.chdir(moved.parent)
+    again("moved/recipe.yaml")
+    assert exit_status(lambda: report.main(["moved"])) == 0
+    assert f": vllm serve {here}/target " in capsys.readouterr().out.splitlines()[-1]
+    assert not run.exists() and read_config(moved / "head")["target"]["name"] == str(here / "target")
+    options = ["--prompts", "moved/held-out.jsonl", "--num-prompts", "2", "--max-new-tokens", "4", "--repeats", "1"]
+    several = ["moved", "lookup:3", "--tree", "chain:2", "--batch-size", "1,2", *options, "--out", "compared"]
+    assert exit_status(lambda: bench.main(several)) == 0
+    compared = json.loads(Path("compared/compare.json").read_text())
+    found = {(m["head"], m["batch_size"]) for m in compared["measurements"]}
+    assert found == {(head, size) for head in ("moved", "lookup:3") for size in (1, 2)}
+    (here / "target").unlink()
+    assert exit_status(lambda: bench.main(["moved", *options])) == 2
+    assert "names it as its target: give another copy with --target" in the_error(capsys)
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["--model", "target"], "--data: is missing"),
+    (["--data", "chats.jsonl"], "--model: is missing"),
+    (["recipe.yaml", "--model", "target", "--data", "chats.jsonl"], "recipe.yaml: --model and --data are in place of"),
+    (["--model", "target", "--data", "no.jsonl"], "no.jsonl: no such file"),
+    (["--model", "no/such/model", "--data", "chats.jsonl"], "no/such/model: no such folder"),
+    (["--model", "target", "--data", "few.jsonl"], "got 3 in 3 records"),
+    (["--model", "target", "--data", "odd.jsonl"], "got 0 in 30 records"),
+    (["--model", "target", "--data", "odd.jsonl"], "odd.jsonl:1: expected a record with 'messages'"),
+    (["--model", "target", "--data", "chats.jsonl", "data.regenerate.prompt_tokens=2"], "got 0 in 41 records"),
+    (["--model", "target", "--data", "chats.jsonl", "data.regenerate.new_tokens=512"], "new_tokens: expected less"),
+    (["--model", "target", "--data", "chats.jsonl", "trian.lr=1"], "did you mean 'train'?"),
+    (["--model", "target", "--data", "chats.jsonl", "head.kind=mtp", "head={kind: mtp}"], "use train/mtp.py"),
+    (["--model", "target", "--data", "chats.jsonl", "train.lr"], "override 'train.lr': expected key.sub=value"),
+    (["--model", "target", "--data", "chats.jsonl", "data.sources=[{kind: python}]"], "of kind chat"),
+    (["--model", "target", "--data", "chats.jsonl", "output_dir=chats.jsonl"], "expected a folder"),
+    (["--model", "target", "--data", "chats.jsonl", "eval.prompts=chats.jsonl"], "none is left to train on"),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), REFUSED)
+def test_what_cannot_be_derived(words: list[str], named: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_chats(here / "few.jsonl", map(chat, range(3)))
+    (here / "odd.jsonl").write_text('{"title": "no chat"}\n' * 30)
+    assert attempt("eagle", words) == 2
+    assert named in the_error(capsys) and not (here / "runs").exists()
+
+
+def test_a_prompt_without_an_answer_is_a_conversation() -> None:
+    asked = {"role": "user", "content": "why"}
+    for record in ({"prompt": "why"}, {"turns": ["why"]}, {"messages": [asked]}, {"prompt": [asked]}):
+        assert [message["role"] for message in read_asked(("x:1", record)).messages] == ["user", "assistant"]
+        assert first_turns(("x:1", record)) == ("user", "why")
+
+
+def test_a_runs_recipe_goes_with_its_folder(tiny_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_run / "run", tmp_path / "moved")
+    assert load_recipe(tmp_path / "moved/recipe.yaml").output_dir == str(tmp_path / "moved")
+    assert load_recipe(tmp_path / "moved/recipe.yaml", ["output_dir=new"]).output_dir == "new"
+    shutil.copy(tiny_run / "run/recipe.yaml", tmp_path / "recipe.yaml")  # which is now a recipe as any other
+    made_in = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["output_dir"]
+    assert load_recipe(tmp_path / "recipe.yaml").output_dir == made_in != str(tmp_path / "moved")

@@ -1,0 +1,213 @@
+"""Recipes: every fault at once, each with its file or override, key and remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.records.measure_settings import BenchSettings
+from heads.core.errors import UserError
+from train.recipe.recipe import Recipe, Train, dump_recipe, load_recipe, plain_settings, with_steps
+
+GOOD = """\
+output_dir: runs/x
+target: {path: some/target}
+head: {kind: eagle3, depth: 3, aux_layer_ids: [1, 2, 3]}
+data:
+  sources:
+    - {kind: python, limit: 10}
+train:
+  max_steps: 10
+  lr: 1e-4
+eval: {prompts: python-heldout}
+"""
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Recipe:
+    (tmp_path / "r.yaml").write_text(text)
+    return load_recipe(tmp_path / "r.yaml", overrides)
+
+
+def faults(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    """The lines of what is wrong, without the folder."""
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text, *overrides)
+    return str(caught.value).replace(f"{tmp_path}/", "").splitlines()
+
+
+def test_a_good_recipe_loads_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:
+    recipe = load(tmp_path, GOOD, "train.schedule=wsd", "eval.temperature=0.5")
+    assert recipe.train.lr == 1e-4
+    assert recipe.head.model_dump(exclude_unset=True) == {"kind": "eagle3", "depth": 3, "aux_layer_ids": (1, 2, 3)}
+    assert load(tmp_path, dump_recipe(plain_settings(recipe))) == recipe
+
+
+def test_only_the_report_looks_for_drafts(tmp_path: Path) -> None:
+    recipe = load(tmp_path, GOOD, "eval.report.trees=[auto, 'chain:2']")
+    assert recipe.eval.report.trees == ("auto", "chain:2")
+    (fault,) = faults(tmp_path, GOOD, "eval.tree=auto")
+    assert "eval.tree: the same tree is measured every time, got 'auto'" in fault
+
+
+def test_a_default_that_has_no_effect_is_no_fault(tmp_path: Path) -> None:
+    """A run's own recipe has every default, and is changed on the command line."""
+    own = dump_recipe(plain_settings(load(tmp_path, GOOD, "eval.report.temperatures=[0, 1]")))
+    assert "top_k: 0" in own
+    assert load(tmp_path, own, "eval.report.temperatures=[0]").eval.report.temperatures == (0,)
+
+
+def test_all_faults_are_given_at_once_with_file_key_and_suggestion(tmp_path: Path) -> None:
+    text = GOOD.replace("lr: 1e-4", "lr: fast\n  grad_acum: 2").replace("limit: 10", "limt: 10")
+    text = text.replace("depth: 3", "dept: 3").replace("max_steps: 10", "max_steps: 1.5\n  schedule: cosin")
+    assert faults(tmp_path, text) == [
+        "r.yaml: head.dept: unknown key; did you mean 'depth'?",
+        "r.yaml: data.sources.0.limt: unknown key; did you mean 'limit'?",
+        "r.yaml: train.max_steps: should be a valid integer, got 1.5",
+        "r.yaml: train.lr: should be a valid number, got 'fast'",
+        "r.yaml: train.schedule: got 'cosin'; did you mean 'cosine'?",
+        "r.yaml: train.grad_acum: unknown key; did you mean 'grad_accum'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        ("train.max_stps=3", "train.max_stps: unknown key; did you mean 'max_steps'?"),
+        ("train.lr='1e-4'", "train.lr: should be a valid number, got '1e-4'"),
+        ("train.decay_fraction=0.1", "train.decay_fraction: has no effect with"),
+        ("train.max_steps=null", "train.max_steps: is missing; give it a value, or give train.epochs"),
+        ("head={depth: 3}", "head.kind: is missing; one of eagle3"),
+        ("data.template.a=[1]", "data.template.a: should be a valid boolean or a valid integer or a valid number or"),
+        ("head.kind=null", "head.kind: got None; known: eagle3"),
+        ("head.tree_nodes=3", "head.tree_nodes: has no effect here: it belongs to kind medusa"),
+        ("data.sources.4.limit=1", "there is no such entry"),
+        ("data.sources.0.weight=2", "data.sources.0.weight: has no effect with one"),
+        (["train.eval_every=5", "train.eval_points=3"], "train.eval_points: has no effect with train.eval_every"),
+        ("tracking.project=x", "tracking.project: has no effect without tracking.wandb"),
+        ("eval.top_p=0.9", "eval.top_p: has no effect at eval.temperature 0"),
+        ("eval.rule=ratio", "eval.rule: has no effect at eval.temperature 0"),
+        (["eval.report.sampling=model", "eval.top_k=3"], "eval.top_k: has no effect at eval.temperature 0"),
+        (["eval.report.sampling=model", "eval.report.temperatures=[1]"], "no effect with eval.report.sampling"),
+        (["eval.rule=typical", "eval.temperature=1"], "eval.rule: got 'typical'; known: match, ratio, block"),
+        ("eval.tree=chain:0", "eval.tree: tree 'chain:0': a chain has at least 1 draft token"),
+    ],
+)
+def test_overrides_go_through_the_same_checks(overrides: str | list[str], fault: str, tmp_path: Path) -> None:
+    (line,) = faults(tmp_path, GOOD, *([overrides] if isinstance(overrides, str) else overrides))
+    assert line.startswith("override '") and fault in line, line
+
+
+def test_a_split_has_no_effect_on_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    file, hub = (
+        GOOD.replace("{kind: python, limit: 10}", f"{{kind: text, path: {path}, subset: all, split: test}}")
+        for path in (tmp_path / "a.jsonl", "some/set")
+    )
+    lines = faults(tmp_path, file)
+    assert "data.sources.0.subset: has no effect on files" in "\n".join(lines)
+    assert "data.sources.0.split: has no effect on files" in "\n".join(lines)
+    assert "subset: all\n    split: test" in dump_recipe(plain_settings(load(tmp_path, hub)))
+
+
+def test_weights_are_given_to_all_sources_or_none(tmp_path: Path) -> None:
+    text = GOOD.replace("10}\n", "10, weight: 1.0}\n    - {kind: text, path: a.jsonl}\n", 1)
+    assert faults(tmp_path, text) == ["r.yaml: data.sources.1.weight: is missing: give every source a weight, or none"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a: 1\na: 2\n", "found duplicate key a"),
+        ("a: [1\nb: 2\n", "line 2, column 2"),
+        ("- 1\n", "expected settings, each as `name: value`, got a list"),
+    ],
+)
+def test_files_that_are_no_recipe(text: str, fault: str, tmp_path: Path) -> None:
+    (line,) = faults(tmp_path, text)
+    assert line.startswith("r.yaml: ") and fault in line, line
+
+
+def test_a_recipe_extends_another(tmp_path: Path) -> None:
+    """Mappings are merged, lists are replaced, and a fault names the file that has the key."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/target.yaml").write_text(
+        GOOD.replace("output_dir: runs/x\n", "extends: ../all.yaml\n").replace("depth: 3", "depth: 2")
+    )
+    (tmp_path / "all.yaml").write_text("train: {lr: 1, seed: 4}\neval: {report: {trees: [chain:2, chain:1]}}\n")
+    text = "extends: base/target.yaml\noutput_dir: runs/x\neval: {report: {trees: [chain:3]}}\nhead: {depth: 3}\n"
+    recipe = load(tmp_path, text, "train.lr=2e-4")
+    assert recipe.head.model_dump(exclude_unset=True) == {"kind": "eagle3", "depth": 3, "aux_layer_ids": (1, 2, 3)}
+    assert (recipe.train.lr, recipe.train.seed, recipe.eval.report.trees) == (2e-4, 4, ("chain:3",))
+    assert load(tmp_path, dump_recipe(plain_settings(recipe))) == recipe
+    (tmp_path / "all.yaml").write_text("train: {sead: 4}\n")
+    assert faults(tmp_path, text) == ["all.yaml: train.sead: unknown key; did you mean 'seed'?"]
+    (tmp_path / "all.yaml").write_text("extends: base/target.yaml\n")
+    assert faults(tmp_path, text) == ["all.yaml: extends: base/target.yaml: extends this file itself"]
+    (tmp_path / "all.yaml").unlink()
+    assert faults(tmp_path, text) == ["base/target.yaml: extends: all.yaml: no such file"]
+
+
+def test_an_interpolation_is_text(tmp_path: Path) -> None:
+    recipe = load(tmp_path, GOOD.replace("runs/x", "'runs/${oc.env:HOME}'"), "target.path=${output_dir}")
+    assert (recipe.output_dir, recipe.target.path) == ("runs/${oc.env:HOME}", "${output_dir}")
+
+
+def test_the_final_measurement_has_the_settings_of_the_report_or_else_those_of_eval(tmp_path: Path) -> None:
+    recipe = load(tmp_path, GOOD, "eval.temperature=0.5", "eval.top_k=3", "eval.report.trees=[auto]")
+    assert recipe.eval.final() == BenchSettings(
+        num_prompts=32, max_prompt_tokens=256, trees=("auto",), temperatures=(0.5,), top_k=3, seed=1
+    )
+    assert load(tmp_path, GOOD, "eval.report.sampling=model", "eval.rule=ratio").eval.final().sampling == "model"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], {"a": False, "b": 2}),
+        (["data.template.b=3"], {"a": False, "b": 3}),
+        (["data.template={b: 3}"], {"b": 3}),
+        (["data.template=null"], {}),
+        (["data.template.a=null"], {"b": 2}),
+    ],
+)
+def test_an_override_replaces_what_was_there(overrides: list[str], expected: dict[str, Any], tmp_path: Path) -> None:
+    """Only the parts of its dotted key are merged, and null is the default."""
+    chat = "{kind: chat, path: x}\n  template: {a: false, b: 2}"
+    text = GOOD.replace("{kind: python, limit: 10}", chat)
+    assert load(tmp_path, text, *overrides).data.template == expected
+
+
+def test_null_in_an_override_is_none_where_that_is_a_value(tmp_path: Path) -> None:
+    text = GOOD.replace("lr: 1e-4", "lr: 1e-4\n  eval_every: 5\n  seed: 3")
+    train = load(tmp_path, text, "train.eval_every=null", "train.seed=null", "train.lr=null").train
+    assert (train.eval_every, train.seed, train.lr) == (None, 0, 1e-4)
+
+
+def test_steps_and_epochs_on_the_command_line_replace_each_other(tmp_path: Path) -> None:
+    train = load(tmp_path, GOOD, "train.epochs=2").train
+    assert (train.max_steps, train.epochs) == (None, 2)
+    train = load(tmp_path, GOOD.replace("max_steps: 10", "epochs: 0.5"), "--train.max_steps=7").train
+    assert (train.max_steps, train.epochs) == (7, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"max_steps": 1000, "warmup_steps": 40}, [63, 99, 157, 250, 397, 630, 1000]),
+        ({"max_steps": 160, "warmup_steps": 30}, [40, 63, 101, 160]),
+        ({"max_steps": 6400, "eval_points": 4}, [1600, 2540, 4032, 6400]),
+        ({"max_steps": 12}, [12]),
+        ({"max_steps": 10, "eval_every": 4}, [4, 8, 10]),
+    ],
+)
+def test_tau_is_measured_at_points_spaced_evenly_in_the_logarithm_of_the_steps(
+    settings: dict[str, int], expected: list[int]
+) -> None:
+    assert sorted(Train.model_validate(settings).measured_steps) == expected
+
+
+def test_a_warm_up_takes_at_most_a_fifth_of_the_run(tmp_path: Path) -> None:
+    recipe = load(tmp_path, GOOD.replace("max_steps: 10", "epochs: 1\n  warmup_steps: 600"))
+    for steps, warmup in ((133, 26), (3_000, 600), (40_000, 600), (1, 0)):
+        train = with_steps(recipe, steps).train
+        assert (train.steps, train.epochs, train.warmup_steps) == (steps, None, warmup)

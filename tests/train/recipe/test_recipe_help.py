@@ -1,0 +1,52 @@
+"""--help lists every key of the schema, with what a user needs to know of it."""
+
+import re
+from typing import get_args
+
+import pytest
+
+from eval.data.prompts import HELD_OUT_SUITE, HUB_SUITES
+from heads.methods.losses import LOSSES
+from heads.methods.method_settings import SETTINGS, Divergence
+from heads.methods.mtp import LAYOUTS
+from heads.registry import HEADS
+from train.entry import attempt
+from train.recipe.recipe import KINDS, Recipe
+from train.recipe.recipe_help import keys_of
+
+KEY = re.compile(r"^  (\S+) \((.+); (required|default .+)\)\n((?: {6}.+\n)+)", flags=re.MULTILINE)
+
+
+def listed(kind: str) -> dict[str, tuple[str, str, str]]:
+    """Key -> its type, default and meaning."""
+    found = KEY.findall(keys_of(Recipe, kind) + "\n")
+    return {name: (type_, default, " ".join(meaning.split())) for name, type_, default, meaning in found}
+
+
+def test_every_kind_of_head_has_settings() -> None:
+    assert SETTINGS.keys() == HEADS.keys() and LOSSES.keys() == set(get_args(Divergence))
+
+
+@pytest.mark.parametrize(("entry", "kind"), KINDS.items())
+def test_help_lists_the_settings_of_the_entry_s_kind(entry: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert attempt(entry, ["--help"]) == 0
+    assert {key[0] for key in KEY.findall(capsys.readouterr().out)} == listed(kind).keys()
+    own = {"kind", "init_from", *SETTINGS[kind].model_fields}
+    assert {key.split(".")[1] for key in listed(kind) if key.startswith("head.")} == own
+
+
+def test_every_key_has_a_meaning_in_sentences_and_the_schema_s_type_and_default() -> None:
+    keys = listed("draft")
+    assert all(re.fullmatch(r"[A-Za-z].*\.", meaning) for _, _, meaning in keys.values())
+    assert keys["train.betas"][:2] == ("list of 2 numbers >= 0, < 1", "default [0.9, 0.95]")
+    assert keys["eval.report.trees"][:2] == ("list of texts or null", "default null")
+    assert keys["data.sources"][:2] == ("list of sections", "required")
+    assert keys["head.lora.rank"][:2] == ("integer >= 1", "default 16")
+    assert keys["eval.rule"][:2] == ("match or ratio or block", "default match")
+
+
+def test_choices_in_words_are_all_of_them() -> None:
+    for kind in HEADS.keys() - {"dspark"}:  # which has factors of its own instead
+        assert all(name in listed(kind)["head.loss"][2] for name in LOSSES)
+    assert all(name in listed("mtp")["eval.prompts"][2] for name in (HELD_OUT_SUITE, *HUB_SUITES))
+    assert all(name in listed("mtp")["head.layout"][2] for name in LAYOUTS)

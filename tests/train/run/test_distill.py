@@ -1,0 +1,136 @@
+"""A draft model in the loop: distilled, by adapters, on its own text, to the last bit where a run is broken off."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from heads.registry import build_head
+from heads.saved import load_head
+from heads.targets.frozen_target import FrozenTarget
+from heads.targets.load import load_target, load_tokenizer
+from tests.support.chats import reader_of
+from tests.support.closeness import assert_close
+from tests.support.faults import signal_at
+from tests.support.runs import Settings, measured_run, same, weights, write_recipe
+from tests.support.runs import train_in as run
+from train.core.interrupts import Interrupted
+from train.data.prepare import load_data
+from train.recipe.recipe import load_recipe
+from train.steps.draft_lora import add_adapters, merged_weights
+
+ON_POLICY = {"every": 2, "prompts": 6, "samples": 4, "prompt_tokens": 8, "new_tokens": 12, "share": 0.5}
+
+
+@pytest.fixture
+def small(settings: Settings) -> Settings:
+    """A run of a draft model that takes a second."""
+    settings["head"] = {"kind": "draft", "layers": [0, 7]}
+    settings["train"] |= {"lr": 1e-3}
+    settings["eval"]["report"] = {"repeats": 1}
+    return settings
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    return load_target(str(tiny_target_dir))
+
+
+def adapted(target: FrozenTarget, lora: Settings) -> tuple[Any, Any]:
+    """A draft without adapters, and one with adapters that do something."""
+    settings = {"layers": [0, 2], "lora": lora}
+    plain = build_head("draft", settings, target, torch.ones(target.vocab_size))
+    head = build_head("draft", settings, target, torch.ones(target.vocab_size))
+    add_adapters(head)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
+    return plain, head
+
+
+@pytest.mark.parametrize("modules", [None, ["q_proj", "down_proj"]])
+def test_merged_weights_are_the_adapted_model(modules: list[str] | None, target: FrozenTarget) -> None:
+    plain, head = adapted(target, {"rank": 3, "alpha": 5.0} | ({} if modules is None else {"modules": modules}))
+    ids = torch.arange(20)[None]
+    before = plain.model(input_ids=ids).logits
+    wanted = head.model(input_ids=ids).logits
+    plain.load_state_dict(merged_weights(head, head.state_dict()))
+    assert not torch.allclose(before, wanted, atol=1e-2)
+    assert_close(plain.model(input_ids=ids).logits, wanted, roundings=256)
+    trained = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    adapters = {name.split(".lora_")[0].split(".")[-1] for name in trained}
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert adapters == (projections if modules is None else set(modules))
+
+
+def test_a_fused_layer_is_merged_the_right_way_round() -> None:
+    """gpt2 keeps its matrices transposed."""
+    config = AutoConfig.for_model("gpt2", vocab_size=40, n_embd=16, n_layer=4, n_head=2, n_positions=64, eos_token_id=1)
+    auto: Any = AutoModelForCausalLM
+    plain, head = adapted(FrozenTarget(auto.from_config(config), "gpt2"), {"rank": 3})
+    ids = torch.arange(20)[None]
+    plain.load_state_dict(merged_weights(head, head.state_dict()))
+    torch.testing.assert_close(plain.model(input_ids=ids).logits, head.model(input_ids=ids).logits)
+
+
+def test_a_whole_run_by_adapters_on_its_own_text(small: Settings) -> None:
+    """Every option at once; the published form is a plain model, its outputs the target's own."""
+    small["head"]["lora"] = {"rank": 4}
+    small["data"] |= {"on_policy": ON_POLICY, "regenerate": {"prompts": 4, "prompt_tokens": 8, "new_tokens": 8}}
+    small["eval"]["report"] |= {"trees": ["chain:2", "tree:2x2x5"], "temperatures": [0, 1]}
+    folder, results = measured_run("distill", small)
+    assert results["exact"]["prompts"] == 8
+    head = load_head(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "head", dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(model(input_ids=ids).logits, head.model(input_ids=ids).logits)
+    assert not any("lora" in name for name in load_file(folder / "head/model.safetensors"))
+    assert head.config.lora.rank == 4
+    assert sorted(path.name for path in (folder / "on_policy").iterdir()) == ["step-2.jsonl", "step-4.jsonl"]
+
+
+@pytest.mark.parametrize("steps", [(3,), pytest.param((2, 4, 5), marks=pytest.mark.slow)])
+def test_a_run_on_its_own_text_goes_on_bit_for_bit(steps: tuple[int, ...], small: Settings, tmp_path: Path) -> None:
+    """Broken off before it writes, in the midst of what it wrote, and just before it writes anew."""
+    small["data"]["on_policy"] = ON_POLICY
+    small["eval"]["report"] |= {"repeats": 1}
+    unbroken = run(small)
+    for step in steps:
+        small["output_dir"] = str(tmp_path / f"broken at {step}")
+        with signal_at(step), pytest.raises(Interrupted):
+            run(small)
+        broken = run(small)
+        assert same(weights(unbroken, 6), weights(broken, 6)), step
+        for name in ("step-2.jsonl", "step-4.jsonl"):
+            assert (unbroken / "on_policy" / name).read_bytes() == (broken / "on_policy" / name).read_bytes(), step
+
+
+def test_samples_are_the_drafts_own_and_are_learnt_from(small: Settings, target: FrozenTarget) -> None:
+    """Greedy samples are what the draft of that step says; at share 1 they are all that the next steps learn from."""
+    small["data"]["on_policy"] = {**ON_POLICY, "temperature": 0.0, "share": 1.0}
+    recipe = write_recipe(small)
+    folder = run(small)
+    data, tokenizer = load_recipe(recipe).data, load_tokenizer(target.name)
+    head: Any = build_head("draft", {"layers": [0, 7]}, target, torch.ones(128))
+    head.load_state_dict(weights(folder, 4))
+    _, written = load_data(data, 0, head, target, reader_of(tokenizer), folder)
+    assert written is not None
+    pool = written.mixture(4).pools[0]
+    rows = [pool.row(n).tokens[0] for n in range(len(pool))]
+    prompts = [request.prompt for request in written.requests(4)]
+    recorded = (folder / "on_policy/step-4.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in recorded]
+    packed = " ".join(" ".join(map(str, row.tolist())) for row in rows)
+    assert len(samples) == len(prompts) == 4
+    for prompt, sample in zip(prompts, samples, strict=True):
+        naive = list(prompt)
+        while len(naive) < len(prompt) + 12 and naive[-1] != 1:  # the end of text
+            naive.append(int(head.model(input_ids=torch.tensor([naive])).logits[0, -1].argmax()))
+        assert naive == [*prompt, *sample]
+        assert " ".join(map(str, naive)) in packed

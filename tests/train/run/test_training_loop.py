@@ -1,0 +1,252 @@
+"""One loop: it learns, it is the same however a step is cut up, and it goes on bit for bit."""
+
+import json
+import math
+import re
+import shutil
+import signal
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heads.core.errors import UserError
+from heads.saved import load_head
+from tests.conftest import small_recipe
+from tests.support.chats import write_chats
+from tests.support.faults import full_disk, nan_at, signal_at
+from tests.support.runs import Settings, lines, same, train, weights
+from tests.support.runs import train_in as run
+from train.core.interrupts import Interrupted
+from train.recipe.recipe import load_recipe
+from train.run.checkpoints import list_checkpoints, read_state
+from train.run.tau_measurement import Evaluation, TauMeasurement
+
+TIMINGS = dict.fromkeys(("seconds", "measuring_seconds", "tokens_per_second"), 0)
+"""Figures of metrics.jsonl that no two runs share."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Settings:
+    """The settings of a run that was made unbroken, by which others are judged."""
+    settings = small_recipe(tmp_path_factory.mktemp("whole"), tiny_target_dir)
+    run(settings)
+    return settings
+
+
+def judged(settings: Settings, whole: Settings) -> bool:
+    """True if a run has the weights of the unbroken one."""
+    return same(*(weights(Path(made["output_dir"]), 6) for made in (settings, whole)))
+
+
+def test_it_learns_one_row_by_heart(settings: Settings) -> None:
+    settings["data"]["sources"][0]["limit"] = 1
+    settings["train"] |= {"max_steps": 24, "lr": 0.05, "checkpoint_every": 100, "log_every": 8}
+    folder = run(settings)
+    losses = [line["loss"] for line in lines(folder, "train")]
+    assert losses[-1] < 0.2 * losses[0], losses
+    assert (folder / "head").is_dir() and (folder / "provenance.json").is_file() and (folder / "recipe.yaml").is_file()
+
+
+def chat_source(tmp_path: Path) -> dict[str, Any]:
+    """Answers of very different lengths, so that the rows of a step hold different numbers of labels."""
+    records = [{"instruction": "say " + "so " * (n % 3), "response": "the sea " * (1 + 3 * (n % 4))} for n in range(16)]
+    return write_chats(tmp_path / "chats.jsonl", records)
+
+
+def test_accumulation_is_the_same_step_cut_up(settings: Settings, tmp_path: Path) -> None:
+    settings["data"] = {"sources": [chat_source(tmp_path)], "context_length": 128}
+    settings["train"] |= {"max_steps": 3, "batch_size": 4, "weight_decay": 0.1, "max_grad_norm": 0.5, "log_every": 1}
+    whole = run(settings)
+    settings["train"] |= {"batch_size": 1, "grad_accum": 4}
+    cut = run(settings | {"output_dir": str(tmp_path / "cut")})
+    for name, tensor in weights(whole, 3).items():
+        torch.testing.assert_close(weights(cut, 3)[name], tensor, rtol=1e-3, atol=1e-4)
+    norms = [[line["grad_norm"] for line in lines(folder, "train")] for folder in (whole, cut)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_what_is_saved_is_what_was_measured_and_changes_no_step(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, measured = Evaluation.measure, {}
+
+    def spy(self: Evaluation, head: Any) -> TauMeasurement:
+        measured.update({name: value.clone() for name, value in head.state_dict().items()})
+        return measure(self, head)
+
+    monkeypatch.setattr(Evaluation, "measure", spy)
+    losses, trained = [], []
+    for dtype in ("bfloat16", "float32"):
+        settings["output_dir"] = str(tmp_path / dtype)
+        settings["train"] |= {"save_dtype": dtype} if dtype == "float32" else {}  # bfloat16 is the default
+        folder = run(settings)
+        (file,) = (folder / "head").glob("*.safetensors")
+        saved = {name: value for name, value in load_file(file).items() if value.is_floating_point()}
+        assert {value.dtype for value in saved.values()} == {getattr(torch, dtype)}
+        assert json.loads((folder / "head/config.json").read_text())["torch_dtype"] == dtype
+        assert same(load_head(folder, dtype=torch.float32).state_dict(), measured)
+        losses.append([line["loss"] for line in lines(folder, "train")])
+        trained.append(weights(folder, 6))
+    assert losses[0] == losses[1] and same(*trained) and same(measured, trained[1])
+
+
+def test_float32_is_refused_for_a_target_that_is_narrower(settings: Settings) -> None:
+    settings["target"]["dtype"], settings["train"]["save_dtype"] = "bfloat16", "float32"
+    with pytest.raises(UserError, match=r"train\.save_dtype: .* the dtype of its target, bfloat16; "):
+        run(settings)
+
+
+@pytest.mark.parametrize(("number", "optimizer"), [(signal.SIGTERM, "adamw"), (signal.SIGINT, "muon")])
+def test_an_interrupted_run_goes_on_bit_for_bit(
+    number: signal.Signals, optimizer: str, settings: Settings, tmp_path: Path
+) -> None:
+    settings["train"] |= {"eval_every": 2, "warmup_steps": 2, "schedule": "wsd", "optimizer": optimizer}
+    unbroken = run(settings)
+    settings["output_dir"] = str(tmp_path / "broken")
+    with signal_at(3, number), pytest.raises(Interrupted):
+        run(settings)
+    assert (tmp_path / "broken/checkpoints/step-3").is_dir()
+    broken = run(settings)
+    for name in ("head", "optimizer"):
+        assert same(*(weights(folder, 6, name) for folder in (unbroken, broken)))
+    states = [json.loads((folder / "checkpoints/step-6/state.json").read_text()) for folder in (unbroken, broken)]
+    assert {**states[0], "seconds": 0} == {**states[1], "seconds": 0}
+    for ours, whole in zip(lines(broken), lines(unbroken), strict=True):  # one of them is of an interval cut in two
+        assert ours | TIMINGS == whole | TIMINGS
+
+
+@pytest.mark.parametrize(("step", "text"), [(3, None), (6, '{"measured_step": 9}')])
+def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
+    step: int, text: str | None, settings: Settings
+) -> None:
+    """A run is killed after its measurement at `step`; measured.json is absent or says nothing."""
+    settings["train"] |= {"eval_every": 3, "keep_checkpoints": 9}
+    folder = run(settings)
+    records = [line | TIMINGS for line in lines(folder)]
+    final, recorded = weights(folder, 6), [read_state(path) for path in list_checkpoints(folder / "checkpoints")]
+    for path in list_checkpoints(folder / "checkpoints"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    measurement = folder / f"checkpoints/step-{step}/measured.json"
+    measurement.unlink() if text is None else measurement.write_text(text)
+    run(settings)
+    assert [line | TIMINGS for line in lines(folder)] == records
+    assert same(weights(folder, 6), final)
+    for was, path in zip(recorded, list_checkpoints(folder / "checkpoints"), strict=True):
+        now = read_state(path)
+        assert (now.best_tau, now.best_step, now.measured_step) == (was.best_tau, was.best_step, was.measured_step)
+    assert read_state(measurement.parent).measured_step == step
+
+
+def test_epochs_are_as_many_steps(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three epochs in steps of 2 rows, with a warm-up for a long run; also for a run that is begun again."""
+    epochs = settings | {"data": settings["data"] | {"context_length": 256}}
+    del epochs["train"]["max_steps"]
+    epochs["train"] |= {"epochs": 3, "warmup_steps": 600}
+    folder = run(epochs)
+    said = capsys.readouterr().err
+    steps = load_recipe(folder / "recipe.yaml").train.steps
+    rows = int(re.findall(r"(\d+) rows", said)[0])
+    assert steps == math.ceil(3 * rows / 2) > 5
+    assert re.search(rf"\n{rows} rows: {steps} steps of 512 tokens are 3(\.\d+)? epochs\n", said), said
+    assert f"train.warmup_steps: 600 are more than a fifth of the run; the warm-up takes {steps // 5} step" in said
+    run(epochs)
+    assert f"finished already, {steps} steps" in capsys.readouterr().err
+    for change, fault in (({"epochs": 5}, rf"train\.max_steps was {steps}, is "), ({"lr": 0.02}, "was 0.01, is 0.02")):
+        with pytest.raises(UserError, match=fault):
+            run(epochs | {"train": epochs["train"] | change})
+
+
+def test_more_than_a_thousand_epochs_are_a_mistake(settings: Settings) -> None:
+    settings["data"] |= {"sources": [settings["data"]["sources"][0] | {"limit": 1}], "context_length": 256}
+    settings["train"]["max_steps"] = 501
+    with pytest.raises(
+        UserError,
+        match=r"501 steps of 512 tokens read 1 text 1,002 times, .* give train\.epochs=10, or train\.max_steps=500 at",
+    ):
+        run(settings)
+
+
+def test_the_recipe_as_resolved_has_the_heads_defaults(whole: Settings) -> None:
+    folder = Path(whole["output_dir"])
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-4", "step-6"]
+    resolved = load_recipe(folder / "recipe.yaml")
+    assert (resolved.head.depth, resolved.head.draft_vocab_size, resolved.head.loss) == (2, 128, "labels")
+    assert train(folder / "recipe.yaml").recipe == resolved, "the same run"
+    with pytest.raises(UserError, match=r"head\.depth_decay was 0\.8, is 0\.5"):
+        run(whole | {"head": whole["head"] | {"depth_decay": 0.5}})
+
+
+def test_other_data_is_refused(settings: Settings) -> None:
+    with signal_at(1), pytest.raises(Interrupted):
+        run(settings)
+    data = Path(settings["data"]["sources"][0]["path"])
+    data.write_text(data.read_text().replace("sea", "tea", 1))
+    with pytest.raises(UserError, match="other data"):
+        run(settings)
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
+    log_every: int, settings: Settings, whole: Settings
+) -> None:
+    settings["train"] |= {"log_every": log_every, "eval_every": 3}
+    with nan_at(5), pytest.raises(UserError, match=r"not finite at step 5: .* the same command goes on"):
+        run(settings)
+    assert sorted(path.name for path in Path(settings["output_dir"], "checkpoints").iterdir()) == ["step-3", "step-4"]
+    run(settings)
+    assert judged(settings, whole)
+
+
+def test_a_full_disk_loses_nothing(settings: Settings, whole: Settings) -> None:
+    with full_disk(4), pytest.raises(UserError, match=r"no space left .* step 4; step-2 is intact"):
+        run(settings)
+    assert [path.name for path in Path(settings["output_dir"], "checkpoints").iterdir()] == ["step-2"]
+    run(settings)
+    assert judged(settings, whole)
+
+
+@pytest.mark.parametrize("name", ["head.safetensors", "manifest.json"])
+def test_a_broken_checkpoint_is_passed_over(
+    name: str, whole: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(whole["output_dir"], tmp_path / "broken"))
+    shutil.rmtree(folder / "head")
+    file = folder / "checkpoints/step-6" / name
+    file.write_bytes(file.read_bytes()[:-10])
+    broken = whole | {"output_dir": str(folder)}
+    run(broken)
+    said = capsys.readouterr().err
+    assert "warning:" in said and "step-6" in said and "resumed from" in said
+    assert judged(broken, whole)
+
+
+def test_a_measurement_has_what_the_learning_curve_needs(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "birds.jsonl").write_text('{"text": "there are birds"}\n')
+    settings["eval"]["prompts"] += f",{tmp_path}/birds.jsonl"
+    folder = run(settings)
+    (point,) = lines(folder, "eval")
+    assert point["tokens"] == lines(folder, "train")[-1]["tokens"] and 0 < point["lr"] < 0.01 and point["seconds"] > 0
+    assert {name: len(suite["prompts"]) for name, suite in point["suites"].items()} == {"prompts": 2, "birds": 1}
+    tokens, rounds = map(sum, zip(*(p for suite in point["suites"].values() for p in suite["prompts"]), strict=True))
+    assert point["tau"] == tokens / rounds and point["ci95"][0] <= point["tau"] <= point["ci95"][1]
+
+
+def test_bf16_keeps_float32_weights_and_trackers_have_the_figures(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are installed."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    there = {name: find_spec(name) is not None for name in ("tensorboard", "trackio")}
+    settings["train"] |= {"precision": "bf16", "max_steps": 2}
+    folder = run(settings | {"tracking": there})
+    assert {tensor.dtype for tensor in weights(folder, 2).values()} == {torch.float32}
+    assert any((folder / "tensorboard").rglob("events.out.tfevents.*")) == there["tensorboard"]
+    if there["trackio"]:
+        storage = import_module("trackio.sqlite_storage").SQLiteStorage
+        assert {"train/loss", "eval/tau"} <= {*storage.get_all_metrics_for_run("draftsmith", folder.name)}

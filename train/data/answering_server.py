@@ -1,0 +1,143 @@
+"""Servers that run the target: vLLM, SGLang, or another one that accepts and returns token ids.
+
+Prompts and answers are token ids, since tokenising an answer's text again may give other tokens than the model
+generated. vLLM returns them from `/v1/completions` with `return_token_ids`, SGLang from `/generate`.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from eval.runtime.request import Request
+from eval.servers.openai_client import ServerClient, sampling_parameters
+from heads.core.errors import UserError
+from heads.targets.frozen_target import FrozenTarget
+from train.data.dialogues import Dialogue
+
+TRIALS = 3
+"""Requests for an answer that comes back broken off."""
+SLOWEST = 1.0
+"""Time limit of an answer in seconds per token. One minute is added to it."""
+COMPLETIONS, GENERATE = "/v1/completions", "/generate"
+"""Paths that return token ids, of vLLM and of SGLang."""
+CHECKED_TOKENS = 16
+"""Tokens of the greedy answer with which a server is checked."""
+MARGIN = 1.0
+"""Largest accepted difference between the target's highest logit and the logit of a server's greedy token."""
+
+
+@dataclass
+class AnsweringServer:
+    client: ServerClient
+    model: str
+    """Name of the target on the server."""
+    target: FrozenTarget
+    path: str = field(default="", init=False)
+    """The path that returns token ids; empty until the server has been checked."""
+
+    async def answer(self, request: Request) -> list[int]:
+        """Return the answer to a request. UserError if the server refuses, or gives none in all trials."""
+        async with self.client.checking:
+            self.path = self.path or await self._check_server(request)
+        for _ in range(TRIALS):
+            ids = await self._ask(self.path, request)
+            if ids and (len(ids) == request.max_new_tokens or ids[-1] in self.target.eos_token_ids):
+                return ids
+        what = f"an answer of {len(ids)} tokens broke off" if ids else f"{self.path} gives no token ids"
+        raise self.client.error(f"{what}; fix the server, and run the same command again")
+
+    async def _check_server(self, request: Request) -> str:
+        """Check that the server is reachable and has the target, and return its path. The trial answer is not kept."""
+        models = [card["id"] for card in await self.client.models()]
+        if self.model not in models:
+            raise self.client.error(
+                f"expected a server of {self.model}, it serves {', '.join(models) or 'none'}; name the target there "
+                "with data.regenerate.server.model, or serve it"
+            )
+        trial = replace(
+            request,
+            max_new_tokens=min(request.max_new_tokens, CHECKED_TOKENS),
+            sampling=replace(request.sampling, temperature=0.0),
+        )
+        ids, path = await self._ask(COMPLETIONS, trial, retries=0), COMPLETIONS
+        if not ids:
+            with suppress(UserError):
+                ids, path = await self._ask(GENERATE, trial, retries=0), GENERATE
+        if not ids:
+            raise self.client.error(
+                "gives text and no token ids, neither from /v1/completions nor from /generate; text may be tokenised "
+                "otherwise than it was written; use vLLM or SGLang"
+            )
+        self._check_greedy(trial.prompt, ids)
+        return path
+
+    def _check_greedy(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Raise UserError for a greedy answer with a token whose logit is far below the target's highest. Nothing is
+        checked if the target is not whole in this process."""
+        target = self.target
+        if target.placement != "whole":
+            return
+        tokens = torch.tensor([[*prompt, *answer]], device=target.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        features = target.packed_features(tokens, positions, torch.zeros_like(tokens), ())
+        logits = target.shared.lm_head(features.hidden[:, len(prompt) - 1 : -1])[0].float()
+        margins = logits.amax(dim=-1) - logits[torch.arange(len(answer)), tokens[0, len(prompt) :]]
+        worst = int(margins.argmax())
+        if float(margins[worst]) > MARGIN:
+            raise self.client.error(
+                f"expected the target's greedy answer, got token {answer[worst]} at place {worst}, whose logit is "
+                f"{float(margins[worst]):.1f} below that of {int(logits[worst].argmax())}; serve the same weights as "
+                "target.path, in the same precision"
+            )
+
+    async def _ask(self, path: str, request: Request, retries: int | None = None) -> list[int] | None:
+        """Return the token ids in the server's reply, or None. UserError for ids that the target does not have."""
+        prompt, length, seed = list(request.prompt), request.max_new_tokens, request.sampling.seed
+        sampling = sampling_parameters(request.sampling, self.target.eos_token_ids)
+        if path == GENERATE:
+            sampling |= {"max_new_tokens": length, "sampling_seed": seed}
+            body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling}
+        else:
+            body = {"model": self.model, "prompt": prompt, "max_tokens": length, "seed": seed, **sampling}
+            body["return_token_ids"] = True
+        reply = await self.client.send(path, body, 60 + SLOWEST * length, retries)
+        try:
+            ids: list[int] | None = reply["output_ids"] if path == GENERATE else reply["choices"][0]["token_ids"]
+        except (LookupError, TypeError):
+            return None
+        num_tokens = self.target.vocab_size
+        if ids and max(ids) >= num_tokens:
+            raise self.client.error(
+                f"expected token ids below {num_tokens}, got {max(ids)}; it serves another model than the target"
+            )
+        return ids
+
+
+def answer_by_server(
+    dialogues: Iterator[tuple[int, Dialogue]],
+    request_of: Callable[[list[int]], Request],
+    server: AnsweringServer,
+    in_flight: int,
+    write: Callable[[int, Dialogue], None],
+) -> None:
+    """Let the server answer the numbered dialogues, `in_flight` at a time. `write` is called with each that ends."""
+
+    async def work() -> None:
+        for number, dialogue in dialogues:
+            while dialogue.prompt is not None:
+                dialogue.answer(await server.answer(request_of(dialogue.prompt)))
+            write(number, dialogue)
+
+    async def main() -> None:
+        async with aclosing(server.client), asyncio.TaskGroup() as group:
+            for _ in range(in_flight):
+                group.create_task(work())
+
+    try:
+        asyncio.run(main())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None

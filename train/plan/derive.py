@@ -1,0 +1,366 @@
+"""A recipe derived from a model and conversations: train/NAME.py --model MODEL --data DATA [key.sub=value ...].
+
+It is the tree of plain values that a YAML file would hold: what the command line sets, filled in from the model's
+config, the lengths of the conversations and the device's memory. The same command derives the same recipe again, so it
+resumes its run.
+"""
+
+import argparse
+import hashlib
+import heapq
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from eval.core.command_line import print_line
+from eval.core.progress import Progress
+from eval.data.conversation_forms import ARGUMENTS
+from eval.data.data_files import RecordError, read_records
+from eval.data.prompts import split_prompts
+from eval.records.result_folders import plain_name, short_name
+from heads.core.errors import UserError
+from heads.core.files import check_folder, is_file, write_text
+from train.core.strict_yaml import Source, overridden
+from train.data.data_settings import Answers
+from train.data.dialogues import ASKED, first_turns, read_asked
+from train.data.sources import ChatSource
+from train.recipe.recipe import KINDS, OWN, Recipe, check_kind, checked, dump_recipe
+
+if TYPE_CHECKING:
+    from train.data.templates import ChatTemplate
+    from train.plan.memory_and_flops import Launch, Plan
+
+HELD_OUT = "held-out.jsonl"
+SHARE, MIN_HELD_OUT, MAX_HELD_OUT = 0.05, 16, 80
+"""Fraction of the conversations that is held out, and the bounds of their number."""
+MAX_SHARE, FEW = 0.2, 8
+"""Largest fraction that is held out of few conversations, but for so many of them."""
+MIN_CONVERSATIONS = 20
+"""A run needs this many conversations, those held out included."""
+EPOCHS, MAX_EPOCHS, FEW_STEPS = 8, 20, 1_000
+"""Times that a run reads its data: more, up to a bound, where it would take fewer steps than `FEW_STEPS`."""
+MIN_CHECKPOINT_STEPS = 50
+"""Least steps between checkpoints, of which there are four in a run of many steps."""
+DEPTH = 5
+"""Tokens that a draft model drafts in a round."""
+SMALL_VOCABULARY = 6144
+"""A target with at most this many tokens is drafted whole."""
+SHAPED = {"init_from", "path", "layers", "fresh"}
+"""Settings of a head that give it a shape, so that none is derived."""
+DATA_ENDING = r"(\.jsonl?|\.parquet)?(\.gz)?$"
+RATE, RATES = 1.5, {"medusa": 4.0, "draft": 1.0}
+"""Peak learning rate times the target's width, and that of kinds with another one."""
+
+
+class Size(NamedTuple):
+    """Sizes of a run on one type of device."""
+
+    prompt_tokens: int
+    new_tokens: int
+    step_tokens: int
+    answered: int
+    """Prompts that the target answers together."""
+    measured: int
+    """New tokens of a prompt in measurements."""
+    batch_sizes: tuple[int, ...]
+    repeats: int
+    memory: float
+    """Fraction of the memory that the plan may fill."""
+
+
+SIZES = {
+    "cpu": Size(512, 256, 1024, 16, 96, (1, 4), 1, 0.5),
+    "cuda": Size(1024, 1024, 16384, 32, 256, (1, 4, 16), 2, 0.9),
+}
+
+Turns = tuple[str, ...]
+"""The turns before a conversation's first answer (`first_turns`)."""
+
+
+class Candidate(NamedTuple):
+    """A conversation that may be held out. Those with the smallest hashes are."""
+
+    hash: bytes
+    record: int
+    turns: Turns
+    text: str
+    """The conversation as a line of JSON, without answers that are to be given."""
+
+
+@dataclass
+class Survey:
+    """The conversations of all sources that can be answered."""
+
+    records: int = 0
+    counts: Counter[Turns] = field(default_factory=Counter)
+    lengths: dict[Turns, int] = field(default_factory=dict)
+    """Tokens of the first prompt."""
+    with_turns: int = 0
+    """Conversations with several answers."""
+    candidates: list[Candidate] = field(default_factory=list)
+    """At least the `MAX_HELD_OUT` conversations with the smallest hashes."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """Number of records of which each note is made."""
+    fault: str = ""
+    """Why the first record that cannot be used is left out."""
+
+    def add(self, record: Any, length: int, notes: str) -> None:
+        """Add a record whose first prompt has `length` tokens."""
+        turns, chat = first_turns(record), read_asked(record)
+        assert turns is not None
+        if turns not in self.counts:
+            arguments = {ARGUMENTS: chat.arguments} if chat.arguments else {}
+            messages = [message for message in chat.messages if message is not ASKED]
+            text = json.dumps({"messages": messages, **arguments}, ensure_ascii=False)
+            digest = hashlib.sha256("\0".join(turns).encode()).digest()
+            self.candidates.append(Candidate(digest, self.records, turns, text))
+            if len(self.candidates) > 2 * MAX_HELD_OUT:
+                self.candidates = heapq.nsmallest(MAX_HELD_OUT, self.candidates)
+        self.counts[turns] += 1
+        self.lengths[turns] = length
+        self.notes.update(notes.splitlines())
+        self.with_turns += sum(message["role"] == "assistant" for message in chat.messages) > 1
+
+    def held_out(self) -> list[Candidate]:
+        """Return the conversations to hold out, in the order of the data."""
+        fewest = min(MIN_HELD_OUT, max(FEW, int(MAX_SHARE * len(self.counts))))
+        number = min(max(round(SHARE * len(self.counts)), fewest), MAX_HELD_OUT)
+        return sorted(heapq.nsmallest(number, self.candidates), key=lambda candidate: candidate.record)
+
+
+def derived_recipe(options: argparse.Namespace, name: str) -> Recipe:
+    """Derive a recipe for train/NAME.py, print it and its plan, and save it in the run's folder. UserError if the
+    device has too little memory for it, unless the options have --plan."""
+    source = begin(options, KINDS[name])
+    first = checked(source)
+    check_kind(first, source.file, name)
+    if not all(isinstance(each, ChatSource) for each in first.data.sources):
+        raise UserError("data.sources: a recipe is derived for sources of kind chat; write a recipe for texts")
+    folder = Path(first.output_dir)
+    check_folder(folder, "output_dir")
+
+    from eval.pages.card import check_card
+    from train.plan.memory_and_flops import GIB
+    from train.plan.plan_lines import launch_of, print_plan
+    from train.run.run_folder import RunFolder
+
+    check_card(folder, "output_dir")
+    launch = launch_of(options, first)
+    plan, held_out = derive(source, first, launch)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"\n{dump_recipe(source.tree)}")
+    print_plan(plan, options.tflops)
+    has_begun = any((folder / "checkpoints").glob("step-*"))
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not has_begun:
+        if held_out:
+            write_text(folder / HELD_OUT, held_out)
+        command = f"train/{name}.py --model {options.model} --data {options.data}"
+        RunFolder(folder).write_recipe(source.tree, f"The recipe that {command} derived.")
+    if options.plan:
+        print_line(f"the recipe is in {folder / OWN}; the same command without --plan trains it")
+    elif (missing := sum(plan.device().values()) - launch.memory_bytes) > 0:
+        raise UserError(
+            f"the run needs {missing / GIB:.1f} GiB more than the device has; its plan says what saves memory"
+        )
+    return plan.recipe
+
+
+def begin(options: argparse.Namespace, kind: str) -> Source:
+    """Return the settings with which a derivation begins: the options, the overrides, and what else `checked` asks
+    for."""
+    for option, what in (("model", "a folder or a Hub id"), ("data", "a file, a folder or the Hub id of a data set")):
+        if not getattr(options, option):
+            raise UserError(f"--{option}: is missing, {what}; give --model and --data, or a recipe")
+    if recipe := next((word for word in options.overrides if re.fullmatch(r"[^=]+\.ya?ml", word)), None):
+        raise UserError(
+            f"{recipe}: --model and --data are in place of a recipe; leave it out, or leave them out and give it "
+            f"target.path={options.model} 'data.sources=[{{kind: chat, path: {options.data}}}]'"
+        )
+    model, data = (plain_name(short_name(path)) for path in (options.model, options.data))
+    tree: dict[str, Any] = {
+        "output_dir": f"runs/{kind}-{model}-{re.sub(DATA_ENDING, '', data)}",
+        "target": {"path": options.model},
+        "head": {"kind": kind},
+        "data": {"sources": [{"kind": "chat", "path": options.data}], "regenerate": {"temperature": 0.7}},
+        "train": {"optimizer": "muon", "min_lr_ratio": 0.02},
+        "eval": {"skip_long": True},
+    }
+    source = overridden(tree, "the derived recipe", options.overrides)
+    fill(source.tree, "eval", prompts=os.path.join(str(source.tree["output_dir"]), HELD_OUT))
+    train = source.tree["train"]
+    if isinstance(train, dict) and train.get("max_steps") is None:
+        fill(source.tree, "train", epochs=EPOCHS)
+    return source
+
+
+def fill(tree: dict[str, Any], key: str, /, **values: Any) -> None:
+    """Give the section with a dotted key those settings that it does not have yet, unless it is null."""
+    section: Any = tree
+    for part in key.split("."):
+        section = section.setdefault(part, {}) if isinstance(section, dict) else None
+    for name, value in values.items() if isinstance(section, dict) else ():
+        section.setdefault(name, value)
+
+
+def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str]:
+    """Fill in what the settings of `source`, which are those of `first`, lack. Return the plan of the recipe, and the
+    text of its file of held-out conversations, which is empty if `eval.prompts` is another file or a suite."""
+    from heads.targets.hf_decoder import positions_of
+    from heads.targets.load import load_config
+    from train.plan.memory_and_flops import Plan
+    from train.run.open_run import fit_template, rendering_of, tokenizer_of
+
+    tree, target, data, train, size = source.tree, first.target, first.data, first.train, SIZES[launch.device]
+    files: dict[str, Any] = {"trust_remote_code": target.trust_remote_code, "gguf_file": target.gguf_file}
+    config = load_config(target.path, **files).get_text_config()
+    tokenizer = tokenizer_of(target)
+    for each in data.sources:
+        assert isinstance(each, ChatSource)
+        if "enable_thinking" in (each.template(rendering_of(first, tokenizer)).arguments_read() or ()):
+            fill(tree, "data.template", enable_thinking=False)
+    template = data.model_copy(update={"template": tree["data"].get("template") or {}})
+    rendering = rendering_of(fit_template(first.model_copy(update={"data": template}), source.overrides), tokenizer)
+
+    # Tokens
+    answers: Any = data.regenerate or Answers()
+    room = data.context_length if "context_length" in data.model_fields_set else positions_of(config)
+    new_tokens, prompt_tokens = answers.new_tokens, answers.prompt_tokens
+    if "new_tokens" not in answers.model_fields_set:
+        new_tokens = min(size.new_tokens, room // 2)
+    if new_tokens >= room:
+        raise UserError(f"data.regenerate.new_tokens: expected less than {room}, the tokens of a row, got {new_tokens}")
+    if "prompt_tokens" not in answers.model_fields_set:
+        prompt_tokens = max(1, min(size.prompt_tokens, room - new_tokens))
+    survey = read_conversations(data.sources, rendering, prompt_tokens)
+    unread = [line for each in data.sources for line in each.unread()]
+    for line in [*unread, *(f"{count:,} {note}" for note, count in survey.notes.items())]:
+        print_line(line)
+    if len(survey.counts) < MIN_CONVERSATIONS:
+        why = f"; the first that cannot be used: {survey.fault}" if survey.fault else ""
+        raise UserError(
+            f"{', '.join(map(str, data.sources))}: expected at least {MIN_CONVERSATIONS} conversations with different "
+            f"first prompts of at most {prompt_tokens} tokens, got {len(survey.counts)} in {survey.records} records"
+            f"{why}"
+        )
+    if "prompt_tokens" not in answers.model_fields_set and 10 * survey.with_turns < survey.records:
+        longest = max(survey.lengths.values())
+        prompt_tokens = min(prompt_tokens, up_to(64, longest))  # those of later turns follow from the answers
+    context = min(room, up_to(128, prompt_tokens + new_tokens))
+    if "context_length" in data.model_fields_set:
+        context = data.context_length
+    fill(tree, "data", context_length=context)
+
+    # Conversations
+    prompts, held_out = first.eval.prompts, ""
+    if prompts == os.path.join(first.output_dir, HELD_OUT):
+        candidates = survey.held_out()
+        chosen = {candidate.turns for candidate in candidates}
+        held_out = "".join(f"{candidate.text}\n" for candidate in candidates)
+    elif not is_file(prompts) and any(map(is_file, split_prompts(prompts))):
+        raise UserError(f"eval.prompts {prompts}: expected suites, or one file, whose conversations are held out")
+    else:
+        records = read_records(prompts) if is_file(prompts) else iter(())
+        chosen = {turns for record in records if (turns := first_turns(record)) is not None}
+    for each in tree["data"]["sources"] if is_file(prompts) or held_out else ():
+        each.setdefault("held_out", prompts)
+    trained = {turns: length for turns, length in survey.lengths.items() if turns not in chosen}
+    if not trained:
+        raise UserError(f"eval.prompts {prompts}: holds all conversations of the data, so none is left to train on")
+    number = sum(survey.counts[turns] for turns in trained)
+    print_line(f"{number:,} of {survey.records:,} records are trained on, {len(chosen)} conversations are held out")
+    regenerate = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "batch_size": size.answered}
+    if len(data.sources) == 1:
+        regenerate["prompts"] = number
+    fill(tree, "data.regenerate", **regenerate)
+
+    # Head and steps
+    kind, layers, width, vocabulary = first.head.kind, config.num_hidden_layers, config.hidden_size, config.vocab_size
+    fill(tree, "target", dtype="float32" if launch.device == "cpu" else "bfloat16")
+    if not SHAPED & first.head.model_fields_set:
+        fill(tree, "head", **head_settings(kind, layers, vocabulary, context))
+    rows = max(1, (train.tokens_per_step or size.step_tokens) // (context * launch.processes))  # of one process
+    batch_sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
+    if "batch_size" in train.model_fields_set:
+        rows, batch_sizes = up_to(train.batch_size, rows), [train.batch_size]
+    if not {"grad_accum", "tokens_per_step"} & train.model_fields_set:
+        fill(tree, "train", tokens_per_step=rows * launch.processes * context)
+    tokens = sum(survey.counts[turns] * (length + new_tokens / 2) for turns, length in trained.items())
+    epoch = tokens / (rows * launch.processes * context)  # in steps
+    if train.max_steps is None and not {"train", "train.epochs"} & source.overrides.keys():
+        tree["train"]["epochs"] = min(max(EPOCHS, math.ceil(FEW_STEPS / epoch)), MAX_EPOCHS)
+    steps = train.max_steps or math.ceil(tree["train"]["epochs"] * epoch)
+    print_line(
+        f"about {steps:,} steps, if the answers have {new_tokens // 2} tokens on average; the plan counts the most"
+    )
+    rate = float(f"{RATES.get(kind, RATE) / width:.1e}")
+    every = max(MIN_CHECKPOINT_STEPS, -(-steps // 4))
+    fill(tree, "train", lr=rate, warmup_steps=steps // 20, checkpoint_every=every, batch_size=batch_sizes[0])
+
+    # Memory: the largest batch that fits
+    plan = Plan(checked(source), launch)
+    for batch_size in batch_sizes:
+        tree["train"]["batch_size"] = batch_size
+        settings = plan.recipe.train.model_copy(update={"batch_size": batch_size})
+        plan.recipe = plan.recipe.model_copy(update={"train": settings})
+        if sum(plan.device().values()) <= size.memory * launch.memory_bytes:
+            break
+
+    # Measurements
+    depth = DEPTH if kind == "draft" else len(plan.head.depth_weights)
+    chains = [f"chain:{k}" for k in dict.fromkeys([depth, -(-depth // 2), 2, 1]) if k <= depth]
+    trees = ["head", *chains] if tree["head"].get("tree_nodes") else chains
+    fill(
+        tree,
+        "eval",
+        num_prompts=MIN_HELD_OUT,
+        max_prompt_tokens=prompt_tokens,
+        max_new_tokens=size.measured,
+        tree=trees[0],
+    )
+    fill(tree, "eval.report", num_prompts=len(chosen) or MIN_HELD_OUT, trees=trees, temperatures=[0, 1])
+    fill(tree, "eval.report", batch_sizes=list(size.batch_sizes), repeats=size.repeats)
+    plan.recipe = checked(source)
+    return plan, held_out
+
+
+def read_conversations(sources: Sequence[Any], rendering: "ChatTemplate", prompt_tokens: int) -> Survey:
+    """Return the conversations of sources whose first prompt has at most `prompt_tokens` tokens."""
+    survey = Survey()
+    with Progress("reading the conversations"):
+        for source in sources:
+            template = source.template(rendering)
+            for record in source.records():
+                survey.records += 1
+                dialogue = source.dialogue(template, record, prompt_tokens)
+                if isinstance(dialogue, RecordError):
+                    survey.fault = survey.fault or str(dialogue) or f"{record[0]}: its first prompt has more tokens"
+                else:
+                    survey.add(record, len(dialogue.prompt), dialogue.about["notes"])
+    return survey
+
+
+def head_settings(kind: str, layers: int, vocabulary: int, context: int) -> dict[str, Any]:
+    """Return the settings of a head that are not the defaults of its kind, for a target of so many layers and tokens
+    and for rows of `context` tokens."""
+    draft_layers = min(max(3, layers // 8), max(1, layers // 2))  # spread over the target's
+    block = {"num_layers": min(5, max(1, layers // 6)), "num_anchors": min(512, context // 2)}
+    by_kind: dict[str, dict[str, Any]] = {
+        "eagle3": {"depth": 5, "fc_norm": True, "norm_output": True},
+        "mtp": {},
+        "medusa": {"depth": 4, "loss": "kl", "tree_nodes": 32},
+        "draft": {"layers": [n * (layers - 1) // max(1, draft_layers - 1) for n in range(draft_layers)]},
+    }
+    settings = by_kind.get(kind, block)
+    if kind in ("eagle3", "medusa") and vocabulary > SMALL_VOCABULARY:
+        settings["draft_vocab_size"] = min(32000, vocabulary // 3)
+    return settings
+
+
+def up_to(multiple: int, number: int) -> int:
+    return -(-number // multiple) * multiple

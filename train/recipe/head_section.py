@@ -1,0 +1,53 @@
+"""A recipe's `head`: one section of settings for each kind of head, that kind's own settings with two more."""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+
+from pydantic import Field, create_model
+
+from heads.core.strict_settings import Settings
+from heads.methods.method_settings import SETTINGS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from heads.targets.frozen_target import FrozenTarget
+
+
+class HeadSection(Settings):
+    """Settings that every section has, whatever its method."""
+
+    kind: str
+    init_from: Annotated[str, Field(min_length=1)] | None = None
+    """A head to start from: a run, a folder or a Hub id, ours or another project's. Its weights, shape and layers are
+    taken; the settings of the training stay the recipe's. Heads that draft blocks may start from each other. Null: a
+    new head."""
+
+
+SECTIONS: dict[str, Any] = {
+    kind: create_model(
+        settings.__name__,
+        __base__=(settings, HeadSection),
+        __doc__=f"The settings of a head of kind `{kind}`.",
+        kind=(Literal[kind], Field(description="The method.")),  # type: ignore[arg-type]
+    )
+    for kind, settings in SETTINGS.items()
+}
+AnyHead: Any = Annotated[Union[tuple(SECTIONS.values())], Field(discriminator="kind")]  # noqa: UP007 - from a tuple
+NOT_METHOD = HeadSection.model_fields.keys()
+
+
+def make_head(section: Any, target: "FrozenTarget", token_counts: "Tensor") -> Any:
+    """Return a new head built from a recipe's section, or one with the weights of the head that `init_from` names."""
+    from heads.published import start_from  # imports torch, which the schema does not need
+    from heads.registry import build_head
+
+    settings = section.model_dump(mode="json", exclude=NOT_METHOD, exclude_unset=section.init_from is not None)
+    if section.init_from is None:
+        return build_head(section.kind, settings, target, token_counts)
+    return start_from(section.init_from, section.kind, settings, target, token_counts)
+
+
+def resolved_head(section: Any, config: Settings) -> Any:
+    """Return a recipe's section with the values that the config of its head has in place of nulls."""
+    values = config.model_dump(mode="json", include=type(section).model_fields.keys() - NOT_METHOD)
+    return type(section).from_plain(section.model_dump(mode="json", include=NOT_METHOD) | values)

@@ -1,0 +1,117 @@
+"""Optimizers, AdamW or Muon with AdamW, and learning rates as pure functions of the step."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from train.recipe.recipe import Train
+
+MOMENTUM = 0.95
+"""Momentum of Muon."""
+ENDS = ("lm_head", "embed", "wte", "wpe", "markov", "codebook", "xpress_head.w", "slot_bias")
+"""Names of matrices with a row or column for each token or position, whose updates should not be orthogonal. Medusa's
+output heads are not among them: they learn faster with orthogonal updates (eval/results/LAB.md)."""
+
+
+def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+    """Return AdamW, or Muon for inner matrices and AdamW for the rest.
+
+    Norms, biases and channel scales are not decayed. Muon's updates are scaled to the size of AdamW's, so that one
+    learning rate serves both.
+    """
+    inner: list[Tensor] = []
+    decayed: list[Tensor] = []
+    scales: list[Tensor] = []
+    for name, p in head.named_parameters():
+        if not p.requires_grad:
+            continue
+        if settings.optimizer == "muon" and p.dim() == 2 and not any(part in name for part in ENDS):
+            inner.append(p)
+        elif p.dim() < 2 or name.endswith("base_kernel"):  # of a per-channel convolution that starts as the identity
+            scales.append(p)
+        else:
+            decayed.append(p)
+    alike = {"lr": settings.lr, "betas": (settings.betas[0], settings.betas[1])}
+    groups: list[dict[str, Any]] = [
+        {"params": inner, "momentum": MOMENTUM, "weight_decay": settings.weight_decay, **alike},
+        {"params": decayed, "weight_decay": settings.weight_decay, **alike},
+        {"params": scales, "weight_decay": 0.0, **alike},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups) if settings.optimizer == "adamw" else Muon(groups, products=products)
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al., 2024) for the parameter groups with a `momentum`, and AdamW for the other groups.
+
+    Five Newton-Schulz iterations orthogonalise the momentum. The update equals that of `torch.optim.Muon` with
+    `match_rms_adamw`, which always computes in bfloat16. Here the dtype of the iterations' products is an argument:
+    bfloat16 is precise enough, but some processors only emulate it.
+    """
+
+    def __init__(self, params: Any, *, products: torch.dtype = torch.float32) -> None:
+        """`params`: groups, each with its `lr` and `weight_decay`."""
+        super().__init__(params)
+        self.products = products
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads `step`, which a matrix has not
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        groups = self.param_groups
+        for group in groups:
+            if "momentum" in group:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self._update(p, p.grad, group)
+        self.param_groups = [group for group in groups if "momentum" not in group]
+        super().step()
+        self.param_groups = groups
+
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(grad))
+        buffer.lerp_(grad, 1 - group["momentum"])
+        update = grad.lerp(buffer, group["momentum"])
+        if isinstance(update, DTensor):
+            whole = self._direction(update.full_tensor())
+            update = distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
+        else:
+            update = self._direction(update)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(update, alpha=-group["lr"])
+
+    def _direction(self, matrix: Tensor) -> Tensor:
+        return 0.2 * math.sqrt(max(matrix.shape)) * orthogonal(matrix, self.products).to(matrix.dtype)
+
+
+def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matrix with its singular values moved near 1, between 0.5 and 1.5, by a fast quintic iteration."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.to(dtype)
+    tall = len(x) > x.shape[1]
+    if tall:
+        x = x.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def lr_factor(step: int, settings: Train) -> float:
+    """Return the learning rate of a step (from 0) as a fraction of `lr`: a warm-up, then half a cosine, or a plateau
+    and a linear decay."""
+    if step < settings.warmup_steps:
+        return (step + 1) / (settings.warmup_steps + 1)
+    floor = settings.min_lr_ratio
+    if settings.schedule == "cosine":
+        done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    decay_steps = max(1, round(settings.decay_fraction * settings.steps))
+    left = (settings.steps - step) / decay_steps
+    return floor + (1 - floor) * min(1.0, left)
