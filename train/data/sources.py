@@ -11,15 +11,24 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from eval.data.conversation_forms import Chat, read_chat
+from eval.data.chat_template import REASONING_END
+from eval.data.conversation_forms import NO_CONVERSATION, Chat, read_chat
 from eval.data.data_files import Record, RecordError, content_hash, describe_unread, read_records, read_text
 from eval.data.python_source import read_split
 from heads.core.errors import UserError
 from heads.core.files import read_given
 from train.core.strict_yaml import Count, Name, Settings, Weight
-from train.data.chats import Rendered, encode_conversations, encode_texts, read_conversation, read_rendered
+from train.data.chats import (
+    Rendered,
+    encode_conversations,
+    encode_texts,
+    read_conversation,
+    read_rendered,
+    trained_answers,
+)
 from train.data.corpus import TOO_LONG, Document
 from train.data.dialogues import ChatDialogue, Dialogue, RenderedDialogue, first_turns, read_asked
+from train.data.recorded_ids import COLUMNS, check_spelling, form_of, read_ids
 from train.data.templates import ChatTemplate
 
 MIN_PROMPT_CHARACTERS = 40
@@ -35,8 +44,12 @@ class Texts(ABC):
         """Yield each record, in order."""
 
     def documents(self, rendering: ChatTemplate, records: Sequence[Record]) -> Iterator[list[Document]]:
-        documents = encode_texts(rendering, [read_text(record) for record in records])
-        for (*before, last), (_, fields) in zip(documents, records, strict=True):
+        documents = encode_texts(rendering, [read_text(record) for record in records if not form_of(record[1])])
+        for record in records:
+            if form_of(record[1]):
+                yield _recorded_text(rendering, record, str(self))
+                continue
+            fields, (*before, last) = record[1], next(documents)
             unread = (key for key, value in fields.items() if key != "text" and value and isinstance(value, str))
             yield [*before, replace(last, form="text", unread="\n".join(unread))]
 
@@ -201,9 +214,12 @@ class ChatSource(RecordSource):
         without tokens, with the reason."""
         template, last_only = self.template(rendering), self.answers == "last"
         texts: list[list[Rendered]] = []
-        read: list[dict[str, Any] | RecordError] = []
+        read: list[dict[str, Any] | list[Document] | RecordError] = []
         for record in records:
             try:
+                if form_of(record[1]):
+                    read.append(_recorded_chat(template, record, last_only))
+                    continue
                 own, chat = with_arguments(template, read_chat(record))
                 rendered, notes = read_conversation(
                     own, chat.messages, place=record[0], tools=chat.tools, last_only=last_only
@@ -216,6 +232,8 @@ class ChatSource(RecordSource):
         for (place, _), fields in zip(records, read, strict=True):
             if isinstance(fields, RecordError):
                 yield [skipped_document(fields, self.path)]
+            elif isinstance(fields, list):
+                yield fields
             elif labelled := [document for document in next(encoded) if document.labels.any()]:
                 yield [*labelled[:-1], replace(labelled[-1], **fields)]
             else:
@@ -249,6 +267,36 @@ class ChatSource(RecordSource):
             return error
         dialogue.about = record_fields(chat)
         return RecordError("", TOO_LONG) if dialogue.prompt is None else dialogue
+
+
+def _recorded_text(rendering: ChatTemplate, record: Record, name: str) -> list[Document]:
+    """Return the documents of a text with token ids, or the reason why it is skipped."""
+    place, fields = record
+    try:
+        *before, last = read_ids(record, rendering.num_tokens)
+        check_spelling(place, rendering.tokenizer, [part.ids for part in (*before, last)], [read_text(record)])
+    except RecordError as error:
+        return [skipped_document(error, name)]
+    return [*before, replace(last, form=" with ".join(form_of(fields)))]
+
+
+def _recorded_chat(template: ChatTemplate, record: Record, last_only: bool) -> list[Document]:
+    """Return the documents of a record with token ids, which need no conversation beside them. RecordError as from
+    `read_ids` and `check_spelling`, and for a conversation that cannot be read."""
+    place, fields = record
+    *before, last = read_ids(record, template.num_tokens, last_only=last_only)
+    columns = form_of(fields)
+    chat = Chat([], None, "", ())
+    try:
+        chat = read_chat((place, {key: value for key, value in fields.items() if key not in COLUMNS}))
+        answers = trained_answers(chat.messages, place)[-1 if last_only else 0 :]
+    except RecordError as error:
+        if error.reason != NO_CONVERSATION:
+            raise
+        answers = []
+    texts = (chat.messages[number]["content"].rpartition(REASONING_END)[2] for number in answers)
+    check_spelling(place, template.tokenizer, [part.ids[part.labels] for part in (*before, last)], texts)
+    return [*before, replace(last, **record_fields(chat._replace(form=" with ".join(columns))))]
 
 
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]

@@ -134,10 +134,15 @@ class ChatTemplate:
         )
 
     @cached_property
+    def num_tokens(self) -> int:
+        """Number of the target's tokens, or of the tokenizer's where that is unknown."""
+        return self.vocab_size or 1 + max(self.tokenizer.get_vocab().values())
+
+    @cached_property
     def limit(self) -> int | None:
         """Number of the target's tokens if the tokenizer has ids beyond them, else None."""
         highest = max(self.tokenizer.get_vocab().values())
-        return self.vocab_size if self.vocab_size and highest >= self.vocab_size else None
+        return self.num_tokens if highest >= self.num_tokens else None
 
     def check_ids(self, ids: Collection[int], place: str) -> None:
         """Raise RecordError for a text with a token that the target does not have."""
@@ -187,7 +192,7 @@ class ChatTemplate:
         if not opened:
             # What stands before the answer may also be the target's own, such as gpt-oss's name of a channel.
             thinking = rendered(question, answer | {"reasoning_content": THOUGHT})[before:].partition(ANSWERED)[0]
-            if THOUGHT not in thinking or _blank(thinking.replace(THOUGHT, "")) != _blank(empty):
+            if THOUGHT not in thinking or blank(thinking.replace(THOUGHT, "")) != blank(empty):
                 empty = ""
         rest, following = plain[start + len(ANSWERED) :], {}
         if not self.ends.search(rest):
@@ -297,5 +302,5 @@ def _short(number: Any) -> str:
     return re.sub(r"[^A-Za-z0-9]", "", str(number))[-9:].rjust(9, "0")
 
 
-def _blank(text: str) -> str:
+def blank(text: str) -> str:
     return "".join(text.split())

@@ -1,0 +1,159 @@
+"""Records that carry token ids, as servers and other tools write them: their ids are trained on as they are.
+
+A text tokenised again need not give the tokens that a model wrote, and says nothing about an answer that was cut at its
+limit. The forms, by their columns:
+
+* `exchanges`: pairs of a prompt and its answer, as `data.regenerate` writes them;
+* `prompt_ids` and `completion_ids`;
+* `input_ids` with the labels' mask in `loss_mask`, `completion_mask`, `assistant_masks` or `labels` (-100: no label).
+  Tokens of `attention_mask` 0 are padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval.data.data_files import Record, RecordError
+from heads.core.errors import shown
+from train.data.chats import join_texts
+from train.data.corpus import Document
+from train.data.templates import blank
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EXCHANGES = "exchanges"
+PROMPT = "prompt_ids"
+COMPLETION = "completion_ids"
+WHOLE = "input_ids"
+ATTENTION = "attention_mask"
+MASKS = ("loss_mask", "completion_mask", "assistant_masks", "labels")
+COLUMNS = (EXCHANGES, PROMPT, COMPLETION, WHOLE, ATTENTION, *MASKS)
+"""Columns of token ids and of their masks."""
+IGNORED = -100
+"""Value in `labels` of a token that is no label."""
+UNREADABLE = "unreadable token ids"
+"""Reason of a record whose ids, or masks, are no lists of whole numbers that fit each other."""
+
+
+def form_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns from which a record's documents are made, or none for a record without token ids."""
+    if fields.get(EXCHANGES):
+        return (EXCHANGES,)
+    if fields.get(COMPLETION) is not None:
+        return (PROMPT, COMPLETION)
+    masks = tuple(name for name in MASKS if isinstance(fields.get(name), list))
+    return (WHOLE, *masks) if masks and fields.get(WHOLE) is not None else ()
+
+
+def read_ids(record: Record, num_tokens: int, *, last_only: bool = False) -> list[Document]:
+    """Return the documents of a record with token ids, whose labels are its answers' ids and none but them.
+
+    Args:
+        num_tokens: Number of the target's tokens, which every id must be below.
+        last_only: Only the last answer is labelled.
+
+    Raises:
+        RecordError: For lists that do not fit each other or the vocabulary, or label nothing.
+    """
+    place, fields = record
+    columns = form_of(fields)
+    if columns == (EXCHANGES,):
+        pairs = _exchanges(place, fields[EXCHANGES], num_tokens)
+        documents = join_texts((len(prompt), [*prompt, *answer]) for prompt, answer in pairs)
+    elif COMPLETION in columns:
+        prompt, answer = (_ids(f"{place}: {name}", fields.get(name), num_tokens) for name in columns)
+        documents = join_texts([(len(prompt), [*prompt, *answer])])
+    else:
+        documents = [_masked(place, fields, columns[1:], num_tokens)]
+    if last_only:
+        documents = [_last_answer(documents[-1])] if documents else []
+    if not any(document.labels.any() for document in documents):
+        raise RecordError(f"{place}: {' with '.join(columns)}: expected a label, got none", "without an answer")
+    return documents
+
+
+def check_spelling(
+    place: str, tokenizer: PreTrainedTokenizerBase, pieces: Sequence[NDArray[np.int32]], texts: Iterable[str]
+) -> None:
+    """Raise RecordError if the ids do not spell one of the texts that the record has besides. White space may differ,
+    and special tokens may be left out of the text."""
+
+    def spell(skip_special_tokens: bool) -> str:
+        options = {"clean_up_tokenization_spaces": False, "skip_special_tokens": skip_special_tokens}
+        return blank("".join(str(tokenizer.decode(ids, **options)) for ids in pieces))
+
+    spellings = [spell(False), spell(True)]
+    for text in texts:
+        if not any(blank(text) in spelt for spelt in spellings):
+            raise RecordError(
+                f"{place}: expected its token ids to spell the text {shown(text)}, got {shown(spellings[0])}; take "
+                "their column out to train on the text's own tokens",
+                "whose token ids do not spell their text",
+            )
+
+
+def _exchanges(place: str, exchanges: Any, num_tokens: int) -> Iterator[tuple[list[int], list[int]]]:
+    if not isinstance(exchanges, list):
+        raise _unreadable(f"{place}: {EXCHANGES}", "a list of pairs of prompt ids and answer ids", exchanges)
+    for number, pair in enumerate(exchanges):
+        here = f"{place}: {EXCHANGES}[{number}]"
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise _unreadable(here, "a pair of prompt ids and answer ids", pair)
+        yield _ids(f"{here}[0]", pair[0], num_tokens), _ids(f"{here}[1]", pair[1], num_tokens)
+
+
+def _ids(place: str, value: Any, num_tokens: int) -> list[int]:
+    ids = _integers(place, value)
+    if (odd := next((token for token in ids if not 0 <= token < num_tokens), None)) is not None:
+        what = f"{place}: expected ids from 0 to {num_tokens - 1}, the target's tokens, got {odd}"
+        raise RecordError(what, "with a token that the target has no row for")
+    return ids
+
+
+def _integers(place: str, value: Any) -> list[int]:
+    if not isinstance(value, list) or not all(type(item) in (int, bool) for item in value):
+        raise _unreadable(place, "a list of whole numbers", value)
+    return value
+
+
+def _masked(place: str, fields: Mapping[str, Any], masks: Sequence[str], num_tokens: int) -> Document:
+    """Return the document of one row of ids. A token is a label if all masks say so."""
+    ids = np.array(_integers(f"{place}: {WHOLE}", fields[WHOLE]), dtype=np.int64)
+    labels = np.ones(len(ids), dtype=np.bool_)
+    kept = labels.copy()
+    columns = [*masks, *([ATTENTION] if isinstance(fields.get(ATTENTION), list) else [])]
+    for name in columns:
+        values = np.array(_integers(f"{place}: {name}", fields[name]), dtype=np.int64)
+        if len(values) != len(ids):
+            raise _unreadable(f"{place}: {name}", f"{len(ids)} values, as {WHOLE} has", len(values))
+        if name == "labels":
+            if ((values != IGNORED) & (values != ids)).any():
+                raise _unreadable(f"{place}: {name}", f"{IGNORED} or the id of {WHOLE} in each place", fields[name])
+            labels &= values != IGNORED
+        elif not np.isin(values, (0, 1)).all():
+            raise _unreadable(f"{place}: {name}", "0 or 1 for each token", fields[name])
+        elif name == ATTENTION:
+            kept = values == 1
+        else:
+            labels &= values == 1
+    return Document.of(_ids(f"{place}: {WHOLE}", ids[kept].tolist(), num_tokens), labels[kept])
+
+
+def _last_answer(document: Document) -> Document:
+    """Return a document whose labels are the last stretch of its labels, without what follows them."""
+    (places,) = np.nonzero(document.labels)
+    if len(places) == 0:
+        return document
+    end = int(places[-1]) + 1
+    gaps = np.flatnonzero(~document.labels[:end])
+    start = int(gaps[-1]) + 1 if len(gaps) else 0
+    return Document.of(document.ids[:end].tolist(), np.arange(end) >= start)
+
+
+def _unreadable(place: str, expected: str, got: Any) -> RecordError:
+    return RecordError(f"{place}: expected {expected}, got {shown(got)}", UNREADABLE)
