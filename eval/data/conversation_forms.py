@@ -44,6 +44,8 @@ THOUGHTS = ("thinking", "reasoning", "reasoning_content")
 """Types of content parts with reasoning, and fields that have its text."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields of a turn in which records store the reasoning before an answer."""
+FINISH = "finish_reason"
+"""Key of an answer, or column of a record for its last one: why a server ended it."""
 ARGUMENTS = "chat_template_kwargs"
 """Column with arguments of the chat template for its record alone."""
 TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|User|Assistant):")
@@ -57,7 +59,7 @@ QUESTIONS = ("instruction", "question", "prompt", "query", "input")
 """Columns with a question, or with the turns before the last answer."""
 ANSWERS = ("response", "output", "answer", "completion", "chosen", "preferred_output")
 SYSTEM = ("system", "system_prompt")
-CONTEXT = (*SYSTEM, "history", "tools", "functions", ARGUMENTS)
+CONTEXT = (*SYSTEM, "history", "tools", "functions", ARGUMENTS, FINISH)
 """Columns that are read in every form."""
 
 
@@ -113,6 +115,8 @@ def read_chat(record: Record) -> Chat:
             turns = [*turns, *answer] if is_next else _longer(place, forms, turns, answer)
         messages = _longer(place, forms, messages, turns)
     messages, notes = with_context(record, messages)
+    if fields.get(FINISH) and messages and messages[-1]["role"] == "assistant":
+        messages[-1].setdefault(FINISH, fields[FINISH])
     read = {*CONTEXT, *(key for form in forms for key in form)}
     if any(isinstance(fields[form[0]], str) for form in forms):
         read.add("input")  # behind a question

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from eval.data.chat_template import REASONING_END, check_rendered, common_prefix, without_second_bos
-from eval.data.conversation_forms import REASONING
+from eval.data.conversation_forms import FINISH, REASONING
 from eval.data.data_files import Message, RecordError
 from train.data.corpus import Document
 from train.data.templates import ChatTemplate
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 RENDERED = "texts are rendered by the chat template already: their labels are the assistant's answers"
 OPENS_REASONING = re.compile(r"<(\w+)>\s*$")
-KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING})
+CUT = ("length", "max_tokens")
+"""Reasons, by servers' names, for which an answer ended at a limit: no end token follows it."""
+KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "weight", FINISH, *REASONING})
 """Keys of a turn whose meaning is known."""
 WEIGHT_LIKE = re.compile("weight|train|loss|mask|learn|supervis|ignore")
 """Matches other names that turns may have for their weight."""
@@ -170,7 +172,10 @@ def _read_answer(
                 f"{place}: turn {number} has {end[0]!r} in its text, which ends an answer of the target; take it out",
                 "with an end token in the text of an answer",
             )
-    if (end := template.ends.search(whole, len(prompt))) is not None:
+    end = template.ends.search(whole, len(prompt))
+    if message.get(FINISH) in CUT:
+        whole = whole if end is None else whole[: end.start()]
+    elif end is not None:
         whole = whole[: end.end()]
     else:
         whole += frame.following.get("tool" if "tool_calls" in message else "user", "")

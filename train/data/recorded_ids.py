@@ -32,8 +32,8 @@ COMPLETION = "completion_ids"
 WHOLE = "input_ids"
 ATTENTION = "attention_mask"
 MASKS = ("loss_mask", "completion_mask", "assistant_masks", "labels")
-COLUMNS = (EXCHANGES, PROMPT, COMPLETION, WHOLE, ATTENTION, *MASKS)
-"""Columns of token ids and of their masks."""
+COLUMNS = (EXCHANGES, PROMPT, COMPLETION, WHOLE, ATTENTION, *MASKS, "cut", "number")
+"""Columns of token ids and of their masks, and what `data.regenerate` writes beside them."""
 IGNORED = -100
 """Value in `labels` of a token that is no label."""
 UNREADABLE = "unreadable token ids"

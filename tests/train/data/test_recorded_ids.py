@@ -1,0 +1,110 @@
+"""Records with token ids: the labels are those ids and no others, whatever their text would be tokenised to."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from eval.data.data_files import RecordError
+from heads.targets.load import load_tokenizer
+from train.data.chats import token_ids
+from train.data.corpus import Document
+from train.data.sources import ChatSource, TextSource
+from train.data.templates import ChatTemplate
+
+
+@pytest.fixture(scope="module")
+def template(tiny_target_dir: Path) -> ChatTemplate:
+    return ChatTemplate(load_tokenizer(str(tiny_target_dir)), vocab_size=128)
+
+
+def letters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text letter by letter, as no tokenizer with merges writes it."""
+    return [token for letter in text for token in token_ids(tokenizer, letter)]
+
+
+def documents(template: ChatTemplate, fields: dict[str, Any], **settings: Any) -> list[Document]:
+    source = ChatSource(kind="chat", path="x", **settings)
+    return next(source.documents(template, [("x: record 1", fields)]))
+
+
+def labelled(document: Document) -> list[int]:
+    return document.ids[document.labels].tolist()  # type: ignore[no-any-return]
+
+
+def test_ids_of_every_form_are_trained_on_as_they_are(template: ChatTemplate) -> None:
+    prompt, answer, end = letters(template.tokenizer, "say the "), letters(template.tokenizer, "sea near"), [1]
+    assert answer != token_ids(template.tokenizer, "sea near")  # tokenised again they would be others
+    turns = [{"role": "user", "content": "say the"}, {"role": "assistant", "content": "sea near"}]
+    whole, mask = [*prompt, *answer], [0] * len(prompt) + [1] * len(answer)
+    labels = [-100] * len(prompt) + answer
+    forms: dict[str, dict[str, Any]] = {
+        "exchanges": {"exchanges": [[prompt, answer]]},
+        "prompt_ids with completion_ids": {"prompt_ids": prompt, "completion_ids": answer},
+        "input_ids with loss_mask": {"input_ids": whole, "loss_mask": mask},
+        "input_ids with completion_mask": {"input_ids": whole, "completion_mask": mask},
+        "input_ids with assistant_masks": {"input_ids": whole, "assistant_masks": mask},
+        "input_ids with labels": {
+            "input_ids": [0, *whole],
+            "labels": [0, *labels],
+            "attention_mask": [0, *[1] * len(whole)],
+        },
+        "input_ids with completion_mask with labels": {"input_ids": whole, "completion_mask": mask, "labels": whole},
+    }
+    for form, columns in forms.items():
+        for beside in ({}, {"messages": turns}, {"prompt": "say the", "completion": "sea near"}):
+            (document,) = documents(template, {**columns, **beside})
+            assert (document.error, document.form, document.ids.tolist()) == ("", form, whole)
+            assert labelled(document) == answer  # no end token: the answer was cut at its limit
+    (ended,) = documents(template, {"messages": turns, "exchanges": [[prompt, [*answer, *end]]]})
+    assert labelled(ended) == [*answer, *end]
+    second = [*whole, *end, *prompt]
+    several = {"exchanges": [[prompt, [*answer, *end]], [second, answer]]}
+    (both,) = documents(template, several)
+    assert labelled(both) == [*answer, *end, *answer] and both.ids.tolist() == [*second, *answer]
+    (last,) = documents(template, several, answers="last")
+    assert labelled(last) == answer and last.ids.tolist() == [*second, *answer]
+    text = TextSource(kind="text", path="x")
+    (document,) = next(text.documents(template, [("x: record 1", {"text": "say the sea near", **forms["exchanges"]})]))
+    assert labelled(document) == answer and document.form == "exchanges"
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    r"exchanges\[0\]: expected a pair of prompt ids and answer ids, got \[5\]": {"exchanges": [[5]]},
+    r"exchanges\[0\]\[1\]: expected a list of whole numbers, got 'sea'": {"exchanges": [[[5], "sea"]]},
+    r"completion_ids: expected ids from 0 to 127, the target's tokens, got 128": {
+        "prompt_ids": [5],
+        "completion_ids": [128],
+    },
+    r"prompt_ids: expected a list of whole numbers, got None": {"completion_ids": [5]},
+    r"loss_mask: expected 3 values, as input_ids has, got 2": {"input_ids": [5, 6, 7], "loss_mask": [0, 1]},
+    r"loss_mask: expected 0 or 1 for each token, got \[0, 2\]": {"input_ids": [5, 6], "loss_mask": [0, 2]},
+    r"labels: expected -100 or the id of input_ids in each place": {"input_ids": [5, 6], "labels": [6, 7]},
+    r"input_ids with loss_mask: expected a label, got none": {"input_ids": [5, 6], "loss_mask": [0, 0]},
+    r"expected its token ids to spell the text 'the sea', got ": {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the sea"}],
+        "exchanges": [[[5], [6]]],
+    },
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_ids_that_fit_nothing_are_named(fault: str, template: ChatTemplate) -> None:
+    (skipped,) = documents(template, FAULTS[fault])
+    assert skipped.reason and len(skipped.ids) == 0
+    with pytest.raises(RecordError, match=fault):
+        raise RecordError(skipped.error, skipped.reason)
+
+
+def test_a_text_that_was_cut_teaches_no_end(template: ChatTemplate) -> None:
+    turns = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "the sea"}]
+    (ended,) = documents(template, {"messages": turns})
+    for cut in (
+        {"messages": turns, "finish_reason": "length"},
+        {"messages": [turns[0], {**turns[1], "finish_reason": "length"}]},
+    ):
+        (document,) = documents(template, cut)
+        assert labelled(document) == labelled(ended)[:-1] and labelled(ended)[-1] in template.all_end_ids
+        assert np.array_equal(document.ids, ended.ids[: len(document.ids)])
