@@ -11,8 +11,9 @@ different samples from the same distribution.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -157,32 +158,38 @@ class Engine:
             zeros=torch.zeros(options.batch_size, 1, dtype=torch.int64, device=device),
         )
 
-    def generate(self, requests: Sequence[Request], *, on_tokens: OnTokens | None = None) -> list[Output]:
+    def generate(self, requests: Iterable[Request], *, on_tokens: OnTokens | None = None) -> list[Output]:
         """Decode the requests, `batch_size` at a time. A row whose request ends takes the next one. Return the outputs
-        in the order of the requests."""
-        for index, request in enumerate(requests):
-            check_request(
-                request,
-                f"request {index}",
-                target=self.target,
-                slots=self.options.max_length,
-                nodes=self.nodes,
-                can_stop=self.tokenizer is not None,
-            )
+        in the order of the requests. Requests in a sequence are all checked before the first is decoded; those of an
+        iterator are taken from it, and checked, when a row is free."""
+        if isinstance(requests, Sequence):
+            for index, request in enumerate(requests):
+                self._check(index, request)
         self.timings = Timings()
         with torch.inference_mode():
-            return self._generate(requests, on_tokens)
+            return self._generate(iter(requests), on_tokens)
 
-    def _generate(self, requests: Sequence[Request], on_tokens: OnTokens | None) -> list[Output]:
-        waiting = deque(enumerate(requests))
+    def _check(self, index: int, request: Request) -> None:
+        can_stop, slots = self.tokenizer is not None, self.options.max_length
+        check_request(request, f"request {index}", target=self.target, slots=slots, nodes=self.nodes, can_stop=can_stop)
+
+    def _generate(self, requests: Iterator[Request], on_tokens: OnTokens | None) -> list[Output]:
+        waiting = True
         request_states: list[RequestState | None] = [None] * self.options.batch_size
-        outputs: list[Output | None] = [None] * len(requests)
+        outputs: list[Output | None] = []
         self.decoder.state.done.fill_(True)
         while True:
             free = [row for row in range(self.options.batch_size) if request_states[row] is None]
             running = waiting and free and not self.launched
             if running:
-                new_requests = {row: waiting.popleft() for row in free[: len(waiting)]}
+                taken = [*enumerate(islice(requests, len(free)), start=len(outputs))]
+                waiting = len(taken) == len(free)
+                for index, request in taken:
+                    self._check(index, request)
+                    outputs.append(None)
+                if not taken:
+                    continue
+                new_requests = dict(zip(free, taken, strict=False))
                 for row, request_state in self._prefill(new_requests).items():
                     request_states[row] = request_state
             elif len(free) == self.options.batch_size and not self.launched:

@@ -10,11 +10,12 @@ The name of the folder is a hash of everything on which the answers depend.
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,8 +49,8 @@ from train.data.packing import shares
 from train.data.sources import AnySource, skipped_document
 from train.data.tokenise import describe_skipped, describe_source, texts_of, tokens_key
 
-BATCHES = 8
-"""Batches per call of the engine. Rows that end early continue with the next prompt."""
+BATCHES = 64
+"""Batches per call of the engine, which keeps its outputs in memory. Only at the end of a call are rows empty."""
 
 
 class Prompts(NamedTuple):
@@ -277,22 +278,29 @@ class TargetAnswers:
         settings, target, engine = self.settings, self.target, None
         longest = min(settings.prompt_tokens + settings.new_tokens + 1, target.context_length)
         options = EngineOptions(batch_size=settings.batch_size, max_length=longest)
-        waiting: list[tuple[int, Dialogue]] = []
+        asked: list[tuple[int, Dialogue]] = []
         answers: list[list[int]] = []
+        answered: deque[tuple[int, Dialogue]] = deque()  # dialogues with a further prompt
 
-        def keep(row: int, fresh: list[int]) -> None:
-            answers[row] += fresh
-            if len(answers[row]) == settings.new_tokens or fresh[-1] in target.eos_token_ids:
-                number, dialogue = waiting[row]
-                dialogue.answer(answers[row])
+        def requests() -> Iterator[Request]:
+            while (pair := answered.popleft() if answered else next(dialogues, None)) is not None:
+                asked.append(pair)
+                answers.append([])
+                assert pair[1].prompt is not None
+                yield self.request(pair[1].prompt)
+
+        def keep(index: int, fresh: list[int]) -> None:
+            answers[index] += fresh
+            if len(answers[index]) == settings.new_tokens or fresh[-1] in target.eos_token_ids:
+                number, dialogue = asked[index]
+                dialogue.answer(answers[index])
                 if dialogue.prompt is None:
                     write(number, dialogue)
+                else:
+                    answered.append(asked[index])
 
-        while True:
-            waiting = [pair for pair in waiting if pair[1].prompt is not None]
-            waiting += islice(dialogues, BATCHES * settings.batch_size - len(waiting))
-            if not waiting:
-                return
-            answers = [[] for _ in waiting]
+        while (first := next(requests(), None)) is not None:
             engine = engine or Engine(target, None, options)
-            engine.generate([self.request(dialogue.prompt or []) for _, dialogue in waiting], on_tokens=keep)
+            engine.generate(chain([first], islice(requests(), BATCHES * settings.batch_size)), on_tokens=keep)
+            asked.clear()
+            answers.clear()

@@ -40,8 +40,11 @@ class Noting(Engine):
     noted: ClassVar[list[Request]] = []
 
     def generate(self, requests: Any, *, on_tokens: Any = None) -> Any:
-        self.noted.extend(requests)
-        return super().generate(requests, on_tokens=on_tokens)
+        return super().generate(map(self.note, requests), on_tokens=on_tokens)
+
+    def note(self, request: Request) -> Request:
+        self.noted.append(request)
+        return request
 
 
 @pytest.fixture(autouse=True)
