@@ -16,7 +16,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,8 +32,8 @@ from eval.core.command_line import (
     print_line,
     typed,
 )
-from eval.records.measure_settings import SERVED, Count, Seed, Temperature, Trees, served_sampling
-from eval.runtime.sampling_params import Sampling
+from eval.records.measure_settings import SERVED, Count, Seed, Trees, served_sampling
+from eval.runtime.sampling_params import Sampling, Temperature
 from heads.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class Conversation:
                 f"{self.max_new_tokens} new ones; give a shorter prompt, /reset, or start with fewer --max-new-tokens"
             )
         engine = self.engine_for(len(ids) + self.max_new_tokens + self.shape.nodes)
-        sampling = replace(self.sampling, seed=self.sampling.seed + self.answers)
+        sampling = self.sampling.with_seed(self.sampling.seed + self.answers)
         request = Request(ids, self.max_new_tokens, sampling)
         if not has_template:
             self.show(prompt, QUIET)
@@ -217,8 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     opened = open_head(options)
-    sampling = served_sampling(opened.target) if options.sampling else Sampling(options.temperature or 0.0)
-    sampling = replace(sampling, seed=options.seed)
+    sampling = served_sampling(opened.target) if options.sampling else Sampling(temperature=options.temperature or 0.0)
+    sampling = sampling.with_seed(options.seed)
     shapes = draft_shapes(options.trees, opened.head)
     fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
     shape = (fitting or shapes)[0]  # if none fits, the engine raises the error that says why

@@ -169,7 +169,7 @@ def line_up(
         Request(
             list(prompt.ids),
             settings.max_new_tokens,
-            replace(sampling, seed=sampling.seed + i),
+            sampling.with_seed(sampling.seed + i),
             ignore_eos=not settings.timing,
         )
         for i, prompt in enumerate(prompts)

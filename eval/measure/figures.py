@@ -102,7 +102,7 @@ def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTra
 
 
 def at_temperature_zero(comparison: Comparison) -> Comparison:
-    requests = [replace(r, sampling=replace(r.sampling, temperature=0.0)) for r in comparison.requests]
+    requests = [replace(r, sampling=r.sampling.model_copy(update={"temperature": 0.0})) for r in comparison.requests]
     plain, *drafting = (Variant(variant.engine) for variant in (comparison.plain, *comparison.drafting))
     for unit, indices in enumerate(comparison.units):
         for variant in (plain, *drafting):

@@ -192,8 +192,8 @@ def setting_line(results: Results) -> str:
     words += [f"top-k {settings.top_k}"] * (settings.top_k != 0)
     words += [f"top-p {settings.top_p:g}"] * (settings.top_p != 1)
     words += [f"min-p {settings.min_p:g}"] * (settings.min_p != 0)
-    penalties = [(name, getattr(settings, name)) for name in PENALTIES]
-    words += [f"{name.replace('_', ' ')} {value:g}" for name, value in penalties if value != getattr(Sampling, name)]
+    for name, value, none in zip(PENALTIES, settings.penalties, Sampling().penalties, strict=True):
+        words += [f"{name.replace('_', ' ')} {value:g}"] * (value != none)
     words.append(f"{batch_text(results)} in flight" if results.server else f"batch {batch_text(results)}")
     words += [f"rule {rule}"] * (rule != "match" and not results.is_comparison)
     return f"{prompts} of {', '.join([*map(short_name, settings.suites), *words])}; {device_text(results)}"

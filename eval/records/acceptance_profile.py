@@ -13,7 +13,6 @@ from typing import Any
 from eval.records.result_folders import short_name
 from eval.records.schema import Measurement, Results
 from eval.records.speedup_checks import headline_index
-from eval.runtime.sampling_params import FILTERS, PENALTIES
 
 ACCEPTANCE = "acceptance.json"
 
@@ -48,7 +47,7 @@ def acceptance_profile(results: Results) -> dict[str, Any] | None:
             "prompts_hash": settings.prompts_hash,
             "num_samples": settings.num_prompts,
             "osl": settings.max_new_tokens,
-            **{name: getattr(settings, name) for name in (*FILTERS, *PENALTIES)},
+            **settings.shared(),
             "device": results.device.name,
             "dtype": results.dtype,
             "measured_at": results.measured_at,

@@ -11,10 +11,10 @@ from pydantic import AfterValidator, Field
 
 from eval.core.command_line import AUTO, draft_shapes, is_tuple, print_line, typed
 from eval.data.prompts import HELD_OUT_SUITE, LATER_TURN, Prompt, prompts_hash, split_prompts
-from eval.runtime.sampling_params import COLDEST, FILTERS, HOTTEST, PENALTIES, Rule, Sampling, check_rule
+from eval.runtime.sampling_params import FILTERS, Rule, Sampling, SharedSampling, Temperature, check_rule
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError
-from heads.core.strict_settings import MAX_NUMBER, Settings
+from heads.core.strict_settings import MAX_NUMBER
 from heads.core.strict_settings import Count as Count
 from heads.core.tree import TreeShape
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 Seed = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
 
 
 def check_tree(text: str) -> str:
@@ -43,7 +41,7 @@ SAMPLED = ("temperatures", *FILTERS, "repetition_penalty")
 """Settings that `sampling` replaces."""
 
 
-class MeasureSettings(Settings):
+class MeasureSettings(SharedSampling):
     """Settings of every measurement: of one during training, which a recipe's `eval` describes, and of the bench."""
 
     skip_long: bool = False
@@ -51,12 +49,6 @@ class MeasureSettings(Settings):
     rule: Rule = "match"
     """Acceptance rule when sampling: `match`, `ratio` or `block` (see eval/README.md). All are the same at
     temperature 0."""
-    top_k: Annotated[int, Field(ge=0, lt=MAX_NUMBER)] = 0
-    """Sample from this many most likely tokens; 0 keeps all."""
-    top_p: Share = 1.0
-    """Sample from the most likely tokens that together have this probability; 1 keeps all."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Leave out tokens whose probability is below this fraction of the largest one; 0 keeps all."""
     max_new_tokens: Count = 128
     """Maximum number of tokens of an answer."""
     seed: Seed = 0
@@ -80,12 +72,6 @@ class BenchSettings(MeasureSettings):
     default."""
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0,)
     """Sampling temperatures; 0 is greedy."""
-    repetition_penalty: Annotated[float, Field(ge=COLDEST, le=HOTTEST)] = 1.0
-    """Penalty on tokens of the prompt and of the answer so far, at any temperature; 1 is none."""
-    presence_penalty: Penalty = 0.0
-    """Penalty on tokens of the answer so far; 0 is none."""
-    frequency_penalty: Penalty = 0.0
-    """Penalty on tokens of the answer so far, for each time that they occur; 0 is none."""
     batch_size: Count = 1
     """Prompts decoded together, if `batch_sizes` is empty."""
     batch_sizes: tuple[Count, ...] = ()
@@ -146,8 +132,7 @@ class BenchSettings(MeasureSettings):
         return words
 
     def sampling_at(self, temperature: float) -> Sampling:
-        named = {name: getattr(self, name) for name in (*FILTERS, "seed", *PENALTIES)}
-        return Sampling(temperature, **named)
+        return Sampling(temperature=temperature, seed=self.seed, **self.shared())
 
     def as_served(self, target: "FrozenTarget") -> "BenchSettings":
         """Return these settings, with the target's own sampling if `sampling` asks for it."""

@@ -11,10 +11,12 @@
 The command line reads these settings, so this file does not import torch.
 """
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, Field, ValidationError
 
 from heads.core.errors import UserError
+from heads.core.strict_settings import MAX_NUMBER, Settings, first_fault
 from heads.core.tree import TreeShape, is_chain
 
 COLDEST, HOTTEST = 1e-6, 1e6
@@ -24,52 +26,33 @@ Rule = Literal["match", "ratio", "block"]
 RULES = get_args(Rule)
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling settings of a request. Temperature 0 is greedy: the filters and the seed then have no effect. Penalties
-    change the logits before all else, at temperature 0, too, as in vLLM and transformers."""
+def check_temperature(temperature: float) -> float:
+    if not (temperature == 0 or COLDEST <= temperature <= HOTTEST):
+        raise ValueError(f"expected 0 (greedy) or a number from {COLDEST} to {HOTTEST:.0f}")
+    return temperature
 
-    temperature: float = 0.0
-    top_k: int = 0
-    """Keep the k likeliest tokens (lowest ids on ties); 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens until their total probability reaches this share; 1 keeps all."""
-    min_p: float = 0.0
-    """Keep tokens at least this many times as likely as the likeliest; 0 keeps all."""
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    """Divide the positive logits of tokens that stand in the prompt or the output so far by this number, and multiply
-    the negative ones by it (CTRL, arXiv 1909.05858); 1 leaves them. With an encoder, the prompt is the decoder's."""
-    presence_penalty: float = 0.0
-    """Then subtract this number from the logits of tokens that stand in the output so far."""
-    frequency_penalty: float = 0.0
-    """Then subtract this number from a token's logit as often as the token stands in the output so far."""
 
-    def __post_init__(self) -> None:
-        if not (self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST):
-            raise UserError(
-                f"temperature: expected 0 (greedy) or a number from {COLDEST} to {HOTTEST:.0f}, got {self.temperature}"
-            )
-        if not 0 <= self.top_k < 2**63:
-            raise UserError(f"top_k: expected a count, or 0 to keep all tokens, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p: expected a share above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p: expected a share from 0 to 1, got {self.min_p}")
-        if not -(2**63) <= self.seed < 2**63:
-            raise UserError(f"seed: expected an integer of at most 64 bits, got {self.seed}")
-        if not COLDEST <= self.repetition_penalty <= HOTTEST:
-            raise UserError(
-                f"repetition_penalty: expected 1 (none) or a number from {COLDEST} to {HOTTEST:.0f}, got "
-                f"{self.repetition_penalty}"
-            )
-        for name in PENALTIES[1:]:
-            if not -2 <= getattr(self, name) <= 2:
-                raise UserError(f"{name}: expected 0 (none) or a number from -2 to 2, got {getattr(self, name)}")
+Temperature = Annotated[float, Field(ge=0), AfterValidator(check_temperature)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
-    @property
-    def filters(self) -> bool:
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+class SharedSampling(Settings):
+    """What every request of a measurement samples with, whatever its temperature and seed."""
+
+    top_k: Annotated[int, Field(ge=0, lt=MAX_NUMBER)] = 0
+    """Sample from this many most likely tokens, the lowest ids on ties; 0 keeps all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that together have this probability; 1 keeps all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Leave out tokens whose probability is below this fraction of the largest one; 0 keeps all."""
+    repetition_penalty: Annotated[float, Field(ge=COLDEST, le=HOTTEST)] = 1.0
+    """Divide the positive logits of tokens of the prompt and of the answer so far by this number, and multiply the
+    negative ones by it (CTRL, arXiv 1909.05858), at any temperature; 1 is none. With an encoder, the prompt is the
+    decoder's."""
+    presence_penalty: Penalty = 0.0
+    """Subtract this number from the logits of tokens of the answer so far; 0 is none."""
+    frequency_penalty: Penalty = 0.0
+    """Subtract this number from a token's logit for each time that it occurs in the answer so far; 0 is none."""
 
     @property
     def penalties(self) -> tuple[float, ...]:
@@ -78,6 +61,30 @@ class Sampling:
     @property
     def penalises(self) -> bool:
         return self.penalties != (1, 0, 0)
+
+    def shared(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SharedSampling.model_fields}
+
+
+class Sampling(SharedSampling):
+    """Sampling settings of a request. Temperature 0 is greedy: the filters and the seed then have no effect. Penalties
+    change the logits before all else, at temperature 0, too, as in vLLM and transformers."""
+
+    temperature: Temperature = 0.0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as failure:
+            raise UserError(first_fault(failure)) from None
+
+    def with_seed(self, seed: int) -> "Sampling":
+        return self.model_copy(update={"seed": seed})
+
+    @property
+    def filters(self) -> bool:
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 def check_rule(rule: str, shape: TreeShape) -> None:

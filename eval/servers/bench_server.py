@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
@@ -256,7 +256,7 @@ async def ask_all(
 
         async def ask(server: EngineServer, i: int) -> Answer:
             async with slots:
-                seeded = replace(sampling, seed=sampling.seed + i)
+                seeded = sampling.with_seed(sampling.seed + i)
                 answer = await server.ask(prompts[i], seeded, settings.max_new_tokens, stop_ids)
             progress.advance()
             return answer

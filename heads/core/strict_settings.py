@@ -30,11 +30,15 @@ class Settings(BaseModel):
         try:  # as JSON, whose lists are tuples where a setting has a tuple
             return cls.model_validate_json(json.dumps(values))
         except ValidationError as failure:
-            error = failure.errors(include_url=False)[0]
-            if not error["loc"]:  # by a validator of the whole, whose message begins with a key
-                raise UserError(f"head.{error_text(error['msg'])}") from None
-            key = ".".join(map(str, error["loc"]))
-            raise UserError(f"head.{key}: {error_text(error['msg'])}, got {shown(error['input'])}") from None
+            raise UserError(f"head.{first_fault(failure)}") from None
+
+
+def first_fault(failure: ValidationError) -> str:
+    """Return a line about the first wrong setting, which begins with its key."""
+    error = failure.errors(include_url=False)[0]
+    if not error["loc"]:  # by a validator of the whole, whose message begins with a key
+        return error_text(error["msg"])
+    return f"{'.'.join(map(str, error['loc']))}: {error_text(error['msg'])}, got {shown(error['input'])}"
 
 
 def error_text(message: str) -> str:

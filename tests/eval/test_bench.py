@@ -120,7 +120,7 @@ def test_the_model_samples_as_its_server_does(
     again = to_settings(parse_arguments(results["command"][2:]))
     assert again.sampling_at(0.6) == Sampling(**asked) and again.temperatures == (0.6,)
     monkeypatch.setattr(tiny_target.model, "generation_config", GenerationConfig(top_k=-1))
-    assert served_sampling(tiny_target) == Sampling(1.0)
+    assert served_sampling(tiny_target) == Sampling(temperature=1.0)
 
 
 def test_every_batch_size_and_context_is_a_setting(tmp_path: Path, bench: Bench, pair_head: Any) -> None:

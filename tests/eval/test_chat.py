@@ -56,7 +56,7 @@ def test_an_answer_is_plain_decodings_text(
     opened: Opened, temperature: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its tokens are marked as the output says, also if its last round is cut on a draft token."""
-    plain = plainly(opened, PROMPT, 40, Sampling(temperature, top_k=9, seed=5))
+    plain = plainly(opened, PROMPT, 40, Sampling(temperature=temperature, top_k=9, seed=5))
     capsys.readouterr()
     talk = conversation(opened, 40, temperature=temperature, top_k=9, seed=5)
     output, said = talk.answer(PROMPT), capsys.readouterr()

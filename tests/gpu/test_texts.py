@@ -33,7 +33,8 @@ def test_texts_are_plain_decodings(
         uncaptured.rounds.capture = None
         for temperature in (0.0, 1.0):
             samplings = [
-                Sampling(temperature, seed=i, repetition_penalty=1.1 if i % 2 else 1.0) for i in range(sizes.texts)
+                Sampling(temperature=temperature, seed=i, repetition_penalty=1.1 if i % 2 else 1.0)
+                for i in range(sizes.texts)
             ]
             requests = [Request(prompt(sizes, i), sizes.tokens, s, (), True) for i, s in enumerate(samplings)]
             triples = list(zip(requests, plain.generate(requests), engine.generate(requests), strict=True))

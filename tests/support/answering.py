@@ -52,7 +52,7 @@ class Stub:
             return 404, b'{"error": "no such path"}'
         else:
             assert body["model"] == self.model and body["return_token_ids"] is True
-        drawn = Sampling(sampling["temperature"], seed=sampling[seed])
+        drawn = Sampling(temperature=sampling["temperature"], seed=sampling[seed])
         assert isinstance(ids, list) and all(type(token) is int for token in ids)
         request = Request(ids, sampling[length], drawn)
         with self.lock:

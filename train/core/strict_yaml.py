@@ -20,7 +20,6 @@ from yaml import YAMLError
 from eval.records.measure_settings import Fraction as Fraction
 from eval.records.measure_settings import Seed as Seed
 from eval.records.measure_settings import Share as Share
-from eval.records.measure_settings import Temperature as Temperature
 from heads.core.errors import UserError, shown
 from heads.core.files import read_given
 from heads.core.strict_settings import MAX_NUMBER, error_text

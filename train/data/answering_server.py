@@ -61,7 +61,7 @@ class AnsweringServer:
         trial = replace(
             request,
             max_new_tokens=min(request.max_new_tokens, CHECKED_TOKENS),
-            sampling=replace(request.sampling, temperature=0.0),
+            sampling=request.sampling.model_copy(update={"temperature": 0.0}),
         )
         ids, path = await self._ask(COMPLETIONS, trial, retries=0), COMPLETIONS
         if not ids:

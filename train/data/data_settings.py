@@ -4,8 +4,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from eval.runtime.sampling_params import Temperature
 from eval.servers.openai_client import check_url
-from train.core.strict_yaml import Count, Name, Seed, Settings, Share, Temperature
+from train.core.strict_yaml import Count, Name, Seed, Settings, Share
 from train.data.sources import AnySource
 
 Url = Annotated[Name, AfterValidator(check_url)]

@@ -13,6 +13,7 @@ from eval.core.command_line import AUTO
 from eval.data.data_files import has_splits, has_subsets, is_local
 from eval.data.prompts import HELD_OUT_SUITE
 from eval.records.measure_settings import BenchSettings, MeasureSettings, Tree, Trees
+from eval.runtime.sampling_params import FILTERS, Temperature
 from heads.core.errors import UserError
 from heads.methods.method_settings import SETTINGS
 from train.core.strict_yaml import (
@@ -26,7 +27,6 @@ from train.core.strict_yaml import (
     Share,
     Source,
     Step,
-    Temperature,
     check,
     dotted,
     read_settings,
@@ -307,7 +307,7 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
     if report.batch_sizes:
         useless["eval", "report", "batch_size"] = "with eval.report.batch_sizes"
     if recipe.eval.temperature == 0 and (report.sampling or not any(report.temperatures or ())):
-        sampled = ("top_k", "top_p", "min_p") if report.sampling else ("rule", "top_k", "top_p", "min_p")
+        sampled = FILTERS if report.sampling else ("rule", *FILTERS)
         useless |= {("eval", name): "at eval.temperature 0, which is greedy" for name in sampled}
     for name in ("regenerate", "on_policy"):
         if getattr(recipe.data, name) is not None and getattr(recipe.data, name).temperature == 0:

@@ -14,6 +14,7 @@ from eval.data.data_files import is_local
 from eval.data.prompts import absolute_prompts
 from eval.measure.machine import device_facts, versions
 from eval.pages.card import check_card
+from eval.runtime.sampling_params import FILTERS
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import check_folder, lock, write_json, write_text
 from heads.targets.frozen_target import FrozenTarget
@@ -37,7 +38,7 @@ FREE_SETTINGS = (
 """Settings that may change when a run is resumed, since they do not change its result."""
 
 RESOLVED = "The recipe as resolved: the file and its overrides, with every default."
-REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", "top_k", "top_p", "min_p"))
+REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", *FILTERS))
 """Settings that are absent if nothing is sampled. If only `eval.report.temperatures` decides that, they concern only
 the report."""
 

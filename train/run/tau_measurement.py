@@ -45,7 +45,8 @@ class TauMeasurement:
     tau: float
     alpha: list[float | None]
     tau_by_training_step: float | None
-    """The training step's estimate on the same texts; None if the drafts are not greedy chains."""
+    """The training step's estimate on the same texts; None if the drafts are not greedy chains, or the
+    logits are penalised."""
     is_estimate: bool = False
     """True if nothing was decoded: `tau` is then the training step's estimate on training text."""
     ci95: tuple[float, float] | None = None
@@ -98,7 +99,7 @@ class Evaluation:
                 outputs = engine.generate(requests, on_tokens=lambda _, fresh: progress.advance(len(fresh)))
             check_decoded(outputs, f"eval.prompts {settings.prompts}")
             estimate = None
-            if settings.temperature == 0 and is_chain(shape):
+            if settings.temperature == 0 and not settings.penalises and is_chain(shape):
                 batches = answer_batches(target, drafts, requests, outputs, ESTIMATE_ROWS)
                 estimate = known_text_tau(drafts, batches, shape.depth).tau
         suites = {}
@@ -157,9 +158,9 @@ def load_requests(
             f"{longest - room + context_length} positions, the target has {context_length}; lower it (or "
             "eval.report.max_new_tokens), or leave long prompts out with eval.skip_long=true"
         )
-    sampling = Sampling(**settings.model_dump(include={"temperature", "top_k", "top_p", "min_p", "seed"}))
+    sampling = Sampling(temperature=settings.temperature, **settings.shared())
     requests = [
-        Request(prompt.ids, settings.max_new_tokens, replace(sampling, seed=settings.seed + n))
+        Request(prompt.ids, settings.max_new_tokens, sampling.with_seed(settings.seed + n))
         for n, prompt in enumerate(prompts)
     ]
     return [prompt.suite for prompt in prompts], requests

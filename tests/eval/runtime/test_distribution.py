@@ -82,10 +82,10 @@ def test_a_mixed_batch_follows_each_rows_own_distribution() -> None:
 
 
 PENALISED = [
-    Sampling(0.8, repetition_penalty=1.7),
-    Sampling(1.3, top_k=9, repetition_penalty=0.6, presence_penalty=1.5, frequency_penalty=-0.7),
+    Sampling(temperature=0.8, repetition_penalty=1.7),
+    Sampling(temperature=1.3, top_k=9, repetition_penalty=0.6, presence_penalty=1.5, frequency_penalty=-0.7),
     Sampling(presence_penalty=-1.0, frequency_penalty=2.0),
-    Sampling(1.1),
+    Sampling(temperature=1.1),
 ]
 
 
@@ -175,7 +175,7 @@ def test_drafts_get_the_noise_the_target_will_use() -> None:
 )
 def test_bad_settings_are_refused(name: str, value: float) -> None:
     with pytest.raises(UserError, match=name):
-        Sampling(**{"temperature": 1.0, name: value})  # type: ignore[arg-type]
+        Sampling(**{"temperature": 1.0, name: value})
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["distributions of their own", "one distribution"])

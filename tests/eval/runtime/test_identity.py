@@ -47,10 +47,10 @@ COPIES = ("the target", "the target, cut")
 POSITIONS = 24
 """Positions of a cut copy, in the middle of the texts."""
 OTHER_BLOCKS = {kind for kind, settings in HEADS.items() if "block_size" in settings} - {"dflash"}
-WARM = Sampling(0.9, seed=4), Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01, seed=-8)
+WARM = Sampling(temperature=0.9, seed=4), Sampling(temperature=1.2, top_k=20, top_p=0.9, min_p=0.01, seed=-8)
 PENALISED = (
     Sampling(repetition_penalty=1.3, frequency_penalty=0.4),
-    Sampling(0.9, top_k=20, repetition_penalty=0.8, presence_penalty=1.5, seed=6),
+    Sampling(temperature=0.9, top_k=20, repetition_penalty=0.8, presence_penalty=1.5, seed=6),
 )
 SAMPLINGS = {"greedy": (Sampling(),), "sampled": WARM, "mixed": (Sampling(), *WARM), "penalised": (*PENALISED, *WARM)}
 FACTORS: tuple[tuple[Any, ...], ...] = (

@@ -20,8 +20,9 @@ WIDE: Any = dict(vocab_size=512, hidden_size=128, intermediate_size=256, initial
 @pytest.mark.parametrize(
     "sampling",
     [
-        *(Sampling(), Sampling(0.9, seed=4), Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=5)),
-        *(Sampling(repetition_penalty=1.5, frequency_penalty=1.0), Sampling(0.9, presence_penalty=2.0, seed=4)),
+        *(Sampling(), Sampling(temperature=0.9, seed=4), Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=5)),
+        Sampling(repetition_penalty=1.5, frequency_penalty=1.0),
+        Sampling(temperature=0.9, presence_penalty=2.0, seed=4),
     ],
 )
 def test_plain_decodings_own_text_has_no_mismatches_and_a_changed_token_is_one(sampling: Sampling) -> None:

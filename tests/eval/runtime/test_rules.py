@@ -88,10 +88,10 @@ class Decoding:
 @pytest.mark.parametrize(
     ("rule", "text", "sampling"),
     [
-        ("match", "tree:2x2x4", Sampling(1.0, seed=1)),
-        ("ratio", "chain:2", Sampling(0.6, top_p=0.9, seed=50)),
-        ("ratio", "static:2.2", Sampling(0.6, top_p=0.9, seed=50)),
-        ("block", "chain:3", Sampling(1.0, seed=1)),
+        ("match", "tree:2x2x4", Sampling(temperature=1.0, seed=1)),
+        ("ratio", "chain:2", Sampling(temperature=0.6, top_p=0.9, seed=50)),
+        ("ratio", "static:2.2", Sampling(temperature=0.6, top_p=0.9, seed=50)),
+        ("block", "chain:3", Sampling(temperature=1.0, seed=1)),
     ],
     ids=["match", "ratio", "ratio, tree", "block"],
 )
@@ -114,7 +114,7 @@ def test_several_rounds_by_real_noise_have_the_targets_distribution(rule: str, t
 
 def test_children_are_drawn_from_the_drafts_distribution_in_order() -> None:
     q, V, rows = torch.tensor([0.55, 0.25, 0.15, 0.05]), 4, 60_000
-    draws = Draws(sampled_rows(rows, Sampling(1.0)))
+    draws = Draws(sampled_rows(rows, Sampling(temperature=1.0)))
     children, logp = draws(q.log().expand(rows, 2, V), torch.full((rows, 2), 9), 2)
     torch.testing.assert_close(logp, q.log()[children])
     first, second = children.unbind(-1)  # (rows, 2 nodes)
@@ -137,7 +137,7 @@ def test_no_two_draws_of_a_request_have_one_counter() -> None:
 
 def test_greedy_rows_use_every_sibling() -> None:
     target = target_of("llama")
-    requests = [Request([5 + n, 6, 7], 12, Sampling(float(n % 2)), ignore_eos=True) for n in range(6)]
+    requests = [Request([5 + n, 6, 7], 12, Sampling(temperature=float(n % 2)), ignore_eos=True) for n in range(6)]
     rounds = []
     for rule in RULES[:2]:
         head = make_drafter("early_exit:2", target)
@@ -150,7 +150,7 @@ def test_greedy_rows_use_every_sibling() -> None:
 def test_what_many_requests_give_has_the_targets_distribution(rule: str) -> None:
     """Through the whole engine: with two tokens to choose from, three tokens come out in eight ways."""
     target, prompt = target_of("llama"), [5, 6, 7]
-    requests = [Request(prompt, 3, Sampling(1.0, top_k=2, seed=i), ignore_eos=True) for i in range(250)]
+    requests = [Request(prompt, 3, Sampling(temperature=1.0, top_k=2, seed=i), ignore_eos=True) for i in range(250)]
     head = make_drafter("early_exit:2", target)
     engine = open_engine(target, head, "chain:2", batch_size=50, max_length=32, rule=rule)
     outputs = [tuple(output.tokens) for output in engine.generate(requests)]
@@ -205,7 +205,7 @@ class Copying(Drafter):
 def test_a_draft_without_a_distribution_is_refused_by_rules_that_need_one(rule: str) -> None:
     engine = open_engine(target_of("llama"), Copying(), "chain:2", max_length=32, rule=rule)
     with pytest.raises(UserError, match=f"rule {rule} needs the distribution that the draft was drawn from"):
-        engine.generate([Request([5, 6], 8, Sampling(1.0))])
+        engine.generate([Request([5, 6], 8, Sampling(temperature=1.0))])
 
 
 # Faults of published implementations that the sums of test_rejection.py do not show.
@@ -224,7 +224,7 @@ def test_every_test_has_a_number_of_its_own_and_streams_know_nothing_of_each_oth
 
 def verdict_on(name: str, text: str, tokens: list[int], p: Tensor, q: Tensor) -> Any:
     """The verdict in float32 on a tree whose parents are 0 or the node before; p (N, V), q (I, V)."""
-    rule = Rejection(name, parse_shape(text), sampled_rows(1, Sampling(1.0)), TARGET)
+    rule = Rejection(name, parse_shape(text), sampled_rows(1, Sampling(temperature=1.0)), TARGET)
     rule.draws.distributions = [q.log()[None]]
     node = torch.arange(len(tokens))[None]
     parents = (node - 1).clamp_min(0) if text.startswith("chain") else torch.zeros_like(node)

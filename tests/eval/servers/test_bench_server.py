@@ -89,7 +89,7 @@ class Handler(QuietHandler):
             if "messages" in body:
                 server.chats.append(body["messages"])
             penalties = {name: body[name] for name in PENALTIES}
-            sampling = Sampling(body["temperature"], seed=body["seed"], **penalties)
+            sampling = Sampling(temperature=body["temperature"], seed=body["seed"], **penalties)
             rounds = server.generate(Request(body.get("prompt") or [1, 2, 3], body["max_tokens"], sampling))
             gains = [len(tokens) - 1 for tokens in rounds[1:]]
             length = min(sum(map(len, rounds)), body["max_tokens"])

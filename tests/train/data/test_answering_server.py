@@ -35,7 +35,7 @@ def ask(stub: Stub, dialogues: Sequence[Dialogue], *, in_flight: int = 64, retri
     server = AnsweringServer(ServerClient(url or stub.url, retries), "tiny", target)
 
     def request(prompt: list[int]) -> Request:
-        return Request(prompt, TOKENS, Sampling(0.5, seed=len(prompt)))
+        return Request(prompt, TOKENS, Sampling(temperature=0.5, seed=len(prompt)))
 
     answer_by_server(iter(enumerate(dialogues)), request, server, in_flight, lambda *_: None)
 
@@ -85,7 +85,7 @@ def test_a_dialogue_goes_on_from_the_servers_answers(speaks: str, stub: Stub) ->
     assert [prompt for prompt, _ in dialogue.exchanges] == [[5], [5, *answer, 6]]
     trial, *later = [(len(request.prompt), request.sampling) for request in stub.asked]
     asked = [request for request in later if request[1].temperature > 0]
-    assert trial[1].temperature == 0 and asked == [(n, Sampling(0.5, seed=n)) for n in (1, 8)]
+    assert trial[1].temperature == 0 and asked == [(n, Sampling(temperature=0.5, seed=n)) for n in (1, 8)]
 
 
 def test_a_server_that_is_overloaded_or_gone_for_a_while_is_waited_for(stub: Stub) -> None:
