@@ -22,9 +22,9 @@ target's own (then no speedup is reported); 2, with one line, for an error that 
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import AfterValidator
 
@@ -40,18 +40,9 @@ from eval.core.command_line import (
 )
 from eval.data.prompts import check_suites
 from eval.records.measure_settings import BenchSettings, add_measure_options, to_settings
-from eval.records.result_folders import BENCH, RESULTS, own_folder, plain_name, short_name
-from eval.records.results import COMPARED, write_results
-from eval.records.schema import Results
+from eval.records.result_folders import BENCH, own_folder, plain_name, short_name
 from eval.servers.openai_client import check_url
 from heads.core.contract import HEAD_TREE
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
-
-    from heads.core.contract import Drafter
-    from heads.targets.frozen_target import FrozenTarget
 
 DEFAULTS = BenchSettings()
 TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
@@ -104,10 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings, paths = to_settings(options), options.heads
     if options.server:
         return measure_served(options, settings)
-    from eval.measure.bench_heads import head_names
+    from rich.console import Console
+
+    from eval.measure.bench_heads import bench_heads, head_names
     from eval.measure.machine import contention
     from eval.measure.open_models import fitting_head, open_target_of
     from eval.pages.card import check_card
+    from eval.pages.run_report import save_and_print
     from eval.pages.wandb_run import tracked
     from heads.published import is_published
     from heads.registry import untrained_kind
@@ -126,7 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         target, tokenizer = open_target_of((ours or trained or paths)[0], options)
         heads = {path: fitting_head(path, target) for path in paths}
         print_line(contention(target.device))
-        results = run_bench(target, heads, tokenizer, settings, out=out, with_roofline=options.roofline)
+        results = bench_heads(target, heads, tokenizer, settings, with_roofline=options.roofline)
+        save_and_print(results, out, Console())
         log(results)
     print(f"written to {out}", file=sys.stderr)
     return 0 if results.is_exact else 1
@@ -135,57 +130,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_served(options: argparse.Namespace, settings: BenchSettings) -> int:
     from rich.console import Console
 
+    from eval.pages.run_report import save_and_print
     from eval.servers.bench_server import bench_server
 
     parent = default_out(options.heads[0]) if options.heads else Path("runs", plain_name(f"bench-{options.server}"))
     check_suites(settings.prompts)
     with own_folder(parent, settings, options) as out:
         results = bench_server(options, settings)
-        report(results, out, Console())
+        save_and_print(results, out, Console())
     print(f"written to {out}", file=sys.stderr)
     return 0 if results.is_exact else 1
-
-
-def run_bench(
-    target: "FrozenTarget",
-    heads: "Mapping[str, Drafter]",
-    tokenizer: "PreTrainedTokenizerBase",
-    settings: BenchSettings,
-    *,
-    out: Path | None = None,
-    console: "Console | None" = None,
-    with_roofline: bool = False,
-) -> Results:
-    """Measure heads, given by their paths. Write and print the report, and return the contents of results.json, or of
-    compare.json for several heads, or of audit.json without timing."""
-    from rich.console import Console
-
-    from eval.measure.bench_heads import bench_heads
-    from eval.pages.run_report import print_audit_report
-
-    console = console or Console()
-    results = bench_heads(target, heads, tokenizer, settings, with_roofline=with_roofline)
-    if not settings.timing:
-        print_audit_report(results, console)
-        if out is not None:
-            write_results(results, out / "audit.json")
-        return results
-    report(results, out, console)
-    return results
-
-
-def report(results: Results, out: Path | None, console: "Console") -> None:
-    """Write the results and their pages into a folder, if there is one, and print them."""
-    from eval.core.progress import Progress
-    from eval.pages.run_report import print_report, write_report
-
-    try:
-        if out is not None:
-            write_results(results, out / (COMPARED if results.is_comparison else RESULTS))
-            with Progress("writing the report", announced=True):
-                write_report(results, out)
-    finally:  # of a measurement that cannot be saved, the figures are shown
-        print_report(results, console)
 
 
 def default_out(head: str) -> Path:

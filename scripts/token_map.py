@@ -52,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
     from rich.console import Console
 
-    from eval.bench import report
     from eval.data.chat_template import with_arguments
     from eval.measure.bench_heads import bench_heads
+    from eval.pages.run_report import save_and_print
     from heads.core.files import write_bytes
     from heads.methods.vocab import build_vocab
     from train.data.prepare import load_data
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         heads = {name: over(head, ids) for name, ids in lists.items()}
         results = bench_heads(target, heads, with_arguments(tokenizer, target.template), recipe.eval.final())
         results.command = ["python", "scripts/token_map.py", *(arguments or sys.argv[1:])]
-        report(results, folder, Console())
+        save_and_print(results, folder, Console())
     return 0 if results.is_exact else 1
 
 

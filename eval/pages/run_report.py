@@ -6,6 +6,7 @@ from rich import box, table
 from rich.console import Console
 from rich.markup import escape
 
+from eval.core.progress import Progress
 from eval.pages import texts
 from eval.pages.card import CARD, PLOTS, model_card
 from eval.pages.tables import (
@@ -19,8 +20,8 @@ from eval.pages.tables import (
 from eval.pages.texts import NOT_RELIABLE
 from eval.pages.verdicts import search_line, serve_command, serve_label, verdicts, warnings
 from eval.records.learning_curve import held_out_lines, learning_line
-from eval.records.result_folders import BENCH, folders_of, results_in
-from eval.records.results import read_curve, read_log
+from eval.records.result_folders import BENCH, RESULTS, folders_of, results_in
+from eval.records.results import COMPARED, read_curve, read_log, write_results
 from eval.records.schema import Results
 from heads.core.files import write_text
 
@@ -59,6 +60,23 @@ def print_report(results: Results, console: Console) -> None:
         print_table(shown, console)
         for line in shown.notes:
             say(console, line)
+
+
+def save_and_print(results: Results, folder: Path | None, console: Console) -> None:
+    """Write the results and their pages into a folder, if there is one, and print them. Results without timing are an
+    audit, which has no pages."""
+    if not results.settings.timing:
+        print_audit_report(results, console)
+        if folder is not None:
+            write_results(results, folder / "audit.json")
+        return
+    try:
+        if folder is not None:
+            write_results(results, folder / (COMPARED if results.is_comparison else RESULTS))
+            with Progress("writing the report", announced=True):
+                write_report(results, folder)
+    finally:  # of a measurement that cannot be saved, the figures are shown
+        print_report(results, console)
 
 
 def has_search(results: Results) -> bool:

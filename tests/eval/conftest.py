@@ -17,8 +17,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.bench import run_bench
 from eval.data.prompts import Prompt
+from eval.measure.bench_heads import bench_heads
+from eval.pages.run_report import save_and_print
 from eval.records import speedup_checks as reliability
 from eval.records.measure_settings import BenchSettings
 from eval.records.results import as_record
@@ -183,7 +184,8 @@ def bench(
         console = Console(file=io.StringIO(), width=180)
         chosen = BenchSettings(**{"prompts": str(prompt_file), "max_new_tokens": 12, "repeats": 1, **settings})
         named = heads if isinstance(heads, dict) else {"runs/x/head": heads}
-        results = run_bench(target, named, tiny_tokenizer, chosen, out=out, console=console)
+        results = bench_heads(target, named, tiny_tokenizer, chosen)
+        save_and_print(results, out, console)
         assert isinstance(console.file, io.StringIO)
         return json.loads(to_json(as_record(results), inf_nan_mode="null")), console.file.getvalue()
 

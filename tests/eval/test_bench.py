@@ -12,9 +12,10 @@ from markupsafe import escape
 from rich.console import Console
 from transformers import GenerationConfig
 
-from eval.bench import default_out, parse_arguments, run_bench
+from eval.bench import default_out, parse_arguments
+from eval.measure.bench_heads import bench_heads
 from eval.pages.card import model_card
-from eval.pages.run_report import print_report, write_report
+from eval.pages.run_report import print_report, save_and_print, write_report
 from eval.pages.texts import audit_line, heading, setting_line, subtitle
 from eval.pages.verdicts import serve_command, verdicts, verdicts_on, warnings
 from eval.records.draft_schedule import ABOVE, draft_schedule
@@ -64,8 +65,9 @@ def test_a_measurement_that_cannot_be_saved_is_shown(
 ) -> None:
     (tmp_path / "full").touch()
     console, settings = Console(record=True, width=180), BenchSettings(prompts=str(prompt_file), repeats=1)
+    results = bench_heads(tiny_target, {"x": pair_head}, tiny_tokenizer, settings)
     with pytest.raises(UserError, match="could not be written"):
-        run_bench(tiny_target, {"x": pair_head}, tiny_tokenizer, settings, out=tmp_path / "full/out", console=console)
+        save_and_print(results, tmp_path / "full/out", console)
     assert "tau, tokens per target pass" in console.export_text()
 
 

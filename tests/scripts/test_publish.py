@@ -23,11 +23,13 @@ from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[att
 from rich.console import Console
 
 from eval import report
-from eval.bench import parse_arguments, run_bench
+from eval.bench import parse_arguments
 from eval.core.command_line import exit_status
+from eval.measure.bench_heads import bench_heads
 from eval.measure.model_facts import head_facts
 from eval.pages import upload
 from eval.pages.publication import collect
+from eval.pages.run_report import save_and_print
 from eval.records.measure_settings import BenchSettings, to_settings
 from eval.records.results import as_record, read_results, write_record
 from heads.registry import build_head
@@ -127,7 +129,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) ->
     (run.parent / "prompts.jsonl").write_text('{"text": "import os"}\n{"text": "x = [1, 2"}\n')
     settings = BenchSettings(prompts=str(run.parent / "prompts.jsonl"), trees=("chain:2",), max_new_tokens=8, repeats=1)
     heads = {str(run / "head"): load_head(run / "head")}
-    run_bench(target, heads, tokenizer, settings, out=run, console=Console(quiet=True))
+    save_and_print(bench_heads(target, heads, tokenizer, settings), run, Console(quiet=True))
     return run
 
 

@@ -1,8 +1,10 @@
 """One training run: from a recipe to a trained head and its final measurement."""
 
-from eval.bench import run_bench
+from rich.console import Console
+
 from eval.data.prompts import absolute_prompts
-from eval.pages.run_report import write_report
+from eval.measure.bench_heads import bench_heads
+from eval.pages.run_report import save_and_print, write_report
 from eval.records.acceptance_profile import ACCEPTANCE, acceptance_profile
 from eval.records.results import read_results, write_record
 from eval.records.schema import Results
@@ -63,7 +65,8 @@ def measure_best(outcome: Outcome, run: Run) -> Results | None:
         tracker.say(f"next: the final measurement of {', '.join(report.trees)}; it writes {folder.path}/report.html")
         with features.whole() as target:
             head = load_head(folder.head, dtype=target.dtype, device=target.device)
-            results = run_bench(target, {str(folder.head): head}, tokenizer, report, out=folder.path)
+            results = bench_heads(target, {str(folder.head): head}, tokenizer, report)
+        save_and_print(results, folder.path, Console())
         if (profile := acceptance_profile(results)) is not None:
             write_record(profile, folder.head / ACCEPTANCE)
         tracker.log_outcome(results)

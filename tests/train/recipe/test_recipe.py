@@ -153,7 +153,9 @@ def test_an_interpolation_is_text(tmp_path: Path) -> None:
 
 
 def test_the_final_measurement_has_the_settings_of_the_report_or_else_those_of_eval(tmp_path: Path) -> None:
-    recipe = load(tmp_path, GOOD, "eval.temperature=0.5", "eval.top_k=3", "eval.presence_penalty=1", "eval.report.trees=[auto]")
+    recipe = load(
+        tmp_path, GOOD, "eval.temperature=0.5", "eval.top_k=3", "eval.presence_penalty=1", "eval.report.trees=[auto]"
+    )
     assert recipe.eval.final() == BenchSettings(
         num_prompts=32, max_prompt_tokens=256, trees=("auto",), temperatures=(0.5,), top_k=3, presence_penalty=1, seed=1
     )
