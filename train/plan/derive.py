@@ -6,30 +6,24 @@ resumes its run.
 """
 
 import argparse
-import hashlib
-import heapq
-import json
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eval.core.command_line import print_line
-from eval.core.progress import Progress
-from eval.data.conversation_forms import ARGUMENTS
-from eval.data.data_files import RecordError, read_records
+from eval.data.data_files import read_records
 from eval.data.prompts import split_prompts
 from eval.records.result_folders import plain_name, short_name
 from heads.core.errors import UserError
 from heads.core.files import check_folder, is_file, write_text
 from train.core.strict_yaml import Source, overridden
-from train.data.data_settings import Answers
-from train.data.dialogues import ASKED, first_turns, read_asked
+from train.data.data_settings import Answers, Data
+from train.data.dialogues import first_turns
 from train.data.sources import ChatSource
+from train.plan.survey import MIN_HELD_OUT, Survey, Turns, check_survey, read_conversations
 from train.recipe.recipe import KINDS, OWN, Recipe, check_kind, checked, dump_recipe
 
 if TYPE_CHECKING:
@@ -37,12 +31,6 @@ if TYPE_CHECKING:
     from train.plan.memory_and_flops import Launch, Plan
 
 HELD_OUT = "held-out.jsonl"
-SHARE, MIN_HELD_OUT, MAX_HELD_OUT = 0.05, 16, 80
-"""Fraction of the conversations that is held out, and the bounds of their number."""
-MAX_SHARE, FEW = 0.2, 8
-"""Largest fraction that is held out of few conversations, but for so many of them."""
-MIN_CONVERSATIONS = 20
-"""A run needs this many conversations, those held out included."""
 EPOCHS, MAX_EPOCHS, FEW_STEPS = 8, 20, 1_000
 """Times that a run reads its data: more, up to a bound, where it would take fewer steps than `FEW_STEPS`."""
 MIN_CHECKPOINT_STEPS = 50
@@ -78,60 +66,6 @@ SIZES = {
     "cpu": Size(512, 256, 1024, 16, 96, (1, 4), 1, 0.5),
     "cuda": Size(1024, 1024, 16384, 32, 256, (1, 4, 16), 2, 0.9),
 }
-
-Turns = tuple[str, ...]
-"""The turns before a conversation's first answer (`first_turns`)."""
-
-
-class Candidate(NamedTuple):
-    """A conversation that may be held out. Those with the smallest hashes are."""
-
-    hash: bytes
-    record: int
-    turns: Turns
-    text: str
-    """The conversation as a line of JSON, without answers that are to be given."""
-
-
-@dataclass
-class Survey:
-    """The conversations of all sources that can be answered."""
-
-    records: int = 0
-    counts: Counter[Turns] = field(default_factory=Counter)
-    lengths: dict[Turns, int] = field(default_factory=dict)
-    """Tokens of the first prompt."""
-    with_turns: int = 0
-    """Conversations with several answers."""
-    candidates: list[Candidate] = field(default_factory=list)
-    """At least the `MAX_HELD_OUT` conversations with the smallest hashes."""
-    notes: Counter[str] = field(default_factory=Counter)
-    """Number of records of which each note is made."""
-    fault: str = ""
-    """Why the first record that cannot be used is left out."""
-
-    def add(self, record: Any, length: int, notes: str) -> None:
-        """Add a record whose first prompt has `length` tokens."""
-        turns, chat = first_turns(record), read_asked(record)
-        assert turns is not None
-        if turns not in self.counts:
-            arguments = {ARGUMENTS: chat.arguments} if chat.arguments else {}
-            messages = [message for message in chat.messages if message is not ASKED]
-            text = json.dumps({"messages": messages, **arguments}, ensure_ascii=False)
-            digest = hashlib.sha256("\0".join(turns).encode()).digest()
-            self.candidates.append(Candidate(digest, self.records, turns, text))
-            if len(self.candidates) > 2 * MAX_HELD_OUT:
-                self.candidates = heapq.nsmallest(MAX_HELD_OUT, self.candidates)
-        self.counts[turns] += 1
-        self.lengths[turns] = length
-        self.notes.update(notes.splitlines())
-        self.with_turns += sum(message["role"] == "assistant" for message in chat.messages) > 1
-
-    def held_out(self) -> list[Candidate]:
-        """Return the conversations to hold out, in the order of the data."""
-        fewest = min(MIN_HELD_OUT, max(FEW, int(MAX_SHARE * len(self.counts))))
-        number = min(max(round(SHARE * len(self.counts)), fewest), MAX_HELD_OUT)
-        return sorted(heapq.nsmallest(number, self.candidates), key=lambda candidate: candidate.record)
 
 
 def derived_recipe(options: argparse.Namespace, name: str) -> Recipe:
@@ -208,111 +142,151 @@ def fill(tree: dict[str, Any], key: str, /, **values: Any) -> None:
         section.setdefault(name, value)
 
 
+class Lengths(NamedTuple):
+    """Most tokens of a prompt and of an answer, and those of a row."""
+
+    prompt: int
+    answer: int
+    row: int
+
+
 def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str]:
     """Fill in what the settings of `source`, which are those of `first`, lack. Return the plan of the recipe, and the
     text of its file of held-out conversations, which is empty if `eval.prompts` is another file or a suite."""
     from heads.targets.hf_decoder import positions_of
     from heads.targets.load import load_config
-    from train.plan.memory_and_flops import Plan
+
+    tree, size, data = source.tree, SIZES[launch.device], first.data
+    files = first.target.model_dump(include={"trust_remote_code", "gguf_file"})
+    config = load_config(first.target.path, **files).get_text_config()
+    rendering = fill_template(source, first)
+    most = most_lengths(data, positions_of(config), size)
+    survey = read_conversations(data.sources, rendering, most.prompt)
+    check_survey(survey, data.sources, most.prompt)
+    lengths = fitting_lengths(data, survey, most)
+    fill(tree, "data", context_length=lengths.row)
+
+    chosen, held_out = hold_out(tree, first, survey)
+    trained = {turns: length for turns, length in survey.lengths.items() if turns not in chosen}
+    if not trained:
+        raise UserError(
+            f"eval.prompts {first.eval.prompts}: holds all conversations of the data, so none is left to train on"
+        )
+    number = sum(survey.counts[turns] for turns in trained)
+    print_line(f"{number:,} of {survey.records:,} records are trained on, {len(chosen)} conversations are held out")
+    fill(tree, "data.regenerate", prompt_tokens=lengths.prompt, new_tokens=lengths.answer, batch_size=size.answered)
+    if len(data.sources) == 1:
+        fill(tree, "data.regenerate", prompts=number)
+
+    fill(tree, "target", dtype="float32" if launch.device == "cpu" else "bfloat16")
+    if not SHAPED & first.head.model_fields_set:
+        settings = head_settings(first.head.kind, config.num_hidden_layers, config.vocab_size, lengths.row)
+        fill(tree, "head", **settings)
+    tokens = sum(survey.counts[turns] * (length + lengths.answer / 2) for turns, length in trained.items())
+    batch_sizes = fill_steps(source, first, launch, lengths, tokens)
+    fill(tree, "train", lr=float(f"{RATES.get(first.head.kind, RATE) / config.hidden_size:.1e}"))
+    plan = largest_batch(source, launch, batch_sizes, size.memory * launch.memory_bytes)
+    depth = DEPTH if first.head.kind == "draft" else len(plan.head.depth_weights)
+    fill_measurements(tree, depth, lengths.prompt, len(chosen) or MIN_HELD_OUT, size)
+    plan.recipe = checked(source)
+    return plan, held_out
+
+
+def fill_template(source: Source, first: Recipe) -> "ChatTemplate":
+    """Switch a chat template's thinking off, and return the template with its arguments."""
     from train.run.open_run import fit_template, rendering_of, tokenizer_of
 
-    tree, target, data, train, size = source.tree, first.target, first.data, first.train, SIZES[launch.device]
-    files: dict[str, Any] = {"trust_remote_code": target.trust_remote_code, "gguf_file": target.gguf_file}
-    config = load_config(target.path, **files).get_text_config()
-    tokenizer = tokenizer_of(target)
-    for each in data.sources:
+    tokenizer = tokenizer_of(first.target)
+    for each in first.data.sources:
         assert isinstance(each, ChatSource)
         if "enable_thinking" in (each.template(rendering_of(first, tokenizer)).arguments_read() or ()):
-            fill(tree, "data.template", enable_thinking=False)
-    template = data.model_copy(update={"template": tree["data"].get("template") or {}})
-    rendering = rendering_of(fit_template(first.model_copy(update={"data": template}), source.overrides), tokenizer)
+            fill(source.tree, "data.template", enable_thinking=False)
+    template = first.data.model_copy(update={"template": source.tree["data"].get("template") or {}})
+    return rendering_of(fit_template(first.model_copy(update={"data": template}), source.overrides), tokenizer)
 
-    # Tokens
-    answers: Any = data.regenerate or Answers()
-    room = data.context_length if "context_length" in data.model_fields_set else positions_of(config)
-    new_tokens, prompt_tokens = answers.new_tokens, answers.prompt_tokens
-    if "new_tokens" not in answers.model_fields_set:
-        new_tokens = min(size.new_tokens, room // 2)
-    if new_tokens >= room:
-        raise UserError(f"data.regenerate.new_tokens: expected less than {room}, the tokens of a row, got {new_tokens}")
-    if "prompt_tokens" not in answers.model_fields_set:
-        prompt_tokens = max(1, min(size.prompt_tokens, room - new_tokens))
-    survey = read_conversations(data.sources, rendering, prompt_tokens)
-    unread = [line for each in data.sources for line in each.unread()]
-    for line in [*unread, *(f"{count:,} {note}" for note, count in survey.notes.items())]:
-        print_line(line)
-    if len(survey.counts) < MIN_CONVERSATIONS:
-        why = f"; the first that cannot be used: {survey.fault}" if survey.fault else ""
-        raise UserError(
-            f"{', '.join(map(str, data.sources))}: expected at least {MIN_CONVERSATIONS} conversations with different "
-            f"first prompts of at most {prompt_tokens} tokens, got {len(survey.counts)} in {survey.records} records"
-            f"{why}"
-        )
-    if "prompt_tokens" not in answers.model_fields_set and 10 * survey.with_turns < survey.records:
+
+def most_lengths(data: Data, positions: int, size: Size) -> Lengths:
+    """Return the lengths that a target with so many positions and the device allow. UserError if an answer leaves no
+    room for a prompt."""
+    given: Any = data.regenerate or Answers()
+    row = data.context_length if "context_length" in data.model_fields_set else positions
+    answer = given.new_tokens if "new_tokens" in given.model_fields_set else min(size.new_tokens, row // 2)
+    if answer >= row:
+        raise UserError(f"data.regenerate.new_tokens: expected less than {row}, the tokens of a row, got {answer}")
+    if "prompt_tokens" in given.model_fields_set:
+        return Lengths(given.prompt_tokens, answer, row)
+    return Lengths(max(1, min(size.prompt_tokens, row - answer)), answer, row)
+
+
+def fitting_lengths(data: Data, survey: Survey, most: Lengths) -> Lengths:
+    """Return lengths that are not larger than the conversations need."""
+    given: Any = data.regenerate or Answers()
+    prompt = most.prompt
+    if "prompt_tokens" not in given.model_fields_set and 10 * survey.with_turns < survey.records:
         longest = max(survey.lengths.values())
-        prompt_tokens = min(prompt_tokens, up_to(64, longest))  # those of later turns follow from the answers
-    context = min(room, up_to(128, prompt_tokens + new_tokens))
+        prompt = min(prompt, up_to(64, longest))  # those of later turns follow from the answers
     if "context_length" in data.model_fields_set:
-        context = data.context_length
-    fill(tree, "data", context_length=context)
+        return Lengths(prompt, most.answer, data.context_length)
+    return Lengths(prompt, most.answer, min(most.row, up_to(128, prompt + most.answer)))
 
-    # Conversations
-    prompts, held_out = first.eval.prompts, ""
+
+def hold_out(tree: dict[str, Any], first: Recipe, survey: Survey) -> tuple[set[Turns], str]:
+    """Return the conversations that are held out, and the text of their file, which is empty if `eval.prompts` is
+    another file or a suite. Every source leaves them out."""
+    prompts, text = first.eval.prompts, ""
     if prompts == os.path.join(first.output_dir, HELD_OUT):
         candidates = survey.held_out()
         chosen = {candidate.turns for candidate in candidates}
-        held_out = "".join(f"{candidate.text}\n" for candidate in candidates)
+        text = "".join(f"{candidate.text}\n" for candidate in candidates)
     elif not is_file(prompts) and any(map(is_file, split_prompts(prompts))):
         raise UserError(f"eval.prompts {prompts}: expected suites, or one file, whose conversations are held out")
     else:
         records = read_records(prompts) if is_file(prompts) else iter(())
         chosen = {turns for record in records if (turns := first_turns(record)) is not None}
-    for each in tree["data"]["sources"] if is_file(prompts) or held_out else ():
+    for each in tree["data"]["sources"] if is_file(prompts) or text else ():
         each.setdefault("held_out", prompts)
-    trained = {turns: length for turns, length in survey.lengths.items() if turns not in chosen}
-    if not trained:
-        raise UserError(f"eval.prompts {prompts}: holds all conversations of the data, so none is left to train on")
-    number = sum(survey.counts[turns] for turns in trained)
-    print_line(f"{number:,} of {survey.records:,} records are trained on, {len(chosen)} conversations are held out")
-    regenerate = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "batch_size": size.answered}
-    if len(data.sources) == 1:
-        regenerate["prompts"] = number
-    fill(tree, "data.regenerate", **regenerate)
+    return chosen, text
 
-    # Head and steps
-    kind, layers, width, vocabulary = first.head.kind, config.num_hidden_layers, config.hidden_size, config.vocab_size
-    fill(tree, "target", dtype="float32" if launch.device == "cpu" else "bfloat16")
-    if not SHAPED & first.head.model_fields_set:
-        fill(tree, "head", **head_settings(kind, layers, vocabulary, context))
-    rows = max(1, (train.tokens_per_step or size.step_tokens) // (context * launch.processes))  # of one process
-    batch_sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
+
+def fill_steps(source: Source, first: Recipe, launch: "Launch", lengths: Lengths, tokens: float) -> list[int]:
+    """Fill in the tokens of a step and the length of a run over so many tokens. Return the batch sizes of a process
+    that divide a step, the largest first."""
+    tree, train, size = source.tree, first.train, SIZES[launch.device]
+    everywhere = lengths.row * launch.processes  # tokens of one row in every process
+    rows = max(1, (train.tokens_per_step or size.step_tokens) // everywhere)  # of one process
+    batch_sizes = [batch for batch in range(rows, 0, -1) if rows % batch == 0]
     if "batch_size" in train.model_fields_set:
-        rows, batch_sizes = up_to(train.batch_size, rows), [train.batch_size]
+        rows = up_to(train.batch_size, rows)
+        batch_sizes = [train.batch_size]
     if not {"grad_accum", "tokens_per_step"} & train.model_fields_set:
-        fill(tree, "train", tokens_per_step=rows * launch.processes * context)
-    tokens = sum(survey.counts[turns] * (length + new_tokens / 2) for turns, length in trained.items())
-    epoch = tokens / (rows * launch.processes * context)  # in steps
+        fill(tree, "train", tokens_per_step=rows * everywhere)
+    epoch = tokens / (rows * everywhere)  # in steps
     if train.max_steps is None and not {"train", "train.epochs"} & source.overrides.keys():
         tree["train"]["epochs"] = min(max(EPOCHS, math.ceil(FEW_STEPS / epoch)), MAX_EPOCHS)
     steps = train.max_steps or math.ceil(tree["train"]["epochs"] * epoch)
     print_line(
-        f"about {steps:,} steps, if the answers have {new_tokens // 2} tokens on average; the plan counts the most"
+        f"about {steps:,} steps, if the answers have {lengths.answer // 2} tokens on average; the plan counts the most"
     )
-    rate = float(f"{RATES.get(kind, RATE) / width:.1e}")
     every = max(MIN_CHECKPOINT_STEPS, -(-steps // 4))
-    fill(tree, "train", lr=rate, warmup_steps=steps // 20, checkpoint_every=every, batch_size=batch_sizes[0])
+    fill(tree, "train", warmup_steps=steps // 20, checkpoint_every=every, batch_size=batch_sizes[0])
+    return batch_sizes
 
-    # Memory: the largest batch that fits
+
+def largest_batch(source: Source, launch: "Launch", batch_sizes: Sequence[int], memory: float) -> "Plan":
+    """Return the plan with the first of the batch sizes that fits into so many bytes, or with the last one."""
+    from train.plan.memory_and_flops import Plan
+
     plan = Plan(checked(source), launch)
     for batch_size in batch_sizes:
-        tree["train"]["batch_size"] = batch_size
+        source.tree["train"]["batch_size"] = batch_size
         settings = plan.recipe.train.model_copy(update={"batch_size": batch_size})
         plan.recipe = plan.recipe.model_copy(update={"train": settings})
-        if sum(plan.device().values()) <= size.memory * launch.memory_bytes:
+        if sum(plan.device().values()) <= memory:
             break
+    return plan
 
-    # Measurements
-    depth = DEPTH if kind == "draft" else len(plan.head.depth_weights)
+
+def fill_measurements(tree: dict[str, Any], depth: int, prompt_tokens: int, num_prompts: int, size: Size) -> None:
     chains = [f"chain:{k}" for k in dict.fromkeys([depth, -(-depth // 2), 2, 1]) if k <= depth]
     trees = ["head", *chains] if tree["head"].get("tree_nodes") else chains
     fill(
@@ -323,26 +297,8 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
         max_new_tokens=size.measured,
         tree=trees[0],
     )
-    fill(tree, "eval.report", num_prompts=len(chosen) or MIN_HELD_OUT, trees=trees, temperatures=[0, 1])
+    fill(tree, "eval.report", num_prompts=num_prompts, trees=trees, temperatures=[0, 1])
     fill(tree, "eval.report", batch_sizes=list(size.batch_sizes), repeats=size.repeats)
-    plan.recipe = checked(source)
-    return plan, held_out
-
-
-def read_conversations(sources: Sequence[Any], rendering: "ChatTemplate", prompt_tokens: int) -> Survey:
-    """Return the conversations of sources whose first prompt has at most `prompt_tokens` tokens."""
-    survey = Survey()
-    with Progress("reading the conversations"):
-        for source in sources:
-            template = source.template(rendering)
-            for record in source.records():
-                survey.records += 1
-                dialogue = source.dialogue(template, record, prompt_tokens)
-                if isinstance(dialogue, RecordError):
-                    survey.fault = survey.fault or str(dialogue) or f"{record[0]}: its first prompt has more tokens"
-                else:
-                    survey.add(record, len(dialogue.prompt), dialogue.about["notes"])
-    return survey
 
 
 def head_settings(kind: str, layers: int, vocabulary: int, context: int) -> dict[str, Any]:
