@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +16,7 @@ from eval.measure.open_models import choose_prompts
 from eval.measure.roofline import copy_bandwidth, roofline
 from eval.records.measure_settings import BenchSettings
 from eval.records.result_folders import short_name
-from eval.records.schema import Divergence, RecordedSettings, Results, Search
+from eval.records.schema import Divergence, RecordedSettings, Results, Roofline, Search
 from eval.records.speedup_checks import headline_index
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.graph import is_out_of_memory
@@ -176,7 +175,7 @@ def head_names(paths: Sequence[str]) -> list[str]:
 
 def parts_of_headline(
     target: FrozenTarget, head: Drafter, prompts: Sequence[Prompt], settings: BenchSettings, results: Results
-) -> dict[str, Any]:
+) -> Roofline:
     """Return the roofline of the headline setting, in the middle of an output after a prompt of median length."""
     (shape,) = draft_shapes([results.headline.tree], head)
     batch_size = results.headline.batch_size or settings.batch_size

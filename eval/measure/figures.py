@@ -9,7 +9,7 @@ must emit the same tokens again.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import torch
@@ -25,6 +25,7 @@ from eval.records.schema import (
     Decoded,
     Divergence,
     Exact,
+    Flip,
     Identical,
     Measurement,
     Piece,
@@ -97,7 +98,7 @@ def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTra
         given = variant.engine, comparison.plain.engine, comparison.requests[i], plain[i].tokens
         checks = [check_near_tie(*given, text) for text in sorted(texts)]
         divergence.near_tie = all(check.is_near_tie for check in checks)
-        divergence.flips = [asdict(mismatch) for check in checks for mismatch in check.mismatches]
+        divergence.flips = [Flip(**vars(mismatch)) for check in checks for mismatch in check.mismatches]
     return divergences
 
 

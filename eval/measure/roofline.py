@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from eval.records.schema import Roofline, RooflinePart, Speedups
 from eval.runtime.engine import Engine
 from eval.runtime.graph import preserved
 from eval.runtime.request import Request
@@ -52,7 +53,7 @@ def best_seconds(engine: Engine, work: Callable[[], Any]) -> float:
 
 
 @torch.inference_mode()
-def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidth: float) -> dict[str, Any]:
+def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidth: float) -> Roofline:
     """Return the phases of a round of `engine` and of a step of `plain` after `length` tokens, and speedups at
     `tau`."""
     sides: dict[str, Any] = {}
@@ -61,23 +62,23 @@ def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidt
         longest = length + (ROUNDS[each.target.device.type] + 1) * each.nodes
         extent = min(round_up(longest), each.decoder.target.spec.capacity)
         parts, seconds = parts_of(each, length, bandwidth), best_seconds(each, partial(each.rounds, extent))
-        left = max(0.0, 1e6 * seconds - sum(part["us"] for part in parts))
-        parts.append({"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": left, "over_floor": None})
-        floor = sum(part["floor_us"] for part in parts)
+        left = max(0.0, 1e6 * seconds - sum(part.us for part in parts))
+        parts.append(RooflinePart(part="gaps", bytes=0, floor_us=0.0, us=left, over_floor=None))
+        floor = sum(part.floor_us for part in parts)
         sides |= {name: parts, f"{name}_us": 1e6 * seconds, f"{name}_floor_us": floor}
-    return {
-        "tree": str(engine.options.shape),
-        "batch_size": engine.options.batch_size,
-        "length": length,
-        "copy_bandwidth": bandwidth,
-        "tau": tau,
+    return Roofline(
+        tree=str(engine.options.shape),
+        batch_size=engine.options.batch_size,
+        length=length,
+        copy_bandwidth=bandwidth,
+        tau=tau,
+        plain_share_of_bandwidth=sides["plain_floor_us"] / sides["plain_us"],
+        speedup=Speedups(
+            now=tau * sides["plain_us"] / sides["round_us"],
+            floor=tau * sides["plain_floor_us"] / sides["round_floor_us"],
+        ),
         **sides,
-        "plain_share_of_bandwidth": sides["plain_floor_us"] / sides["plain_us"],
-        "speedup": {
-            "now": tau * sides["plain_us"] / sides["round_us"],
-            "floor": tau * sides["plain_floor_us"] / sides["round_floor_us"],
-        },
-    }
+    )
 
 
 def fill_batch(engine: Engine, length: int) -> None:
@@ -93,9 +94,8 @@ def fill_batch(engine: Engine, length: int) -> None:
     read_prompts(engine.decoder, dict.fromkeys(range(engine.options.batch_size), request))
 
 
-def parts_of(engine: Engine, length: int, bandwidth: float) -> list[dict[str, Any]]:
-    """Return the phases of a round in order: the bytes that they read and write (weights, and the cache of all tokens),
-    their time at the bandwidth, and the time that the phase takes."""
+def parts_of(engine: Engine, length: int, bandwidth: float) -> list[RooflinePart]:
+    """Return the phases of a round in order. Their bytes are those of weights, and of the cache of all tokens."""
     target = engine.target
     drafted, committed = bytes_read(engine)
     seconds = phase_seconds(engine, min(round_up(length + engine.nodes), engine.decoder.target.spec.capacity))
@@ -108,10 +108,13 @@ def parts_of(engine: Engine, length: int, bandwidth: float) -> list[dict[str, An
     if engine.head is not None:
         phases.insert(0, ("draft", drafted, seconds["draft"]))
     return [
-        {
-            **{"part": name, "bytes": moved, "floor_us": 1e6 * moved / bandwidth, "us": 1e6 * spent},
-            "over_floor": spent * bandwidth / moved if moved else None,
-        }
+        RooflinePart(
+            part=name,
+            bytes=moved,
+            floor_us=1e6 * moved / bandwidth,
+            us=1e6 * spent,
+            over_floor=spent * bandwidth / moved if moved else None,
+        )
         for name, moved, spent in phases
     ]
 

@@ -1,13 +1,12 @@
 """The tables of a report. The terminal, the page and the card render each in its own way."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from eval.pages import texts
 from eval.pages.texts import BRACKETS, MISSING, NOT_RELIABLE
 from eval.pages.verdicts import fastest, search_line, training_differences
-from eval.records.schema import Head, Measurement, Results
+from eval.records.schema import Head, Measurement, Results, Roofline
 from eval.records.speedup_checks import NO_BASELINE, is_believable, why_unreliable
 
 MAX_SHARE = 1.25
@@ -143,24 +142,24 @@ def suites_table(results: Results) -> Table:
     return Table("By suite", [note], ["suite", "speedup", "tau", "prompts", "loops"], rows)
 
 
-def roofline_table(record: Mapping[str, Any]) -> Table:
-    """Return the parts of a round and of a plain step (`eval.measure.roofline`)."""
+def roofline_table(record: Roofline) -> Table:
     rows = []
-    for name in ("plain", "round"):
-        whole = {"part": "whole", "bytes": None, "floor_us": record[f"{name}_floor_us"], "us": record[f"{name}_us"]}
-        for part in [*record[name], whole | {"over_floor": None}]:
-            size, over = part["bytes"], part["over_floor"]
-            times = [texts.number(part[key], 1) for key in ("floor_us", "us")]
-            moved = MISSING if size is None else texts.number(size / 1e6, 1)
-            rows.append([f"{name}: {part['part']}", moved, *times, texts.number(over)])
+    for name, parts, floor_us, us in (
+        ("plain", record.plain, record.plain_floor_us, record.plain_us),
+        ("round", record.round, record.round_floor_us, record.round_us),
+    ):
+        for part in parts:
+            figures = [texts.number(part.bytes / 1e6, 1), texts.number(part.floor_us, 1), texts.number(part.us, 1)]
+            rows.append([f"{name}: {part.part}", *figures, texts.number(part.over_floor)])
+        rows.append([f"{name}: whole", MISSING, texts.number(floor_us, 1), texts.number(us, 1), MISSING])
     now, floor = (
-        f"{value:.2f}" if is_believable(value, record["tau"]) else NOT_RELIABLE
-        for value in (record["speedup"]["now"], record["speedup"]["floor"])
+        f"{value:.2f}" if is_believable(value, record.tau) else NOT_RELIABLE
+        for value in (record.speedup.now, record.speedup.floor)
     )
-    share = record["plain_share_of_bandwidth"]
+    share = record.plain_share_of_bandwidth
     notes = [
-        f"Copy bandwidth {record['copy_bandwidth'] / 1e9:.1f} GB/s, {record['length']} tokens of context, "
-        f"batch {record['batch_size']}, draft {record['tree']}, tau {record['tau']:.2f}.",
+        f"Copy bandwidth {record.copy_bandwidth / 1e9:.1f} GB/s, {record.length} tokens of context, "
+        f"batch {record.batch_size}, draft {record.tree}, tau {record.tau:.2f}.",
         f"Speedup now {now}, at the floor {floor}; plain decoding at {share:.0%} of the bandwidth.",
     ]
     if share > MAX_SHARE:

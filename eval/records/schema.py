@@ -28,6 +28,16 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="allow", populate_by_name=True)
 
 
+class Flip(Part):
+    """A choice of a text that fell on another token than plain decoding's (`eval.runtime.near_ties.Mismatch`)."""
+
+    position: int
+    token: int
+    chosen: int
+    gap: Number
+    ulp: Number
+
+
 class Divergence(Part):
     """The first place where a text differs from another."""
 
@@ -46,7 +56,7 @@ class Divergence(Part):
     token: int | None = None
     near_tie: bool = False
     """True if rounding alone explains the difference."""
-    flips: list[Any] = []
+    flips: list[Flip] = []
     """Where the choice fell on a token that is not the highest, of a text that was judged."""
 
 
@@ -196,21 +206,29 @@ class PointSuite(Part):
     """Tokens and rounds of each prompt."""
 
 
-class Point(Part):
-    """A measurement of tau during training, a line of kind `eval` in metrics.jsonl."""
+class TauFigures(Part):
+    """tau of a head in training, on held-out prompts."""
 
     model_config = ConfigDict(extra="ignore")
+    tau: float
+    ci95: Interval = None
+    alpha: list[float | None]
+    tau_by_training_step: float | None = None
+    """The training step's estimate on the same texts; None if the drafts are not greedy chains, or the logits are
+    penalised."""
+    is_estimate: bool = False
+    """True if nothing was decoded: `tau` is the training step's estimate on training text."""
+    suites: dict[str, PointSuite] = {}
+
+
+class Point(TauFigures):
+    """A line of kind `eval` in metrics.jsonl."""
+
     step: int
     tokens: int
     """Training tokens until then."""
     seconds: float
     lr: float
-    tau: float
-    ci95: Interval
-    alpha: list[float | None]
-    is_estimate: bool = False
-    """True if nothing was decoded: the training step's estimate on training text."""
-    suites: dict[str, PointSuite] = {}
 
 
 class HeadConfig(Part):
@@ -329,6 +347,40 @@ class Sample(Decoded):
     plain: Decoded | None = None
 
 
+class RooflinePart(Part):
+    """A phase of a round: the bytes that it moves, their time at the bandwidth, and the time that it takes."""
+
+    part: str
+    bytes: int
+    floor_us: float
+    us: float
+    over_floor: float | None
+
+
+class Speedups(Part):
+    now: float
+    floor: float
+    """With plain step and round at their floors."""
+
+
+class Roofline(Part):
+    """The phases of a round and of a plain step (`eval.measure.roofline`)."""
+
+    tree: str
+    batch_size: int
+    length: int
+    copy_bandwidth: float
+    tau: float
+    round: list[RooflinePart]
+    round_us: float
+    round_floor_us: float
+    plain: list[RooflinePart]
+    plain_us: float
+    plain_floor_us: float
+    plain_share_of_bandwidth: float
+    speedup: Speedups
+
+
 class Results(Part):
     """A measurement of one head or of several, here or in a server."""
 
@@ -348,7 +400,7 @@ class Results(Part):
     measurements: Annotated[list[Measurement], Field(min_length=1)]
     auto: list[Search] = []
     samples: list[Sample] = []
-    roofline: dict[str, Any] | None = None
+    roofline: Roofline | None = None
     chosen: int = Field(0, exclude=True)
 
     @model_validator(mode="before")

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
@@ -34,6 +34,7 @@ from eval.records.schema import (
     Device,
     Divergence,
     Exact,
+    Flip,
     Head,
     HeadConfig,
     Measurement,
@@ -108,7 +109,7 @@ def compare_with_target(
                 text=here[1],
                 top_two_margin=top_two_margin(target, request, text[:position]),
                 near_tie=None not in (plain[0], here[0]) and all(mismatch.is_within(FAR) for mismatch in mismatches),
-                flips=[asdict(mismatch) for mismatch in mismatches],
+                flips=[Flip(**vars(mismatch)) for mismatch in mismatches],
             )
         )
     return differences

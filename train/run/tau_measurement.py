@@ -7,9 +7,9 @@ the two values disagree, training and drafting do not compute the same function.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +22,7 @@ from eval.data.prompts import HELD_OUT_SUITE, Prompt, load_prompts, split_prompt
 from eval.measure.compare import check_decoded
 from eval.measure.draft_search import LARGEST_TREE
 from eval.records.metrics import acceptance_by_depth, tau, tau_interval
+from eval.records.schema import PointSuite, TauFigures
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling_params import Sampling, check_rule
 from heads.core.contract import HEAD_TREE, Batch, DraftHead, max_nodes, shape_for
@@ -38,20 +39,6 @@ ESTIMATE_TOKENS = 2**15
 """Tokens of training text on which tau is estimated if nothing can be decoded; at least one row is used."""
 ESTIMATE_ROWS = 8
 """Decoded texts in one batch of the head."""
-
-
-@dataclass(frozen=True)
-class TauMeasurement:
-    tau: float
-    alpha: list[float | None]
-    tau_by_training_step: float | None
-    """The training step's estimate on the same texts; None if the drafts are not greedy chains, or the
-    logits are penalised."""
-    is_estimate: bool = False
-    """True if nothing was decoded: `tau` is then the training step's estimate on training text."""
-    ci95: tuple[float, float] | None = None
-    suites: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By suite: `tau` and `ci95`, and `prompts`, the tokens and the rounds of each prompt."""
 
 
 class Evaluation:
@@ -79,7 +66,7 @@ class Evaluation:
                 f"rule {settings.rule}: the tree 'head' is grown from ranks, and may leave out a draw; use rule match"
             )
 
-    def measure(self, head: nn.Module) -> TauMeasurement:
+    def measure(self, head: nn.Module) -> TauFigures:
         """Return tau and acceptance by depth over all requests. Called on the main process."""
         settings, requests, drafts = self.settings, self.requests, cast(DraftHead, head)
         batch_size = min(settings.batch_size, len(requests))
@@ -105,13 +92,19 @@ class Evaluation:
         suites = {}
         for suite in dict.fromkeys(self.suites):
             of_suite = [output for output, name in zip(outputs, self.suites, strict=True) if name == suite]
-            counts = [[output.decoded, output.rounds] for output in of_suite]
-            suites[suite] = {"tau": tau(of_suite), "ci95": tau_interval(of_suite), "prompts": counts}
+            counts = [(output.decoded, output.rounds) for output in of_suite]
+            suites[suite] = PointSuite(tau=tau(of_suite), ci95=tau_interval(of_suite), prompts=counts)
         alpha = acceptance_by_depth(outputs, shape.depth)
-        return TauMeasurement(tau(outputs), alpha, estimate, ci95=tau_interval(outputs), suites=suites)
+        return TauFigures(
+            tau=tau(outputs),
+            ci95=tau_interval(outputs),
+            alpha=alpha,
+            tau_by_training_step=estimate,
+            suites=suites,
+        )
 
     @torch.no_grad()
-    def estimate(self, head: nn.Module, mixture: Mixture, begin: int, accelerator: Accelerator) -> TauMeasurement:
+    def estimate(self, head: nn.Module, mixture: Mixture, begin: int, accelerator: Accelerator) -> TauFigures:
         """Return tau and acceptance by depth of greedy chains as deep as the tree, estimated with the training step on
         the rows from index `begin` of the data on. Called by every process, since the target's layers may be sharded.
         Only the main process drafts with its `head`."""
@@ -120,7 +113,7 @@ class Evaluation:
         parts = [mixture.rows([index]) for index in range(begin, end)]
         batches = [make_batch(self.features.target, part, drafts.aux_layer_ids, dtype) for part in parts]
 
-        def act() -> TauMeasurement:
+        def act() -> TauFigures:
             if drafts.tree_nodes:
                 drafts.grow_tree(batches)
             return known_text_tau(drafts, batches, shape_for(self.settings.tree, drafts).depth)
@@ -189,7 +182,7 @@ def answer_batches(
 
 
 @torch.no_grad()
-def known_text_tau(head: DraftHead, batches: Iterable[Batch], depth: int) -> TauMeasurement:
+def known_text_tau(head: DraftHead, batches: Iterable[Batch], depth: int) -> TauFigures:
     """Return tau and acceptance of greedy chains of `depth` over the labels of each batch, as if they were the target's
     own tokens."""
     emitted: list[int] = []
@@ -204,7 +197,7 @@ def known_text_tau(head: DraftHead, batches: Iterable[Batch], depth: int) -> Tau
                     emitted.append(tokens)
                     root += tokens
     alpha = [hits / rounds if rounds else None for hits, rounds in zip(accepted, reached, strict=True)]
-    return TauMeasurement(sum(emitted) / len(emitted) if emitted else 1.0, alpha, None, is_estimate=True)
+    return TauFigures(tau=sum(emitted) / len(emitted) if emitted else 1.0, alpha=alpha, is_estimate=True)
 
 
 def answer_spans(labels: Sequence[bool], documents: Sequence[int]) -> Iterator[tuple[int, int]]:

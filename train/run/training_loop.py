@@ -15,6 +15,7 @@ from eval.core.command_line import print_line
 from eval.core.progress import Progress
 from eval.data.chat_template import with_arguments
 from eval.measure.machine import contention, setup_line
+from eval.records.schema import TauFigures
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
 from heads.saved import save_head, target_record
@@ -35,7 +36,7 @@ from train.run.checkpoints import (
     save_measurement,
 )
 from train.run.open_run import Run, open_reader, open_source
-from train.run.tau_measurement import Evaluation, TauMeasurement
+from train.run.tau_measurement import Evaluation
 from train.steps.accelerate_launch import wanted_mode
 from train.steps.draft_lora import add_adapters
 from train.steps.optimizer import lr_factor
@@ -275,7 +276,7 @@ class Training:
         started = time.perf_counter()
         weights = self.stepper.head_weights()
 
-        def act() -> TauMeasurement | None:
+        def act() -> TauFigures | None:
             self.measured.load_state_dict(weights)
             cast(DraftHead, self.measured).round_to(self.dtype)
             with self.interrupts.released():
@@ -297,7 +298,7 @@ class Training:
                 "tokens": state.tokens,
                 "seconds": state.seconds,
                 "lr": self.settings.lr * lr_factor(state.step - 1, self.settings),
-                **vars(measurement),
+                **measurement.model_dump(),
                 "best_tau": state.best_tau,
                 "best_step": state.best_step,
                 "measuring_seconds": seconds,

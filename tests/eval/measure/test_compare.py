@@ -130,7 +130,7 @@ def test_a_divergence_in_any_repeat_is_recorded_with_its_place_tokens_and_margin
         tokens[5] = kept
     assert not found.near_tie and (found.prompt, found.position, found.repeat) == (str(i), 5, repeat)
     assert (found.plain_token, found.token, found.tree) == (kept, (kept + 1) % 128, "tree:3x2x6")
-    assert found.top_two_margin > 0 and found.flips[0]["position"] == 5
+    assert found.top_two_margin > 0 and found.flips[0].position == 5
 
 
 PYTHON = 0.1

@@ -29,20 +29,20 @@ def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     plain = Engine(tiny_target, None, EngineOptions(batch_size=2, max_length=128))
     assert copy_bandwidth(plain) > 1e7
     record = roofline(engine, plain, length=40, tau=2.0, bandwidth=1e9)
-    parts: dict[str, Any] = {part["part"]: part for part in record["round"]}
+    parts: dict[str, Any] = {part.part: part for part in record.round}
     size = tiny_target.dtype.itemsize
     whole, output, fuse = linear_bytes(head), linear_bytes(head.lm_head), linear_bytes(head.fc)
-    assert parts["draft"]["bytes"] == 3 * output + 2 * (whole - output - fuse)  # the first level was made beforehand
-    assert parts["accept and commit"]["bytes"] == whole - output
+    assert parts["draft"].bytes == 3 * output + 2 * (whole - output - fuse)  # the first level was made beforehand
+    assert parts["accept and commit"].bytes == whole - output
     cache = 2 * 40 * 8 * 2 * (2 * 8) * size  # rows, tokens, layers, keys and values, two heads of 8
-    assert parts["verify and choose"]["bytes"] == sum(p.nbytes for p in tiny_target.model.parameters()) + cache
-    assert record["round_floor_us"] == pytest.approx(sum(part["floor_us"] for part in record["round"]))
-    assert record["speedup"]["now"] == pytest.approx(2.0 * record["plain_us"] / record["round_us"])
-    assert record["speedup"]["floor"] == pytest.approx(2.0 * record["plain_floor_us"] / record["round_floor_us"])
-    assert all(part["us"] > 0 for part in record["round"] if part["part"] != "gaps")
-    record["plain_share_of_bandwidth"] = 0.9
-    assert len(roofline_table(record).rows) == len(record["round"]) + len(record["plain"]) + 2
-    record["plain_share_of_bandwidth"] = 2.5
+    assert parts["verify and choose"].bytes == sum(p.nbytes for p in tiny_target.model.parameters()) + cache
+    assert record.round_floor_us == pytest.approx(sum(part.floor_us for part in record.round))
+    assert record.speedup.now == pytest.approx(2.0 * record.plain_us / record.round_us)
+    assert record.speedup.floor == pytest.approx(2.0 * record.plain_floor_us / record.round_floor_us)
+    assert all(part.us > 0 for part in record.round if part.part != "gaps")
+    record.plain_share_of_bandwidth = 0.9
+    assert len(roofline_table(record).rows) == len(record.round) + len(record.plain) + 2
+    record.plain_share_of_bandwidth = 2.5
     assert "the floors say little here" in roofline_table(record).notes[-1]
     # What was timed has left the engine fit for use.
     requests = [Request([5, 6, 7], 12)]
@@ -65,8 +65,8 @@ def test_what_other_drafts_read(kind: str, tiny_target: FrozenTarget) -> None:
     record = roofline(
         engine, Engine(tiny_target, None, EngineOptions(max_length=128)), length=40, tau=2.0, bandwidth=1e9
     )
-    draft = next(part for part in record["round"] if part["part"] == "draft")
-    assert draft["bytes"] == read
+    draft = next(part for part in record.round if part.part == "draft")
+    assert draft.bytes == read
 
 
 def test_a_context_without_room_is_refused(tiny_target: FrozenTarget) -> None:

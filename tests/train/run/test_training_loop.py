@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eval.records.schema import TauFigures
 from heads.core.errors import UserError
 from heads.saved import load_head
 from tests.conftest import small_recipe
@@ -24,7 +25,7 @@ from tests.support.runs import train_in as run
 from train.core.interrupts import Interrupted
 from train.recipe.recipe import load_recipe
 from train.run.checkpoints import list_checkpoints, read_state
-from train.run.tau_measurement import Evaluation, TauMeasurement
+from train.run.tau_measurement import Evaluation
 
 TIMINGS = dict.fromkeys(("seconds", "measuring_seconds", "tokens_per_second"), 0)
 """Figures of metrics.jsonl that no two runs share."""
@@ -75,7 +76,7 @@ def test_what_is_saved_is_what_was_measured_and_changes_no_step(
 ) -> None:
     measure, measured = Evaluation.measure, {}
 
-    def spy(self: Evaluation, head: Any) -> TauMeasurement:
+    def spy(self: Evaluation, head: Any) -> TauFigures:
         measured.update({name: value.clone() for name, value in head.state_dict().items()})
         return measure(self, head)
 
