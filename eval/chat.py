@@ -82,14 +82,15 @@ class Conversation:
     def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> "Output":
         """Show the answer to a prompt while it is decoded, then its figures. `is_asked_to_stop` is called after each
         round and ends the answer if it returns True. Raise UserError if the prompt is empty or too long."""
-        from eval.data.prompts import render, unknown_token
+        from eval.data.chat_template import unknown_token
+        from eval.data.prompts import answered, render
         from eval.measure.open_models import prompt_room
         from eval.records.metrics import tau
         from eval.runtime.engine import Request
 
         has_template = self.tokenizer.chat_template is not None
         messages = [*self.messages, {"role": "user", "content": prompt}] if has_template else [{"content": prompt}]
-        _, ids = render(messages, self.tokenizer)
+        text, ids = render(messages, self.tokenizer)
         if fault := unknown_token(ids, self.tokenizer, self.target.vocab_size):
             raise UserError(f"the prompt: {fault}; remove it")
         room = prompt_room(self.target, self.max_new_tokens, self.shape.nodes)
@@ -106,7 +107,7 @@ class Conversation:
         output = self.stream(engine, request, is_asked_to_stop)
         self.answers += 1
         if has_template:
-            self.messages = [*messages, {"role": "assistant", "content": output.text(self.tokenizer)}]
+            self.messages = [*messages, answered(text, output.written, self.tokenizer)]
         speed = output.decoded / max(engine.timings.decode_seconds, 1e-9)
         length = f"{tau([output]):.2f}" if output.rounds else "-"
         figures = f"{len(output.tokens)} tokens, tau {length}, {speed:,.1f} tokens/s"

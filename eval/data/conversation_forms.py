@@ -36,6 +36,8 @@ NO_CONVERSATION = "no conversation"
 """Reason of a record whose columns have no form of a conversation."""
 CALL = "function_call"
 """Role of a turn, or key of a turn, that calls a tool."""
+CALLS = re.compile(r"((?:\s*<(?P<tag>\w+)>.*?</(?P=tag)>)?)(.*)", re.DOTALL)
+"""Matches the text of such a turn: reasoning in tags, if any, and the calls."""
 TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 """Types of content parts with text."""
 MEDIA = re.compile("(input_)?(image|audio|video|file)")
@@ -93,7 +95,7 @@ def _forms(columns: tuple[str, ...]) -> list[Form]:
 def read_chat(record: Record) -> Chat:
     """Return the conversation of a record in any of the common forms. Leading answers, which no prompt asks for, are
     dropped. RecordError for a record without a conversation, or with two."""
-    place, fields = record
+    place, fields = record = with_lists(record)
     columns = tuple(key for key, value in fields.items() if value and (key not in TURNS or isinstance(value, list)))
     forms = _forms(columns) or _forms(tuple(fields))  # the latter of empty columns
     if not forms:
@@ -123,8 +125,19 @@ def read_chat(record: Record) -> Chat:
     unread = [
         key for key, value in fields.items() if key not in read and value and isinstance(value, str | list | dict)
     ]
-    tools = _read_tools(record, messages)
+    tools = read_tools(record, messages)
     return Chat(messages, tools, ", ".join(forms[0]), tuple(unread), notes, read_arguments(record))
+
+
+def with_lists(record: Record) -> Record:
+    """Return a record in which columns of turns that are JSON text are lists, and xLAM's calls are an answer."""
+    place, fields = record
+    parsed = {key: _parsed(fields[key]) for key in (*TURNS, "answers") if isinstance(fields.get(key), str)}
+    lists = {key: value for key, value in parsed.items() if isinstance(value, list) and value}
+    if calls := lists.pop("answers", None):
+        fields = {key: value for key, value in fields.items() if key != "answers"}
+        lists["completion"] = [{"role": "assistant", CALL: calls}]
+    return place, fields | lists
 
 
 def _longer(place: str, forms: Sequence[Form], a: list[Message], b: list[Message]) -> list[Message]:
@@ -253,13 +266,14 @@ def with_context(record: Record, messages: list[Message]) -> tuple[list[Message]
     return [*system, *rest[start:]], tuple(notes)
 
 
-def _read_tools(record: Record, messages: Sequence[Message]) -> list[Any] | None:
+def read_tools(record: Record, messages: Sequence[Message]) -> list[Any] | None:
     """Return the tools of a conversation, which some records have as JSON text, in the form of OpenAI's protocol."""
     place, fields = record
     tools = _as_list(fields.get("tools") or fields.get("functions"), "function", "name")
     if tools is None and isinstance(fields.get("input"), dict):
         tools = fields["input"].get("tools")
     tools = _parsed(tools)
+    tools = [*map(_parsed, tools)] if isinstance(tools, list) else tools
     # Hermes' files also have them in the system prompt.
     if not tools or (messages and "<tools>" in messages[0]["content"]):
         return None
@@ -278,18 +292,17 @@ def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message
     name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     role = re.sub(r"[\W_]+", "_", name.lower()).strip("_0123456789") if isinstance(name, str) else ""
     if role in (CALL, "tool_call"):
-        role, content, turn = "assistant", None, {**turn, CALL: content}
+        found = CALLS.match(content) if isinstance(content, str) else None
+        turn = {**turn, CALL: content if found is None else found[3]}
+        role, content = "assistant", None if found is None else found[1].strip() or None
     if role not in ROLES:
         raise _unexpected(place, f"a role of {', '.join(NAMES_OF_ROLES)}", name, f"unknown role {shown(name)}")
-    message = {
-        key: value
-        for key, value in turn.items()
-        if key not in READ and value is not None and (key, value) != ("tool_calls", [])
-    }
+    message = {key: value for key, value in turn.items() if key not in READ and value is not None}
     if CALL in message:  # also a key of OpenAI's turns, before there were tools
         message["tool_calls"] = _read_calls(place, message.pop(CALL))
-    if "tool_calls" in message:
-        message["tool_calls"] = _as_list(message["tool_calls"], "function", "name")
+    if calls := _as_list(_parsed(message.pop("tool_calls", None)), "function", "name"):
+        calls = [calls] if isinstance(calls, dict) else calls
+        message["tool_calls"] = [*map(_parsed, calls)] if isinstance(calls, list) else calls
     if ROLES[role] == "assistant":
         if not _is_trained(place, turn, nullable):
             message["weight"] = 0
@@ -331,7 +344,7 @@ def _read_calls(place: str, text: Any) -> list[Any]:
     """Return the calls of tools in a turn of ShareGPT's: JSON text of one or of several, with name and arguments."""
     calls = _parsed(text)
     calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise _unexpected(place, "a call as JSON with name and arguments", text, "unreadable tool calls")
     return [{"type": "function", "function": call} for call in calls]
 

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -24,14 +24,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from eval.core.command_line import print_line
-from eval.data.chat_template import (
-    apply_template,
-    check_rendered,
-    split_arguments,
-    traits_of,
-    without_second_bos,
+from eval.data.chat_template import chat_template_of, unknown_token, without_second_bos
+from eval.data.conversation_forms import (
+    QUESTIONS,
+    ROLE,
+    TURNS,
+    read_arguments,
+    read_tools,
+    read_turns,
+    with_context,
+    with_lists,
 )
-from eval.data.conversation_forms import QUESTIONS, TURNS, read_arguments, read_turns, with_context
 from eval.data.data_files import Message, Record, is_local, read_hub, read_records
 from eval.data.python_source import read_split
 from heads.core.errors import UserError, shown
@@ -82,6 +85,8 @@ class Prompt:
     """Further turns of the user, for after the answer to this prompt (MT-Bench, Spec-Bench)."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template for this prompt alone."""
+    tools: list[Any] | None = None
+    """Tools that the target may call, as chat templates expect them."""
 
 
 def load_prompts(
@@ -133,16 +138,17 @@ def load_prompts(
 
 
 def describe_prompts(name: str, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Print what the chat template does not do with prompts: arguments that it does not read, and prompts that it has
-    rendered already."""
-    template: Any = None if tokenizer is None else tokenizer.chat_template
-    if tokenizer is None or template is None:
+    """Print what the chat template does not do with prompts: arguments and tools that it does not read, and prompts
+    that it has rendered already."""
+    if tokenizer is None or tokenizer.chat_template is None:
         return
-    unread = {key for prompt in prompts for key in split_arguments(prompt.arguments, template, tokenizer)[1]}
+    template = chat_template_of(tokenizer)
+    unread = {key for prompt in prompts for key in template.with_arguments(prompt.arguments)[1]}
     if unread:
         print_line(f"{name}: the chat template reads no argument {', '.join(sorted(unread))}, which its prompts have")
-    traits = traits_of(tokenizer, tokenizer.get_chat_template())
-    rendered = sum(traits.has_rendered(prompt.messages[-1]["content"]) for prompt in prompts if prompt.messages)
+    if (number := sum(prompt.tools is not None for prompt in prompts)) and not template.reads_tools:
+        print_line(f"{name}: the chat template renders no tools, which {number} prompts have")
+    rendered = sum(template.has_rendered(prompt.messages[-1]["content"]) for prompt in prompts if prompt.messages)
     if rendered:
         print_line(f"{name}: {rendered} prompts are rendered by the chat template already, and are used as they are")
 
@@ -183,18 +189,31 @@ def absolute_prompts(text: str) -> str:
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """Return a hash of the prompts' token ids, or of the texts of prompts without. Two results can be compared only if
-    it is the same."""
-    ids = json.dumps([prompt.ids or prompt.text for prompt in prompts], separators=(",", ":"))
+    """Return a hash of the prompts' token ids, or of the texts and tools of prompts without. Two results can be
+    compared only if it is the same."""
+    texts = ((prompt.text, prompt.tools) if prompt.tools else prompt.text for prompt in prompts)
+    ids = json.dumps([prompt.ids or text for prompt, text in zip(prompts, texts, strict=True)], separators=(",", ":"))
     return hashlib.sha256(ids.encode()).hexdigest()[:16]
 
 
-def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
+def answered(prompt: str, answer: Sequence[int] | str, tokenizer: PreTrainedTokenizerBase | None) -> Message:
+    """Return what the target wrote after a prompt, as tokens or as a server's text, as the assistant's turn."""
+    if isinstance(answer, str) or tokenizer is None:
+        return {"role": "assistant", "content": answer}
+    if tokenizer.chat_template is None:
+        text = tokenizer.decode(list(answer), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return {"role": "assistant", "content": text}
+    template = chat_template_of(tokenizer)
+    return {key: template.without_special(text) for key, text in template.turn(prompt, answer).items()}
+
+
+def follow_up(prompt: Prompt, answer: Sequence[int] | str, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     """Return the prompt of the next turn: the conversation, the target's own answer, and the user's next turn."""
     assert prompt.later_turns, f"{prompt.id} has no further turn"
     question, *later = prompt.later_turns
-    messages = [*prompt.messages, {"role": "assistant", "content": answer}, {"role": "user", "content": question}]
-    text, ids = render(messages, tokenizer, arguments=prompt.arguments)
+    own = answered(prompt.text, answer, tokenizer)
+    messages = [*prompt.messages, own, {"role": "user", "content": question}]
+    text, ids = render(messages, tokenizer, arguments=prompt.arguments, tools=prompt.tools)
     turn = sum(message["role"] == "user" for message in messages)
     number = f"{prompt.id.split('#')[0]}#{turn}"
     return replace(prompt, id=number, text=text, ids=ids, messages=tuple(messages), later_turns=tuple(later))
@@ -263,7 +282,7 @@ def check_suites(names: str) -> None:
 
 def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     """Return a record as a prompt: its first user turn, after its system message if it has one."""
-    place, fields = record
+    place, fields = record = with_lists(record)
     key = next((key for key in TEXT_KEYS if fields.get(key)), None)
     if key is None:
         keys = ", ".join(fields) or "an empty object"
@@ -272,13 +291,13 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | N
     if any(turn.startswith(PLACEHOLDER) for turn in turns):
         raise UserError(f"{place}: {key}: a placeholder of SPEED-Bench; fill it in with NVIDIA's prepare_data.py")
     messages = [*system, {"role": "user", "content": turns[0]}]
-    arguments = read_arguments(record)
-    text, ids = render(messages, tokenizer, place, arguments)
+    arguments, tools = read_arguments(record), read_tools(record, messages)
+    text, ids = render(messages, tokenizer, place, arguments, tools)
     if not ids and tokenizer is not None:
         raise UserError(f"{place}: {key}: the prompt has no tokens; write some text, or remove it")
     name = next((str(fields[key]) for key in ID_KEYS if key in fields), place.rsplit(":", 1)[1].strip())
     category = str(fields.get("category") or suite)
-    return Prompt(name, suite, category, text, ids, tuple(messages), tuple(turns[1:]), arguments)
+    return Prompt(name, suite, category, text, ids, tuple(messages), tuple(turns[1:]), arguments, tools)
 
 
 def system_and_turns(record: Record, key: str) -> tuple[list[Message], list[str]]:
@@ -286,6 +305,8 @@ def system_and_turns(record: Record, key: str) -> tuple[list[Message], list[str]
     its first turn, because the answers are not the target's."""
     place, fields = record
     value = fields[key]
+    if key == "turns" and isinstance(value, list) and all(isinstance(turn, dict) for turn in value):  # Arena-Hard
+        value = [turn if not turn.keys().isdisjoint(ROLE) else turn.get("content") for turn in value]
     if key not in TURNS and isinstance(value, list) and not isinstance(value[0], dict):  # as MT-Bench has them
         if not all(isinstance(turn, str) and turn for turn in value):
             raise UserError(f"{place}: {key}: expected text or a list of texts, got {shown(value)}")
@@ -303,6 +324,7 @@ def render(
     tokenizer: PreTrainedTokenizerBase | None,
     place: str = "conversation",
     arguments: Mapping[str, Any] | None = None,
+    tools: Any = None,
 ) -> tuple[str, tuple[int, ...]]:
     """Return the text and token ids of a conversation, ready for an answer. `arguments`: those of the chat template for
     this conversation; names that it does not read are passed over. Without a chat template, messages are joined with
@@ -310,10 +332,9 @@ def render(
     if tokenizer is None or tokenizer.chat_template is None:
         text = "\n\n".join(message["content"] for message in messages)
         return text, () if tokenizer is None else encode(text, tokenizer)
-    read, _ = split_arguments(arguments or {}, tokenizer.chat_template, tokenizer)
-    text = apply_template(messages, tokenizer, place, add_generation_prompt=True, **read)
-    check_rendered(enumerate(messages, start=1), text, place, f"the chat template of {tokenizer.name_or_path}")
-    return text, tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    template, _ = chat_template_of(tokenizer).with_arguments(arguments or {})
+    text, ids = template.prompt(messages, place=place, tools=tools)
+    return text, tuple(ids)
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -323,15 +344,6 @@ def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     while ids and ids[-1] == tokenizer.eos_token_id:
         ids.pop()
     return tuple(ids)
-
-
-def unknown_token(ids: Collection[int], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> str:
-    """Return what is wrong with a text for a target of `vocab_size` tokens (None: unknown): its highest token, if the
-    target does not have it; else an empty text."""
-    token = int(max(ids, default=-1))
-    if tokenizer is None or vocab_size is None or token < vocab_size:
-        return ""
-    return f"token {tokenizer.convert_ids_to_tokens(token)!r} ({token}) is none of the target's {vocab_size} tokens"
 
 
 def spread(items: Sequence[Item], count: int | None) -> Sequence[Item]:

@@ -13,8 +13,8 @@ from transformers.utils import logging as transformers_logging
 
 from eval.core.command_line import print_line
 from eval.core.progress import Progress
-from eval.data.chat_template import arguments_read, with_arguments
-from eval.data.prompts import Prompt, follow_up, load_prompts, split_prompts, unknown_token, windows
+from eval.data.chat_template import arguments_read, chat_template_of, unknown_token, with_arguments
+from eval.data.prompts import Prompt, follow_up, load_prompts, split_prompts, windows
 from eval.measure.machine import setup_line
 from eval.records.measure_settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
@@ -101,6 +101,10 @@ def open_target(
     if known is not None and (unread := sorted(options.template.keys() - known)):
         names = ", ".join(known) or "none"
         raise UserError(f"--template: the chat template has no argument {unread[0]!r}; it has {names}")
+    if options.template is None and not record and tokenizer.chat_template is not None:
+        line, other = chat_template_of(tokenizer).left_at_default
+        if line:
+            print_line(f"{path}: {line}; a head trained with another value needs it here, as --template {other}")
     return target, with_arguments(tokenizer, target.template)
 
 
@@ -183,9 +187,9 @@ def choose_prompts(
     length = limit + settings.max_new_tokens + 1
     engine = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=length))
 
-    def answer(prompts: Sequence[Prompt]) -> list[str]:
+    def answer(prompts: Sequence[Prompt]) -> list[list[int]]:
         answers = engine.generate([Request(list(p.ids), settings.max_new_tokens) for p in prompts])
-        return [answer.text(tokenizer) for answer in answers]
+        return [answer.written for answer in answers]
 
     return load_suites(settings, tokenizer, limit, answer, target.vocab_size)
 
@@ -194,12 +198,12 @@ def load_suites(
     settings: BenchSettings,
     tokenizer: PreTrainedTokenizerBase | None,
     limit: int,
-    answer: Callable[[Sequence[Prompt]], list[str]],
+    answer: Callable[[Sequence[Prompt]], Sequence[Sequence[int] | str]],
     vocab_size: int | None = None,
 ) -> list[Prompt]:
     """Return the prompts of every suite of at most `limit` tokens, all of them below `vocab_size` if it is known,
-    including later turns of conversations, which follow the texts of `answer`. Without a tokenizer, prompts have
-    messages and no token ids."""
+    including later turns of conversations, which follow the tokens or texts of `answer`. Without a tokenizer, prompts
+    have messages and no token ids."""
     prompts: list[Prompt] = []
     for suite in split_prompts(settings.prompts):
         prompts += load_prompts(
@@ -214,7 +218,7 @@ def load_suites(
     unfinished = [prompt for prompt in prompts if prompt.later_turns]
     while unfinished:
         answers = zip(unfinished, answer(unfinished), strict=True)
-        following = [follow_up(prompt, text, tokenizer) for prompt, text in answers]
+        following = [follow_up(prompt, written, tokenizer) for prompt, written in answers]
         # Not an error: the file's first turn fits. An answer may spell a token that the target has no row for.
         following = [
             prompt

@@ -1,5 +1,6 @@
 """Figures as text: the same in the terminal, on the page and in the model card."""
 
+import json
 import math
 import re
 import shlex
@@ -194,6 +195,7 @@ def setting_line(results: Results) -> str:
     words += [f"min-p {settings.min_p:g}"] * (settings.min_p != 0)
     for name, value, none in zip(PENALTIES, settings.penalties, Sampling().penalties, strict=True):
         words += [f"{name.replace('_', ' ')} {value:g}"] * (value != none)
+    words += [f"template {name}={json.dumps(value)}" for name, value in results.target.template.items()]
     words.append(f"{batch_text(results)} in flight" if results.server else f"batch {batch_text(results)}")
     words += [f"rule {rule}"] * (rule != "match" and not results.is_comparison)
     return f"{prompts} of {', '.join([*map(short_name, settings.suites), *words])}; {device_text(results)}"

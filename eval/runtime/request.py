@@ -72,8 +72,12 @@ class Output:
 
     def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """Return the text as engines return it: without the token that ended it, and without special tokens."""
-        tokens = self.tokens[:-1] if self.finish_reason == "eos" else self.tokens
-        return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(tokenizer.decode(self.written, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @property
+    def written(self) -> list[int]:
+        """The tokens without the one that ended them."""
+        return self.tokens[:-1] if self.finish_reason == "eos" else self.tokens
 
     def drafted(self) -> list[bool]:
         """Return for every token True if it is an accepted draft token, and False if the target chose it."""

@@ -169,8 +169,9 @@ def measure_server(
             raise server.error(f"--sampling {settings.sampling}: is read from the target here; name it with --target")
     settings = settings.model_copy(update={"trees": (f"chain:{server.depth}",)})
 
-    def answer(prompts: Sequence[Prompt]) -> list[str]:
-        return [run(server.ask(prompt, Sampling(), settings.max_new_tokens)).text for prompt in prompts]
+    def answer(prompts: Sequence[Prompt]) -> list[Sequence[int] | str]:
+        answers = (run(server.ask(prompt, Sampling(), settings.max_new_tokens)) for prompt in prompts)
+        return [answer.text if tokenizer is None else answer.tokens or answer.text for answer in answers]
 
     room = server.context_length - settings.max_new_tokens - server.depth - 1
     vocab_size = target.vocab_size if target else None

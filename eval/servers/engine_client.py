@@ -185,6 +185,8 @@ class EngineServer:
         body |= {"prompt": list(prompt.ids)} if prompt.ids else {"messages": list(prompt.messages)}
         if prompt.arguments and not prompt.ids:
             body["chat_template_kwargs"] = dict(prompt.arguments)
+        if prompt.tools and not prompt.ids:
+            body["tools"] = list(prompt.tools)
         answer = Answer(sent=time.perf_counter())
         async for event in self.client.stream(path, body, SECONDS):
             for choice in event.get("choices") or ():

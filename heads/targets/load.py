@@ -176,13 +176,42 @@ def load_tokenizer(
         is_there = is_here(path) and (Path(path) / "tokenizer.json").is_file()
         remedy = "replace its tokenizer files" if is_there else "put tokenizer.json beside config.json"
         raise _fault(path, "no tokenizer that can be loaded", error, remedy) from error
+    take_processor_template(tokenizer, path)
     return tokenizer
 
 
 def _has_tokenizer(adapter: str) -> bool:
-    repo, revision = repo_and_revision(adapter)
-    how: Any = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    return cached_file(repo, "tokenizer_config.json", **how) is not None
+    return _find(adapter, "tokenizer_config.json") is not None
+
+
+def _find(path: str, name: str) -> str | None:
+    repo, revision = repo_and_revision(path)
+    return cached_file(repo, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+
+
+def take_processor_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Give a tokenizer the chat template of the processor of the model at `path`, which transformers' tokenizers do not
+    read. A template of its own stays that of prompts with tools, as in vLLM."""
+    found: dict[str, Any] = {}
+    for name in ("processor_config.json", "preprocessor_config.json", "chat_template.json"):
+        try:
+            if (file := _find(path, name)) is not None:
+                found[name] = json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
+        except (OSError, ValueError, AttributeError) as error:
+            raise _fault(path, f"no {name} that can be read", error, "fetch it again") from error
+    place, template = next(((name, text) for name, text in found.items() if text), ("", None))
+    own = tokenizer.chat_template
+    has_processor = found.keys() != {"chat_template.json"}
+    if template is None or template == own or (own is not None and not has_processor):
+        return
+    if own is not None:
+        warn_once(
+            f"{path}: {place} and its tokenizer have chat templates that differ: the former renders prompts, and the "
+            "latter those with tools, as in vLLM"
+        )
+        own = own if isinstance(own, dict) else {"default": own}
+        template = {"default": template, "tool_use": own.get("tool_use", own.get("default"))}
+    tokenizer.chat_template = template
 
 
 def load_end_ids(

@@ -9,10 +9,10 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from eval.data.chat_template import ChatTemplate
 from eval.data.data_files import Message
 from train.data.chats import encode_conversations, read_conversation
 from train.data.corpus import Document, Reader
-from train.data.templates import ChatTemplate
 from train.data.tokenise import CLOSE, OPEN, marked
 
 

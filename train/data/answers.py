@@ -44,10 +44,10 @@ from train.data.corpus import (
     load_documents,
 )
 from train.data.data_settings import Answers, Data, Regenerate
-from train.data.dialogues import Dialogue
+from train.data.dialogues import Dialogue, read_asked
 from train.data.packing import shares
-from train.data.sources import AnySource, skipped_document
-from train.data.tokenise import describe_skipped, describe_source, texts_of, tokens_key
+from train.data.sources import AnySource, ChatSource, skipped_document
+from train.data.tokenise import describe_skipped, describe_source, describe_template, texts_of, tokens_key
 
 BATCHES = 64
 """Batches per call of the engine, which keeps its outputs in memory. Only at the end of a call are rows empty."""
@@ -82,7 +82,8 @@ def read_prompts(
         for source, count in zip(data.sources, counts, strict=True)
     ]
     for number, (source, count, _, corpus) in enumerate(prompts):
-        lines = [*source.unread(), *describe_skipped(source, corpus.tally, whole=count is None or len(corpus) < count)]
+        lines = [*source.unread(), *describe_skipped(source, corpus.tally)]
+        lines += describe_template(source, reader.rendering)
         sizes = f"{len(corpus):,} {texts_of(source)} to answer"
         if corpus.tally.too_long:
             sizes += f"; {corpus.tally.too_long:,} begin with a prompt of more than {max_tokens:,} tokens"
@@ -116,12 +117,21 @@ def _read_prompts(
     key = fingerprint(source.content() | tokens_key(source, rendering) | {kind: [max_tokens, count, drawn]})
 
     def documents() -> Iterator[list[Document]]:
+        num_read = 0
         for dialogue in source.dialogues(rendering, max_tokens, count, seed, recorded=recorded):
             if isinstance(dialogue, RecordError):
                 yield [skipped_document(dialogue, str(source))]
             else:
                 assert dialogue.prompt is not None
                 yield [Document.of(dialogue.prompt, np.zeros(len(dialogue.prompt)), **dialogue.about)]
+            num_read += 1
+        if isinstance(source, ChatSource):  # faults are counted in all records
+            for record in islice(source.records(), num_read, None):
+                try:
+                    read_asked(record)
+                    yield [Document.of([], [])]
+                except RecordError as error:
+                    yield [skipped_document(error, str(source))]
 
     return Prompts(source, count, key, reader.read(str(source), lambda: load_documents(key, documents)))
 

@@ -27,20 +27,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from eval.data.chat_template import REASONING_END, check_rendered, common_prefix, without_second_bos
+from eval.data.chat_template import (
+    REASONING_END,
+    THOUGHTS,
+    ChatTemplate,
+    blank,
+    check_rendered,
+    common_prefix,
+    without_second_bos,
+)
 from eval.data.conversation_forms import FINISH, REASONING
 from eval.data.data_files import Message, RecordError
 from train.data.corpus import Document
-from train.data.templates import ChatTemplate
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
+NO_TOOLS = "records have tools, which the chat template does not render"
 RENDERED = "texts are rendered by the chat template already: their labels are the assistant's answers"
-OPENS_REASONING = re.compile(r"<(\w+)>\s*$")
 CUT = ("length", "max_tokens")
 """Reasons, by servers' names, for which an answer ended at a limit: no end token follows it."""
+TAGGED = "answers have reasoning in tags in their text, where the chat template knows none: the tags are labels"
 KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "weight", FINISH, *REASONING})
 """Keys of a turn whose meaning is known."""
 WEIGHT_LIKE = re.compile("weight|train|loss|mask|learn|supervis|ignore")
@@ -81,7 +89,11 @@ def read_rendered(template: ChatTemplate, text: str) -> Rendered:
     at = text.find(traits.opening)
     while at >= 0:
         start = at + len(traits.opening)
-        additions = (template.prompt_end, template.frame.empty)  # as in prompts, and in answers without reasoning
+        # As in answers without reasoning, and in prompts.
+        additions = (
+            template.prompt_end.removesuffix(template.frame.opened) + template.frame.empty,
+            template.prompt_end,
+        )
         start += next((len(added) for added in additions if added and text.startswith(added, start)), 0)
         between = traits.ending + traits.next
         after = text.find(between, start) if between else -1
@@ -101,7 +113,7 @@ def read_conversation(
     answers. RecordError if it cannot be trained on."""
     messages = template.prepared(messages, place=place, tools=tools)
     texts: list[Rendered] = []
-    notes: list[str] = []
+    notes = [] if tools is None or template.reads_tools else [NO_TOOLS]
     num_read = 0
     for answer in trained_answers(messages, place)[-1 if last_only else 0 :]:
         prompt = template.render(messages[:answer], place=place, tools=tools, answer_next=True)
@@ -134,32 +146,51 @@ def _read_answer(
 ) -> tuple[str, str, list[str]]:
     """Return the texts up to the first label and up to the last one of an answer, the last turn of `messages`, as the
     target would write it, and notes on it. `prompt` and `whole` are what the template renders of it."""
-    *before, message = messages
-    frame, number = template.frame, len(messages)
+    frame, number, message = template.frame, len(messages), messages[-1]
+    reasoning = [message[key].strip() for key in REASONING if isinstance(message.get(key), str)]
+    content = message["content"]
+    if REASONING_END in content and blank(content) not in blank(whole):  # the template reads it from there
+        reasoning.append(content.split(REASONING_END)[0].split("<think>")[-1].strip())
+    reasoning = [*filter(None, reasoning)]
+    if reasoning and frame.is_closed:
+        name = template.thinking_argument
+        value = "true" if isinstance(template.arguments.get(name, True), bool) else "another value"
+        remedy = (
+            f"set data.template.{name} to {value}" if name else "give the source a chat_template that asks for some"
+        )
+        raise RecordError(
+            f"{place}: turn {number} has reasoning, and the prompt asks for none; {remedy}, or give records without",
+            "with reasoning, where the prompt asks for none",
+        )
     head = prompt.removesuffix(frame.opened)
     if not whole.startswith(head):
-        whole = head + _after(before, head, whole, place)
+        whole = head + _after(template, messages, head, whole, place)
     bare = head + frame.empty
-    reasoning = [*filter(None, _reasoning(message))]
     notes = [
         f"answers have a key {key!r}, which is not read; if it marks what not to train on, call it weight (0 or 1)"
         for key in message.keys() - KNOWN
         if WEIGHT_LIKE.search(key)
     ]
+    if THOUGHTS.match(message["content"]):
+        notes.append(TAGGED)
     if reasoning:
-        tag = OPENS_REASONING.match(prompt, max(0, prompt.rfind("<")))
-        close = f"</{tag[1]}>" if tag is not None else ""
-        answer = whole[len(bare) :] if tag is not None and whole.startswith(bare) else None
-        if not all(text in whole[len(head) :] for text in reasoning) or (answer is not None and close not in answer):
-            if answer is None:
-                raise RecordError(
-                    f"{place}: the chat template drops the reasoning of turn {number}, which the target would write; "
-                    "give the source a chat_template that keeps it, or records without",
-                    "with reasoning that the chat template drops",
-                )
-            if not bare.endswith(close):
-                close, answer = f"\n{close}\n\n", answer.lstrip("\n")
-            whole = prompt + reasoning[0] + close + answer
+        written = prompt + frame.before + reasoning[0]
+        is_rendered = all(text in whole[len(head) :] for text in reasoning)
+        if frame.after:
+            is_rendered = blank(whole).startswith(blank(written + frame.after.strip()[:1]))
+        # Behind a reasoning, a channel's name stands for an answer, and not for a call.
+        is_known = frame.after and not (frame.lead and "tool_calls" in message)
+        if not is_rendered and not is_known:
+            raise RecordError(
+                f"{place}: the chat template drops the reasoning of turn {number}, which the target would write; "
+                "give the source a chat_template that keeps it, or records without",
+                "with reasoning that the chat template drops",
+            )
+        if not is_rendered:
+            answer = whole[len(bare if whole.startswith(bare) else head) :]
+            whole = written + frame.after + answer.lstrip("\n")
+    elif frame.is_closed:
+        whole = prompt + whole[len(head) :]
     elif bare != prompt and whole.startswith(bare):
         prompt = bare
         if (frame.opened + frame.empty).strip():
@@ -182,25 +213,23 @@ def _read_answer(
     return prompt, whole, notes
 
 
-def _after(before: Sequence[Message], head: str, whole: str, place: str) -> str:
-    """Return the text of an answer in `whole`, which does not begin as its prompt, as where a template renders the
-    system prompt in the newest question (Mistral): what follows the end that the newest turn has in the prompt."""
-    newest = before[-1]["content"].strip() if before else ""
+def _after(template: ChatTemplate, messages: Sequence[Message], head: str, whole: str, place: str) -> str:
+    """Return the text of the last answer in `whole`, which does not begin as its prompt: what follows the end that the
+    newest turn has in the prompt, as where a template renders the system prompt in the newest question (Mistral), or
+    the answer's own text, as where it joins an answer to the results of tools before it (Gemma 4)."""
+    *before, message = messages
+    newest, content = before[-1]["content"].strip() if before else "", message["content"].strip()
     end = head[head.rfind(newest) :] if newest and newest in head else head
-    if end not in whole:
+    if end in whole:
+        return whole.rpartition(end)[2]
+    at = whole.rfind(content) if content and not message.keys() & {"tool_calls", *REASONING} else -1
+    if at < 0 or not template.ends.search(whole, at + len(content)):
         raise RecordError(
-            f"{place}: the chat template rewrites what stands before the answer of turn {len(before) + 1}, so its "
+            f"{place}: the chat template rewrites what stands before the answer of turn {len(messages)}, so its "
             "labels cannot be found; give the source a chat_template that only appends",
             "rewritten by the chat template",
         )
-    return whole.rpartition(end)[2]
-
-
-def _reasoning(message: Message) -> Iterator[str]:
-    yield from (message[key].strip() for key in REASONING if isinstance(message.get(key), str))
-    content = message["content"]
-    if REASONING_END in content:
-        yield content.split(REASONING_END)[0].split("<think>")[-1].strip()
+    return template.frame.lead + whole[at:]
 
 
 def encode_conversations(

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from datasets import Dataset
 
-    from train.data.templates import ChatTemplate
+    from eval.data.chat_template import ChatTemplate
 
-VERSION = 5
+VERSION = 6
 """Version of the code that makes documents, part of every fingerprint. Raise it when it makes others."""
 TOO_LONG = "a first prompt that is too long"
 """Reason of a conversation whose first prompt is too long for `prompt_tokens`; it is counted apart."""

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from eval.data.chat_template import check_rendered
-from eval.data.conversation_forms import ARGUMENTS, NO_CONVERSATION, Chat, read_arguments, read_chat
+from eval.data.conversation_forms import ARGUMENTS, NO_CONVERSATION, REASONING, Chat, read_chat
 from eval.data.data_files import Message, Record, RecordError
 from eval.data.prompts import to_prompt
 from heads.core.errors import UserError
 from train.data.chats import Rendered, token_ids, trained_answers
 
 if TYPE_CHECKING:
-    from train.data.templates import ChatTemplate
+    from eval.data.chat_template import ChatTemplate
 
 ASKED: Message = {"role": "assistant", "content": ""}
 """Turn that the target is to write."""
@@ -100,6 +99,8 @@ class ChatDialogue(Dialogue):
         answer. RecordError for a conversation without a first prompt."""
         super().__init__(template, None)
         self.chat, self.place, self.max_tokens = chat, place, max_tokens
+        self.text = ""
+        """Text of the next prompt."""
         self.messages = list(template.prepared(chat.messages, place=place, tools=chat.tools))
         turns = [n for n in trained_answers(self.messages, place) if calls or "tool_calls" not in self.messages[n]]
         if not turns:
@@ -111,24 +112,19 @@ class ChatDialogue(Dialogue):
     def render_prompt(self) -> list[int] | None:
         number, template = len(self.exchanges), self.template
         turn, num_read = self.turns[number], self.turns[number - 1] + 1 if number else 0
-        text = template.render(self.messages[:turn], place=self.place, tools=self.chat.tools, answer_next=True)
-        fresh = enumerate(self.messages[num_read:turn], start=num_read + 1)
-        check_rendered(fresh, text, self.place, template.called)
-        prompt = token_ids(template.tokenizer, text)
+        turns, tools = self.messages[:turn], self.chat.tools
+        self.text, prompt = template.prompt(turns, place=self.place, tools=tools, num_checked=num_read)
         template.check_ids(prompt, self.place)
         return self.checked_length(prompt, self.max_tokens)
 
     def next_prompt(self) -> list[int] | None:
-        number, tokenizer = len(self.exchanges), self.template.tokenizer
-        answer = self.exchanges[-1][1]
-        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        special.update(tokenizer.all_special_ids)
-        content = answer[:-1] if answer[-1] in special | self.template.all_end_ids else answer
-        text = str(tokenizer.decode(content, clean_up_tokenization_spaces=False))
-        self.messages[self.turns[number - 1]] = {"role": "assistant", "content": text}
+        number = len(self.exchanges)
+        turn = self.template.turn(self.text, self.exchanges[-1][1])
+        self.messages[self.turns[number - 1]] = turn
         if number == len(self.turns):
             return None
-        if not special.isdisjoint(content):
+        text = "\n".join(turn[key] for key in ("content", *REASONING) if key in turn)
+        if self.template.without_special(text) != text:
             # Such as channels and calls: only the template knows which turn they would belong to.
             self.cut = "a turn on an answer with special tokens"
             return None
@@ -163,7 +159,7 @@ def read_asked(record: Record) -> Chat:
             raise error from None
         turns = [prompt.messages, *([{"role": "user", "content": text}] for text in prompt.later_turns)]
         answered = [message for asked in turns for message in (*asked, ASKED)]
-        return Chat(answered, None, "prompts", (), arguments=read_arguments(record))
+        return Chat(answered, prompt.tools, "prompts", (), arguments=prompt.arguments)
     if any(message["role"] == "assistant" for message in chat.messages):
         return chat
     return chat._replace(messages=[*chat.messages, ASKED])

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.data.chat_template import blank
 from eval.data.data_files import Record, RecordError
 from heads.core.errors import shown
 from train.data.chats import join_texts
 from train.data.corpus import Document
-from train.data.templates import blank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

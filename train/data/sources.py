@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from eval.data.chat_template import REASONING_END
+from eval.data.chat_template import REASONING_END, ChatTemplate
 from eval.data.conversation_forms import NO_CONVERSATION, Chat, read_chat
 from eval.data.data_files import Record, RecordError, content_hash, describe_unread, read_records, read_text
 from eval.data.python_source import read_split
@@ -29,7 +29,6 @@ from train.data.chats import (
 from train.data.corpus import TOO_LONG, Document
 from train.data.dialogues import ChatDialogue, Dialogue, RenderedDialogue, first_turns, read_asked
 from train.data.recorded_ids import COLUMNS, check_spelling, form_of, read_ids
-from train.data.templates import ChatTemplate
 
 MIN_PROMPT_CHARACTERS = 40
 

@@ -3,6 +3,7 @@ skipped and why, and its first document with the labels marked."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from eval.data.chat_template import ChatTemplate
 from eval.data.data_files import RecordError
 from heads.core.errors import UserError
 from train.data.corpus import (
@@ -26,7 +28,6 @@ from train.data.corpus import (
     record_rows,
 )
 from train.data.sources import AnySource, ChatSource, skipped_document
-from train.data.templates import ChatTemplate, tokenizer_key
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -45,9 +46,9 @@ RECORDS_PER_PROCESS = 8192
 """Minimum number of records for each process that tokenises."""
 
 
-def describe_skipped(source: AnySource, tally: Tally, *, whole: bool) -> list[str]:
-    """Return the line on a source's skipped records, by reason, if there are some. `whole`: all records have
-    been read; UserError if more are unusable than the source allows."""
+def describe_skipped(source: AnySource, tally: Tally) -> list[str]:
+    """Return the line on a source's skipped records, by reason, if there are some. UserError if more are unusable than
+    the source allows."""
     if not tally.skipped:
         return []
     reasons = [f"{count} {reason}" for reason, count in [*tally.skipped.items()][:MAX_REASONS]]
@@ -57,7 +58,7 @@ def describe_skipped(source: AnySource, tally: Tally, *, whole: bool) -> list[st
         f"{tally.num_skipped} of {tally.records} records are skipped: {', '.join(reasons)}; "
         f"the first is {source}{tally.first_skipped}"
     )
-    if whole and isinstance(source, ChatSource) and tally.num_skipped > source.max_skipped * tally.records:
+    if isinstance(source, ChatSource) and tally.num_skipped > source.max_skipped * tally.records:
         raise UserError(
             f"{source}: {line}; fix them, or allow more than max_skipped={source.max_skipped:g} of this source"
         )
@@ -69,7 +70,8 @@ def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
     there is nothing to train on."""
     corpus = reader.read(str(source), lambda: _tokenise_source(source, reader.rendering))
     tally = corpus.tally
-    lines = [*source.unread(), *describe_skipped(source, tally, whole=True)]
+    lines = [*source.unread(), *describe_skipped(source, tally)]
+    template = describe_template(source, reader.rendering)
     if corpus.num_labels == 0:
         remedy = lines[0] if lines else "give longer ones"
         raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; {remedy}")
@@ -83,8 +85,16 @@ def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
         f"{tally.records:,} records: {tally.records - tally.num_skipped:,} {texts_of(source)}, "
         f"{corpus.num_tokens:,} tokens, {corpus.num_labels:,} labels"
     )
-    reader.say(describe_source(f"{name}: {source}", sizes, corpus, reader.rendering.tokenizer, *lines))
+    reader.say(describe_source(f"{name}: {source}", sizes, corpus, reader.rendering.tokenizer, *lines, *template))
     return corpus
+
+
+def describe_template(source: AnySource, rendering: ChatTemplate) -> list[str]:
+    """Return the line on the arguments of a source's chat template that the recipe leaves at their defaults."""
+    if not isinstance(source, ChatSource):
+        return []
+    line, other = source.template(rendering).left_at_default
+    return [f"{line}; data.template.{other} changes the prompts"] if line else []
 
 
 def texts_of(source: AnySource) -> str:
@@ -107,6 +117,12 @@ def _tokenise_source(source: AnySource, rendering: ChatTemplate) -> Corpus:
         load_from_cache_file=True,
     )
     return corpus_of_rows(documents)
+
+
+def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
+    whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    parts = [type(tokenizer).__name__, whole, sorted(tokenizer.special_tokens_map.items()), tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 def tokens_key(source: AnySource, rendering: ChatTemplate) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from train.plan.survey import MIN_HELD_OUT, Survey, Turns, check_survey, read_co
 from train.recipe.recipe import KINDS, OWN, Recipe, check_kind, checked, dump_recipe
 
 if TYPE_CHECKING:
-    from train.data.templates import ChatTemplate
+    from eval.data.chat_template import ChatTemplate
     from train.plan.memory_and_flops import Launch, Plan
 
 HELD_OUT = "held-out.jsonl"
@@ -173,7 +173,11 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
             f"eval.prompts {first.eval.prompts}: holds all conversations of the data, so none is left to train on"
         )
     number = sum(survey.counts[turns] for turns in trained)
-    print_line(f"{number:,} of {survey.records:,} records are trained on, {len(chosen)} conversations are held out")
+    line = f"{number:,} of {survey.records:,} records are trained on, {len(chosen)} conversations are held out"
+    # Of conversations that are held out from here, one record each is in the file.
+    if same := sum(survey.counts[turns] for turns in chosen) - (len(chosen) if held_out else 0):
+        line += f"; {same:,} records with the first prompt of one of them are left out"
+    print_line(line)
     fill(tree, "data.regenerate", prompt_tokens=lengths.prompt, new_tokens=lengths.answer, batch_size=size.answered)
     if len(data.sources) == 1:
         fill(tree, "data.regenerate", prompts=number)
@@ -199,8 +203,8 @@ def fill_template(source: Source, first: Recipe) -> "ChatTemplate":
     tokenizer = tokenizer_of(first.target)
     for each in first.data.sources:
         assert isinstance(each, ChatSource)
-        if "enable_thinking" in (each.template(rendering_of(first, tokenizer)).arguments_read() or ()):
-            fill(source.tree, "data.template", enable_thinking=False)
+        if name := each.template(rendering_of(first, tokenizer)).thinking_argument:
+            fill(source.tree, "data.template", **{name: False})
     template = first.data.model_copy(update={"template": source.tree["data"].get("template") or {}})
     return rendering_of(fit_template(first.model_copy(update={"data": template}), source.overrides), tokenizer)
 

@@ -13,10 +13,12 @@ from eval.core.progress import Progress
 from eval.data.conversation_forms import ARGUMENTS
 from eval.data.data_files import RecordError
 from heads.core.errors import UserError
+from train.data.corpus import TOO_LONG, Tally
 from train.data.dialogues import ASKED, first_turns, read_asked
+from train.data.tokenise import describe_skipped
 
 if TYPE_CHECKING:
-    from train.data.templates import ChatTemplate
+    from eval.data.chat_template import ChatTemplate
 
 SHARE, MIN_HELD_OUT, MAX_HELD_OUT = 0.05, 16, 80
 """Fraction of the conversations that is held out, and the bounds of their number."""
@@ -56,15 +58,17 @@ class Survey:
     """Number of records of which each note is made."""
     fault: str = ""
     """Why the first record that cannot be used is left out."""
+    tallies: list[Tally] = field(default_factory=list)
+    """The records of each source, and those that are skipped."""
 
     def add(self, record: Any, length: int, notes: str) -> None:
         """Add a record whose first prompt has `length` tokens."""
         turns, chat = first_turns(record), read_asked(record)
         assert turns is not None
         if turns not in self.counts:
-            arguments = {ARGUMENTS: chat.arguments} if chat.arguments else {}
             messages = [message for message in chat.messages if message is not ASKED]
-            text = json.dumps({"messages": messages, **arguments}, ensure_ascii=False)
+            more = {name: value for name, value in ((ARGUMENTS, chat.arguments), ("tools", chat.tools)) if value}
+            text = json.dumps({"messages": messages, **more}, ensure_ascii=False)
             digest = hashlib.sha256("\0".join(turns).encode()).digest()
             self.candidates.append(Candidate(digest, self.records, turns, text))
             if len(self.candidates) > 2 * MAX_HELD_OUT:
@@ -82,7 +86,8 @@ class Survey:
 
 
 def check_survey(survey: Survey, sources: Sequence[Any], prompt_tokens: int) -> None:
-    """Print what is left out of the sources. UserError if too few conversations are left."""
+    """Print what is left out of the sources. UserError if too few conversations are left, or if more are unusable than
+    a source allows."""
     unread = [line for each in sources for line in each.unread()]
     for line in [*unread, *(f"{count:,} {note}" for note, count in survey.notes.items())]:
         print_line(line)
@@ -93,6 +98,12 @@ def check_survey(survey: Survey, sources: Sequence[Any], prompt_tokens: int) -> 
             f"first prompts of at most {prompt_tokens} tokens, got {len(survey.counts)} in {survey.records} records"
             f"{why}"
         )
+    for source, tally in zip(sources, survey.tallies, strict=True):
+        for line in describe_skipped(source, tally):
+            print_line(f"{source}: {line}")
+        if tally.too_long:
+            line = f"{tally.too_long:,} records begin with a prompt of more than {prompt_tokens:,} tokens"
+            print_line(f"{source}: {line} (data.regenerate.prompt_tokens) and are skipped")
 
 
 def read_conversations(sources: Sequence[Any], rendering: "ChatTemplate", prompt_tokens: int) -> Survey:
@@ -101,11 +112,20 @@ def read_conversations(sources: Sequence[Any], rendering: "ChatTemplate", prompt
     with Progress("reading the conversations"):
         for source in sources:
             template = source.template(rendering)
+            begin = survey.records
+            skipped: Counter[str] = Counter()
+            first = ""
             for record in source.records():
                 survey.records += 1
                 dialogue = source.dialogue(template, record, prompt_tokens)
                 if isinstance(dialogue, RecordError):
+                    skipped[dialogue.reason] += 1
+                    first = first or str(dialogue)
                     survey.fault = survey.fault or str(dialogue) or f"{record[0]}: its first prompt has more tokens"
                 else:
                     survey.add(record, len(dialogue.prompt), dialogue.about["notes"])
+            too_long = skipped.pop(TOO_LONG, 0)
+            reasons = dict(skipped.most_common())
+            first = first.removeprefix(str(source))
+            survey.tallies.append(Tally(survey.records - begin, reasons, first, too_long))
     return survey

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
 from eval.core.command_line import print_line
+from eval.data.chat_template import ChatTemplate
 from heads.core.errors import UserError
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.layer_placement import drop_layers, shard_layers
@@ -20,7 +21,6 @@ from train.core.processes import die_with_launcher, on_main
 from train.core.strict_yaml import suggest
 from train.data.corpus import Reader
 from train.data.sources import ChatSource
-from train.data.templates import ChatTemplate
 from train.features.cached import CachedFeatures
 from train.features.feature_settings import AnyFeatures, CacheFeatures, ProcessFeatures, ShardedFeatures
 from train.features.feature_source import FeatureSource, has_room

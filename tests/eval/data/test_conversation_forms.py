@@ -3,6 +3,7 @@
 `CASES` is a table by the name of the form: the record, its turns, and the columns that are not read.
 """
 
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ TALK = "user hi, assistant ho"
 BE = {"from": "system", "value": "be"}
 LOOK = '{"name": "look", "arguments": {"at": "sea"}}'
 HERMES = f"<tool_call>{LOOK}</tool_call>"  # which stays text
+CALL = "look({'at': 'sea'})"
+CALLED = {"type": "function", "function": json.loads(LOOK)}
+NOTHING: list[Any] = ["", "[]", "null", []]
 FUNCTION = {"name": "look", "arguments": "{}"}
 TOOL = {"name": "look", "parameters": {}}
 
@@ -36,6 +40,12 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"messages": [{**U, "role": "<|USER|>"}, {**A, "role": "Bot:"}]}, TALK, ""),
         ({"messages": {"role": ["user", "assistant"], "content": ["hi", "ho"]}}, TALK, ""),
         ({"messages": [U, {**A, "content": {"at": 1}}]}, 'user hi, assistant {"at": 1}', ""),
+        ({"messages": json.dumps([U, A])}, TALK, ""),
+        *(
+            ({"messages": [U, {**A, "content": None, "tool_calls": calls}]}, f"user hi, assistant {said}", "")
+            for calls, said in ((json.dumps([CALLED]), CALL), (json.dumps(CALLED), CALL), ([json.dumps(CALLED)], CALL))
+        ),
+        *(({"messages": [U, {**A, "tool_calls": nothing}]}, TALK, "") for nothing in NOTHING),
     ],
     "input, preferred_output": [
         (
@@ -60,6 +70,11 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
                 ]
             },
             "user hi, assistant look({'at': 'sea'}), tool 3, assistant ho",
+            "",
+        ),
+        (
+            {"conversations": [HUMAN, {"from": "function_call", "value": f"<a>so</a>\n{LOOK}"}]},
+            f"user hi, assistant <a>so</a>{CALL}",
             "",
         ),
         (
@@ -100,6 +115,8 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": [U], "completion": [A]}, TALK, ""),
         ({"prompt": [U], "input": "2", "completion": [A]}, TALK, "input"),
     ],
+    # xLAM
+    "query, completion": [({"query": "hi", "answers": f"[{LOOK}]", "tools": "[]"}, "user hi, assistant " + CALL, "")],
     "prompt, chosen": [({"prompt": [U], "chosen": [A], "rejected": [U]}, TALK, "rejected")],
     "chosen": [
         ({"chosen": [U, A], "rejected": [U, U]}, TALK, "rejected"),
@@ -185,10 +202,16 @@ def test_a_record_that_is_none_of_them_is_one_line(record: dict[str, Any], fault
 def test_tools_have_the_form_of_the_protocol() -> None:
     whole = {"type": "function", "function": TOOL}
     written = '[{"name": "look", "parameters": {}}]'
-    for given in ({"tools": [TOOL]}, {"tools": [whole]}, {"functions": [TOOL]}, {"tools": written}):
+    given: Any
+    for given in (
+        {"tools": [TOOL]},
+        {"tools": [whole]},
+        {"functions": [TOOL]},
+        {"tools": written},
+        {"tools": [written[1:-1]]},
+    ):
         assert read_chat(("f:1", {"messages": [U, A], **given})).tools == [whole]
-    nothing: Any
-    for nothing in ([], None, "", "null", "[]"):
+    for nothing in (*NOTHING, None):
         assert read_chat(("f:1", {"messages": [U, A], "tools": nothing})).tools is None
     preference = {"input": {"messages": [U], "tools": [whole]}, "preferred_output": [A]}
     assert read_chat(("f:1", preference)).tools == [whole]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def test_prompts_with_a_token_that_the_target_lacks_are_left_out(
         ({"instruction": "sum up", "input": "a text", "output": "x"}, "sum up\n\na text"),
         ({"text": "write a function", "code": "..."}, "write a function"),
         ({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}, "hi"),
+        ({"messages": '[{"role": "user", "content": "hi"}]'}, "hi"),
+        ({"question_id": "q1", "cluster": "games", "turns": [{"content": "hi"}, {"content": "and"}]}, "hi"),
     ],
 )
 def test_every_form_of_record_becomes_its_first_user_turn(
@@ -98,6 +101,25 @@ def test_a_second_turn_follows_the_targets_own_answer(tmp_path: Path, tokenizer:
     second = follow_up(first, "an answer", tokenizer)
     assert second.text == "<s><|user|>one<|assistant|>an answer</s><|user|>two<|assistant|>"
     assert (second.id, second.category, second.later_turns) == ("81#2", "writing", ())
+    ids = tokenizer("an answer</s>", add_special_tokens=False)["input_ids"]
+    assert follow_up(first, ids, tokenizer) == second
+
+
+def test_a_prompt_has_its_tools_in_every_turn(
+    tmp_path: Path, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_target_dir))
+    tool = {"name": "look", "parameters": {}}
+    path = write(tmp_path / "a.jsonl", {"turns": ["one", "two"], "functions": json.dumps([tool])})
+    (plain,) = load(path, tokenizer)
+    assert f"{path}: the chat template renders no tools, which 1 prompts have" in capsys.readouterr().err
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + tokenizer.chat_template
+    (first,) = load(path, tokenizer)
+    assert first.text == "look " + plain.text and first.tools == [{"type": "function", "function": tool}]
+    assert follow_up(first, "so", tokenizer).text.startswith("look <s><|user|>one<|assistant|>so")
+    assert not capsys.readouterr().err
+    without = [replace(first, ids=(), tools=tools) for tools in (first.tools, None)]
+    assert prompts_hash(without[:1]) != prompts_hash(without[1:])
 
 
 def test_fewer_prompts_are_spread_over_the_suite(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

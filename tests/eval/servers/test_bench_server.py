@@ -46,6 +46,7 @@ class Speculating(QuietServer):
         self.said = b"so"
         """Body of such a status."""
         self.asked, self.chats = 0, list[list[dict[str, str]]]()
+        self.tools: list[Any] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.lock = threading.Lock()
 
@@ -88,6 +89,7 @@ class Handler(QuietHandler):
                 return
             if "messages" in body:
                 server.chats.append(body["messages"])
+                server.tools.append(body.get("tools"))
             penalties = {name: body[name] for name in PENALTIES}
             sampling = Sampling(temperature=body["temperature"], seed=body["seed"], **penalties)
             rounds = server.generate(Request(body.get("prompt") or [1, 2, 3], body["max_tokens"], sampling))
@@ -308,6 +310,15 @@ def test_without_the_tokenizer_prompts_are_messages(served: Speculating, texts: 
     assert status == 0 and results["target"] == {"name": "OWNER/ELSEWHERE"}
     assert results["settings"]["distinct_prompts"] == 6
     assert all(isinstance(prompt, list) and prompt[-1]["role"] == "user" for prompt in served.chats) and served.chats
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    asked = tmp_path / "tools.jsonl"
+    asked.write_text(f"{json.dumps({'turns': ['one', 'two'], 'tools': tools})}\n")
+    served.tools.clear()
+    assert (
+        measure(served, asked, tmp_path / "out")[0] == 0
+        and served.tools
+        and all(given == tools for given in served.tools)
+    )
 
 
 def test_the_last_round_is_cut_where_the_answer_ends() -> None:

@@ -254,6 +254,28 @@ def test_names_that_lead_nowhere(tiny_target_dir: Path, tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("def f(x):", add_special_tokens=False)["input_ids"]) == "def f(x):"
 
 
+def test_the_processors_chat_template_stands_before_the_tokenizers_as_in_vllm(
+    tiny_target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(tiny_target_dir, tmp_path, dirs_exist_ok=True)
+    own = load_tokenizer(str(tmp_path)).chat_template
+
+    def template(**files: Any) -> Any:
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return load_tokenizer(str(tmp_path)).chat_template
+
+    assert template(chat_template={"chat_template": "a"}) == own  # without a processor
+    both = {"default": "a", "tool_use": own}
+    assert template(processor_config={}) == both and "chat_template.json and its tok" in caplog.text
+    assert template(processor_config={"chat_template": "b"}) == both | {"default": "b"}
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "processor_config.json").unlink()
+    assert template() == "a"
+    (tmp_path / "chat_template.json").write_text("a")
+    assert "no chat_template.json that can be read" in refused(load_tokenizer, str(tmp_path))
+
+
 def test_only_a_hub_id_is_cut_at_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs/a@b").mkdir(parents=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from eval.data.chat_template import ChatTemplate
 from eval.data.conversation_forms import Chat
 from eval.data.data_files import Message
 from heads.targets.load import load_tokenizer
@@ -14,7 +15,6 @@ from tests.support.chats import bracketed, talk
 from train.data.chats import join_texts
 from train.data.corpus import Document
 from train.data.dialogues import ChatDialogue, Dialogue
-from train.data.templates import ChatTemplate
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 CHAT = talk("one", "as recorded", "two", "as recorded")

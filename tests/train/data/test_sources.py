@@ -93,7 +93,7 @@ def test_what_is_worth_saying_of_answers_is_said_once(tmp_path: Path, tokenizer:
     _, said = read(records, tmp_path, tokenizer)
     assert "  3 answers have no reasoning, under a chat template that thinks\n" in said[0]
     assert said[0].count("  3 answers have a key 'masked', which is not read; if it") == 1
-    tokenizer.chat_template = "{{ enable_thinking }}" + thinking
+    tokenizer.chat_template = "{% if enable_thinking is defined and not enable_thinking %}no {% endif %}" + thinking
     _, said = read(records, tmp_path, tokenizer)
     assert "that thinks; data.template.enable_thinking: false" in said[0]
 
@@ -171,7 +171,7 @@ def test_a_long_document_is_clipped_in_the_middle(tmp_path: Path, tokenizer: Pre
 def test_prompts_are_read_past_odd_records(
     tmp_path: Path, tiny_target_dir: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The share is of a whole source: a few records at its beginning say nothing of it."""
+    """The share is of a whole source, wherever in it the odd records are."""
     path = tmp_path / "chats.json"
     regenerate = {"prompts": 4, "prompt_tokens": 16, "new_tokens": 8}
     sources = [{"kind": "chat", "path": str(path)}]
@@ -180,7 +180,10 @@ def test_prompts_are_read_past_odd_records(
     path.write_text(json.dumps([ODD["no turns"], *[GOOD] * 30]))
     answers = open_answers(data, 0, target, reader_of(tokenizer, said))
     assert len(list(answers.dialogues())) == 4
-    assert len(said) == 1 and "1 of 5 records are skipped" in said[0]
+    assert len(said) == 1 and "1 of 31 records are skipped" in said[0]
+    path.write_text(json.dumps([*[GOOD] * 30, *[ODD["no turns"]] * 2]))
+    with pytest.raises(UserError, match=r"2 of 32 records are skipped: 2 no turns; the first is .*record 31: .*max_sk"):
+        open_answers(data, 0, target, reader_of(tokenizer))
     said.clear()
     data = Data.model_validate({"sources": sources, "context_length": 64, "regenerate": regenerate | {"prompts": None}})
     long = {"instruction": "say " * 20, "response": "so"}

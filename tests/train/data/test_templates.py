@@ -1,4 +1,4 @@
-"""Labels under the chat templates of nine model families, which are retyped here in short.
+"""Labels under the chat templates of model families, which are retyped here in short.
 
 A label is what the target writes after the prompt as its server builds it. So the expected value of each answer is
 built from two texts alone: the prompt as served, and what such a target writes, through to the token that ends it.
@@ -15,9 +15,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eval.data.data_files import Message
-from train.data.chats import encode_conversations, read_conversation, read_rendered
-from train.data.templates import ChatTemplate
+from eval.data.chat_template import ChatTemplate, blank
+from eval.data.data_files import Message, RecordError
+from train.data.chats import TAGGED, encode_conversations, read_conversation, read_rendered
 
 Text = Callable[[Message], str]
 
@@ -40,6 +40,8 @@ class Family:
     arguments: dict[str, Any] = field(default_factory=dict)
     specials: str = ""
     """Further special tokens."""
+    asks_for_none: bool = False
+    """The prompt asks for an answer without reasoning."""
     strips: bool = False
     """The special tokens take the space after them along."""
 
@@ -99,7 +101,9 @@ QWEN_3 = Family(
     reasoned=lambda m: f"<think>\n{m['reasoning_content']}\n</think>\n\n{m['content']}<|im_end|>",
     bare=("", "<think>\n\n</think>\n\n"),
 )
-QWEN_3_NOT_THINKING = replace(QWEN_3, arguments={"enable_thinking": False}, reasoned=None, bare=("", ""))
+QWEN_3_NOT_THINKING = replace(
+    QWEN_3, arguments={"enable_thinking": False}, reasoned=None, bare=("", ""), asks_for_none=True
+)
 
 PHI_3 = Family(
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -197,6 +201,7 @@ GLM_4_5_NOT_THINKING = replace(
     call=None,
     reasoned=None,
     bare=("", ""),
+    asks_for_none=True,
 )
 
 # The prompt opens a reasoning, in whose place an answer without one has an empty one of another form.
@@ -218,6 +223,224 @@ NEMOTRON_3 = Family(
     bare=("\n", "</think>"),
 )
 
+# The prompt opens a reasoning, which turns after the newest question have, if only an empty one.
+QWEN_3_5 = replace(
+    QWEN_3,
+    template=NEWEST + "{% for m in messages %}{% if m.role == 'tool' %}" + CHATML_TOOL + "{% else %}"
+    "<|im_start|>{{ m.role }}\n{% set parts = m.content.split('</think>') %}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.newest %}<think>\n"
+    "{{ (m.reasoning_content or (parts[0].split('<think>')[-1] if parts[1:] else '')) | trim }}\n</think>\n\n"
+    "{% endif %}"
+    "{{ parts[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
+    + CHATML_CALLS.replace("'\n<tool_call>", "'<tool_call>")
+    + "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}",
+    reasoned=lambda m: f"{m['reasoning_content']}\n</think>\n\n{m['content']}<|im_end|>",
+    bare=("", "\n</think>\n\n"),
+)
+# Every turn keeps its reasoning, which is read from its field alone.
+QWEN_3_8 = replace(
+    QWEN_3_5,
+    template="{% for m in messages %}{% if m.role == 'tool' %}" + CHATML_TOOL + "{% else %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and (preserve_thinking is not defined or preserve_thinking) %}<think>\n"
+    "{{ m.reasoning_content | default('') | trim }}\n</think>\n\n{% endif %}{{ m.content }}"
+    + CHATML_CALLS.replace("'\n<tool_call>", "'<tool_call>")
+    + "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+)
+
+# The prompt says whether a reasoning follows; no final answer keeps its own.
+DEEPSEEK_V3_1 = Family(
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% elif m.role == 'assistant'"
+    " %}<|Assistant|></think>{{ m.content.split('</think>')[-1] }}<|end_of_sentence|>{% else %}{{ m.content }}"
+    "{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|Assistant|>{{ '<think>' if thinking else '</think>' }}{% endif %}",
+    ends="<|end_of_sentence|>",
+    specials="<|User|> <|Assistant|>",
+    answer=lambda m: m["content"] + "<|end_of_sentence|>",
+    asks_for_none=True,
+)
+DEEPSEEK_V3_1_THINKING = replace(
+    DEEPSEEK_V3_1,
+    asks_for_none=False,
+    arguments={"thinking": True},
+    reasoned=lambda m: f"{m['reasoning_content']}</think>{m['content']}<|end_of_sentence|>",
+    bare=("<think>", "</think>"),
+)
+# Turns after the newest question have their reasoning, if only an empty one, as DeepSeek-V4's do.
+DEEPSEEK_V3_2 = replace(
+    DEEPSEEK_V3_1_THINKING,
+    template="{{ bos_token }}" + NEWEST + "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "<|Assistant|>{{ '<think>' if loop.index0 == ns.newest else '</think>' }}{% elif m.role == 'assistant' %}"
+    "{{ (m.reasoning_content or '') + '</think>' if loop.index0 > ns.newest }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    "{{ '\n\n' }}"
+    '<invoke name="{{ c.function.name }}">{{ c.function.arguments | tojson }}</invoke>{% endfor %}<|end_of_sentence|>'
+    "{% elif m.role == 'tool' %}\n\n<result>{{ m.content }}</result>\n\n<think>{% else %}{{ m.content }}"
+    "{% endif %}{% endfor %}",
+    arguments={},
+    call=lambda m: f'\n\n<invoke name="look">{arguments(m)}</invoke><|end_of_sentence|>',
+    bare=("", "</think>"),
+)
+# As V3.1, but the newest answer has its reasoning, and one token less ends the prompt.
+GLM_4_7 = Family(
+    "[gMASK]<sop>" + NEWEST + "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
+    "{% if m.reasoning_content and loop.index0 > ns.newest %}{{ '<think>' + m.reasoning_content }}{% endif %}</think>"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}"
+    "</tool_call>{% endfor %}{% elif m.role == 'tool' %}<|observation|>{{ m.content }}{% else %}<|"
+    "{{ m.role }}|>{{ m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{{ '</think>' if enable_thinking is defined and not enable_thinking else '<think>' }}{% endif %}",
+    ends="<|endoftext|> <|user|> <|observation|>",
+    specials="<|assistant|> <|system|> [gMASK] <sop>",
+    answer=lambda m: m["content"] + "<|user|>",
+    call=lambda m: f"<tool_call>look{arguments(m)}</tool_call><|observation|>",
+    reasoned=lambda m: f"{m['reasoning_content']}</think>{m['content']}<|user|>",
+    bare=("<think>", "</think>"),
+)
+
+# A final answer loses its reasoning for an empty one; turns that call tools keep theirs.
+KIMI_K2 = Family(
+    "{% set ns = namespace(final=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
+    "{% set ns.final = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_{{ m.role }}|>"
+    "{{ m.role }}<|im_middle|>"
+    "{% if m.role == 'assistant' %}"
+    "{{ '<think>' + (m.reasoning_content or '' if loop.index0 > ns.final else '') + '</think>' }}"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}"
+    "<|called|>{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant"
+    "<|im_middle|>{% endif %}",
+    ends="<|im_end|>",
+    specials="<|im_assistant|> <|im_user|> <|im_system|> <|im_tool|> <|im_middle|> <|call|> <|called|>",
+    answer=QWEN_2_5.answer,
+    call=lambda m: f"<|call|>look{arguments(m)}<|called|><|im_end|>",
+    reasoned=lambda m: f"<think>{m['reasoning_content']}</think>{m['content']}<|im_end|>",
+    bare=("", "<think></think>"),
+)
+KIMI_K2_OPENED = replace(
+    KIMI_K2,
+    template=KIMI_K2.template.replace("assistant<|im_middle|>{% endif %}", "assistant<|im_middle|><think>{% endif %}"),
+    reasoned=lambda m: f"{m['reasoning_content']}</think>{m['content']}<|im_end|>",
+    bare=("", "</think>"),
+)
+
+# Prompts that ask for no reasoning end in an empty channel, which no turn has; calls stand before the text.
+GEMMA_4 = Family(
+    "{{ bos_token }}{% if enable_thinking %}<|turn>system\n<|think|><turn|>\n{% endif %}{% for m in messages %}<|turn>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n{% for c in m.tool_calls or [] %}{% if m.reasoning_content %}"
+    "{{ '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{% endif %}<|tool_call>{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}<tool_call|>{% endfor %}{{ m.content }}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% if not enable_thinking %}<|channel>thought\n<channel|>"
+    "{% endif %}{% endif %}",
+    ends="<turn|>",
+    specials="<|turn> <|channel> <channel|> <|think|> <|tool_call> <tool_call|>",
+    answer=lambda m: m["content"] + "<turn|>",
+    call=lambda m: f"<|tool_call>look{arguments(m)}<tool_call|><turn|>",
+    asks_for_none=True,
+)
+GEMMA_4_THINKING = replace(
+    GEMMA_4,
+    asks_for_none=False,
+    arguments={"enable_thinking": True},
+    reasoned=lambda m: f"<|channel>thought\n{m['reasoning_content']}\n<channel|>{m['content']}<turn|>",
+)
+# The results of tools stand in the turn that calls them, before its text, and no turn has reasoning.
+GEMMA_4_JOINED = replace(
+    GEMMA_4,
+    template="{{ bos_token }}{% for m in messages %}{% if m.role != 'tool' %}{% set ns = namespace(last='', told='') %}"
+    "{% for n in messages[:loop.index0] if n.role != 'tool' %}{% set ns.last = n.role %}{% endfor %}"
+    "{% if m.role == 'user' or ns.last == 'user' %}<|turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n"
+    "{% endif %}"
+    "{% for c in m.tool_calls or [] %}<|tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}<tool_call|>"
+    "{% for n in messages if n.role == 'tool' %}{% set ns.told = n.content + '<tool_response|>' %}{% endfor %}"
+    "<|tool_response>{{ ns.told }}{% endfor %}{{ m.content }}{% if m.content or not m.tool_calls %}<turn|>\n{% endif %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{% if messages[-1].role != 'tool' or messages[-2].content %}"
+    "<|turn>model\n{% endif %}{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}",
+    ends="<turn|> <|tool_response>",
+    specials=GEMMA_4.specials + " <tool_response|>",
+    call=lambda m: f"<|tool_call>look{arguments(m)}<tool_call|><|tool_response>",
+)
+
+# The target writes to whom it speaks: to itself, to the user, or to a tool.
+MUSE_GLIMMER = Family(
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.reasoning_content and loop.last %}"
+    "<|start|>assistant to=self"
+    "<|message|>{{ m.reasoning_content }}<|eom|>{% endif %}<|start|>assistant to={% if m.tool_calls %}look<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}{{ m.tool_calls[0].function.name }}"
+    "{% else %}user<|message|>{{ m.content }}{% endif %}<|eot|>{% else %}<|start|>{{ m.role }}<|message|>"
+    "{{ m.content }}<|eot|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    ends="<|eot|>",
+    specials="<|start|> <|message|> <|eom|>",
+    answer=lambda m: f" to=user<|message|>{m['content']}<|eot|>",
+    call=lambda m: f" to=look<|message|>{arguments(m)}look<|eot|>",
+    reasoned=lambda m: (
+        f" to=self<|message|>{m['reasoning_content']}<|eom|><|start|>assistant to=user<|message|>{m['content']}<|eot|>"
+    ),
+)
+
+# Reasoning is text of the answer.
+SMOLLM_3 = Family(
+    "<|im_start|>system\nReasoning Mode: "
+    "{{ '/no_think' if enable_thinking is defined and not enable_thinking else '/think' }}"
+    "<|im_end|>\n{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and enable_thinking is defined"
+    " and not enable_thinking %}<think>\n\n</think>\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n{% endif %}{% endif %}",
+    ends="<|im_end|>",
+    specials="<|im_start|>",
+    answer=QWEN_2_5.answer,
+)
+# The reasoning of turns after the newest question is read under another name, and older answers lose it.
+LFM_2_5 = Family(
+    "{{ bos_token }}" + NEWEST + "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if m.thinking is defined and loop.index0 > ns.newest %}{{ '<think>' + m.thinking + '</think>' }}{% endif %}"
+    "{{ m.content if loop.index0 > ns.newest else m.content.split('</think>')[-1] }}{% for c in m.tool_calls or [] %}"
+    "<|tool_call_start|>{{ c.function.name }}({{ c.function.arguments | tojson }})<|tool_call_end|>{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ends="<|im_end|>",
+    specials="<|im_start|> <|tool_call_start|> <|tool_call_end|>",
+    answer=QWEN_2_5.answer,
+    call=lambda m: f"<|tool_call_start|>look({arguments(m)})<|tool_call_end|><|im_end|>",
+    reasoned=lambda m: f"<think>{m['reasoning_content']}</think>{m['content']}<|im_end|>",
+)
+GRANITE = Family(
+    "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    "<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|end_of_text|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
+    ends="<|end_of_text|>",
+    specials="<|start_of_role|> <|end_of_role|>",
+    answer=lambda m: m["content"] + "<|end_of_text|>",
+    call=lambda m: f'<tool_call>\n{{"name": "look", "arguments": {arguments(m)}}}\n</tool_call><|end_of_text|>',
+)
+
+# The prompt asks for none by a block that has text.
+SEED_OSS = Family(
+    "{% for m in messages %}<bos>{{ m.role }}\n{% if m.role == 'assistant' and m.reasoning_content and loop.last %}"
+    "<seed:think>{{ m.reasoning_content }}</seed:think>{% endif %}{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<bos>assistant\n{% if thinking_budget == 0 %}<seed:think>no budget</seed:think>"
+    "{% endif %}{% endif %}",
+    ends="<eos>",
+    answer=lambda m: m["content"] + "<eos>",
+    reasoned=lambda m: f"<seed:think>{m['reasoning_content']}</seed:think>{m['content']}<eos>",
+)
+SEED_OSS_NOT_THINKING = replace(SEED_OSS, arguments={"thinking_budget": 0}, reasoned=None, asks_for_none=True)
+# Reasoning is a part of the content.
+MINISTRAL = Family(
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.role == 'system' %}{{ m.content }}{% else %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text if p.type == 'text' else '[THINK]' + p.thinking + '[/THINK]' }}{% endfor %}"
+    "{% endif %}{{ eos_token }}{% endif %}{% endfor %}",
+    ends="</s>",
+    specials="[INST] [/INST] [THINK] [/THINK]",
+    answer=lambda m: m["content"] + "</s>",
+    reasoned=lambda m: f"[THINK]{m['reasoning_content']}[/THINK]{m['content']}</s>",
+)
+
 FAMILIES = {
     "Llama 3": LLAMA_3,
     "Qwen2.5": QWEN_2_5,
@@ -230,6 +453,24 @@ FAMILIES = {
     "GLM-4.5": GLM_4_5,
     "GLM-4.5, not thinking": GLM_4_5_NOT_THINKING,
     "Nemotron 3": NEMOTRON_3,
+    "Qwen3.5": QWEN_3_5,
+    "Qwen3.8": QWEN_3_8,
+    "DeepSeek-V3.1": DEEPSEEK_V3_1,
+    "DeepSeek-V3.1, thinking": DEEPSEEK_V3_1_THINKING,
+    "DeepSeek-V3.2": DEEPSEEK_V3_2,
+    "GLM-4.7": GLM_4_7,
+    "Kimi-K2-Thinking": KIMI_K2,
+    "Kimi-K2-Thinking, opened": KIMI_K2_OPENED,
+    "Gemma 4": GEMMA_4,
+    "Gemma 4, thinking": GEMMA_4_THINKING,
+    "Gemma 4, results in the turn": GEMMA_4_JOINED,
+    "Muse Glimmer": MUSE_GLIMMER,
+    "SmolLM3": SMOLLM_3,
+    "LFM2.5": LFM_2_5,
+    "Granite": GRANITE,
+    "Seed-OSS": SEED_OSS,
+    "Seed-OSS, not thinking": SEED_OSS_NOT_THINKING,
+    "Ministral": MINISTRAL,
 }
 
 CALL = {"id": "call_00001", "type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}
@@ -240,6 +481,10 @@ TURNS: list[Message] = [
     {"role": "assistant", "content": "a <b>beach</b>"},
 ]
 REASONED = [m if m["role"] == "user" else m | {"reasoning_content": f"so {n}, hi"} for n, m in enumerate(TURNS)]
+IN_TEXT = [
+    m if m["role"] == "user" else {**t, "content": f"<think>\n{m['reasoning_content']}\n</think>\n\n{t['content']}"}
+    for t, m in zip(TURNS, REASONED, strict=True)
+]
 CALLED: list[Message] = [
     TURNS[0],
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -253,6 +498,7 @@ CASES: dict[str, list[Message]] = {
     "reasoning in one turn": [*TURNS[:2], *REASONED[2:]],
     "a call": CALLED[:2],
     "a call and its result": CALLED,
+    "reasoning in the text": IN_TEXT,
 }
 
 
@@ -284,6 +530,8 @@ def written(family: Family, message: Message) -> str | None:
 
 
 def renders(family: Family, messages: list[Message]) -> bool:
+    if messages is IN_TEXT and family.asks_for_none:
+        return False
     return all(written(family, message) is not None for message in messages if message["role"] == "assistant")
 
 
@@ -294,6 +542,7 @@ def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str,
     family, template, messages = FAMILIES[name], template_of(name), CASES[case]
     tokenizer = template.tokenizer
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    as_read = REASONED if messages is IN_TEXT and family.reasoned else messages
 
     def ids(text: str) -> list[int]:
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -301,10 +550,10 @@ def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str,
 
     expected = []
     for n in answers:
-        prompt = template.render(template.prepared(messages[:n], place=""), place="", answer_next=True)
-        if "reasoning_content" not in messages[n] and prompt.endswith(family.bare[0]):
+        prompt = template.render(template.prepared(as_read[:n], place=""), place="", answer_next=True)
+        if "reasoning_content" not in as_read[n] and prompt.endswith(family.bare[0]):
             prompt = prompt.removesuffix(family.bare[0]) + family.bare[1]
-        expected.append((ids(prompt), ids(str(written(family, messages[n])))))
+        expected.append((ids(prompt), ids(str(written(family, as_read[n])))))
 
     texts, _ = read_conversation(template, messages, place="f:1")
     (documents,) = encode_conversations(template, [texts])
@@ -331,6 +580,39 @@ def test_rendered_text_has_the_labels_of_its_conversation(name: str, case: str) 
         return  # the template rewrites turns, and no text has the labels of all answers
     assert template.has_rendered(text)
     answers = first.answers
-    if name in ("Mistral", "DeepSeek-R1"):
+    if name in ("Mistral", "DeepSeek-R1", "DeepSeek-V3.2"):
         answers = answers[: 1 if messages is CALLED else None]  # nothing marks one straight after a tool's result
     assert read_rendered(template, text).answers == answers
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_is_given_back_as_a_server_with_a_reasoning_parser_gives_it(name: str) -> None:
+    family, template = FAMILIES[name], template_of(name)
+
+    def prompt(*messages: Message) -> str:
+        return template.render(messages, place="", answer_next=True)
+
+    first, next_turn = prompt(TURNS[0]), TURNS[2]
+    is_opened = first.rstrip().endswith("<think>")
+    for message in REASONED[1:2] * bool(family.reasoned) + TURNS[1:2] * (not is_opened):
+        turn = template.turn(first, template.tokenizer(written(family, message))["input_ids"])
+        assert blank(prompt(TURNS[0], turn, next_turn)) == blank(prompt(TURNS[0], message, next_turn))
+        assert {key: text.strip() for key, text in turn.items()} == message
+        if name == "Nemotron 3":  # which renders it as it is
+            assert "\n<think></think>\nthe sea<|im_end|>" in prompt(TURNS[0], turn, next_turn)
+    if is_opened:  # and not closed: it was cut while it thought
+        turn = template.turn(first, template.tokenizer("the sea")["input_ids"])
+        assert turn == {"role": "assistant", "content": "", "reasoning_content": "the sea"}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].asks_for_none])
+@pytest.mark.parametrize("messages", [REASONED, IN_TEXT])
+def test_reasoning_where_the_prompt_asks_for_none_is_refused(name: str, messages: list[Message]) -> None:
+    with pytest.raises(RecordError, match=r"turn 2 has reasoning, .* asks for none; set data\.template\.\w+ to \w+"):
+        read_conversation(template_of(name), messages, place="f:1")
+
+
+@pytest.mark.parametrize("name", ["Llama 3", "SmolLM3"])
+def test_tags_that_the_template_does_not_know_are_text_of_the_answer(name: str) -> None:
+    assert TAGGED in read_conversation(template_of(name), IN_TEXT, place="f:1")[1]
+    assert TAGGED not in read_conversation(template_of(name), TURNS, place="f:1")[1]

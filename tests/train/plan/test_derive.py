@@ -1,6 +1,7 @@
 """Recipes derived from a model and conversations: what they hold, what the user's keys do, and what is refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def chat(number: int, **more: Any) -> dict[str, Any]:
 def here(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a target and conversations, of which the last repeats the question of the first."""
     (tmp_path / "target").symlink_to(tiny_target_dir)
-    write_chats(tmp_path / "chats.jsonl", [*map(chat, range(NUMBER)), chat(0, note="again")])
+    chats = [chat(number, tools=[{"name": "look"}]) for number in range(NUMBER)]
+    write_chats(tmp_path / "chats.jsonl", [*chats, chat(0, note="again")])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -57,6 +59,7 @@ def test_every_kind_gets_a_recipe_that_fits(entry: str, here: Path, capsys: pyte
     assert recipe.eval.prompts == source.held_out == str(folder / "held-out.jsonl")
     held = [first_turns(("", json.loads(line))) for line in (folder / "held-out.jsonl").read_text().splitlines()]
     trained = [first_turns(record) for record in source.records()]
+    assert all(json.loads(line)["tools"] for line in (folder / "held-out.jsonl").read_text().splitlines())
     assert len(set(held)) == 8 and not {*held} & {*trained} and made.prompts == len(trained)
     assert len({*held, *trained}) == NUMBER
     assert recipe.train.tokens_per_step % (recipe.train.batch_size * recipe.data.context_length) == 0
@@ -147,6 +150,19 @@ def test_what_cannot_be_derived(words: list[str], named: str, here: Path, capsys
     (here / "odd.jsonl").write_text('{"title": "no chat"}\n' * 30)
     assert attempt("eagle", words) == 2
     assert named in the_error(capsys) and not (here / "runs").exists()
+
+
+def test_what_is_left_out_is_counted_and_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd: Any = {"messages": None}
+    write_chats(here / "one.jsonl", [*map(chat, range(NUMBER)), chat(0), {"prompt": TEXT * 3}, odd])
+    assert derived("eagle", "--plan", *SMALL, data="one.jsonl", model="target") == 0
+    said = capsys.readouterr().err
+    assert "one.jsonl: 1 of 43 records are skipped: 1 no turns; the first is one.jsonl:43: messages: expected" in said
+    assert "one.jsonl: 1 records begin with a prompt of more than 88 tokens (data.regenerate.prompt_tokens) and" in said
+    assert re.search(r"\d+ of 43 records are trained on, 8 conversations are held out", said)
+    write_chats(here / "many.jsonl", [*map(chat, range(NUMBER)), *[odd] * 3])
+    assert derived("eagle", "--plan", data="many.jsonl") == 2
+    assert "3 of 43 records are skipped: 3 no turns; the first is many.jsonl:41: " in the_error(capsys)
 
 
 def test_a_prompt_without_an_answer_is_a_conversation() -> None:

@@ -1,6 +1,7 @@
 """The arguments of a chat template: a head is measured on prompts that are rendered as its training data were."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -48,11 +49,17 @@ def test_a_head_is_measured_with_the_arguments_that_it_was_trained_with(
 
     as_trained = own["settings"]["prompts_hash"], {"calm": True}
     assert measured() == measured("--template", "calm=true") == as_trained
-    assert "trained with" not in capsys.readouterr().err
+    assert not re.search("trained with|left at default", capsys.readouterr().err)
     without, arguments = measured("--template", "", "--seed", "1")
     assert f"{run}: was trained with template arguments {{'calm': True}}, and is given {{}}" in capsys.readouterr().err
     assert without != own["settings"]["prompts_hash"] and arguments == {}
     capsys.readouterr()
+    words = ["lookup:2", "--target", str(target), "--prompts", settings["eval"]["prompts"], "--max-new-tokens", "4"]
+    for given in ([], ["--template", "calm=false"]):
+        out = str(tmp_path / f"lookup{len(given)}")
+        assert bench.main([*words, "--no-timing", "--out", out, *given]) == 0
+        line = f"{target}: the chat template reads calm (false), left at default; a head trained with another value"
+        assert (line in capsys.readouterr().err) == (not given)
     assert exit_status(lambda: chat.main([str(run), "--prompt", "the sea", "--template", "clam=true"])) == 2
     assert the_error(capsys) == "error: --template: the chat template has no argument 'clam'; it has calm"
     assert exit_status(lambda: chat.main([str(run), "--prompt", "the sea", "--template", "calm"])) == 2
