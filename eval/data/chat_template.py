@@ -410,49 +410,42 @@ class ChatTemplate:
         prompt = self._probe(QUESTION, answer_next=True)
         return prompt.partition(ASKED)[2].partition(opening)[2] if opening else ""
 
-    def _prompts(self, name: str, *values: Any) -> list[tuple[str, str]]:
-        """Return two prompts without an argument, and with each of some values of it. The second prompt follows an
-        answer with reasoning."""
-        later = (QUESTION, {**ANSWER, REASONING[0]: THOUGHT}, {"role": "user", "content": NEXT})
+    def _default(self, name: str, *conversations: Sequence[Message]) -> bool | str | None:
+        """Return the value that stands for the default of an argument that changes the prompts of conversations: True
+        or False, or an empty text for an argument about reasoning that is neither; None if it changes nothing."""
         others = {other: value for other, value in self.arguments.items() if other != name}
-        templates = [replace(self, arguments=others), *(replace(self, arguments={**others, name: v}) for v in values)]
-        return [(each._probe(QUESTION, answer_next=True), each._probe(*later, answer_next=True)) for each in templates]
+
+        def prompts(**given: Any) -> list[str]:
+            own = replace(self, arguments={**others, **given})
+            return [own._probe(*messages, answer_next=True) for messages in conversations]
+
+        usual = prompts()
+        on, off, low = (prompts(**{name: value}) for value in (True, False, LOW))
+        if all(on + off) and (low in (on, off) or not any(low)):
+            return usual == on if on != off and usual in (on, off) else None
+        return "" if TUNES.search(name) and all(low) and low != usual else None
 
     @cached_property
-    def defaults(self) -> dict[str, bool | None]:
-        """The arguments that change prompts and are not given, with the value that stands for their default: None for
-        one about reasoning that is neither True nor False."""
-        found: dict[str, bool | None] = {}
-        for name in (self.arguments_read() or []) if self.template else []:
-            usual, on, off, low = self._prompts(name, True, False, LOW)
-            is_switch = all(on + off) and low in (on, off, ("", ""))
-            if name in self.arguments or (is_switch and (on == off or usual not in (on, off))):
-                continue
-            if is_switch:
-                found[name] = usual == on
-            elif TUNES.search(name) and all(low) and low != usual:
-                found[name] = None
-        return found
-
-    @property
     def left_at_default(self) -> tuple[str, str]:
-        """What to say of `defaults`, and how another value is given; empty if there are none."""
-        names = [name if value is None else f"{name} ({json.dumps(value)})" for name, value in self.defaults.items()]
-        if not names:
+        """What to say of arguments that change prompts and are not given, and how another value is given; both are
+        empty if there are none."""
+        later = (QUESTION, {**ANSWER, REASONING[0]: THOUGHT}, {"role": "user", "content": NEXT})
+        unset = [name for name in self.arguments_read() or () if name not in self.arguments]
+        found = [(name, self._default(name, [QUESTION], later)) for name in unset]
+        named = [(name, value) for name, value in found if value is not None]
+        if not named:
             return "", ""
-        name, value = next(iter(self.defaults.items()))
-        other = "VALUE" if value is None else json.dumps(not value)
-        return f"the chat template reads {', '.join(names)}, left at default", f"{name}={other}"
+        names = ", ".join(name if value == "" else f"{name} ({json.dumps(value)})" for name, value in named)
+        name, value = named[0]
+        other = "VALUE" if value == "" else json.dumps(not value)
+        return f"the chat template reads {names}, left at default", f"{name}={other}"
 
     @cached_property
     def thinking_argument(self) -> str:
         """The argument by which prompts ask for reasoning or for none, true or false, such as `enable_thinking`; empty
         if there is none."""
-        for name in filter(TUNES.search, self.arguments_read() or ()):
-            usual, on, off, low = (first for first, _ in self._prompts(name, True, False, LOW))
-            if on and off and on != off and usual in (on, off) and low in (on, off, ""):
-                return name
-        return ""
+        names = filter(TUNES.search, self.arguments_read() or ())
+        return next((name for name in names if isinstance(self._default(name, [QUESTION]), bool)), "")
 
     @cached_property
     def reads_tools(self) -> bool:

@@ -61,7 +61,9 @@ QUESTIONS = ("instruction", "question", "prompt", "query", "input")
 """Columns with a question, or with the turns before the last answer."""
 ANSWERS = ("response", "output", "answer", "completion", "chosen", "preferred_output")
 SYSTEM = ("system", "system_prompt")
-CONTEXT = (*SYSTEM, "history", "tools", "functions", ARGUMENTS, FINISH)
+TOOLS = ("tools", "functions", "tool_defs", "available_tools")
+"""Columns with the tools that an answer may call; the last two are those of verifiers and of Toucan."""
+CONTEXT = (*SYSTEM, "history", *TOOLS, ARGUMENTS, FINISH)
 """Columns that are read in every form."""
 
 
@@ -269,7 +271,7 @@ def with_context(record: Record, messages: list[Message]) -> tuple[list[Message]
 def read_tools(record: Record, messages: Sequence[Message]) -> list[Any] | None:
     """Return the tools of a conversation, which some records have as JSON text, in the form of OpenAI's protocol."""
     place, fields = record
-    tools = _as_list(fields.get("tools") or fields.get("functions"), "function", "name")
+    tools = _as_list(next((fields[key] for key in TOOLS if fields.get(key)), None), "function", "name")
     if tools is None and isinstance(fields.get("input"), dict):
         tools = fields["input"].get("tools")
     tools = _parsed(tools)

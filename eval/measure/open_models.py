@@ -101,11 +101,17 @@ def open_target(
     if known is not None and (unread := sorted(options.template.keys() - known)):
         names = ", ".join(known) or "none"
         raise UserError(f"--template: the chat template has no argument {unread[0]!r}; it has {names}")
-    if options.template is None and not record and tokenizer.chat_template is not None:
+    if options.template is None and not record:
+        say_defaults(path, tokenizer)
+    return target, with_arguments(tokenizer, target.template)
+
+
+def say_defaults(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print which arguments of a chat template are left at their defaults and change the prompts."""
+    if tokenizer.chat_template is not None:
         line, other = chat_template_of(tokenizer).left_at_default
         if line:
             print_line(f"{path}: {line}; a head trained with another value needs it here, as --template {other}")
-    return target, with_arguments(tokenizer, target.template)
 
 
 def load_pair(

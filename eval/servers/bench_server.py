@@ -26,7 +26,7 @@ from eval.measure.compare import split_units, units_by_suite
 from eval.measure.figures import token_at, top_two_margin
 from eval.measure.machine import dtype_options, machine
 from eval.measure.model_facts import head_facts, target_facts
-from eval.measure.open_models import fitting_head, load_suites, open_target, open_target_of
+from eval.measure.open_models import fitting_head, load_suites, open_target, open_target_of, say_defaults
 from eval.records import metrics
 from eval.records.measure_settings import BenchSettings
 from eval.records.schema import (
@@ -159,6 +159,8 @@ def measure_server(
     else:
         if is_here(server.root):
             tokenizer = load_tokenizer(server.root, trust_remote_code=options.trust_remote_code)
+            if options.template is None:
+                say_defaults(server.root, tokenizer)
             tokenizer = with_arguments(tokenizer, options.template or {})
         elif HELD_OUT_SUITE in settings.prompts:
             raise server.error(

@@ -209,6 +209,8 @@ def test_tools_have_the_form_of_the_protocol() -> None:
         {"functions": [TOOL]},
         {"tools": written},
         {"tools": [written[1:-1]]},
+        {"tool_defs": [TOOL]},
+        {"available_tools": written},
     ):
         assert read_chat(("f:1", {"messages": [U, A], **given})).tools == [whole]
     for nothing in (*NOTHING, None):
