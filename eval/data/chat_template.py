@@ -292,7 +292,9 @@ class ChatTemplate:
             reasoning, content = found[2] or found[3] or "", found[4]
         else:
             return {"role": "assistant", "content": text.removeprefix(frame.lead)}
-        return {"role": "assistant", "content": content, REASONING[0]: reasoning}
+        if self._thinking:  # it brings its own white space; another is given all that follows the tag
+            content = content.lstrip("\n")
+        return {"role": "assistant", "content": content, REASONING[0]: reasoning.strip()}
 
     @cached_property
     def special_ids(self) -> set[int]:
@@ -384,13 +386,9 @@ class ChatTemplate:
     def _form_of_reasoning(self, prompt: str, between: str) -> tuple[str, str, bool]:
         """Return `before`, `after` and `is_closed` of the frame. A template that drops the reasoning of a final answer
         may render it in a turn that calls a tool. `between`: what stands between the prompt and an answer."""
-        forms: list[dict[str, Any]] = [{}, {"tool_calls": [CALLED]}]
-        for calls in forms:
-            text = self._probe(QUESTION, {**ANSWER, REASONING[0]: THOUGHT, **calls})
+        for calls, text in self._thinking:
             begin = _shared(prompt, text)
             before, _, rest = text[begin:].partition(THOUGHT)
-            if not rest:
-                continue
             after = rest.partition(ANSWERED)[0]
             if calls and CALLED["function"]["name"] in after:  # Gemma 4 renders calls before the text
                 plain = self._probe(QUESTION, {**ANSWER, **calls})
@@ -402,6 +400,13 @@ class ChatTemplate:
         if both := EMPTY.match(between):
             return both[1], both[3], False
         return "", "", CLOSES.search(prompt) is not None
+
+    @cached_property
+    def _thinking(self) -> list[tuple[dict[str, Any], str]]:
+        """The texts of answers with reasoning that have it, each after the calls of the answer."""
+        forms: list[dict[str, Any]] = [{}, {"tool_calls": [CALLED]}]
+        texts = [self._probe(QUESTION, {**ANSWER, REASONING[0]: THOUGHT, **calls}) for calls in forms]
+        return [(calls, text) for calls, text in zip(forms, texts, strict=True) if THOUGHT in text]
 
     @cached_property
     def prompt_end(self) -> str:

@@ -598,8 +598,6 @@ def test_an_answer_is_given_back_as_a_server_with_a_reasoning_parser_gives_it(na
         turn = template.turn(first, template.tokenizer(written(family, message))["input_ids"])
         assert blank(prompt(TURNS[0], turn, next_turn)) == blank(prompt(TURNS[0], message, next_turn))
         assert {key: text.strip() for key, text in turn.items()} == message
-        if name == "Nemotron 3":  # which renders it as it is
-            assert "\n<think></think>\nthe sea<|im_end|>" in prompt(TURNS[0], turn, next_turn)
     if is_opened:  # and not closed: it was cut while it thought
         turn = template.turn(first, template.tokenizer("the sea")["input_ids"])
         assert turn == {"role": "assistant", "content": "", "reasoning_content": "the sea"}
