@@ -16,12 +16,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 
+from eval.data.answer_frame import (
+    CALLED,
+    OPENS,
+    REASONING_END,
+    THOUGHTS,
+    TUNES,
+    Frame,
+    default_of,
+    frame_of,
+    thinking_texts,
+)
 from eval.data.conversation_forms import REASONING
 from eval.data.data_files import Message, RecordError
+from eval.data.template_traits import ANSWER, ASKED, NEXT, QUESTION, THOUGHT, Traits, as_given, traits_of
 from eval.data.tool_calls import CALL_FORMS, with_calls
 from heads.core.errors import UserError, shown
 
@@ -33,138 +45,9 @@ GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 because they often include the beginning of an answer that is already part of the prompt."""
 GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"})
 """Names that a template reads but that are not arguments of a user."""
-ASKED, ANSWERED, THOUGHT, NEXT = (f"{word}-{word}" for word in ("asked", "answered", "thought", "next"))
-"""Contents of the conversations by which a template is examined."""
-QUESTION: Message = {"role": "user", "content": ASKED}
-ANSWER: Message = {"role": "assistant", "content": ANSWERED}
-CALLED: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "called", "arguments": {}}}
-MIN_OPENING = 4
-"""Characters from which the opening of an answer tells rendered text from other text, if no token of it does."""
-REASONING_END = "</think>"
 TAIL = 16
 """Characters of an earlier answer that a text must have; templates drop what stands before, such as its reasoning."""
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
-WORDS = "(?:think|thinking|thoughts?|reason|reasoning|seed:think|analysis|scratchpad|reflection)"
-OPENS = re.compile(rf"<({WORDS})>\s*$")
-CLOSES = re.compile(rf"</{WORDS}>\s*$")
-EMPTY = re.compile(rf"(\s*<({WORDS})>\s*)(</\2>\s*)$")
-"""Match the end of a text that opens a reasoning, that has closed one, and that does both."""
-THOUGHTS = re.compile(rf"\s*(?:<({WORDS})>(.*?)</\1>|((?:(?!<think>).)*?){REASONING_END})(.*)", re.DOTALL)
-"""Matches a text that begins with its reasoning, of which the prompt may have opened the tag."""
-PARTIAL = re.compile(r"<[^<>]*$")
-"""Matches a tag or token that is cut."""
-TUNES = re.compile("think|reason|effort")
-"""Matches names of arguments that are about reasoning."""
-LOW = "low"
-"""A value of such an argument where it is neither true nor false, as gpt-oss's `reasoning_effort`."""
-
-
-class Traits(NamedTuple):
-    """What a template makes of conversations, read off what it renders."""
-
-    roles_of_parts: frozenset[str]
-    """Roles whose content it reads as a list of parts, as templates of vision-language models do."""
-    opening: str
-    """Text with which every answer begins in a conversation, such as `<|im_start|>assistant`; empty if there is none
-    by which to know rendered text."""
-    ending: str
-    """Text that ends every answer."""
-    next: str
-    """Text between it and the next question."""
-    starts: tuple[str, ...]
-    """Texts of which rendered text begins with one."""
-    bos: str
-    """The token with which it begins every text; empty if there is none."""
-    thinks_in_parts: bool
-    """It reads the reasoning of an answer as a part of its content, as Ministral's does."""
-
-    def has_rendered(self, text: str) -> bool:
-        """Return True for a text that begins as rendered text and has the opening of an answer in it."""
-        return self.opening != "" and text.lstrip().startswith(self.starts) and self.opening in text[1:]
-
-    def with_bos(self, text: str) -> str:
-        return text if text.startswith(self.bos) else self.bos + text
-
-
-@lru_cache(maxsize=32)
-def traits_of(tokenizer: PreTrainedTokenizerBase, template: str) -> Traits:
-    parts: set[str] = set()
-
-    def rendered(*messages: Message, answer_next: bool = False) -> str:
-        options: dict[str, Any] = {"chat_template": template, "add_generation_prompt": answer_next, "tokenize": False}
-        with suppress(Exception):  # a template is a program, and may raise anything
-            return str(tokenizer.apply_chat_template(_as_given(messages, parts), **options))
-        return ""
-
-    probes = {"user": [QUESTION], "system": [{"role": "system", "content": NEXT}, QUESTION]}
-    probes |= {"assistant": [QUESTION, ANSWER], "tool": [QUESTION, ANSWER, {"role": "tool", "content": NEXT}]}
-    for role, messages in probes.items():
-        (text,) = (message["content"] for message in messages if message["role"] == role)
-        if text not in rendered(*messages):
-            parts.add(role)
-            in_parts = rendered(*messages)
-            is_read = text in in_parts and "'text'" not in in_parts  # and not the list as Python prints it
-            if not is_read and not (role == "tool" and "user" in parts):
-                parts.remove(role)
-
-    plain, prompt = rendered(QUESTION), rendered(QUESTION, answer_next=True)
-    bos = str(tokenizer.bos_token or "")
-    bos = bos if plain.startswith(bos) else ""
-    head, _, rest = prompt.partition(ASKED)
-    answers = [rendered(QUESTION, ANSWER), rendered(QUESTION, ANSWER, {"role": "user", "content": NEXT})]
-    between = [text.partition(ASKED)[2].partition(ANSWERED)[0] for text in answers if ANSWERED in text]
-    opening = rest[: min([len(rest), *(common_prefix(rest, text) for text in between)])]
-    opening = PARTIAL.sub("", opening.removeprefix(plain.partition(ASKED)[2]) or opening)
-    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    if not any(token in opening for token in added) and len(opening.strip()) < MIN_OPENING:
-        opening = ""
-    heads = [head, rendered(*probes["system"]).partition(NEXT)[0]]
-    starts = (*added, *(text.removeprefix(bos) for text in heads))
-    after = answers[1].partition(ANSWERED)[2].partition(NEXT)[0]
-    ending = after[: common_prefix(answers[0].partition(ANSWERED)[2], after)]
-    starts = tuple(start for start in starts if start.strip())
-    thought = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWERED}]
-    with_parts = rendered(QUESTION, {**ANSWER, "content": thought})
-    is_read = THOUGHT in with_parts and "'thinking'" not in with_parts  # and not the list as Python prints it
-    thinks_in_parts = is_read and THOUGHT not in rendered(QUESTION, {**ANSWER, REASONING[0]: THOUGHT})
-    return Traits(frozenset(parts), opening, ending, after.removeprefix(ending), starts, bos, thinks_in_parts)
-
-
-def _as_given(messages: Iterable[Message], roles: Collection[str], thinks_in_parts: bool = False) -> list[Message]:
-    """Return messages as templates are given them: the content of some roles as a list of parts, and an answer's
-    reasoning under every name that templates read, or as a part."""
-    given = []
-    for message in messages:
-        reasoning = next((message[key] for key in REASONING if message.get(key)), None)
-        named = {} if reasoning is None else dict.fromkeys(REASONING, reasoning)
-        content: Any = message["content"]
-        if isinstance(content, str) and (message["role"] in roles or (thinks_in_parts and named)):
-            content = [{"type": "text", "text": content}]
-            content = [{"type": "thinking", "thinking": reasoning}, *content] if thinks_in_parts and named else content
-        given.append({**named, **message, "content": content})
-    return given
-
-
-class Frame(NamedTuple):
-    """The text that a template puts around an answer, as it renders one."""
-
-    opened: str = ""
-    """End of the prompt that stands only in prompts, such as DeepSeek-R1's `<think>`, which opens the reasoning, or
-    Gemma 4's empty channel, which asks for none."""
-    empty: str = ""
-    """Text in place of the reasoning of an answer that has none, such as Qwen3's `<think>` and `</think>`, after the
-    prompt without `opened`."""
-    lead: str = ""
-    """Text that the target writes before an answer without reasoning, such as gpt-oss's name of a channel."""
-    before: str = ""
-    """Text that the target writes after the prompt and before its reasoning."""
-    after: str = ""
-    """Text that it writes between its reasoning and its answer; empty if no form of a reasoning is known."""
-    is_closed: bool = False
-    """The prompt has an empty reasoning, and so asks for none."""
-    following: Mapping[str, str] = {}
-    """If no token ends an answer: by the role of the next turn, its beginning up to the token that the target writes
-    to stop, such as GLM-4.5's `<|user|>` and `<|observation|>`."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +133,7 @@ class ChatTemplate:
                 )
             return str(
                 self.tokenizer.apply_chat_template(
-                    _as_given(messages, traits.roles_of_parts, traits.thinks_in_parts),
+                    as_given(messages, traits.roles_of_parts, traits.thinks_in_parts),
                     tokenize=False,
                     tools=tools,
                     chat_template=template,
@@ -292,7 +175,7 @@ class ChatTemplate:
             reasoning, content = found[2] or found[3] or "", found[4]
         else:
             return {"role": "assistant", "content": text.removeprefix(frame.lead)}
-        if self._thinking:  # it brings its own white space; another is given all that follows the tag
+        if self.thinking_texts:  # it brings its own white space; another is given all that follows the tag
             content = content.lstrip("\n")
         return {"role": "assistant", "content": content, REASONING[0]: reasoning.strip()}
 
@@ -308,7 +191,7 @@ class ChatTemplate:
             text = text.replace(added[token].content, "")
         return text
 
-    def _probe(self, *messages: Message, answer_next: bool = False, tools: Any = None) -> str:
+    def probe(self, *messages: Message, answer_next: bool = False, tools: Any = None) -> str:
         """Return the text of a small conversation, which is empty if the template refuses it."""
         with suppress(RecordError):
             return self.render(messages, place="", answer_next=answer_next, tools=tools)
@@ -358,77 +241,18 @@ class ChatTemplate:
 
     @cached_property
     def frame(self) -> Frame:
-        """The frame of an answer, found by rendering one with and without reasoning."""
-        prompt = self._probe(QUESTION, answer_next=True)
-        plain = self._probe(QUESTION, ANSWER)
-        start, begin = plain.find(ANSWERED), _shared(prompt, plain)
-        if start < 0 or begin < common_prefix(prompt, self._probe(QUESTION)):
-            return Frame()  # it rewrites prompts; conversations that it spoils are refused one by one
-        opened, between = prompt[begin:], plain[begin:start]
-        before, after, is_closed = self._form_of_reasoning(prompt, between)
-        if not (after or is_closed) and (name := self.thinking_argument):
-            asking = replace(self, arguments={**self.arguments, name: True})
-            other = asking._probe(QUESTION, answer_next=True)
-            is_closed = other != prompt and (asking.frame.after != "" or (opened != "" and not other.endswith(opened)))
-        # What stands before the answer may also be the target's own, such as gpt-oss's name of a channel.
-        is_empty = not is_closed if opened else after != "" and blank(between) == blank(before + after)
-        rest = plain[start + len(ANSWERED) :]
-        following: dict[str, str] = {}
-        if not self.ends.search(rest):
-            for role in ("user", "tool"):
-                next_turn = self._probe(QUESTION, ANSWER, {"role": role, "content": NEXT}).partition(ANSWERED)[2]
-                end = self.ends.search(next_turn.partition(NEXT)[0])
-                if end is not None and next_turn.startswith(rest):
-                    following[role] = next_turn[len(rest) : end.end()]
-        empty, lead = (between, "") if is_empty else ("", between)
-        return Frame(opened, empty, lead, before, after, is_closed, following)
-
-    def _form_of_reasoning(self, prompt: str, between: str) -> tuple[str, str, bool]:
-        """Return `before`, `after` and `is_closed` of the frame. A template that drops the reasoning of a final answer
-        may render it in a turn that calls a tool. `between`: what stands between the prompt and an answer."""
-        for calls, text in self._thinking:
-            begin = _shared(prompt, text)
-            before, _, rest = text[begin:].partition(THOUGHT)
-            after = rest.partition(ANSWERED)[0]
-            if calls and CALLED["function"]["name"] in after:  # Gemma 4 renders calls before the text
-                plain = self._probe(QUESTION, {**ANSWER, **calls})
-                after = rest.removesuffix(plain[_shared(prompt, plain) :])
-            return before, after, blank(after) != "" and blank(prompt[begin:]).endswith(blank(after))
-        if opening := OPENS.search(prompt):
-            closing = f"</{opening[1]}>"
-            return "", between if between.strip() == closing else f"\n{closing}\n\n", False
-        if both := EMPTY.match(between):
-            return both[1], both[3], False
-        return "", "", CLOSES.search(prompt) is not None
+        return frame_of(self)
 
     @cached_property
-    def _thinking(self) -> list[tuple[dict[str, Any], str]]:
-        """The texts of answers with reasoning that have it, each after the calls of the answer."""
-        forms: list[dict[str, Any]] = [{}, {"tool_calls": [CALLED]}]
-        texts = [self._probe(QUESTION, {**ANSWER, REASONING[0]: THOUGHT, **calls}) for calls in forms]
-        return [(calls, text) for calls, text in zip(forms, texts, strict=True) if THOUGHT in text]
+    def thinking_texts(self) -> list[tuple[dict[str, Any], str]]:
+        return thinking_texts(self)
 
     @cached_property
     def prompt_end(self) -> str:
         """What a prompt adds to the opening of an answer, such as DeepSeek-R1's `<think>`."""
         opening = self.traits.opening
-        prompt = self._probe(QUESTION, answer_next=True)
+        prompt = self.probe(QUESTION, answer_next=True)
         return prompt.partition(ASKED)[2].partition(opening)[2] if opening else ""
-
-    def _default(self, name: str, *conversations: Sequence[Message]) -> bool | str | None:
-        """Return the value that stands for the default of an argument that changes the prompts of conversations: True
-        or False, or an empty text for an argument about reasoning that is neither; None if it changes nothing."""
-        others = {other: value for other, value in self.arguments.items() if other != name}
-
-        def prompts(**given: Any) -> list[str]:
-            own = replace(self, arguments={**others, **given})
-            return [own._probe(*messages, answer_next=True) for messages in conversations]
-
-        usual = prompts()
-        on, off, low = (prompts(**{name: value}) for value in (True, False, LOW))
-        if all(on + off) and (low in (on, off) or not any(low)):
-            return usual == on if on != off and usual in (on, off) else None
-        return "" if TUNES.search(name) and all(low) and low != usual else None
 
     @cached_property
     def left_at_default(self) -> tuple[str, str]:
@@ -436,7 +260,7 @@ class ChatTemplate:
         empty if there are none."""
         later = (QUESTION, {**ANSWER, REASONING[0]: THOUGHT}, {"role": "user", "content": NEXT})
         unset = [name for name in self.arguments_read() or () if name not in self.arguments]
-        found = [(name, self._default(name, [QUESTION], later)) for name in unset]
+        found = [(name, default_of(self, name, [QUESTION], later)) for name in unset]
         named = [(name, value) for name, value in found if value is not None]
         if not named:
             return "", ""
@@ -450,13 +274,13 @@ class ChatTemplate:
         """The argument by which prompts ask for reasoning or for none, true or false, such as `enable_thinking`; empty
         if there is none."""
         names = filter(TUNES.search, self.arguments_read() or ())
-        return next((name for name in names if isinstance(self._default(name, [QUESTION]), bool)), "")
+        return next((name for name in names if isinstance(default_of(self, name, [QUESTION]), bool)), "")
 
     @cached_property
     def reads_tools(self) -> bool:
         parameters = {"type": "object", "properties": {}}
         tool = {"name": CALLED["function"]["name"], "description": NEXT, "parameters": parameters}
-        return tool["name"] in self._probe(QUESTION, answer_next=True, tools=[{"type": "function", "function": tool}])
+        return tool["name"] in self.probe(QUESTION, answer_next=True, tools=[{"type": "function", "function": tool}])
 
     @cached_property
     def unreasoned(self) -> str:
@@ -533,21 +357,6 @@ def check_rendered(
                 "that renders it, or fix the record",
                 "with a turn that the chat template leaves out",
             )
-
-
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    if a == b[: len(a)]:
-        return len(a)
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _shared(prompt: str, text: str) -> int:
-    """Return the number of characters with which both begin, without a tag or token that is cut."""
-    return len(PARTIAL.sub("", prompt[: common_prefix(prompt, text)]))
-
-
-def blank(text: str) -> str:
-    return "".join(text.split())
 
 
 def _letters(text: str) -> str:

@@ -27,17 +27,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from eval.data.chat_template import (
-    REASONING_END,
-    THOUGHTS,
-    ChatTemplate,
-    blank,
-    check_rendered,
-    common_prefix,
-    without_second_bos,
-)
+from eval.data.answer_frame import REASONING_END, THOUGHTS
+from eval.data.chat_template import ChatTemplate, check_rendered, without_second_bos
 from eval.data.conversation_forms import FINISH, REASONING
 from eval.data.data_files import Message, RecordError
+from eval.data.template_traits import blank, common_prefix
 from train.data.corpus import Document
 
 if TYPE_CHECKING:

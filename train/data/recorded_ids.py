@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.data.chat_template import blank
 from eval.data.data_files import Record, RecordError
+from eval.data.template_traits import blank
 from heads.core.errors import shown
 from train.data.chats import join_texts
 from train.data.corpus import Document

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from eval.data.chat_template import REASONING_END, ChatTemplate
+from eval.data.answer_frame import REASONING_END
+from eval.data.chat_template import ChatTemplate
 from eval.data.conversation_forms import NO_CONVERSATION, Chat, read_chat
 from eval.data.data_files import Record, RecordError, content_hash, describe_unread, read_records, read_text
 from eval.data.python_source import read_split

@@ -15,8 +15,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eval.data.chat_template import ChatTemplate, blank
+from eval.data.chat_template import ChatTemplate
 from eval.data.data_files import Message, RecordError
+from eval.data.template_traits import blank
 from train.data.chats import TAGGED, encode_conversations, read_conversation, read_rendered
 
 Text = Callable[[Message], str]
