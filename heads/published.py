@@ -17,7 +17,7 @@ from heads.core.errors import UserError, first_line, shown
 from heads.core.files import file_hash
 from heads.foreign.published_files import Source, foreign_config, open_source
 from heads.methods.initial_weights import begin
-from heads.methods.method_settings import SETTINGS
+from heads.methods.method_settings import METHODS
 from heads.registry import HEADS, kind_of
 from heads.saved import check_fits, find_head, load_head, restore_head
 from heads.targets.frozen_target import FrozenTarget
@@ -86,8 +86,8 @@ def open_any(path: str, target: FrozenTarget) -> Any:
 def start_from(path: str, kind: str, settings: Mapping[str, Any], target: FrozenTarget, token_counts: Tensor) -> Any:
     """Return a head of a recipe's `kind` with the shape, layers and weights of the head at `path`.
 
-    settings: those in the recipe. Settings that affect only the training (`Method.training`) are taken from the recipe.
-    Any other that differs from the head at `path` raises UserError with its key.
+    settings: those in the recipe. Settings that affect only the training (`HeadKind.training`) are taken from the
+    recipe. Any other that differs from the head at `path` raises UserError with its key.
 
     Heads that draft a block may start from one of another kind, which drafts as many tokens. They take the tensors that
     have the same names; the others are those of a new head, whose initial weights depend on the labels in the data,
@@ -120,7 +120,7 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
             if was != kind and name == "block_size":
                 has = f"drafts {source.depth} tokens, for which a {kind} has {shape[name]} rows"
             raise UserError(f"head.{name}: the head in {path} {has}, got {value}; leave it out")
-    fields = SETTINGS[kind].model_fields
+    fields = METHODS[kind].settings.model_fields
     defaults = {name: field.default for name, field in fields.items() if field.default is not None}
     config = shape | {name: value for name, value in {**defaults, **chosen}.items() if name in free}
     if was == kind:

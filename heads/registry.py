@@ -5,22 +5,22 @@ from typing import Any
 
 from torch import Tensor
 
+from heads.blocks.block_heads import BLOCK_HEADS
 from heads.core.errors import UserError
-from heads.foreign.published_blocks import BLOCK_HEADS
 from heads.formats import draft_model, eagle3, medusa, mtp
 from heads.formats.blocks import block_format
 from heads.formats.engine_folder import Format
 from heads.methods.draft_model import Draft
 from heads.methods.eagle3 import Eagle3
 from heads.methods.medusa import Medusa
-from heads.methods.method_settings import SETTINGS
+from heads.methods.method_settings import METHODS
 from heads.methods.mtp import Mtp
 from heads.methods.untrained import EarlyExit, Lookup
 from heads.targets.frozen_target import FrozenTarget
 
 
 @dataclass(frozen=True)
-class Method:
+class HeadKind:
     head: type[Any]
     """Class that implements `heads.core.contract.DraftHead`."""
     format: Format
@@ -30,11 +30,11 @@ class Method:
 
 
 HEADS = {
-    "eagle3": Method(Eagle3, eagle3.FORMAT),
-    "medusa": Method(Medusa, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
-    "mtp": Method(Mtp, mtp.FORMAT),
-    **{kind: Method(head, block_format(head), head.training_settings) for kind, head in BLOCK_HEADS.items()},
-    "draft": Method(Draft, draft_model.FORMAT, frozenset({"loss", "lora"})),
+    "eagle3": HeadKind(Eagle3, eagle3.FORMAT),
+    "medusa": HeadKind(Medusa, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
+    "mtp": HeadKind(Mtp, mtp.FORMAT),
+    **{kind: HeadKind(head, block_format(head), head.training_settings) for kind, head in BLOCK_HEADS.items()},
+    "draft": HeadKind(Draft, draft_model.FORMAT, frozenset({"loss", "lora"})),
 }
 """Methods by kind, the name in recipes and in saved heads. A published head is read as the first kind that recognises
 it. Draft models come last, because the folders of other heads look like models, too."""
@@ -55,7 +55,7 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
     from it.
     """
     chosen = {name: value for name, value in settings.items() if value is not None}
-    return HEADS[kind].head.for_target(SETTINGS[kind].from_plain(chosen), target, token_counts)
+    return HEADS[kind].head.for_target(METHODS[kind].settings.from_plain(chosen), target, token_counts)
 
 
 def untrained_kind(text: str) -> str | None:

@@ -29,10 +29,11 @@ from heads.core.engines import ENGINES, VLLM
 from heads.foreign.published_blocks import SCALED
 from heads.formats.medusa import OLD_VLLM
 from heads.formats.target_classes import SGLANG_BLOCK_TARGETS, SGLANG_TARGETS, VLLM_TARGETS
+from heads.methods.method_settings import TITLES
 from heads.registry import HEADS, build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target, load_tokenizer
-from scripts.write_pages import CURVES, MARK, METHODS, PICTURE, RESULTS, curve_chart
+from scripts.write_pages import CURVES, MARK, PICTURE, RESULTS, curve_chart
 from scripts.write_pages import pages as generated
 from tests.conftest import small_recipe
 from tests.support.chats import encode_chat
@@ -306,7 +307,7 @@ def test_the_words_for_engines_are_those_of_the_loader_contract() -> None:
         cell = rf'`{{"method": "{json.loads(words[-1])["method"]}", .*' if words else "not loaded"
         named = sglang.index("--speculative-algorithm") if sglang else 0
         algorithm = f"`{' '.join(sglang[named : named + 2])}`" if sglang else "not loaded"
-        row = rf"^\| {METHODS[kind]} \| {cell} \| {algorithm} \|$"
+        row = rf"^\| {TITLES[kind]} \| {cell} \| {algorithm} \|$"
         assert re.search(row, heads, re.MULTILINE), kind
 
 

@@ -16,7 +16,6 @@ from heads.core.engines import ENGINES
 from heads.core.errors import UserError
 from heads.core.strict_settings import Settings
 from heads.formats.engine_folder import Verdict, why_unserved
-from heads.methods.untrained import EarlyExit
 from heads.registry import kind_of
 from heads.saved import check_loaders, find_head, read_config, trained_depth, weights_hash
 from heads.targets.frozen_target import FrozenTarget
@@ -51,7 +50,7 @@ def head_facts(
     """Return the identity and the size of the head. Weights that it shares with the target do not count. `name`: of one
     of several heads. `measurements`, `chosen`: as of `engine_verdicts`, for the command with which an engine serves
     it."""
-    trained = None if isinstance(head, EarlyExit) else head
+    trained = None if head.is_borrowed else head
     config: Any = getattr(trained, "config", None)
     provenance: dict[str, Any] = {}
     curve: list[Point] = []

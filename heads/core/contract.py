@@ -125,6 +125,8 @@ class Drafter(ABC):
 
     origin: Origin | None = None
     """None for heads made by draftsmith."""
+    is_borrowed: bool = False
+    """True if all its weights are the target's."""
     aux_layer_ids: tuple[int, ...] = ()
     """Auxiliary layers that the drafter reads, each numbered by the layer that the stream enters; empty if none."""
     tree_nodes: int = 0

@@ -12,14 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.blocks.backbone import DraftBlockHead
 from heads.blocks.block_config import BlockForm, DraftBlockConfig
-from heads.blocks.dflash import DFlash
-from heads.blocks.dflash2 import DFlash2
-from heads.blocks.domino import Domino
-from heads.blocks.dspark import DSpark
-from heads.blocks.lilicorr import LiLiCorr
-from heads.blocks.xpress import XPress
+from heads.blocks.block_heads import BLOCK_HEADS
 from heads.core.engines import SGLANG, VLLM, misread_rotation
 from heads.core.errors import UserError, expect
 from heads.foreign.published_eagle3 import sort_vocab
@@ -36,10 +30,6 @@ from heads.methods.head_shape import spread_layer_ids
 from heads.methods.layers import FULL, SLIDING
 from heads.targets.frozen_target import FrozenTarget
 
-BLOCK_HEADS: dict[str, type[DraftBlockHead]] = {
-    head.Config.form.title.lower(): head for head in (DFlash, DFlash2, DSpark, LiLiCorr, XPress, Domino)
-}
-"""Heads that draft a block, by kind."""
 SCALED = re.compile(r"Gemma\d")
 """Prefixes of the classes of targets that multiply embeddings when they look them up."""
 UNSCALED = "reads the embeddings of a Gemma without their factor: another head would run"

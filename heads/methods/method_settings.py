@@ -1,10 +1,10 @@
-"""Settings of the heads, as a recipe's section `head` has them: one model for each kind, with the bounds that do not
-depend on the target. Null is the target's value.
+"""The methods, and the settings of their heads, as a recipe's section `head` has them: one model for each kind, with
+the bounds that do not depend on the target. Null is the target's value.
 
 A recipe is checked, and its keys are listed, before torch is imported, so this file does not import torch.
 """
 
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -311,16 +311,28 @@ class DraftSettings(Settings):
     """LoRA adapters to train. Null: all weights are trained."""
 
 
-SETTINGS: dict[str, type[Settings]] = {
-    "eagle3": Eagle3Settings,
-    "medusa": MedusaSettings,
-    "mtp": MtpSettings,
-    "dflash": DFlashSettings,
-    "dflash2": DFlash2Settings,
-    "dspark": DSparkSettings,
-    "lilicorr": LiLiCorrSettings,
-    "xpress": XPressSettings,
-    "domino": DominoSettings,
-    "draft": DraftSettings,
+class Method(NamedTuple):
+    title: str
+    """Name in tables and on pages."""
+    settings: type[Settings]
+    entry: str
+    """Name of the script in `train/`."""
+
+
+METHODS = {
+    "eagle3": Method("EAGLE-3", Eagle3Settings, "eagle"),
+    "mtp": Method("MTP", MtpSettings, "mtp"),
+    "draft": Method("draft model", DraftSettings, "distill"),
+    "medusa": Method("Medusa", MedusaSettings, "medusa"),
+    "dflash": Method("DFlash", DFlashSettings, "dflash"),
+    "dflash2": Method("DFlash2", DFlash2Settings, "dflash2"),
+    "dspark": Method("DSpark", DSparkSettings, "dspark"),
+    "lilicorr": Method("LiLiCorr", LiLiCorrSettings, "lilicorr"),
+    "xpress": Method("XPress", XPressSettings, "xpress"),
+    "domino": Method("Domino", DominoSettings, "domino"),
 }
-"""Settings by kind, the name in recipes and in saved heads."""
+"""Methods by kind, the name in recipes and in saved heads, in the order of tables. `heads.registry.HEADS` has their
+classes."""
+TITLES = {kind: method.title for kind, method in METHODS.items()}
+TITLES |= {"lookup": "prompt lookup", "early_exit": "early exit"}
+"""Titles of all drafts, those without training included."""

@@ -119,7 +119,9 @@ class FirstLayers(nn.Module):
 
 
 class EarlyExit(Draft):
-    """Draft model made of the target's own first layers. All its weights are the target's."""
+    """Draft model made of the target's own first layers."""
+
+    is_borrowed = True
 
     @classmethod
     def for_target(cls, number: int, target: FrozenTarget) -> "EarlyExit":  # type: ignore[override]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 from pydantic import Field, create_model
 
 from heads.core.strict_settings import Settings
-from heads.methods.method_settings import SETTINGS
+from heads.methods.method_settings import METHODS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,12 +25,12 @@ class HeadSection(Settings):
 
 SECTIONS: dict[str, Any] = {
     kind: create_model(
-        settings.__name__,
-        __base__=(settings, HeadSection),
+        method.settings.__name__,
+        __base__=(method.settings, HeadSection),
         __doc__=f"The settings of a head of kind `{kind}`.",
         kind=(Literal[kind], Field(description="The method.")),  # type: ignore[arg-type]
     )
-    for kind, settings in SETTINGS.items()
+    for kind, method in METHODS.items()
 }
 AnyHead: Any = Annotated[Union[tuple(SECTIONS.values())], Field(discriminator="kind")]  # noqa: UP007 - from a tuple
 NOT_METHOD = HeadSection.model_fields.keys()

@@ -15,7 +15,7 @@ from eval.data.prompts import HELD_OUT_SUITE
 from eval.records.measure_settings import BenchSettings, MeasureSettings, Tree, Trees
 from eval.runtime.sampling_params import FILTERS, Temperature
 from heads.core.errors import UserError
-from heads.methods.method_settings import SETTINGS
+from heads.methods.method_settings import METHODS
 from train.core.strict_yaml import (
     Count,
     Fraction,
@@ -38,7 +38,7 @@ from train.recipe.head_section import AnyHead
 
 MAX_EPOCHS = 1_000
 """More epochs than this are taken for a mistake."""
-KINDS = {{"eagle3": "eagle", "draft": "distill"}.get(kind, kind): kind for kind in SETTINGS}
+KINDS = {method.entry: kind for kind, method in METHODS.items()}
 """Entry -> the kind of head that it trains."""
 OWN, PROVENANCE = "recipe.yaml", "provenance.json"
 """Names of the recipe in a run's folder, and of the file beside it that says how the run was made."""
@@ -248,9 +248,9 @@ def check_kind(recipe: Recipe, place: str, name: str) -> None:
     """Raise UserError if a recipe, which is from `place`, is for another kind of head than train/NAME.py trains."""
     kind = recipe.head.kind
     if kind != KINDS[name]:
-        entry = next(entry for entry, trained in KINDS.items() if trained == kind)
         raise UserError(
-            f"{place}: head.kind: train/{name}.py trains {KINDS[name]}, the recipe says {kind}; use train/{entry}.py"
+            f"{place}: head.kind: train/{name}.py trains {KINDS[name]}, the recipe says {kind}; use "
+            f"train/{METHODS[kind].entry}.py"
         )
 
 

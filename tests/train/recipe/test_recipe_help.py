@@ -7,9 +7,9 @@ import pytest
 
 from eval.data.prompts import HELD_OUT_SUITE, HUB_SUITES
 from heads.methods.losses import LOSSES
-from heads.methods.method_settings import SETTINGS, Divergence
+from heads.methods.method_settings import METHODS, TITLES, Divergence
 from heads.methods.mtp import LAYOUTS
-from heads.registry import HEADS
+from heads.registry import HEADS, UNTRAINED
 from train.entry import attempt
 from train.recipe.recipe import KINDS, Recipe
 from train.recipe.recipe_help import keys_of
@@ -24,14 +24,15 @@ def listed(kind: str) -> dict[str, tuple[str, str, str]]:
 
 
 def test_every_kind_of_head_has_settings() -> None:
-    assert SETTINGS.keys() == HEADS.keys() and LOSSES.keys() == set(get_args(Divergence))
+    assert METHODS.keys() == HEADS.keys() and LOSSES.keys() == set(get_args(Divergence))
+    assert TITLES.keys() == HEADS.keys() | UNTRAINED.keys()
 
 
 @pytest.mark.parametrize(("entry", "kind"), KINDS.items())
 def test_help_lists_the_settings_of_the_entry_s_kind(entry: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert attempt(entry, ["--help"]) == 0
     assert {key[0] for key in KEY.findall(capsys.readouterr().out)} == listed(kind).keys()
-    own = {"kind", "init_from", *SETTINGS[kind].model_fields}
+    own = {"kind", "init_from", *METHODS[kind].settings.model_fields}
     assert {key.split(".")[1] for key in listed(kind) if key.startswith("head.")} == own
 
 
