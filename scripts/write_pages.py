@@ -135,11 +135,11 @@ def first_table(pattern: str) -> str:
     fastest = {method: (method, draft) for method, draft in sorted(speeds, key=lambda row: speeds[row])}
     cells = [*((suite, GREEDY) for suite in records.suites), (records.average, "T = 1")]
     columns = ["method", "draft", *(f"tau, {suite}" for suite in records.suites), f"tau, {records.average}, T = 1"]
-    rows = [
-        [*row, *(records.tau(row, *cell).partition(" ")[0] for cell in cells), records.speedup(row)]
-        for row in records.rows
-        if row in fastest.values()
-    ]
+    rows = []
+    for row in records.rows:
+        if row in fastest.values():
+            taus = [records.tau(row, *cell).partition(" ")[0] for cell in cells]
+            rows.append([*row, *taus, records.speedup(row)])
     return f"{markdown([*columns, 'speedup'], rows)}\n\n{records.caption()}"
 
 
@@ -150,7 +150,10 @@ def all_table(pattern: str, *, speeds: bool = True) -> str:
     cells += [(records.average, way) for way in (GREEDY, "T = 1", "T = 1, ratio", "greedy, served", "T = 1, served")]
     columns = ["method", "draft", *(f"tau, {suite}, {way}" for suite, way in cells)]
     drafts = records.rows if speeds else records.longest
-    rows = [[*row, *(records.tau(row, *cell) for cell in cells), *[records.speedup(row)] * speeds] for row in drafts]
+    rows = []
+    for row in drafts:
+        taus = [records.tau(row, *cell) for cell in cells]
+        rows.append([*row, *taus, *[records.speedup(row)] * speeds])
     return f"{markdown(columns + ['speedup, greedy'] * speeds, rows)}\n\n{records.caption()}"
 
 

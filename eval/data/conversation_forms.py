@@ -144,8 +144,9 @@ def with_lists(record: Record) -> Record:
 
 def _longer(place: str, forms: Sequence[Form], a: list[Message], b: list[Message]) -> list[Message]:
     """Return the longer of two conversations, which begins with the other one."""
-    texts = [[(turn["role"], turn["content"]) for turn in turns if turn["role"] != "system"] for turns in (a, b)]
-    if any(one != other for one, other in zip(*texts, strict=False)):
+    one = [(turn["role"], turn["content"]) for turn in a if turn["role"] != "system"]
+    other = [(turn["role"], turn["content"]) for turn in b if turn["role"] != "system"]
+    if any(mine != theirs for mine, theirs in zip(one, other, strict=False)):
         columns = " and in ".join(" with ".join(form) for form in forms)
         raise RecordError(
             f"{place}: expected one conversation, got two that differ, in {columns}; remove the columns of one",
@@ -214,8 +215,10 @@ def _as_list(value: Any, *keys: str) -> Any:
     is_mapping = isinstance(value, dict) and not value.keys().isdisjoint(keys)
     lists = {key: part for key, part in value.items() if part is not None} if is_mapping else {}
     if lists and all(isinstance(part, list) for part in lists.values()) and len(set(map(len, lists.values()))) == 1:
-        rows = (zip(lists, row, strict=True) for row in zip(*lists.values(), strict=True))
-        return [{key: part for key, part in row if part is not None} for row in rows]
+        rows = []
+        for row in zip(*lists.values(), strict=True):
+            rows.append({key: part for key, part in zip(lists, row, strict=True) if part is not None})
+        return rows
     return value
 
 
@@ -322,13 +325,17 @@ def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message
     return {**message, "role": ROLES[role], "content": _text(place, content)}
 
 
+def _thought(part: Mapping[str, Any]) -> Any:
+    return next((part[key] for key in (*THOUGHTS, "text", "summary") if part.get(key)), "")
+
+
 def _without_thoughts(place: str, content: Any) -> tuple[Any, str]:
     """Return the content of an answer without its parts of reasoning, and their text."""
     parts = _as_list(content, "type")
     if not isinstance(parts, list):
         return content, ""
     thoughts = [part for part in parts if isinstance(part, dict) and part.get("type") in THOUGHTS]
-    texts = [next((part[key] for key in (*THOUGHTS, "text", "summary") if part.get(key)), "") for part in thoughts]
+    texts = [_thought(part) for part in thoughts]
     rest = [part for part in parts if part not in thoughts]
     return rest, "\n\n".join(_text(place, text) for text in texts if text)
 

@@ -160,19 +160,20 @@ def _splits(folder: Path, files: Sequence[Path], subset: str | None) -> dict[str
         except Exception as error:  # a card that cannot be read, no such subset: each raises another type
             raise UserError(f"{folder}: README.md lists no such files ({_reason(error)}); name its subset") from None
         place = folder.expanduser().resolve()
-        return {
-            str(split): sorted(folder / Path(file).relative_to(place) for file in set(names))
-            for split, names in listed.items()
-        }
+        splits = {}
+        for split, chosen in listed.items():
+            splits[str(split)] = sorted(folder / Path(file).relative_to(place) for file in set(chosen))
+        return splits
     names = {file: file.relative_to(folder).as_posix() for file in files}
 
     def matching(pattern: str) -> list[str]:
         return [name for name in names.values() if fnmatchcase(name, pattern) or fnmatchcase(f"/{name}", pattern)]
 
-    return {
-        str(split): [file for file in files if names[file] in set(chain.from_iterable(map(matching, patterns)))]
-        for split, patterns in _get_data_files_patterns(matching).items()
-    }
+    splits = {}
+    for split, patterns in _get_data_files_patterns(matching).items():
+        matched = set(chain.from_iterable(map(matching, patterns)))
+        splits[str(split)] = [file for file in files if names[file] in matched]
+    return splits
 
 
 def _kind(file: Path) -> str | None:

@@ -90,7 +90,8 @@ def inline_svg(chart: Chart) -> str:
 
 def svg_file(chart: Chart, dark: Mapping[str, str]) -> str:
     """Return a chart as an SVG document with the colours of its reader's theme, light or `dark`, by name."""
-    light, dark_ones = ("".join(f"--{name}:{hue};" for name, hue in hues.items()) for hues in (COLOURS, dark))
+    light = "".join(f"--{name}:{hue};" for name, hue in COLOURS.items())
+    dark_ones = "".join(f"--{name}:{hue};" for name, hue in dark.items())
     style = f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark_ones}}}}}</style>"
     return (
         inline_svg(chart).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1)

@@ -139,7 +139,11 @@ def set_token_axis(axes: Axes, tokens: Sequence[int]) -> None:
 def draw_loss(axes: Axes, *, points: Sequence[tuple[int, float]]) -> None:
     size = math.ceil(len(points) / MAX_POINTS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
-    steps, values = ([fmean(point[axis] for point in group) for group in groups] for axis in (0, 1))
+    steps = []
+    values = []
+    for group in groups:
+        steps.append(fmean(step for step, _ in group))
+        values.append(fmean(value for _, value in group))
     axes.plot(steps, values, color=COLOURS["draft"], lw=1.8)
     axes.margins(x=0.05, y=0.08)
     axes.set_xlabel("step")

@@ -203,7 +203,7 @@ def family_of(shape: TreeShape, device: torch.device | str = "cpu") -> Family:
     return Family(
         parents=torch.tensor(parents, device=device),
         children=torch.tensor([siblings + [0] * (R - len(siblings)) for siblings in children], device=device),
-        there=torch.tensor([[r < len(siblings) for r in range(R)] for siblings in children], device=device),
+        there=torch.arange(R, device=device) < torch.tensor([*map(len, children)], device=device)[:, None],
         place=torch.tensor([place[j] for j in range(1, shape.nodes)], device=device),
     )
 

@@ -12,6 +12,7 @@ Letters: B batch, N nodes, W nodes expanded at one level, R children picked for 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
@@ -154,7 +155,8 @@ def level_widths(shape: TreeShape) -> list[int]:
     if shape.paths is None:
         return [shape.top_k] * max(shape.depth - 1, 0)
     parents = {path[:-1] for path in shape.paths if len(path) > 1}
-    return [sum(len(path) == level for path in parents) for level in range(1, shape.depth)]
+    at_level = Counter(map(len, parents))
+    return [at_level[level] for level in range(1, shape.depth)]
 
 
 def scratch_slots(shape: TreeShape) -> int:

@@ -61,7 +61,8 @@ def read_medusa(source: Source, target: FrozenTarget) -> Reading | None:
     blocks = [match for name in weights if (match := re.fullmatch(r"(\d+)\.(\d+)\.linear\.weight", name))]
     if not blocks:
         raise UserError(f"{source.path}: holds no tensor of a head, such as 0.0.linear.weight")
-    depth, layers = (1 + max(int(match[group]) for match in blocks) for group in (1, 2))
+    depth = 1 + max(int(match[1]) for match in blocks)
+    layers = 1 + max(int(match[2]) for match in blocks)
     weights = {re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", name): value for name, value in weights.items()}
     width = weights[blocks[0][0]].shape[-1]
     out, token_map = weights.get(f"0.{layers}.weight"), weights.get("token_map")

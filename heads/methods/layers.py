@@ -145,19 +145,18 @@ def restore_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:
 def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """Raise UserError unless the tensors found in a file have the names, shapes and dtypes of a head's own.
     Floating-point tensors may have any width of at least 16 bits."""
-    ours, theirs = (
-        {
-            name: f"{tuple(value.shape)} {'floating-point' if is_float(value.dtype) else value.dtype}"
-            for name, value in tensors.items()
-        }
-        for tensors in (expected, found)
-    )
+    ours = {name: described(value) for name, value in expected.items()}
+    theirs = {name: described(value) for name, value in found.items()}
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise UserError(
                 f"tensor {name}: by config.json beside it expected {ours.get(name, 'no such tensor')}, "
                 f"found {theirs.get(name, 'none')}"
             )
+
+
+def described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {'floating-point' if is_float(tensor.dtype) else tensor.dtype}"
 
 
 def is_float(dtype: torch.dtype) -> bool:

@@ -126,12 +126,10 @@ class Medusa(nn.Module, DraftHead):
         self.tree_nodes = config.tree_nodes
         self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
         # Blocks, then the output head: this numbers the tensors as the paper's repository does.
-        self.heads: Any = nn.ModuleList(
-            nn.Sequential(
-                *(ResidualBlock(D) for _ in range(config.num_layers)), nn.Linear(D, config.draft_vocab_size, bias=False)
-            )
-            for _ in range(config.depth)
-        )
+        self.heads: Any = nn.ModuleList()
+        for _ in range(config.depth):
+            blocks = [ResidualBlock(D) for _ in range(config.num_layers)]
+            self.heads.append(nn.Sequential(*blocks, nn.Linear(D, config.draft_vocab_size, bias=False)))
         self.register_buffer("draft_to_target", draft_to_target, persistent=False)
 
     @classmethod

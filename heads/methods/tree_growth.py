@@ -193,6 +193,7 @@ def _static_tree(paths: tuple[tuple[int, ...], ...], device: torch.device) -> St
     for depth, of_depth in groupby(paths, len):
         nodes = list(of_depth)
         expanded = [path for path in nodes if path in has_children]
+        above_expanded = [order.index(path[:i]) for path in expanded for i in range(1, depth + 1)]
         levels.append(
             Level(
                 count=1 + max(path[-1] for path in nodes),
@@ -200,7 +201,7 @@ def _static_tree(paths: tuple[tuple[int, ...], ...], device: torch.device) -> St
                 rank=tensor([path[-1] for path in nodes], -1),
                 expanded=tensor([nodes.index(path) for path in expanded], -1),
                 expanded_row=tensor([above.index(path[:-1]) for path in expanded], -1),
-                paths=tensor([[order.index(path[:i]) for i in range(1, depth + 1)] for path in expanded], -1, depth),
+                paths=tensor(above_expanded, -1, depth),
             )
         )
         above = expanded

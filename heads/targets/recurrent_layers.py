@@ -55,9 +55,7 @@ def state_name(module: Any) -> str | None:
 def find_mixers(layers: nn.Module) -> list[nn.Module]:
     """Return the recurrent modules in `layers`: the innermost modules that take a recurrent state."""
     takers = [module for module in layers.modules() if state_name(module)]
-    return [
-        module for module in takers if not any(other in takers for other in module.modules() if other is not module)
-    ]
+    return [module for module in takers if not {*takers} & {*module.modules()} - {module}]
 
 
 @torch.no_grad()

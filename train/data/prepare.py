@@ -104,7 +104,8 @@ def load_data(
 def check_reserved(head: DraftHead, mixture: Mixture, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError for data with a token that the head reserves for itself."""
     for token in head.reserved_ids:
-        if any(token < len(seen) and seen[token] for seen in (pool.corpus.counts[0] for pool in mixture.pools)):
+        seen_by_pool = [pool.corpus.counts[0] for pool in mixture.pools]
+        if any(token < len(seen) and seen[token] for seen in seen_by_pool):
             raise UserError(
                 f"head.mask_token_id: the data has the token {token}, {tokenizer.convert_ids_to_tokens(token)!r}; name "
                 "one that it does not have"

@@ -159,7 +159,11 @@ def _tokenise_batch(
         except RecordError as error:
             documents = [skipped_document(error, str(source))]
         rows += record_rows(documents)
-    return {name: [row[name] for row in rows] for name in document_features()}
+    columns: dict[str, list[Any]] = {name: [] for name in document_features()}
+    for row in rows:
+        for name, column in columns.items():
+            column.append(row[name])
+    return columns
 
 
 def describe_source(title: str, sizes: str, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *lines: str) -> str:

@@ -215,7 +215,9 @@ def fill_folder(
             for row, inside in enumerate(rows.documents >= 0):
                 keys.append(row_key(rows.tokens[row], rows.positions[row], rows.documents[row]))
                 parts.append(encode(both[row, inside], dtype))
-        tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        tensors = {}
+        for name in parts[0]:
+            tensors[name] = torch.cat([part[name] for part in parts])
         tensors["keys"] = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, 32)
         tensors["ends"] = torch.tensor([len(part["values"]) for part in parts]).cumsum(0)
         metadata = {"about": json.dumps(about), "total": str(total)}

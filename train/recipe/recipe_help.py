@@ -41,7 +41,9 @@ def keys_page(recipe: type[BaseModel]) -> str:
         for key in keys if title.startswith("head, ") else ():
             kinds.setdefault(key, []).append(title.rpartition(" ")[2])
     shared = {key: (*key[:3], f"{key[3]} For {', '.join(of)}.") for key, of in kinds.items() if len(of) > 1}
-    tables = [(title, about, [key for key in keys if key not in shared]) for title, about, keys in sections]
+    tables = []
+    for title, about, keys in sections:
+        tables.append((title, about, [key for key in keys if key not in shared]))
     tables.insert(first_head, ("head, several kinds", "Settings that kinds of head share.", [*shared.values()]))
     lines = [
         "# Keys of a recipe",

@@ -27,7 +27,10 @@ def add_adapters(head: DraftHead) -> None:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not output
     ]
-    names = linear if settings.modules is None else [n for n in linear if any(_fits(n, w) for w in settings.modules)]
+    names = linear
+    if settings.modules is not None:
+        chosen = {name for wanted in settings.modules for name in linear if _fits(name, wanted)}
+        names = [name for name in linear if name in chosen]
     for wanted in settings.modules or ():
         if not any(_fits(name, wanted) for name in names):
             known = ", ".join(sorted({name.split(".")[-1] for name in linear}))

@@ -114,10 +114,8 @@ class Replicated:
         state: Any = get_optimizer_state_dict(self.head, self.optimizer)  # creates it by a step that changes nothing
         check_alike(self.head.state_dict(), weights)
         check_alike(flatten_state(state["state"]), optimizer_state)
-        state["state"] = {
-            name: {entry: optimizer_state[f"{name}.{entry}"] for entry in entries}
-            for name, entries in state["state"].items()
-        }
+        for name, entries in state["state"].items():
+            state["state"][name] = {entry: optimizer_state[f"{name}.{entry}"] for entry in entries}
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(self.head, dict(weights), options=options)
         set_optimizer_state_dict(self.head, self.optimizer, state, options=options)

@@ -130,11 +130,10 @@ class Interval:
     def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
         """Return `loss`, and by depth `loss_by_depth` and `accuracy`. A depth without rows has None."""
         assert self.counts is not None and self.sums is not None
-        counts = self.counts.tolist()
-        loss, accuracy = (
-            [value / count if count else None for value, count in zip(values, counts, strict=True)]
-            for values in accelerator.reduce(self.sums.double(), reduction="sum").tolist()
-        )
+        loss, accuracy = accelerator.reduce(self.sums.double(), reduction="sum").tolist()
+        for depth, count in enumerate(self.counts.tolist()):
+            loss[depth] = loss[depth] / count if count else None
+            accuracy[depth] = accuracy[depth] / count if count else None
         by_depth = zip(weights.tolist(), loss, strict=True)
         mean = sum(weight * value for weight, value in by_depth if value is not None)
         return {"loss": mean, "loss_by_depth": loss, "accuracy": accuracy}
