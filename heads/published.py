@@ -34,8 +34,10 @@ UNREAD = {
 
 def check_readable(source: Source) -> None:
     """Raise UserError for a head of a kind in `UNREAD`."""
-    fields, files = source.config, source.files
-    classes, nested = fields.get("architectures") or [], fields.get("dflash_config") or {}
+    fields = source.config
+    files = source.files
+    classes = fields.get("architectures") or []
+    nested = fields.get("dflash_config") or {}
     names = [*classes, fields.get("speculators_model_type"), nested.get("projector_type")]
     if "mask_hidden" in files:
         names.append("P-EAGLE")
@@ -94,7 +96,9 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     token_counts (V,).
     """
     source = open_any(path, target)
-    method, was, shape = HEADS[kind], kind_of(source), source.config.model_dump(mode="json")
+    method = HEADS[kind]
+    was = kind_of(source)
+    shape = source.config.model_dump(mode="json")
     both_draft_blocks = isinstance(source, DraftBlockHead) and issubclass(method.head, DraftBlockHead)
     if was != kind and not both_draft_blocks:
         raise UserError(f"head.kind: {path} holds a head of kind {was}, the recipe says {kind}")
@@ -127,7 +131,8 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
         return method.head.from_checkpoint(config, source.to_checkpoint())
     head = method.head(method.head.Config.from_plain(config | chosen))
     begin(head, target, token_counts, closely=True)
-    ours, theirs = head.state_dict(), source.state_dict()
+    ours = head.state_dict()
+    theirs = source.state_dict()
     taken = {name: theirs[name] for name in ours.keys() & theirs.keys()}
     head.load_state_dict(ours | taken)
     head.started = (

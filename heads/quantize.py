@@ -21,14 +21,16 @@ def quantize_head(path: str, out: Path, dtype: str) -> tuple[int, int]:
     """Write the head at `path` to the folder `out`, with projections in `dtype`, fp8 or int8. Return the bytes of the
     tensors' file before and after. Raises UserError for a head that engines do not read so, or if `out` is not
     empty."""
-    out, folder = Path(os.path.realpath(out)), find_head(path)
+    out = Path(os.path.realpath(out))
+    folder = find_head(path)
     check_empty(out)
     kind = read_config(folder)["kind"]
     form = HEADS[kind].format
     if not form.quantizes:
         raise UserError(f"{path}: engines read no head of kind {kind} in 8 bits; name an EAGLE-3 head or a draft model")
     load_head(folder)  # a damaged one is refused
-    file, config = folder / form.weights_file, json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    file = folder / form.weights_file
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if "quantization_config" in config:
         raise UserError(f"{path}: is quantised already; give the head that it was made from")
     with whole_folder(out) as fresh:

@@ -39,7 +39,8 @@ def stitch(head: str, target: str, out: Path, *, trust_remote_code: bool = False
     Raises UserError if the head is for another target or does not fit, if `out` is not empty, or if files are damaged.
     `out` is written completely or not at all.
     """
-    out, folder = Path(os.path.realpath(out)), Path(target)
+    out = Path(os.path.realpath(out))
+    folder = Path(target)
     check_empty(out)
     if not is_here(target) or not folder.is_dir():
         raise UserError(f"{folder}: no such folder; fetch the target's checkpoint and name its folder")
@@ -78,7 +79,8 @@ def fitting_modules(head: Mtp, path: str, folder: Path, files: Mapping[str, Path
         head.stored = {name: value.dtype for name, value in stored.items()}
         expected = {name: tuple(value.shape) for name, value in stored.items()}
     else:
-        layout, count = _loader_of(folder).layout, head.num_modules
+        layout = _loader_of(folder).layout
+        count = head.num_modules
         expected = module_shapes(config, LAYOUTS[layout], count, head.stored)
         if expected.keys() & files.keys():
             raise UserError(f"{folder}: holds a part of a module of {layout}; fetch the checkpoint again")

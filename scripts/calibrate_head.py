@@ -102,8 +102,11 @@ def record_confidence(engine: Engine, requests: Sequence[Request]) -> tuple[Tens
     from eval.runtime.round import read_prompts
     from heads.kernels.slots import round_up
 
-    decoder, state, head = engine.decoder, engine.decoder.state, cast(Any, engine.decoder.head)
-    logits, accepted = [], []
+    decoder = engine.decoder
+    state = engine.decoder.state
+    head = cast(Any, engine.decoder.head)
+    logits = []
+    accepted = []
     with Progress("confidence: output", len(requests)) as progress, torch.inference_mode():
         for request in requests:
             state.done.fill_(True)
@@ -135,7 +138,8 @@ def fit_temperatures(logits: Tensor, accepted: Tensor) -> dict[str, list[float]]
     accepted (n,)."""
     import torch
 
-    logits, temperatures = logits.double(), torch.logspace(-1, 1, 41, dtype=torch.float64)
+    logits = logits.double()
+    temperatures = torch.logspace(-1, 1, 41, dtype=torch.float64)
     plain = survival = logits.new_ones(len(logits))
     fitted: dict[str, list[float]] = {"temperatures": [], "ece_before": [], "ece_after": []}
     for k, position in enumerate(logits.T):

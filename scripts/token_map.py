@@ -63,12 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from train.steps.accelerate_launch import load_recipe_target
 
     recipe = read_recipe([options.recipe, *options.overrides])
-    kind, folder = recipe.head.kind, Path(recipe.output_dir)
+    kind = recipe.head.kind
+    folder = Path(recipe.output_dir)
     expect(kind == "mtp", f"{options.recipe}: head.kind", "mtp, which drafts by the target's output head", kind)
     section = recipe.head.model_copy(update={"draft_vocab_size": None})
     with open_run(recipe) as run:
         target, tokenizer = load_recipe_target(recipe.target, run.accelerator)
-        target.template, V = recipe.data.template, target.vocab_size
+        target.template = recipe.data.template
+        V = target.vocab_size
         sizes = options.sizes or [V // share for share in SHARES]
         expect(max(sizes) <= V, "--sizes", f"at most {V}, the target's vocabulary", max(sizes))
         lists = {"mtp-whole": torch.arange(V)}
@@ -80,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = mixture.label_counts(V)
         for size in sizes:
             lists[f"mtp-{size}"] = ids = build_vocab(counts, size)
-            written, file = io.BytesIO(), folder / f"token-map-{size}.pt"
+            written = io.BytesIO()
+            file = folder / f"token-map-{size}.pt"
             torch.save(ids.tolist(), written)
             write_bytes(file, written.getvalue())
             run.tracker.say(f"{file}: {size:,} tokens, {counts[ids].sum() / counts.sum():.2%} of the data's labels")
@@ -105,7 +108,8 @@ def read_token_map(file: Path, vocab_size: int) -> "Tensor":
 
     try:
         ids: Tensor = torch.as_tensor(torch.load(file, weights_only=True), dtype=torch.int64).unique()
-        least, most = int(ids[0]), int(ids[-1])
+        least = int(ids[0])
+        most = int(ids[-1])
     except Exception as error:  # any file may be given
         raise UserError(f"{file}: expected a list of token ids that torch.save wrote ({first_line(error)})") from None
     if least < 0 or most >= vocab_size:

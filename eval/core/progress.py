@@ -32,7 +32,10 @@ class Progress:
     ):
         """`what`: the phase, and the name of its unit if it has a `total`. `announced`: print nothing at the start.
         `cold`: the first unit is slower than the others, and the estimate of the time left leaves it out."""
-        self.what, self.total, self.done, self.cold = what, total, done, cold
+        self.what = what
+        self.total = total
+        self.done = done
+        self.cold = cold
         self.note = ""
         """Figures shown after the number of units."""
         self._since = self._last = time.monotonic()
@@ -59,9 +62,12 @@ class Progress:
         self.close()
 
     def advance(self, count: int = 1) -> None:
-        self.done, self._last = self.done + count, time.monotonic()
+        self.done = self.done + count
+        self._last = time.monotonic()
         if self.cold:
-            self.cold, self._since, self._base = False, self._last, self.done
+            self.cold = False
+            self._since = self._last
+            self._base = self.done
         if self._bar is not None:
             self._bar.set_description_str(self._with_time(self.what, self.note), refresh=False)
             self._bar.update(count)
@@ -109,7 +115,8 @@ class Progress:
         sys.stderr.flush()
 
     def _with_time(self, *parts: str) -> str:
-        left, spent = self.seconds_left(), time.monotonic() - self._since
+        left = self.seconds_left()
+        spent = time.monotonic() - self._since
         clock = ""
         if left is not None:
             clock = f"{tqdm.format_interval(left)} left"

@@ -255,7 +255,8 @@ def _reason(error: Exception) -> str:
 
 def _read_json(file: Path, called: str) -> Iterator[Record]:
     """Yield the records of JSON lines one by one, or those of an array, which is read whole."""
-    number, is_empty = 0, True
+    number = 0
+    is_empty = True
     try:
         with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):

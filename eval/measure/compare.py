@@ -106,7 +106,8 @@ class Comparison:
 
     def rate(self, variant: Variant, turns: Sequence[Turn]) -> tuple[list[int], list[float]]:
         """Return the tokens that rounds (not prefill) produced in some turns, and their seconds, by unit."""
-        tokens, seconds = [0] * len(self.units), [0.0] * len(self.units)
+        tokens = [0] * len(self.units)
+        seconds = [0.0] * len(self.units)
         for repeat, unit in turns:
             tokens[unit] += sum(variant.outputs[repeat][i].decoded for i in self.units[unit])
             seconds[unit] += variant.timings[repeat][unit].decode_seconds

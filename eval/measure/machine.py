@@ -29,7 +29,8 @@ LOOK_SECONDS = 0.3
 
 
 def environment(target: FrozenTarget) -> dict[str, Any]:
-    dtype, decoder = str(target.dtype).removeprefix("torch."), decoder_facts(target)
+    dtype = str(target.dtype).removeprefix("torch.")
+    decoder = decoder_facts(target)
     return {**machine(target.device), "dtype": dtype, "decoder": decoder}
 
 
@@ -83,10 +84,12 @@ def setup_line(target: FrozenTarget, training: str | None = None) -> str:
 def contention(device: torch.device) -> str | None:
     """Return advice if other processes use cores that this process's threads need, else None. Threads of OpenMP spin
     while they wait, so two such processes slow each other many times over."""
-    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    threads = torch.get_num_threads()
+    cores = os.sched_getaffinity(0)
     if device.type != "cpu" or threads == 1:
         return None
-    started, cpu_started = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    cpu_started = time.process_time()
     shares = psutil.cpu_percent(LOOK_SECONDS, percpu=True)
     busy = (time.process_time() - cpu_started) / (
         time.perf_counter() - started

@@ -101,7 +101,8 @@ def gain(results: Results) -> str:
 
 def measured_values(results: Results) -> dict[str, Any]:
     """Return the template's figures."""
-    table, profile = settings_table(results), acceptance_profile(results)
+    table = settings_table(results)
+    profile = acceptance_profile(results)
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     return {
         "headline": headline_table(results).markdown(),

@@ -43,7 +43,8 @@ def head_charts(m: Measurement) -> list[Chart]:
 
 def draw_acceptance(axes: Axes, *, alpha: Sequence[float | None]) -> None:
     """Draw bars with their figures above; of many bars, only some have a figure."""
-    depths, values = range(1, len(alpha) + 1), [value or 0.0 for value in alpha]
+    depths = range(1, len(alpha) + 1)
+    values = [value or 0.0 for value in alpha]
     every = math.ceil(len(alpha) / MAX_LABELS)
     bars = axes.bar(depths, values, color=COLOURS["draft"], width=0.64)
     labels = [percent(value) if n % every == 0 else "" for n, value in enumerate(alpha)]
@@ -73,8 +74,11 @@ def draw_positions(axes: Axes, *, m: Measurement) -> None:
 
 
 def draw_round(axes: Axes, *, m: Measurement) -> None:
-    tau, step, breakdown = m.tau.mean, m.speculative.plain_step_ms, m.speculative.breakdown_ms
-    plain, whole = tau * step, sum(breakdown.values())
+    tau = m.tau.mean
+    step = m.speculative.plain_step_ms
+    breakdown = m.speculative.breakdown_ms
+    plain = tau * step
+    whole = sum(breakdown.values())
     left = 0.0
     for phase, milliseconds in breakdown.items():
         label = f"{phase} {number(milliseconds)} ms"

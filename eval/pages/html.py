@@ -120,7 +120,8 @@ def render_several(measurements: Sequence[Results]) -> str:
     audit = texts.audit_line(measurements[0])
     if several := len(measurements) > 1:
         compared = [results.exact for results in measurements if results.exact.identical is not None]
-        identical, prompts = sum(exact.identical or 0 for exact in compared), sum(exact.prompts for exact in compared)
+        identical = sum(exact.identical or 0 for exact in compared)
+        prompts = sum(exact.prompts for exact in compared)
         audit = f"output identical to plain decoding: {identical} of {prompts} outputs"
         audit = f"{audit}, of {len(measurements)} measurements together"
     return render(

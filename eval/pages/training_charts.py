@@ -37,7 +37,8 @@ Line = list[tuple[int, float, tuple[float, float] | None]]
 def training_charts(curves: Mapping[str, Sequence[Point]], log: Sequence[Mapping[str, Any]] = ()) -> list[Chart]:
     """Return the charts of the learning curves of runs by name: tau, of a single run also by suite, and its acceptance
     by depth; and of the loss in the `log` (metrics.jsonl), if there is one."""
-    curves, charts = {name: points for name, points in curves.items() if len(points) > 1}, []
+    curves = {name: points for name, points in curves.items() if len(points) > 1}
+    charts = []
     if len(curves) == 1:
         ((_, points),) = curves.items()
         series: dict[str, Line] = {"all prompts": line_of(points)}
@@ -86,7 +87,8 @@ def curve_note(curves: Mapping[str, Sequence[Point]]) -> str:
 
 def draw_lines(axes: Axes, *, series: Mapping[str, Line]) -> None:
     for n, (name, line) in enumerate(series.items()):
-        colour, style = COLOURS[CYCLE[n % len(CYCLE)]], STYLES[n // len(CYCLE) % len(STYLES)]
+        colour = COLOURS[CYCLE[n % len(CYCLE)]]
+        style = STYLES[n // len(CYCLE) % len(STYLES)]
         places = [tokens * APART ** (n - len(series) / 2) for tokens, _, _ in line]
         for place, (_, value, interval) in zip(places, line, strict=True):
             axes.plot([place, place], interval or (value, value), color=colour, lw=1.2)
@@ -124,7 +126,8 @@ def set_token_axis(axes: Axes, tokens: Sequence[int]) -> None:
     axes.set_xscale("log")
     axes.minorticks_off()
     axes.margins(x=0.06)
-    low, high = max(min(tokens), 1), max(tokens)
+    low = max(min(tokens), 1)
+    high = max(tokens)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1, 2, 5), (1, 3), (1,)):
         ticks = [step * 10**power for power in powers for step in steps if 0.9 * low <= step * 10**power <= 1.1 * high]

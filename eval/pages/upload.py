@@ -65,7 +65,8 @@ def hub_rights(base: str) -> dict[str, str]:
 
 
 def upload(api: HfApi, publication: Publication, options: argparse.Namespace) -> str:
-    repo_id, branch = options.repo_id, options.revision
+    repo_id = options.repo_id
+    branch = options.revision
     check_place(api, repo_id, branch, private=options.private)
     api.create_repo(repo_id, private=options.private or None, exist_ok=True)
     if branch:

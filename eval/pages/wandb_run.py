@@ -55,7 +55,8 @@ def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Result
         return
     import wandb
 
-    in_sweep, (head,) = "WANDB_SWEEP_ID" in os.environ, options.heads
+    in_sweep = "WANDB_SWEEP_ID" in os.environ
+    (head,) = options.heads
     with wandb_starts(mode, out) as shared:
         run: Any = wandb.init(
             project=None if in_sweep else os.environ.get("WANDB_PROJECT") or "draftsmith",

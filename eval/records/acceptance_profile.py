@@ -23,7 +23,9 @@ def acceptance_profile(results: Results) -> dict[str, Any] | None:
     chains = [m for m in results.measurements if m.nodes == m.depth + 1 and m.rule != "block"]
     if not chains or results.exact.divergences:
         return None
-    head, target, settings = results.head, results.target, results.settings
+    head = results.head
+    target = results.target
+    settings = results.settings
     measurements = [
         {
             "num_speculative_tokens": m.depth,

@@ -80,7 +80,8 @@ def _fit(text: str) -> Fit:
 
     points = [Point.model_validate_json(line) for line in text.splitlines()]
     drawn = np.random.default_rng(0)
-    tokens, fallen = np.array([point.tokens for point in points], float), falls(points)
+    tokens = np.array([point.tokens for point in points], float)
+    fallen = falls(points)
     n = tokens / tokens[-1]
     counts = np.array([[pair for suite in point.suites.values() for pair in suite.prompts] for point in points])
     size = counts.shape[1]

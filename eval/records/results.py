@@ -47,7 +47,8 @@ def read_results(path: Path) -> Results:
         return Results.model_validate(json.loads(path.read_bytes()))
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        place, what = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
+        place = ".".join(map(str, fault["loc"]))
+        what = fault["msg"].removeprefix("Value error, ")
         raise UserError(
             f"{path}: {place or 'the whole'}: {what}; expected a results.json that eval/bench.py wrote; measure again"
         ) from None

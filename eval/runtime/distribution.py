@@ -43,7 +43,8 @@ class RowSampling:
         start_token: int | None = None,
     ) -> None:
         """vocab_size, start_token: as of `heads.targets.frozen_target.FrozenTarget`; needed only for penalties."""
-        self.vocab_size, self.start_token = vocab_size, start_token
+        self.vocab_size = vocab_size
+        self.start_token = start_token
         self._rows: list[tuple[Sampling, Sequence[int]]] = [(Sampling(), ())] * batch_size
         self.temperature = torch.zeros(batch_size, device=device)  # (B,) float32
         self.top_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -63,7 +64,9 @@ class RowSampling:
     def set_row(self, row: int, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
         self._rows[row] = sampling, prompt
         self.temperature[row] = sampling.temperature
-        self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p
+        self.top_k[row] = sampling.top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed
         self.penalties[:, row] = torch.tensor(sampling.penalties, device=self.seed.device)
         self.needs_logits[row] = sampling.filters or sampling.penalises

@@ -36,7 +36,8 @@ Capture = Callable[[Callable[[], None]], Any]
 class Rounds:
     def __init__(self, decoder: Decoder, capture: Capture | None) -> None:
         """If `capture` is None, every round runs without a graph."""
-        self.decoder, self.capture = decoder, capture
+        self.decoder = decoder
+        self.capture = capture
         self.graphs: dict[tuple[int, Form], Any] = {}
 
     def __call__(self, extent: int) -> None:
@@ -59,7 +60,8 @@ class Rounds:
     def record(self, form: Form) -> None:
         """Capture one form of sampling in all extents, so that no request waits for a capture later."""
         assert self.capture is not None
-        trouble, extent = None, 0
+        trouble = None
+        extent = 0
         with preserved(self.decoder.state):
             self.decoder.state.done.fill_(True)  # so that the rounds of the warm-up change no row
             try:
@@ -97,7 +99,8 @@ class CudaCapture:
     """Capture on a separate stream, with one pool for all graphs."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:

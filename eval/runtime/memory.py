@@ -25,7 +25,8 @@ def check_memory(target: FrozenTarget, batch_size: int, capacity: int, *, nodes:
     recurrent layer keeps a state after each node.
     """
     config: Any = target.config
-    size, slots = target.dtype.itemsize, round_up(capacity)
+    size = target.dtype.itemsize
+    slots = round_up(capacity)
     queries = layer_setting(config, "num_attention_heads")
     keys = layer_setting(config, "num_key_value_heads") or queries
     width = 2 * keys * (layer_setting(config, "head_dim") or config.hidden_size // queries)

@@ -75,9 +75,12 @@ def mask_fault(target: FrozenTarget, decoder: CachedDecoder) -> str | None:
     The check runs for every model, because a list of known families is never complete and a decoder that ignores its
     positions or its mask raises no error: its output is only wrong. Leaves padding in the first slots of every row.
     """
-    device, B, P = target.device, decoder.spec.batch_size, 4
+    device = target.device
+    B = decoder.spec.batch_size
+    P = 4
     ids = target.sample(P + 5, starts=(P - 1,))[0]
-    prompt, nodes = ids[:P], ids[P:]
+    prompt = ids[:P]
+    nodes = ids[P:]
     pieces = (prompt[:2], prompt[2:]) if target.is_recurrent else (prompt,)
     for row in range(B):
         for number, piece in enumerate(pieces):
@@ -133,7 +136,8 @@ def check_kernels(target: FrozenTarget, decoder: CachedDecoder) -> None:
         store.zero_()
     if reason is not None:
         warn_once(f"{target.name}: kernels are not used ({reason}): torch's operations decode, slower")
-        decoder.reads_masks, decoder.in_tiles = True, False
+        decoder.reads_masks = True
+        decoder.in_tiles = False
 
 
 def stores_of(decoder: CachedDecoder) -> list[Tensor]:
@@ -144,7 +148,9 @@ def stores_of(decoder: CachedDecoder) -> list[Tensor]:
 
 def kernel_fault(decoder: CachedDecoder) -> str | None:
     """Return how the kernels' results differ from torch's, or None."""
-    B, N, capacity = decoder.spec.batch_size, decoder.spec.nodes, decoder.spec.capacity
+    B = decoder.spec.batch_size
+    N = decoder.spec.nodes
+    capacity = decoder.spec.capacity
     limit = KERNEL_TOLERANCE.get(decoder.model.dtype, 2e-2)
     device = decoder.slot.device
     draw = torch.Generator(device).manual_seed(0)

@@ -99,8 +99,11 @@ class DraftBlockHead(nn.Module, DraftHead):
     def __init__(self, config: Any, draft_to_target: Tensor | None = None) -> None:
         """draft_to_target (Vd,) int64: the target ids of a draft vocabulary, ascending."""
         super().__init__()
-        D, L = config.hidden_size, len(config.aux_layer_ids)
-        self.config, self.aux_layer_ids, self.first_row = config, config.aux_layer_ids, config.first_row
+        D = config.hidden_size
+        L = len(config.aux_layer_ids)
+        self.config = config
+        self.aux_layer_ids = config.aux_layer_ids
+        self.first_row = config.first_row
         self.weighs_rows = config.weights == D_PACE
         exponents = range(config.depth)
         self.depth_weights = tuple(1.0 if self.weighs_rows else math.exp(-k / config.gamma) for k in exponents)
@@ -202,7 +205,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         states = block.rows
 
         def next_logits(path: Tensor, parents: Tensor) -> Tensor:
-            W, k = path.shape[1], path.shape[2] - 1
+            W = path.shape[1]
+            k = path.shape[2] - 1
             row = states[:, k, None].expand(-1, W, -1)
             return self.conditioned(logits[:, k, None], row, path[..., k]).expand(-1, W, -1)
 
@@ -229,7 +233,8 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     def unroll(self, batch: Batch, blocks: Blocks, rows: int) -> BlockStates:
         """Return the states of B * N blocks of `rows` rows."""
-        D, anchors = self.config.hidden_size, blocks.anchors
+        D = self.config.hidden_size
+        anchors = blocks.anchors
         (B, N), T = anchors.shape, batch.tokens.shape[1]
         context = self.fuse(batch.aux_hidden_states)  # (B, T, D)
         # Residuals have autocast's dtype, if it is enabled, as in drafting.
@@ -248,7 +253,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         states = self.run(inputs.flatten(1, 2), cos_sin_rows, attends, rows).view(B * N, rows, D)
         before = (anchors - 1).clamp_min(0)[..., None].expand(-1, -1, D)
         newest = context.gather(1, before).flatten(0, 1)
-        roots, drafting = batch.tokens.gather(1, anchors).flatten(), self.config.drafting(rows)
+        roots = batch.tokens.gather(1, anchors).flatten()
+        drafting = self.config.drafting(rows)
         return BlockStates(states, roots, newest, batch.shared.embed_tokens, drafting)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
@@ -278,9 +284,11 @@ class DraftBlockHead(nn.Module, DraftHead):
         paths = torch.stack(ahead, -1).flatten(0, 1)  # (M, depth + 1)
         hits = []
         for part in chunks_of(len(paths), depth, len(matrix), paths.device):
-            some, path = block.part(part), paths[part, None]
+            some = block.part(part)
+            path = paths[part, None]
             logits = matmul(some.rows.flatten(0, 1), matrix.T).unflatten(0, (-1, depth))
-            next_logits, only = self.condition(logits, some), torch.zeros_like(path[..., 0])
+            next_logits = self.condition(logits, some)
+            only = torch.zeros_like(path[..., 0])
             best = [next_logits(path[..., : k + 1], only)[:, 0].argmax(-1) for k in range(depth)]
             hits.append(torch.stack(best) == path[:, 0, 1:].T)
         return nn.functional.pad(torch.cat(hits, 1).view(depth, len(batch.tokens), -1), (0, 1))
@@ -299,7 +307,8 @@ class DraftBlockHead(nn.Module, DraftHead):
     @torch.no_grad()
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> BlockState:
         self.check_draft(shape)
-        config, rows = self.config, self.draft_to_target
+        config = self.config
+        rows = self.draft_to_target
         assert shared.lm_head_weight is not None
         form = config.num_key_value_heads, config.head_dim
         state = BlockState(
@@ -328,10 +337,12 @@ class DraftBlockHead(nn.Module, DraftHead):
     @torch.no_grad()
     def draft_states(self, state: BlockState) -> BlockStates:
         """Return the states of one block per root."""
-        rows, dtype = state.shape.depth + self.config.spare_rows, self.norm.weight.dtype
+        rows = state.shape.depth + self.config.spare_rows
+        dtype = self.norm.weight.dtype
         positions = state.length[:, None] + state.slot[:rows]  # (B, R)
         extent = state.extent(rows)
-        own, slot = positions[..., None], state.slot[:extent]
+        own = positions[..., None]
+        slot = state.slot[:extent]
         state.cache.set_slots(positions, extent=extent)
 
         def mask(window: AttentionWindow) -> Tensor:
@@ -347,7 +358,8 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     @torch.no_grad()
     def propose(self, state: BlockState, pick: Pick) -> Proposal:
-        block, root = self.draft_states(state), state.root[:, None, None]
+        block = self.draft_states(state)
+        root = state.root[:, None, None]
         next_logits = state.head.condition(state.lm_head(block.rows), block)
         expanded: list[Tensor] = []  # tokens of the expanded nodes, level by level
 
@@ -361,9 +373,12 @@ class DraftBlockHead(nn.Module, DraftHead):
         return grow(state.shape, state.root, state.length, first, pick, expand, self.draft_to_target)
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
-        config, sizes, N = self.config, Widths.of(self.config), batch_size * length
+        config = self.config
+        sizes = Widths.of(self.config)
+        N = batch_size * length
         R = batch_size * min(config.num_anchors, length)
-        rows, layers = R * config.block_size, config.num_layers
+        rows = R * config.block_size
+        layers = config.num_layers
         context = flops(*(part for name, part in self.named_modules() if name.endswith(("k_proj", "v_proj"))))
         work = rows * (flops(self) - flops(self.fc)) + R * self.correction_flops()
         work += N * (context + flops(self.fc) * 2 / 3)  # the features need no gradient

@@ -71,11 +71,17 @@ class BlockVisibility:
     @cached_property
     def block_mask(self) -> BlockMask:
         """FlexAttention's mask over the keys [context ; blocks]. It lists the tiles that hold a visible key."""
-        first, anchors, R, T, causal = self.first, self.anchors, self.rows, self.context, self.window.causal
-        N, device = anchors.shape[1], anchors.device
+        first = self.first
+        anchors = self.anchors
+        R = self.rows
+        T = self.context
+        causal = self.window.causal
+        N = anchors.shape[1]
+        device = anchors.device
 
         def is_visible(b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
-            block, own = q // R, key - T
+            block = q // R
+            own = key - T
             before = (key >= first[b, block, q % first.shape[2]]) & (key < anchors[b, block])
             inside = (own >= 0) & (own // R == block)
             return before | (inside & (own % R <= q % R) if causal else inside)
@@ -156,7 +162,8 @@ def by_tiles(
     visible: BlockVisibility,
     attention: Callable[..., Any] = flex_attention,
 ) -> Tensor:
-    keys, values = torch.cat([context_k, k], 2), torch.cat([context_v, v], 2)
+    keys = torch.cat([context_k, k], 2)
+    values = torch.cat([context_v, v], 2)
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = attention(q, keys, values, block_mask=visible.block_mask, enable_gqa=grouped)
     return out

@@ -59,7 +59,9 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
 
     @model_validator(mode="after")
     def check_block(self) -> Self:
-        rows, window, types = self.block_size, self.sliding_window, self.layer_types
+        rows = self.block_size
+        window = self.sliding_window
+        types = self.layer_types
         if rows > self.max_position_embeddings:
             longest = self.max_position_embeddings
             raise ValueError(f"block_size: expected at most the target's context of {longest}, got {rows}")

@@ -44,14 +44,17 @@ def bigrams(probe: TargetProbe, rank: int) -> tuple[Tensor, Tensor]:
     behind = behind - share @ behind
 
     # After `metric`, the distance of two states is that of their logits, weighted by the frequencies of tokens.
-    mean, gram = probe.frequency @ probe.readout, states.new_zeros(D, D)
+    mean = probe.frequency @ probe.readout
+    gram = states.new_zeros(D, D)
     for rows, weight in zip(probe.readout.split(ROWS), probe.frequency.split(ROWS), strict=True):
         centred = (rows - mean) * weight.sqrt()[:, None]
         gram += centred.T @ centred
     values, vectors = torch.linalg.eigh(gram)
     size = values.clamp_min(1e-6 * values[-1]).sqrt()
-    metric, inverse = vectors * size @ vectors.T, vectors / size @ vectors.T
-    seen, width = behind @ metric, min(rank, D)
+    metric = vectors * size @ vectors.T
+    inverse = vectors / size @ vectors.T
+    seen = behind @ metric
+    width = min(rank, D)
     axes = torch.linalg.eigh((seen.T * share) @ seen).eigenvectors[:, -width:]  # (D, width)
 
     latent = seen @ axes
@@ -99,7 +102,9 @@ def copy_by_root(head: Any, probe: TargetProbe) -> tuple[Attention, AttentionPro
     for layer in head.layers:  # only the weights prepared here write anything
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    second, D, d = head.layers[1], head.config.hidden_size, head.config.head_dim
+    second = head.layers[1]
+    D = head.config.hidden_size
+    d = head.config.head_dim
     attention: Attention = second.self_attn
     heads = attention.k_proj.out_features // d
     attention.q_proj.weight.view(heads, -1, d, D)[:, 0, matched_dimensions(d)] = 0  # without a root, nothing is sought
@@ -119,7 +124,8 @@ def copy_by_root(head: Any, probe: TargetProbe) -> tuple[Attention, AttentionPro
 def keep_in_context(head: Any, probe: TargetProbe, wanted: Tensor) -> None:
     """Set `fc` so that `wanted` (N, W) can be read from the context, for all slots but the first of a text, in at most
     half of the D dimensions. The other dimensions hold the target's highest auxiliary state."""
-    D, B = head.config.hidden_size, len(probe.tokens)
+    D = head.config.hidden_size
+    B = len(probe.tokens)
     aux = probe.aux_hidden_states.float() / probe.scales.repeat_interleave(D)  # (B, T, L * D)
     slots = aux[:, 1:].flatten(0, 1)
     found = least_squares(slots, wanted)  # (L * D, W)
@@ -156,20 +162,25 @@ def read_root(head: Any, probe: TargetProbe, by_token: Tensor, context: Tensor, 
 
     by_token (N, m): distinguishes the roots; context (N, D); prior (D,): replaces a mask in the residual stream.
     """
-    layer, D, d = head.layers[0], head.config.hidden_size, head.config.head_dim
-    attention, (N, m) = layer.self_attn, by_token.shape
+    layer = head.layers[0]
+    D = head.config.hidden_size
+    d = head.config.head_dim
+    attention = layer.self_attn
+    N, m = by_token.shape
     roots = probe.embeddings[:, :-1].flatten(0, 1)
     mask_id = torch.tensor([head.config.mask_token_id], device=probe.lm_head_weight.device)
     mask = probe.embed_tokens(mask_id)[0].float().cpu()
     root = layer.input_layernorm(roots)
     rows = torch.cat([root, layer.input_layernorm(mask).expand(N // 2, -1)])  # of blocks: roots and masks
-    ones, masked = torch.ones(len(rows), 1), (torch.arange(len(rows)) >= N).float()[:, None]
+    ones = torch.ones(len(rows), 1)
+    masked = (torch.arange(len(rows)) >= N).float()[:, None]
     always, is_mask = least_squares(rows, torch.cat([ones, masked], 1)).T
     of_block = least_squares(torch.cat([rows, context]), torch.cat([ones, -torch.ones(N, 1)]))[:, 0]
 
     # The slowest rotary pair separates rows of blocks from the context; the fastest pairs separate positions of rows.
     angles = head.cos_sin(torch.tensor([[head.first_row]]), torch.float32)
-    heads, half = attention.k_proj.out_features // d, angles[0].shape[-1] // 2
+    heads = attention.k_proj.out_features // d
+    half = angles[0].shape[-1] // 2
     still = half - 1
     places = torch.arange(min(PLACES, still))
     cos, sin = (x[0, 0, 0, places + half] for x in angles)

@@ -107,7 +107,8 @@ def draft_distribution(logits: Tensor) -> Distribution:
 def row_losses(q: Distribution, terms: Sequence[tuple[float, str]], labels: Labels) -> RowLosses:
     """Return the weighted sum of divergences of the draft's distributions q (C * K, V). terms: the factor and name of
     each, one of `losses.LOSSES` or `labels`, the cross-entropy of the labels."""
-    p, tokens = labels.target, labels.tokens.flatten()[:, None]
+    p = labels.target
+    tokens = labels.tokens.flatten()[:, None]
     with torch.autocast(tokens.device.type, enabled=False):
         of_label = q.logs.gather(1, tokens)[:, 0]
         values = torch.zeros_like(of_label)
@@ -149,9 +150,11 @@ def block_loss(
     """
     assert task.batch.shared.lm_head_weight is not None
     matrix = task.batch.shared.lm_head_weight.to(block.states.dtype)
-    tokens, hidden = task.batch.tokens.flatten(), task.batch.hidden.flatten(0, 1)
+    tokens = task.batch.tokens.flatten()
+    hidden = task.batch.hidden.flatten(0, 1)
     (M, K), V = task.slots.shape, len(matrix)
-    device, dtype = block.states.device, torch.promote_types(block.states.dtype, torch.float32)
+    device = block.states.device
+    dtype = torch.promote_types(block.states.dtype, torch.float32)
     sums, correct = torch.zeros(2, K, dtype=dtype, device=device)
     loss, weight = torch.zeros(2, dtype=dtype, device=device)
     inputs = [block.states, block.newest]
@@ -160,7 +163,8 @@ def block_loss(
 
     def add_chunk(part: slice) -> None:
         leaves = [tensor[part].detach().requires_grad_() for tensor in inputs]
-        some, slots = replace(block.part(part), states=leaves[0], newest=leaves[1]), task.slots[part]
+        some = replace(block.part(part), states=leaves[0], newest=leaves[1])
+        slots = task.slots[part]
         p = None
         if task.reads_target:
             with torch.no_grad(), torch.autocast(device.type, enabled=False):

@@ -62,7 +62,9 @@ class DFlash2Config(DFlashConfig, DFlash2Settings):
 
 
 def check_convolutions(config: Any) -> None:
-    rows, group, D = config.conv_kernel_size, config.conv_group_size, config.hidden_size
+    rows = config.conv_kernel_size
+    group = config.conv_group_size
+    D = config.hidden_size
     if rows > config.block_size:
         raise ValueError(f"conv_kernel_size: expected at most the block's {config.block_size} rows, got {rows}")
     if rows and D % group:
@@ -74,7 +76,8 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
-        self.taps, self.groups = taps, width // group
+        self.taps = taps
+        self.groups = width // group
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * self.groups, bias=False)
         self.reset()

@@ -77,15 +77,19 @@ class Domino(DFlash):
 
     def __init__(self, config: DominoConfig, draft_to_target: Tensor | None = None) -> None:
         super().__init__(config, draft_to_target)
-        D, G = config.hidden_size, config.gru_hidden_dim
+        D = config.hidden_size
+        G = config.gru_hidden_dim
         self.prefix_gru = nn.GRU(D, G, bias=False, batch_first=True)
-        inner, outer = nn.Linear(D + G, config.emb_dim, bias=False), nn.Linear(config.emb_dim, config.vocab_size, False)
+        inner = nn.Linear(D + G, config.emb_dim, bias=False)
+        outer = nn.Linear(config.emb_dim, config.vocab_size, False)
         self.embed_proj = nn.Sequential(inner, nn.SiLU(), outer)
         nn.init.zeros_(outer.weight)
 
     def row_losses(self, logits: Tensor, block: BlockStates, labels: Labels) -> RowLosses:
-        first, states = self.config.pure_draft_prefix_len, block.rows
-        inner, outer = self.embed_proj[:2], cast(nn.Linear, self.embed_proj[2])
+        first = self.config.pure_draft_prefix_len
+        states = block.rows
+        inner = self.embed_proj[:2]
+        outer = cast(nn.Linear, self.embed_proj[2])
         read = self.prefix_gru(block.embed_tokens(labels.previous).to(states.dtype))[0]  # (C, K, G)
         latent = inner(torch.cat([states, read], -1)[:, first:])
         added = product(latent.to(logits.dtype), outer.weight)
@@ -97,12 +101,14 @@ class Domino(DFlash):
         return replace(rows, values=(1 - weight) * rows.values + weight * base)
 
     def condition(self, logits: Tensor, block: BlockStates) -> NextLogits:
-        first, states = self.config.pure_draft_prefix_len, block.rows
+        first = self.config.pure_draft_prefix_len
+        states = block.rows
         read = states.new_zeros(len(states), 1, self.config.gru_hidden_dim)  # (M, W, G), of the paths of the last call
 
         def next_logits(path: Tensor, parents: Tensor) -> Tensor:
             nonlocal read
-            W, k = path.shape[1], path.shape[2] - 1
+            W = path.shape[1]
+            k = path.shape[2] - 1
             before = read.gather(1, parents[..., None].expand(-1, -1, read.shape[2]))
             token = block.embed_tokens(path[..., k]).to(states.dtype)
             read = self.prefix_gru(token.flatten(0, 1)[:, None], before.flatten(0, 1)[None])[1][0].unflatten(0, (-1, W))

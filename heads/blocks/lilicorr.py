@@ -67,7 +67,8 @@ class LiLiCorrConfig(DFlashConfig, LiLiCorrSettings):
         if self.lilicorr_candidate_topk > self.vocab_size:
             raise ValueError(f"lilicorr_candidate_topk: expected at most the target's {self.vocab_size} tokens")
         if self.lattice_width % self.lilicorr_num_heads:
-            heads, width = self.lilicorr_num_heads, self.lattice_width
+            heads = self.lilicorr_num_heads
+            width = self.lattice_width
             raise ValueError(f"lilicorr_hidden_size: expected a multiple of its {heads} heads, got {width}")
         return self
 
@@ -126,14 +127,17 @@ class LiLiCorr(DFlash):
         return True
 
     def row_losses(self, logits: Tensor, block: BlockStates, labels: Labels) -> RowLosses:
-        config, p = self.config, labels.target
+        config = self.config
+        p = labels.target
         assert p is not None
         q = draft_distribution(logits)
-        rows, shape = row_losses(q, self.terms, labels), (*labels.tokens.shape, -1)
+        rows = row_losses(q, self.terms, labels)
+        shape = (*labels.tokens.shape, -1)
         tokens = q.logits.detach().topk(config.lilicorr_candidate_topk, 1).indices  # (C * K, k)
         target = p.logs.gather(1, tokens).view(shape)  # (C, K, k), log p
         of_label = p.logs.gather(1, labels.tokens.view(-1, 1)).view(shape)  # (C, K, 1)
-        log_probs, tokens = q.logs.gather(1, tokens).view(shape), tokens.view(shape)
+        log_probs = q.logs.gather(1, tokens).view(shape)
+        tokens = tokens.view(shape)
         start, pairs = self.scores(tokens, log_probs, block)
         at_label = tokens == labels.tokens[..., None]
         is_candidate = at_label.any(-1)  # (C, K)
@@ -157,7 +161,8 @@ class LiLiCorr(DFlash):
         start, pairs = self.scores(tokens, values - wide.logsumexp(-1, keepdim=True), block)
 
         def next_logits(path: Tensor, parents: Tensor) -> Tensor:
-            W, k = path.shape[1], path.shape[2] - 1
+            W = path.shape[1]
+            k = path.shape[2] - 1
             scores = start[:, None].expand(-1, W, -1)
             if k:
                 at = tokens[:, k - 1, None] == path[..., k, None]  # (M, W, candidates)
@@ -167,7 +172,9 @@ class LiLiCorr(DFlash):
         return next_logits
 
     def correction_flops(self) -> int:
-        net, h, nodes = self.lilicorr, self.config.lattice_width, self.depth * self.config.lilicorr_candidate_topk
+        net = self.lilicorr
+        h = self.config.lattice_width
+        nodes = self.depth * self.config.lilicorr_candidate_topk
         on_nodes = flops(net) - flops(net.pass_hidden_proj, net.context_proj)
         # Of each layer's attention: queries, keys and values, then products with the scores of all pairs.
         attention = 6 * h * (3 * h + 2 * nodes)

@@ -65,12 +65,17 @@ class Lattice(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        D, h, k = config.hidden_size, config.lattice_width, config.lilicorr_candidate_topk
-        self.eps, self.scale = config.lilicorr_vector_eps, config.lilicorr_logit_scale
+        D = config.hidden_size
+        h = config.lattice_width
+        k = config.lilicorr_candidate_topk
+        self.eps = config.lilicorr_vector_eps
+        self.scale = config.lilicorr_logit_scale
         self.block_size = config.block_size
         self.token_proj = nn.Identity() if h == D else nn.Linear(D, h)
-        self.pass_hidden_proj, self.context_proj = nn.Linear(D, h), nn.Linear(D, h)
-        self.feature_norm, self.feature_mlp = nn.LayerNorm(FEATURES), plain_mlp(FEATURES, h, h)
+        self.pass_hidden_proj = nn.Linear(D, h)
+        self.context_proj = nn.Linear(D, h)
+        self.feature_norm = nn.LayerNorm(FEATURES)
+        self.feature_mlp = plain_mlp(FEATURES, h, h)
         self.slot_embedding = nn.Parameter(torch.zeros(1, 1, config.block_size - 1, 1, h))
         self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, k, h))
         self.relative_slot_bias = nn.Parameter(torch.zeros(config.lilicorr_num_heads, 2 * config.block_size - 1))
@@ -94,16 +99,19 @@ class Lattice(nn.Module):
         x = self.token_proj(embeddings.to(states.dtype)) + self.pass_hidden_proj(states)[:, :, None]
         x = x + self.feature_mlp(self.feature_norm(features.to(x.dtype)))
         x = x + self.slot_embedding[:, 0, :K] + self.rank_embedding[:, 0]
-        x, bias = x.flatten(1, 2), self.attention_bias(K, k)
+        x = x.flatten(1, 2)
+        bias = self.attention_bias(K, k)
         for layer in self.layers:
             x = layer(x, bias)
-        x, context = self.output_norm(x), self.anchor_norm(self.context_proj(anchor))
+        x = self.output_norm(x)
+        context = self.anchor_norm(self.context_proj(anchor))
         anchors = context[:, None].expand_as(x)
         inner = silu(self.factor_input_proj(torch.cat([x, anchors, x * anchors], -1)))
         vectors = self.out_head(inner), self.in_head(inner), self.anchor_out_head(context)[:, None]
         dtype = torch.promote_types(inner.dtype, torch.float32)
         leaving, entering, first = (normalize(v.to(dtype), dim=-1, eps=self.eps) for v in vectors)
-        leaving, entering = leaving.unflatten(1, (K, k)), entering.unflatten(1, (K, k))
+        leaving = leaving.unflatten(1, (K, k))
+        entering = entering.unflatten(1, (K, k))
         with torch.autocast(x.device.type, enabled=False):  # scores are not rounded
             start = self.scale * (first @ entering[:, 0].mT)[:, 0]
             return start, self.scale * (leaving[:, :-1] @ entering[:, 1:].mT)
@@ -111,7 +119,8 @@ class Lattice(nn.Module):
     @torch.no_grad()
     def begin_by_rank(self) -> None:
         """Let scores fall with the rank of a candidate, whatever is before it. All else is small and random."""
-        h, k = self.output_norm.weight.shape[0], self.rank_embedding.shape[3]
+        h = self.output_norm.weight.shape[0]
+        k = self.rank_embedding.shape[3]
         falling = 1 - 2 * torch.arange(k) / max(k - 1, 1)
         self.rank_embedding.copy_(STEADY * falling[:, None].expand(-1, h))
         self.factor_input_proj.weight[0] = 0

@@ -61,7 +61,8 @@ class XPressConfig(DFlashConfig, XPressSettings):
 
     @property
     def vllm_limit(self) -> str | None:
-        rank, inner = self.xpress_rank, self.xpress_mlp_hidden
+        rank = self.xpress_rank
+        inner = self.xpress_mlp_hidden
         if rank >= 16 and rank & (rank - 1) == 0 and inner % 64 == 0:
             return None
         return (
@@ -103,11 +104,14 @@ class Refiner(nn.Module):
 
     def __init__(self, config: XPressConfig) -> None:
         super().__init__()
-        D, V, r = config.hidden_size, config.vocab_size, config.xpress_rank
+        D = config.hidden_size
+        V = config.vocab_size
+        r = config.xpress_rank
         self.w1 = nn.Embedding(V, r)
         self.down_h, self.down_g = (nn.Linear(D, r, bias=False) for _ in range(2))
         self.in_proj = nn.Linear(3 * r, r, bias=False)
-        self.mix, self.mlp = Mixer(r, config.block_size), MLP(r, config.xpress_mlp_hidden)
+        self.mix = Mixer(r, config.block_size)
+        self.mlp = MLP(r, config.xpress_mlp_hidden)
         self.w2 = nn.Linear(r, V, bias=False)
         nn.init.normal_(self.w1.weight, std=0.02)
 
@@ -135,7 +139,9 @@ class XPress(DFlash):
         self.xpress_head = Refiner(config)
 
     def row_losses(self, logits: Tensor, block: BlockStates, labels: Labels) -> RowLosses:
-        config, refine, roots = self.config, self.xpress_head, block.roots[:, None]
+        config = self.config
+        refine = self.xpress_head
+        roots = block.roots[:, None]
         of_states = refine.of_states(block.states)
 
         def refined(before: Tensor) -> Tensor:
@@ -143,7 +149,8 @@ class XPress(DFlash):
             return logits + product(latent.to(logits.dtype), refine.w2.weight)
 
         rows = super().row_losses(refined(labels.previous), block, labels)
-        values, best = rows.values, logits.argmax(-1)
+        values = rows.values
+        best = logits.argmax(-1)
         if config.base_weight:
             values = values + config.base_weight * super().row_losses(logits, block, labels).values
         for _ in range(config.consistency_passes if config.consistency_weight else 0):
@@ -154,14 +161,17 @@ class XPress(DFlash):
         return replace(rows, values=values)
 
     def condition(self, logits: Tensor, block: BlockStates) -> NextLogits:
-        refine, count = self.xpress_head, self.config.candidates
-        of_states, tokens = refine.of_states(block.states), None
+        refine = self.xpress_head
+        count = self.config.candidates
+        of_states = refine.of_states(block.states)
+        tokens = None
         if count < logits.shape[-1]:
             values, tokens = logits.topk(count, -1)  # (M, K, C)
             table = refine.w2.weight[tokens].to(logits.dtype)  # (M, K, C, r)
 
         def next_logits(path: Tensor, parents: Tensor) -> Tensor:
-            W, k = path.shape[1], path.shape[2] - 1
+            W = path.shape[1]
+            k = path.shape[2] - 1
             before = torch.cat([path[..., :1], path], -1)  # (M, W, k + 2)
             latent = refine(before, of_states[:, None, : k + 2].expand(-1, W, -1, -1))[..., -1, :].to(logits.dtype)
             if tokens is None:

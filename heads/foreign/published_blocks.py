@@ -68,7 +68,8 @@ def block_kind(source: Source) -> str | None:
 
 def read_block(method: type[DraftBlockConfig], source: Source, target: FrozenTarget) -> Reading | None:
     """Read a head that drafts a block. Every field may be in `dflash_config` or at the top level."""
-    form, raw = method.form, source.config
+    form = method.form
+    raw = source.config
     kind = form.title.lower()
     if block_kind(source) != kind:
         return None
@@ -76,7 +77,8 @@ def read_block(method: type[DraftBlockConfig], source: Source, target: FrozenTar
     qwen, decoder = decoder_settings(source, raw if layer is None else layer, "qwen3", target)
     of_layer = {"hidden_size": qwen.hidden_size, "attention_bias": getattr(qwen, "attention_bias", False)}
     fields = {**raw, **of_layer, **(raw.get("dflash_config") or {})}
-    width, layers = fields.get("target_hidden_size") or qwen.hidden_size, fields.get("num_target_layers")
+    width = fields.get("target_hidden_size") or qwen.hidden_size
+    layers = fields.get("num_target_layers")
     check_same(source, target, width=width, vocabulary=qwen.vocab_size, number_of_layers=layers)
     causal = fields.get("causal") if fields.get("is_causal") is None else fields["is_causal"]
     refuse_unsupported(source, fields, method, causal, target)
@@ -109,7 +111,8 @@ def refuse_unsupported(
     target: FrozenTarget,
 ) -> None:
     """Raise UserError for settings that heads of a method do not support here."""
-    form, from_root = method.form, not method.spare_rows
+    form = method.form
+    from_root = not method.spare_rows
     known = FIELDS | {*form.settings, *form.optional, *form.neutral}
     known |= {EMBEDDING_SCALE} if form.scales_embeddings else set()
     # The first DSpark heads of speculators had no such field, and did not sample from the anchor.
@@ -147,7 +150,8 @@ def sliding_layers(fields: Mapping[str, Any], qwen: Any, causal: bool | None) ->
     if SLIDING in types:
         sliding_causal = causal is not False and not fields.get("sliding_window_non_causal")
     elif fields.get("use_swa"):
-        types, sliding_causal = [SLIDING] * len(types), bool(causal)
+        types = [SLIDING] * len(types)
+        sliding_causal = bool(causal)
     else:
         return {}
     window = fields.get("swa_window_size", getattr(qwen, "sliding_window", None))
@@ -158,9 +162,11 @@ def sliding_layers(fields: Mapping[str, Any], qwen: Any, causal: bool | None) ->
 
 def captured(fields: Mapping[str, Any], target_layers: int, num_layers: int) -> tuple[int, ...]:
     """Return the residual streams that a head reads, numbered by the layer that each enters."""
-    name, offset = "target_layer_ids", 1
+    name = "target_layer_ids"
+    offset = 1
     if "transformer_layer_config" in fields:
-        name, offset = "aux_hidden_state_layer_ids", 0
+        name = "aux_hidden_state_layer_ids"
+        offset = 0
     elif fields.get(name) is None:
         return spread_layer_ids(target_layers, num_layers)
     ids = fields.get(name) or []
@@ -172,7 +178,8 @@ def block_weights(source: Source, form: BlockForm, target: FrozenTarget, drafted
     """Return a head's own tensors under their names, with the tables of a vocabulary of `drafted` tokens. Raises
     UserError for embeddings or an output head other than the target's."""
     embed: Any = target.shared.embed_tokens
-    found, lm_head = source.read(), target.lm_head_weight
+    found = source.read()
+    lm_head = target.lm_head_weight
     sort_vocab(source.path, found, target.vocab_size, drafted)
     if drafted < target.vocab_size and "t2d" in found:
         lm_head = lm_head[found["t2d"].to(lm_head.device)]
@@ -198,7 +205,8 @@ def block_misread(
     """Return a line for each thing that engines read differently from `read_block`."""
     of_speculators = "transformer_layer_config" in fields
     classes = () if of_speculators else fields["architectures"]
-    passes, drafted = fields.get("xpress_num_passes", fields.get("num_jacobi_passes", 6)), config["block_size"] - 1
+    passes = fields.get("xpress_num_passes", fields.get("num_jacobi_passes", 6))
+    drafted = config["block_size"] - 1
     scaled = form.scales_embeddings and has_scale(fields, target)
     all_causal = "causal" in config and FULL in config.get("layer_types", [FULL])
     lines = [

@@ -83,9 +83,11 @@ def _best_of_tile(  # type: ignore[no-untyped-def]
 
     All rows' programs of one tile run at the same time, so that its weights are read from memory once.
     """
-    m, tile = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(1)
     v = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
-    live, real = m < M, v < V
+    live = m < M
+    real = v < V
     logits = tl.zeros([ROWS, TILE], tl.float32)
     for start in range(0, D, DEPTH):
         d = start + tl.arange(0, DEPTH)
@@ -97,7 +99,8 @@ def _best_of_tile(  # type: ignore[no-untyped-def]
         return
     if NOISY:
         temperature = tl.load(TEMPERATURE + m // each, mask=live, other=0.0)
-        seed, position = tl.load(SEEDS + m // each, mask=live, other=0), tl.load(POSITIONS + m, mask=live, other=0)
+        seed = tl.load(SEEDS + m // each, mask=live, other=0)
+        position = tl.load(POSITIONS + m, mask=live, other=0)
         hot = temperature > 0
         warm = logits / tl.where(hot, temperature, 1.0)[:, None] + noise_of(key_of(seed, position)[:, None], v[None])
         logits = tl.where(hot[:, None], warm, logits)
@@ -112,7 +115,8 @@ def _best_of_tile(  # type: ignore[no-untyped-def]
 @jit
 def _best_of_tiles(BEST, IDS, OUT, M, tiles, PAD: constexpr):  # type: ignore[no-untyped-def]
     """Find the best tile of one row, the first on ties."""
-    m, t = tl.program_id(0), tl.arange(0, PAD)
+    m = tl.program_id(0)
+    t = tl.arange(0, PAD)
     best = tl.load(BEST + t * M + m, mask=t < tiles, other=-float("inf"))
     ids = tl.load(IDS + t * M + m, mask=t < tiles, other=2**62)
     tl.store(OUT + m, tl.min(tl.where(best == tl.max(best, 0), ids, 2**62), 0))

@@ -51,7 +51,8 @@ class Product:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight (O, K); bias (O,). On a CPU, a float32 weight is packed in bfloat16 if it loses nothing by it."""
-        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
         is_float32_on_cpu = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
         self.library = load() if is_float32_on_cpu else None
         self.packed: Tensor | None = None
@@ -149,9 +150,11 @@ def load() -> ctypes.CDLL | None:
 def _is_right(library: ctypes.CDLL) -> bool:
     """Return True if the library's products are torch's, for both widths of weights and more rows than a tile."""
     draw = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(13, 300, generator=draw), torch.randn(129, 300, generator=draw)
+    x = torch.randn(13, 300, generator=draw)
+    weight = torch.randn(129, 300, generator=draw)
     for dtype in (torch.float32, torch.bfloat16):
-        packed, wide = _packed(library, weight.to(dtype)), weight.to(dtype).float()
+        packed = _packed(library, weight.to(dtype))
+        wide = weight.to(dtype).float()
         if not torch.allclose(_multiply(library, packed, x, len(weight)), x @ wide.T, atol=1e-3, rtol=0):
             return False
     return True
@@ -179,7 +182,8 @@ def _multiply(
 
 def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
     """Return a weight (O, K) as blocks (O / block, K, block), the last one padded."""
-    block, (outputs, inputs) = library.block_size(), weight.shape
+    block = library.block_size()
+    outputs, inputs = weight.shape
     return pad(weight, (0, 0, 0, -outputs % block)).view(-1, block, inputs).transpose(1, 2).contiguous()
 
 

@@ -85,7 +85,8 @@ class PrefillSlots:
         A module has no valid state for the first `module` tokens of a text, since its slot would be before the text.
         Their states are padding, which later tokens may not see. Such a token sees itself, so that padding is finite.
         """
-        key, last = self.slot[:extent], self.positions[..., None]
+        key = self.slot[:extent]
+        last = self.positions[..., None]
         visible = key <= last
         return visible & (key >= last.clamp_max(module)) if module else visible
 
@@ -182,7 +183,8 @@ class TreeSlots:
 
     def visible_slots(self) -> VisibleSlots:
         """Return what the nodes see, for a kernel."""
-        N, above = self.parents.shape[1], self.above
+        N = self.parents.shape[1]
+        above = self.above
         if above is None:
             node = self.slot[:N]
             above = (node <= node[:, None]).expand(len(self.length), -1, -1)

@@ -47,7 +47,8 @@ def masked_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, s
         scores = torch.baddbmm(mask, q.reshape(B, N * H, d), keys[:, :, 0].mT, alpha=scale)
         return torch.bmm(scores.softmax(-1), values[:, :, 0]).view(B, N, H, -1)
     grouped = q.unflatten(2, (Hkv, -1)).transpose(1, 2).reshape(B, Hkv, N * H // Hkv, d)
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    keys = keys.transpose(1, 2)
+    values = values.transpose(1, 2)
     out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None], scale=scale)
     by_head: Tensor = out.unflatten(2, (N, -1)).transpose(1, 2).reshape(B, N, H, -1)
     return by_head
@@ -73,7 +74,8 @@ def tree_attention(
     """
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     (B, N, H, d), (S, Hkv) = q.shape, keys.shape[1:3]
-    small, G = q.element_size() > 2, H // Hkv
+    small = q.element_size() > 2
+    G = H // Hkv
     rows = max(16, min(16 if small else 64, next_power_of_2(N * G)))  # tensor cores need at least 16 rows
     tiles = triton.cdiv(N * G, rows)
     most = Hkv * tiles * FINE // 128  # slots per split so that the first FINE slots give 128 programs
@@ -115,7 +117,8 @@ def _attention(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Process one split of one key head for ROWS (node, head) rows: unnormalized sums, their maxima and masses. The
     last program of a chunk of splits to finish merges the chunk, and the last of these merges the chunks, in order."""
-    b, h = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
+    b = (tl.program_id(0) // HKV).to(tl.int64)
+    h = tl.program_id(0) % HKV
     part = tl.program_id(1).to(tl.int64)
     length = tl.load(LENGTH + b)
     end = tl.minimum(length + P, S)
@@ -125,7 +128,9 @@ def _attention(  # type: ignore[no-untyped-def]
     if begin >= end:  # the split is empty, and no merge reads it
         return
     r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    live, node, head = r < N * G, r // G, h * G + r % G
+    live = r < N * G
+    node = r // G
+    head = h * G + r % G
     d = tl.arange(0, PAD_D)
     q_at = Q + b * q_b + node * q_n + head * q_h
     q = tl.load(q_at[:, None] + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
@@ -166,7 +171,8 @@ def _attention(  # type: ignore[no-untyped-def]
         x = tl.where(seen, x * 1.4426950408889634, -float("inf"))
         newer = tl.maximum(top, tl.max(x, 1))
         base = tl.where(newer == -float("inf"), 0.0, newer)
-        shrink, p = tl.exp2(top - base), tl.exp2(x - base[:, None])
+        shrink = tl.exp2(top - base)
+        p = tl.exp2(x - base[:, None])
         v_at = V + b * v_b + slot * v_s + h * v_h
         v = tl.load(v_at[:, None] + d[None], mask=here[:, None] & (d < D)[None], other=0.0)
         mass = mass * shrink + tl.sum(p, 1)
@@ -174,20 +180,24 @@ def _attention(  # type: ignore[no-untyped-def]
         top = newer
     rows = N * HKV * G  # of one split
     used = tl.cdiv(tl.minimum(end, FINE), SPLIT) + tl.cdiv(tl.maximum(end - FINE, 0), COARSE)
-    chunk, chunks, most = part // CHUNK, tl.cdiv(used, CHUNK), tl.cdiv(splits, CHUNK)
+    chunk = part // CHUNK
+    chunks = tl.cdiv(used, CHUNK)
+    most = tl.cdiv(splits, CHUNK)
     at = b * (splits + most) * rows + node * (HKV * G) + head  # of the first part; chunks' parts follow the splits'
     tl.store(TOPS + at + part * rows, top, mask=live)
     tl.store(MASSES + at + part * rows, mass, mask=live)
     sums_at = SUMS + (at + part * rows)[:, None] * D + d[None]
     tl.store(sums_at, total, mask=live[:, None] & (d < D)[None])
     COUNTERS += (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * (1 + most)
-    first, count = at + chunk * CHUNK * rows, tl.minimum(CHUNK, used - chunk * CHUNK)
+    first = at + chunk * CHUNK * rows
+    count = tl.minimum(CHUNK, used - chunk * CHUNK)
     last = _is_last(COUNTERS + 1 + chunk, count)
     if last & (chunks > 1):
         goal = at + (splits + chunk) * rows
         _merge(SUMS, TOPS, MASSES, OUT, first, rows, count, goal, live, ROWS, D, PAD_D, False)
         last = _is_last(COUNTERS, chunks)
-        first, count = at + splits * rows, chunks
+        first = at + splits * rows
+        count = chunks
     if last:
         goal = (b * N + node) * (HKV * G) + head
         _merge(SUMS, TOPS, MASSES, OUT, first, rows, count, goal, live, ROWS, D, PAD_D, True)
@@ -215,7 +225,8 @@ def _merge(  # type: ignore[no-untyped-def]
             sums = tl.load(SUMS + at[:, None] * D + d[None], mask=inside, other=0.0, cache_modifier=".cg")
             newer = tl.maximum(top, own)
             base = tl.where(newer == -float("inf"), 0.0, newer)
-            old, new = tl.exp2(top - base), tl.exp2(own - base)
+            old = tl.exp2(top - base)
+            new = tl.exp2(own - base)
             total = total * old[:, None] + sums * new[:, None]
             mass = mass * old + weighed * new
             top = newer

@@ -85,7 +85,8 @@ class Eagle3Layer(nn.Module):
 
     def __init__(self, config: Eagle3Config, attention: Attention) -> None:
         super().__init__()
-        D, eps = config.hidden_size, config.rms_norm_eps
+        D = config.hidden_size
+        eps = config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(D, eps)
         self.hidden_norm = RMSNorm(D, eps)
@@ -110,9 +111,11 @@ class Eagle3(Recycling):
     def __init__(self, config: Eagle3Config, draft_to_target: Tensor) -> None:
         """draft_to_target (Vd,) int64: the target ids of the draft vocabulary, ascending."""
         super().__init__()
-        D, L = config.hidden_size, len(config.aux_layer_ids)
+        D = config.hidden_size
+        L = len(config.aux_layer_ids)
         Dt = config.target_hidden_size or D
-        self.config, self.aux_layer_ids = config, config.aux_layer_ids
+        self.config = config
+        self.aux_layer_ids = config.aux_layer_ids
         self.sliding_window = config.sliding_window
         self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
         self.fc = nn.Linear(L * Dt, D, bias=False)
@@ -178,7 +181,9 @@ class Eagle3(Recycling):
         """Start from the target, at unit size. The projection passes on the target's highest auxiliary layer divided by
         its scale; the final norm, but for `UNSURE`, and the output head are the target's own, in a head of another
         width along the axes of `TargetProbe.axes`."""
-        D, Dt, aux_scales = self.config.hidden_size, probe.hidden.shape[-1], probe.scales
+        D = self.config.hidden_size
+        Dt = probe.hidden.shape[-1]
+        aux_scales = probe.scales
         lm_head = probe.lm_head_weight[self.draft_to_target.to(probe.lm_head_weight.device)]
         if self.fc_norm is None:
             self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(Dt)
@@ -199,10 +204,12 @@ class Eagle3(Recycling):
     def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
         """Return the attention and its probe: find slots by the token whose features they hold, and write the token
         that they read."""
-        layer, D = self.midlayer, self.config.hidden_size
+        layer = self.midlayer
+        D = self.config.hidden_size
         embeddings = probe.embeddings if self.embed_tokens is None else self.embed_tokens(probe.tokens)
         tokens = layer.input_layernorm(embeddings)
-        token, following = tokens[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(0, 1)
+        token = tokens[:, :-1].flatten(0, 1)
+        following = tokens[:, 1:].flatten(0, 1)
         state = layer.hidden_norm(self.fuse(probe.aux_hidden_states[:, :-1]).flatten(0, 1))
         inputs = torch.cat([following, state], dim=-1)
         written = directions(probe.lm_head_weight, probe.tokens[:, 1:].flatten())

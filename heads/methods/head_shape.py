@@ -38,12 +38,14 @@ def block_settings(
     """Return the settings of a `BlockConfig` of the target's shape, with its scaling of rotary positions. The arguments
     override the target's. Raises UserError for an invalid scaling."""
     config = target.config
-    D, heads = target.hidden_size, num_heads or layer_setting(config, "num_attention_heads")
+    D = target.hidden_size
+    heads = num_heads or layer_setting(config, "num_attention_heads")
     key_heads = layer_setting(config, "num_key_value_heads") or heads
     if num_heads is None and heads % key_heads:  # latent attention has no key heads, whatever its config says
         key_heads = heads
     head_dim = head_dim or layer_setting(config, "head_dim") or D // heads
-    own, longest = rope_scaling(config) or {}, getattr(config, "max_position_embeddings", None) or target.context_length
+    own = rope_scaling(config) or {}
+    longest = getattr(config, "max_position_embeddings", None) or target.context_length
     for name in ("short_factor", "long_factor"):  # of LongRoPE, one for each frequency of a head
         if len(own.get(name, ())) not in (0, head_dim // 2):
             own = own | {name: resampled(own[name], head_dim // 2)}
@@ -71,7 +73,8 @@ def block_settings(
 def resampled(factors: Sequence[float], count: int) -> list[float]:
     """Return the factors of `count` rotary frequencies, from those of a target whose heads turn another number: by
     linear interpolation between the target's frequencies, both lists being spread evenly over their logarithms."""
-    ours, theirs = np.arange(count) / count, np.arange(len(factors)) / len(factors)
+    ours = np.arange(count) / count
+    theirs = np.arange(len(factors)) / len(factors)
     resampled_factors: list[float] = np.interp(ours, theirs, factors).tolist()
     return resampled_factors
 
@@ -159,7 +162,8 @@ def mask_token(target: FrozenTarget, mask_token_id: int | None) -> int:
     """Return the id of the mask token; chosen by `unused_id` if None. UserError if it has no embedding, or if
     there is none to choose."""
     if mask_token_id is None:
-        trusted, file = target.trust_remote_code, target.gguf_file
+        trusted = target.trust_remote_code
+        file = target.gguf_file
         tokenizer = load_tokenizer(
             target.name, trust_remote_code=trusted, gguf_file=file, adapter=target.merged_adapter
         )

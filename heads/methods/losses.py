@@ -197,7 +197,9 @@ def draft_loss(
             can_be_right = in_vocabulary[likeliest(logits)]
             p = Distribution(logits if len(draft_to_target) == V else logits.index_select(1, draft_to_target))
             for k in range(K):
-                state, matrix, grad_weight = states[k, part], matrices[k % len(weights)], grad_weights[k % len(weights)]
+                state = states[k, part]
+                matrix = matrices[k % len(weights)]
+                grad_weight = grad_weights[k % len(weights)]
                 z = matmul(state, matrix.T).to(dtype)  # (C, Vd)
                 with torch.enable_grad():
                     z.requires_grad_()

@@ -135,7 +135,8 @@ class Medusa(nn.Module, DraftHead):
     @classmethod
     def for_target(cls, settings: MedusaSettings, target: FrozenTarget, token_counts: Tensor) -> "Medusa":
         check_one_width(target, "medusa")
-        D, V = target.hidden_size, target.vocab_size
+        D = target.hidden_size
+        V = target.vocab_size
         defaults = {"hidden_size": D, "vocab_size": V, "draft_vocab_size": V}
         config = MedusaConfig.from_plain(defaults | settings.model_dump(exclude_none=True))
         head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
@@ -147,7 +148,8 @@ class Medusa(nn.Module, DraftHead):
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
         head_config = MedusaConfig.from_plain(config)
-        V, Vd = head_config.vocab_size, head_config.draft_vocab_size
+        V = head_config.vocab_size
+        Vd = head_config.draft_vocab_size
         draft_to_target = torch.arange(V)
         if Vd != V:
             check_table(weights, "token_map", (Vd,), torch.int64)
@@ -234,7 +236,9 @@ class Medusa(nn.Module, DraftHead):
         return grow(state.shape, state.root, state.length, first, pick, expand, ids)
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
-        N, K, layers = batch_size * length, self.depth, self.config.num_layers
+        N = batch_size * length
+        K = self.depth
+        layers = self.config.num_layers
         outputs = [head[-1] for head in self.heads]
         kept = K * N * self.config.hidden_size * (4 + 2 * width * layers)
         return StepCost(

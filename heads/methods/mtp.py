@@ -130,7 +130,8 @@ class MtpModule(nn.Module):
     def __init__(self, size: int, norm: Callable[[], nn.Module], block: nn.Module, *, hidden_first: bool) -> None:
         super().__init__()
         self.hidden_first = hidden_first
-        self.token_layernorm, self.hidden_layernorm = norm(), norm()
+        self.token_layernorm = norm()
+        self.hidden_layernorm = norm()
         self.input_proj = nn.Linear(2 * size, size, bias=False)
         self.block = block
         self.final_layernorm = norm()
@@ -154,10 +155,12 @@ class Mtp(Recycling):
     def __init__(self, config: MtpConfig, draft_to_target: Tensor) -> None:
         """draft_to_target (Vd,) int64: the target ids of the draft vocabulary, ascending."""
         super().__init__()
-        self.config, self.num_modules = config, config.num_modules
+        self.config = config
+        self.num_modules = config.num_modules
         powers = [config.depth_decay**k for k in range(config.depth)]
         self.depth_weights = tuple(power / sum(powers) for power in powers)
-        D, hidden_first = config.hidden_size, self.layout.hidden_first
+        D = config.hidden_size
+        hidden_first = self.layout.hidden_first
         self.zero_first = self.layout.zero_first
         self.pre_norm = config.native and self.layout.pre_norm
         self.aux_layer_ids = (config.num_target_layers,) if self.pre_norm else ()
@@ -169,7 +172,9 @@ class Mtp(Recycling):
             self.cos_sin = rotary_of(config)
         else:
             maker = BlockMaker(config.decoder)
-            blocks, norm, self.cos_sin = maker.layers, maker.norm, partial(rotation_by, maker.rotary)
+            blocks = maker.layers
+            norm = maker.norm
+            self.cos_sin = partial(rotation_by, maker.rotary)
         self.mtp_layers = nn.ModuleList(MtpModule(D, norm, block, hidden_first=hidden_first) for block in blocks)
         self.stored: dict[str, torch.dtype] = {}
         """Dtype of each tensor in the checkpoint that native modules come from. They are saved under the same names and
@@ -253,7 +258,8 @@ class Mtp(Recycling):
     def initialise(self, probe: TargetProbe) -> None:
         """Start from the target: each module passes the hidden state on at its own scale times `UNSURE`. The target's
         output head reads it, and the next step norms it."""
-        D, scale = self.config.hidden_size, UNSURE * float(probe.norm.square().mean().sqrt()) * probe.logit_scale
+        D = self.config.hidden_size
+        scale = UNSURE * float(probe.norm.square().mean().sqrt()) * probe.logit_scale
         half = slice(0, D) if self.layout.hidden_first else slice(D, 2 * D)
         for module in self.mtp_layers:
             assert isinstance(module, MtpModule)
@@ -269,7 +275,8 @@ class Mtp(Recycling):
         half = slice(D, 2 * D) if module.hidden_first else slice(0, D)
         module.input_proj.weight[:, half] += TOKEN_SHARE * torch.eye(D)
         tokens = module.token_layernorm(probe.embeddings)
-        token, following = tokens[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(0, 1)
+        token = tokens[:, :-1].flatten(0, 1)
+        following = tokens[:, 1:].flatten(0, 1)
         x = module.project(probe.embeddings[:, 1:], probe.hidden[:, :-1].float())
         inputs = module.block.input_layernorm(x).flatten(0, 1)
         written = directions(probe.lm_head_weight, probe.tokens[:, 1:].flatten())
@@ -299,7 +306,9 @@ def field_name(own: str, layout: Layout, layers: int) -> str:
     """Return the family's name of `mtp_layers.I.PART.weight` or `mtp_layers.I.block.NAME`."""
     match = re.fullmatch(r"mtp_layers\.(\d+)\.(\w+)\.(.+)", own)
     assert match, own
-    prefix, part, rest = layout.of_module(int(match[1]), layers), match[2], match[3]
+    prefix = layout.of_module(int(match[1]), layers)
+    part = match[2]
+    rest = match[3]
     if part == "block":
         return prefix + layout.block + rest.removeprefix("layer.")
     return f"{prefix}{layout.parts[PARTS.index(part)]}.{rest}"
@@ -327,7 +336,8 @@ def to_field(own: Mapping[str, Tensor], layout: Layout, layers: int, stored: Col
 def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
     """Return the number of modules of this layout among the tensors, counted from the first; at most 1 if all share a
     prefix."""
-    held, count = set(names), 0
+    held = set(names)
+    count = 0
     while f"{layout.of_module(count, layers)}{layout.parts[2]}.weight" in held:
         count += 1
         if layout.of_module(count, layers) == layout.of_module(0, layers):

@@ -30,7 +30,8 @@ SCALINGS = {
 
 def check_scaling(scaling: dict[str, Any]) -> None:
     """Raise UserError for a scaling of a recipe that is of no kind in `SCALINGS` or lacks a number."""
-    kind, where = scaling.get("rope_type"), "head.rope_scaling"
+    kind = scaling.get("rope_type")
+    where = "head.rope_scaling"
     if kind == "dynamic":
         raise UserError(
             f"{where}.rope_type: dynamic angles change with the length of the text, and cached keys would keep the old "
@@ -75,7 +76,8 @@ def rotary_of(config: Any) -> Rotary:
     def rotation(positions: Tensor, dtype: torch.dtype) -> CosSin:
         acc_dtype = torch.promote_types(dtype, torch.float32)
         angles = positions[:, None, :, None] * frequencies(positions.device, acc_dtype)  # (B, 1, T, d / 2)
-        cos, sin = angles.cos() * factor, angles.sin() * factor
+        cos = angles.cos() * factor
+        sin = angles.sin() * factor
         return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
     return rotation
@@ -104,7 +106,8 @@ def _scaled(config: Any, scaling: dict[str, Any], rotated: int) -> LlamaRotaryEm
 def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (B, 1, T, d) of rotary positions (B, T) by a module of transformers, whose layers take
     them as they are."""
-    like, maker = torch.empty((), dtype=dtype, device=positions.device), maker.to(positions.device)
+    like = torch.empty((), dtype=dtype, device=positions.device)
+    maker = maker.to(positions.device)
     if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are equal for text
         positions = positions.expand(3, -1, -1)
     cos, sin = maker(like, positions)  # (B, T, d)

@@ -40,7 +40,8 @@ class SlotState:
     ) -> None:
         """`slots`: minimum number of slots; `layers`: layers with a cache."""
         weight = next(head.parameters())
-        self.shape, self.embed = shape, embed
+        self.shape = shape
+        self.embed = embed
         self.slot = torch.arange(round_up(slots), device=weight.device)  # (S,)
         self.root = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
         self.length = torch.zeros_like(self.root)  # (B,), the root's position: slots before it are observed

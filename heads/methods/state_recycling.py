@@ -189,8 +189,13 @@ class Recycling(nn.Module, DraftHead):
         )
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
-        N, K, config, sizes = batch_size * length, self.depth, self.config, Widths.of(self.config)
-        outputs, start, layers = self.outputs, flops(*self.starting), self.layers_per_module
+        N = batch_size * length
+        K = self.depth
+        config = self.config
+        sizes = Widths.of(self.config)
+        outputs = self.outputs
+        start = flops(*self.starting)
+        layers = self.layers_per_module
         work = N * K * (flops(self) - flops(*outputs) - start) / self.num_modules
         work += N * start * 2 / 3  # its input needs no gradient
         work += layers * K * N * length * 2 * ATTENTION_PRODUCTS * sizes.queries / 2  # half of all pairs: it is causal
@@ -198,7 +203,8 @@ class Recycling(nn.Module, DraftHead):
         kept, backward = K * N * (row + (4 - width) * config.hidden_size), 0  # embeddings stay in float32
         if self.activation_bytes(N, K, width) > most:  # only the states, keys and values of every step are kept
             kept = K * N * width * 2 * (config.hidden_size + layers * sizes.keys)
-            backward, work = N * row, work * 4 / 3
+            backward = N * row
+            work = work * 4 / 3
         backward += 2 * width * sizes.inner * N
         return StepCost(work, kept, N, len(self.draft_to_target), N, N, backward, outputs)
 
@@ -223,7 +229,8 @@ class Recycling(nn.Module, DraftHead):
     @torch.no_grad()
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> RecyclingState:
         self.check_draft(shape)
-        own, weight = self.shared_layers(shared), next(self.parameters())
+        own = self.shared_layers(shared)
+        weight = next(self.parameters())
         state = RecyclingState(
             self,
             shape,
@@ -262,7 +269,8 @@ class Recycling(nn.Module, DraftHead):
     ) -> Tensor:
         """Run one step over the cache, on tokens (B, W) and the states (B, W, D) that they recycle. Attention sees the
         first `extent` slots. Return the states to recycle (B, W, D)."""
-        slot, positions = state.slot[:extent], mapping.positions
+        slot = state.slot[:extent]
+        positions = mapping.positions
         visible = mapping.visible(module, extent)
         if self.sliding_window is not None:  # draft tokens only appear nearer: slot >= position
             visible = visible & (positions[..., None] - slot < self.sliding_window)
@@ -299,7 +307,8 @@ class Recycling(nn.Module, DraftHead):
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             nonlocal recycled
             mapping = DraftSlots(state.length, paths, state.slot, chain, scratch)
-            before, first = recycled, min(level, J - 1)
+            before = recycled
+            first = min(level, J - 1)
             recycled = list(before)
             for module in range(first, J):
                 above = before[module - 1 if level <= module else module]

@@ -87,10 +87,13 @@ def grow(
 
 def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     """Grow a tree of one node per level, without the operations that choose among several nodes."""
-    B, K, device = len(root), shape.depth, root.device
+    B = len(root)
+    K = shape.depth
+    device = root.device
     node = constant(tuple(range(K + 1)), device).expand(B, -1)
     path = node[:, None]
-    tokens, steps = [root[:, None]], [constant((0.0,), device, torch.float32).expand(B, 1)]
+    tokens = [root[:, None]]
+    steps = [constant((0.0,), device, torch.float32).expand(B, 1)]
     for level in range(1, K + 1):
         picked, logp = (part[:, 0] for part in draw(logits, level, 1))  # (B, 1)
         tokens.append(picked)
@@ -102,17 +105,22 @@ def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expa
 
 
 def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
-    B, K, N, device = len(root), shape.top_k, shape.nodes, root.device
+    B = len(root)
+    K = shape.top_k
+    N = shape.nodes
+    device = root.device
     depths, penalties = _levels(shape.depth, K, device)
     T = len(depths)
     order = constant(tuple(range(T)), device).expand(B, -1)
     # The beam: the K nodes that are expanded next. Of the root's children these are all, in the order drawn.
     picked, logp = draw(logits, 1, K)  # (B, 1, K)
-    beam, beam_scores = picked[:, 0], _ranked(logp[:, 0])
+    beam = picked[:, 0]
+    beam_scores = _ranked(logp[:, 0])
     nodes = order[:, 1 : 1 + K]  # their indices among all candidates
     rows = torch.zeros_like(nodes)
     paths = order[:, :K, None]
-    tokens, scores = [root[:, None], beam], [torch.zeros_like(beam_scores[:, :1]), beam_scores]
+    tokens = [root[:, None], beam]
+    scores = [torch.zeros_like(beam_scores[:, :1]), beam_scores]
     parents = [torch.zeros_like(order[:, : 1 + K])]
     beams = []
     for level in range(2, shape.depth + 1):
@@ -164,8 +172,10 @@ def _levels(depth: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     assert shape.paths is not None
-    B, tree = len(root), _static_tree(shape.paths, root.device)
-    tokens, scores = [root[:, None]], [constant((0.0,), root.device, torch.float32).expand(B, 1)]
+    B = len(root)
+    tree = _static_tree(shape.paths, root.device)
+    tokens = [root[:, None]]
+    scores = [constant((0.0,), root.device, torch.float32).expand(B, 1)]
     beam = scores[0]  # scores of the nodes expanded at the level above
     for depth, level in enumerate(tree.levels, 1):
         picked, logp = (x[:, level.row, level.rank] for x in draw(logits, depth, level.count))  # (B, M)
@@ -173,7 +183,8 @@ def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, exp
         scores.append(beam[:, level.row] + logp)
         if depth < len(tree.levels):
             beam = scores[-1][:, level.expanded]
-            rows, paths = level.expanded_row.expand(B, -1), level.paths.expand(B, -1, -1)
+            rows = level.expanded_row.expand(B, -1)
+            paths = level.paths.expand(B, -1, -1)
             logits = expand(picked[:, level.expanded], rows, paths, depth)
     parents, depths, expanded = (x.expand(B, -1) for x in (tree.parents, tree.depths, tree.expanded))
     return Proposal(torch.cat(tokens, 1), parents, depths, torch.cat(scores, 1), expanded)

@@ -41,7 +41,8 @@ def causal_attention(
     q (B, H, T, d); k, v (B, H / G, T, d); documents (B, T) int64; own keys and values as k and v, one pair for each
     earlier step of the training-time test. Returns (B, H, T, d). Scores are at least float32.
     """
-    q, k = q.to(v.dtype), k.to(v.dtype)
+    q = q.to(v.dtype)
+    k = k.to(v.dtype)
     reach = None if window is None else window - len(own_keys)
     with torch.autocast(q.device.type, enabled=False):
         if q.is_cuda:
@@ -60,7 +61,8 @@ def by_flex(
     attention: Callable[..., Any] = flex_attention,
 ) -> Tensor:
     """Compute `causal_attention` with FlexAttention, compiled or eager. A row sees `reach` slots, its own included."""
-    mask, grouped = packed_mask(documents, reach), q.shape[1] != k.shape[1]
+    mask = packed_mask(documents, reach)
+    grouped = q.shape[1] != k.shape[1]
     aux = AuxRequest(lse=True) if own_keys else None
     out = attention(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=aux)
     return _merge(q, out[0], out[1].lse, own_keys, own_values) if own_keys else out
@@ -76,9 +78,11 @@ def by_blocks(
     reach: int | None,
 ) -> Tensor:
     """Compute `causal_attention` block by block."""
-    outs, lses = [], []
+    outs = []
+    lses = []
     acc_dtype = torch.promote_types(v.dtype, torch.float32)  # in which the gradients of keys and values are summed
-    k, v = k.to(acc_dtype), v.to(acc_dtype)
+    k = k.to(acc_dtype)
+    v = v.to(acc_dtype)
     for start in range(0, q.shape[2], BLOCK):
         rows = slice(start, start + BLOCK)
         seen = slice(0 if reach is None else max(0, start - reach + 1), start + BLOCK)
@@ -86,7 +90,8 @@ def by_blocks(
         out, lse = checkpoint(_block, *inputs, reach, use_reentrant=False, preserve_rng_state=False)
         outs.append(out)
         lses.append(lse)
-    out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
+    out = torch.cat(outs, 2)
+    lse = torch.cat(lses, 2)
     return _merge(q, out, lse, own_keys, own_values) if own_keys else out
 
 
@@ -95,8 +100,11 @@ def _block(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention (B, H, R, d) of rows q (B, H, R, d), which are the last of the n keys, and the log-sum-exp
     (B, H, R) of their scores."""
-    G, R, n = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    G = q.shape[1] // k.shape[1]
+    R = q.shape[2]
+    n = k.shape[2]
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
     key = torch.arange(n, device=q.device)
     row = key[n - R :, None]
     hidden = (row_documents[..., None] != key_documents[:, None]) | (row < key)  # (B, R, n)

@@ -34,14 +34,17 @@ class KVCache:
     def __init__(
         self, *, num_layers: int, batch_size: int, capacity: int, forms: Forms, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.batch_size, self.capacity, self.forms = batch_size, capacity, forms
+        self.batch_size = batch_size
+        self.capacity = capacity
+        self.forms = forms
         width = sum(heads * width for heads, width in forms)
         self.store = torch.zeros(num_layers, batch_size * capacity, width, dtype=dtype, device=device)
         self.flat = list(self.store)  # per layer (B * S, W)
         self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)
         self.slots = self.row_starts  # (B' * N,) after `set_slots`: the next pass's slots in flat storage
         self.shown: list[tuple[Tensor, Tensor]] = []  # per layer: keys (B', E, Hkv, d) and values
-        self.rows, self.extent = slice(0, 0), 0
+        self.rows = slice(0, 0)
+        self.extent = 0
         self.set_slots(self.row_starts, extent=capacity)
 
     def set_slots(self, slots: Tensor, *, extent: int, row: int | None = None) -> None:
@@ -51,7 +54,8 @@ class KVCache:
         alone = self.batch_size == 1
         self.slots = slots[0] if alone else (slots + self.row_starts[rows]).flatten()
         if (rows, extent) != (self.rows, self.extent):
-            self.rows, self.extent = rows, extent
+            self.rows = rows
+            self.extent = extent
             L, _, W = self.store.shape
             visible = self.store.view(L, self.batch_size, self.capacity, W)[:, rows, :extent]
             parts = visible.split([heads * width for heads, width in self.forms], dim=3)
@@ -71,7 +75,8 @@ class KVCache:
     def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
         """Move the slots slots_from[b] of row b to slots_to[b], (B, P) each, in every layer. All slots are read before
         any is written."""
-        sources, goals = (slots_from + self.row_starts).flatten(), (slots_to + self.row_starts).flatten()
+        sources = (slots_from + self.row_starts).flatten()
+        goals = (slots_to + self.row_starts).flatten()
         self.store.index_copy_(1, goals, self.store.index_select(1, sources))
 
 
@@ -104,7 +109,8 @@ class HFCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def show(self) -> None:
-        rows, extent = self.cache.rows, self.cache.extent
+        rows = self.cache.rows
+        extent = self.cache.extent
         self.shown_keys = self.keys[rows, :extent].transpose(1, 2)
         self.shown_values = self.values[rows, :extent].transpose(1, 2)
 
@@ -195,8 +201,11 @@ class HFCache(Cache):
     ) -> None:
         """`num_stored`: number of layers with keys, by default all. `num_states`: R, one more than the tokens of the
         longest step that may be partly undone; 0 for a model without recurrent layers."""
-        self.batch_size_, self.capacity, self.num_states = batch_size, capacity, num_states
-        self.rows, self.extent = slice(0, batch_size), capacity
+        self.batch_size_ = batch_size
+        self.capacity = capacity
+        self.num_states = num_states
+        self.rows = slice(0, batch_size)
+        self.extent = capacity
         self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)
         self.prompt = False
         """True if the step reads whole prompts."""
@@ -221,11 +230,14 @@ class HFCache(Cache):
         rows = slice(0, self.batch_size_) if row is None else slice(row, row + 1)
         self.slots = (slots + self.row_starts[rows]).flatten()
         if self.num_states:
-            first, row_states = slots[:, :1], self.row_starts[rows] // self.capacity * self.num_states
+            first = slots[:, :1]
+            row_states = self.row_starts[rows] // self.capacity * self.num_states
             behind = torch.arange(slots.shape[1] + 1, device=slots.device)
-            self.state_slots, self.is_first = row_states + (first + behind) % self.num_states, first[:, 0] == 0
+            self.state_slots = row_states + (first + behind) % self.num_states
+            self.is_first = first[:, 0] == 0
         if (rows, extent) != (self.rows, self.extent):
-            self.rows, self.extent = rows, extent
+            self.rows = rows
+            self.extent = extent
             for layer in self.row_layers:
                 if layer.is_initialized:
                     layer.show()
@@ -245,7 +257,8 @@ class HFCache(Cache):
     def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
         """Move the entries of row b from slots_from[b] to slots_to[b] in every layer; (B, P) each. All reads precede
         all writes."""
-        sources, goals = (slots_from + self.row_starts).flatten(), (slots_to + self.row_starts).flatten()
+        sources = (slots_from + self.row_starts).flatten()
+        goals = (slots_to + self.row_starts).flatten()
         for store in (*self.stores["keys"], *self.stores["values"]):
             flat = store.flatten(1, 2)  # (layers, B * S, H, Dh)
             flat.index_copy_(1, goals, flat.index_select(1, sources))
@@ -263,7 +276,8 @@ class HFCache(Cache):
         """Return zeros (B, S, H, Dh) for one layer. The first call allocates all layers in the first layer's shape, so
         that `compact` is a few large copies. A layer of another shape gets its own tensor."""
         _, H, _, Dh = states.shape
-        stores, free = self.stores[kind], self.free[kind]
+        stores = self.stores[kind]
+        free = self.free[kind]
         shape = (self.batch_size_, self.capacity, H, Dh)
         if not stores:
             stores.append(states.new_zeros(self.num_stored, *shape))

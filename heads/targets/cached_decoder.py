@@ -44,14 +44,16 @@ class CachedDecoder(ABC):
     """True if a pass needs the slots that each token sees as a mask; False if a kernel reads the tree's shape."""
 
     def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
-        self.model, self.spec = model, spec
+        self.model = model
+        self.spec = spec
         # One index more than there are slots, so that the tokens of a padded chunk that do not fit go to the last slot,
         # which no prompt fills.
         self.slot = torch.arange(spec.capacity + 1, device=model.device)  # (S + 1,)
         self.pads = model.device.type != "cpu" and not model.is_recurrent
         """True if prompts are padded to a few shapes, which kernels and graphs need. On a CPU padding only costs time,
         and it would pass through a recurrent state."""
-        head, lm_head = model.head, model.lm_head
+        head = model.head
+        lm_head = model.lm_head
         is_plain = type(head) is nn.Linear and head.bias is None
         is_plain = is_plain and isinstance(lm_head, OutputHead) and (lm_head.scale, lm_head.soft_cap) == (1, None)
         self.in_tiles = is_plain and runs_kernels(head.weight)

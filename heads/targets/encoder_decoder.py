@@ -82,7 +82,8 @@ class EncoderDecoder(nn.Module):
         mask = additive(visible & same_part, dtype)
         cross_mask = additive(visible & keys_are_input[:, None], dtype)
         bias = self.bias(self.decoder, positions, key_positions, bidirectional=False)
-        hidden, name = embedded, cache_name(self.layers[0])
+        hidden = embedded
+        name = cache_name(self.layers[0])
         for layer in self.layers:
             # Without the encoder's states, their keys are in the cache. The layer then only checks that it is given a
             # tensor.
@@ -144,7 +145,8 @@ class CrossCache:
     """Layers L .. 2L - 1 of an `HFCache`: keys and values of the encoder's states, each in the slot of its token."""
 
     def __init__(self, cache: HFCache, num_layers: int) -> None:
-        self.cache, self.first = cache, num_layers
+        self.cache = cache
+        self.first = num_layers
         shown = cache.row_layers[num_layers:]
         self.layers = [
             SimpleNamespace(keys=layer.shown_keys, values=layer.shown_values) if layer.is_initialized else None
@@ -160,7 +162,8 @@ class RowPair(EncoderDecoderCache):
 
     def __init__(self, cache: HFCache, num_layers: int) -> None:
         untyped: Any = self  # annotated with transformers' own cache classes
-        untyped.self_attention_cache, untyped.cross_attention_cache = cache, CrossCache(cache, num_layers)
+        untyped.self_attention_cache = cache
+        untyped.cross_attention_cache = CrossCache(cache, num_layers)
         self.is_updated = dict.fromkeys(range(num_layers), not cache.prompt)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

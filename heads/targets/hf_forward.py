@@ -71,7 +71,8 @@ def decode_tree(
 
     def mask(window: int | None) -> Any:
         carrier: Any = positions.new_zeros(1, 1, 1, 1)
-        carrier.visible_slots, carrier.window = visible_slots, window
+        carrier.visible_slots = visible_slots
+        carrier.window = window
         return carrier
 
     with attention_function(base, TREE):
@@ -153,7 +154,8 @@ def by_flex(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: BlockMask, **settings: Any
 ) -> tuple[Tensor, Any]:
     """Run transformers' FlexAttention in one dtype, since some families rotate in float32 under autocast."""
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     with many_shapes():
         out: tuple[Tensor, Any] = flex_attention_forward(module, query, key, value, attention_mask, **settings)
     return out
@@ -177,11 +179,13 @@ def by_tiles(
     Some models pass the mask as a keyword. `softcap` caps scores smoothly; `s_aux` (H,) are the scores of attention
     sinks. The backward pass recomputes each tile's weights.
     """
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     first = attention_mask.kv_indices[:, 0, :, 0].amin(0).tolist()  # a tile sees itself and earlier tiles
     outs = []
     for i, tile in enumerate(first):
-        start, stop = i * TILE, min((i + 1) * TILE, query.shape[2])
+        start = i * TILE
+        stop = min((i + 1) * TILE, query.shape[2])
         seen = slice(tile * TILE, stop)
         parts = query[:, :, start:stop], key[:, :, seen], value[:, :, seen]
         given = (*parts, attention_mask.mask_mod, stop, scaling, softcap, s_aux)
@@ -210,7 +214,8 @@ def _tile(
         return scaled_dot_product_attention(
             q, k, v, attn_mask=visible[:, None], scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
-    G, E = q.shape[1] // k.shape[1], k.shape[2]
+    G = q.shape[1] // k.shape[1]
+    E = k.shape[2]
     k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
     scores = scores * (q.shape[3] ** -0.5 if scaling is None else scaling)

@@ -37,7 +37,8 @@ def packed_visible(documents: Tensor) -> Tensor:
 def packed_mask(documents: Tensor, window: int | None = None) -> BlockMask:
     """Return the mask of `packed_visible` as a block mask of FlexAttention, without keys that are `window` slots or
     more before a query. Each document must be contiguous, with consecutive positions."""
-    T, device = documents.shape[1], documents.device
+    T = documents.shape[1]
+    device = documents.device
     slot = torch.arange(T, dtype=torch.int64, device=device)
     least = document_starts(documents)  # (B, T) the first slot that each query sees
     if window is not None:

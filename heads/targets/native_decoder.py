@@ -82,7 +82,8 @@ class NativeDecoder(CachedDecoder):
 
     def masks(self, mapping: SlotMapping, extent: int) -> dict[str, Tensor]:
         """Return the masks to add to scores, as `masked_attention` takes them, by layer kind."""
-        visible, masks = mapping.visible(0, extent), {}
+        visible = mapping.visible(0, extent)
+        masks = {}
         for kind, group_size in self.group_sizes.items():
             seen = visible
             if kind == SLIDING and self.window is not None:
@@ -159,7 +160,9 @@ class Attention:
 
     def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:
         """Return the residual stream (R, D) after attention, from normed states x (R, D) and the residual stream."""
-        H, Hkv, d = self.num_heads, self.num_key_heads, self.d
+        H = self.num_heads
+        Hkv = self.num_key_heads
+        d = self.d
         fused = self.qkv(x)  # (R, (H + 2 Hkv) d)
         heads = fused.view(-1, H + 2 * Hkv, d)
         rotated = heads[:, : H + Hkv]
@@ -205,7 +208,8 @@ class Experts:
 
     def __init__(self, module: Any, config: Any, *, renormalise: bool) -> None:
         self.router: Tensor = module.gate.weight.detach()  # (X, D)
-        self.A, self.renormalise = int(config.num_experts_per_tok), renormalise
+        self.A = int(config.num_experts_per_tok)
+        self.renormalise = renormalise
         self.gate_up: Tensor = module.experts.gate_up_proj.detach()  # (X, 2 I, D)
         self.down: Tensor = module.experts.down_proj.detach()  # (X, D, I)
         self.activation = activation(module.experts)
@@ -320,7 +324,8 @@ def native_stack(model: LanguageModel, *, draft: bool = False) -> Stack:
 
 
 def _read_stack(model: LanguageModel, *, draft: bool) -> Stack:
-    base, config = model.base, model.config
+    base = model.base
+    config = model.config
     kinds = getattr(config, "layer_types", None) or [SLIDING] * model.num_layers
 
     def feedforward(mlp: Any) -> GatedMLP | Experts:

@@ -21,7 +21,9 @@ class Stepwise:
     def __init__(self, mixer: Any) -> None:
         name = state_name(mixer)
         assert name is not None
-        self.whole, self.index, self.name = mixer.forward, mixer.layer_idx, name
+        self.whole = mixer.forward
+        self.index = mixer.layer_idx
+        self.name = name
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Run the module on hidden_states (B, N, D) -> (B, N, D). Calls without an `HFCache` go to the module's own
@@ -30,7 +32,8 @@ class Stepwise:
         if not isinstance(cache, HFCache):
             whole: Tensor = self.whole(hidden_states, **kwargs)
             return whole
-        state, width = cache.recall(self.index), 1
+        state = cache.recall(self.index)
+        width = 1
         if cache.prompt:
             width = hidden_states.shape[1]
         outputs = []
@@ -62,10 +65,14 @@ def find_mixers(layers: nn.Module) -> list[nn.Module]:
 def single_steps(base: nn.Module, tokens: Tensor, count: int) -> Tensor:
     """Return the states (B, count, D) of the last `count` tokens, computed token by token with transformers' own cache.
     Whole sequences may give other states: some recurrent layers clamp their steps only there."""
-    states, cache, start, name = [], None, 0, cache_name(base)
+    states = []
+    cache = None
+    start = 0
+    name = cache_name(base)
     for end in range(tokens.shape[1] - count, tokens.shape[1] + 1):
         positions = torch.arange(start, end, device=tokens.device)[None]
         out = base(input_ids=tokens[:, start:end], position_ids=positions, use_cache=True, **{name: cache})
         states.append(out.last_hidden_state)
-        cache, start = out[name], end
+        cache = out[name]
+        start = end
     return torch.cat(states[1:], dim=1)

@@ -34,7 +34,8 @@ def text_rows(texts: Sequence[Sequence[int]], length: int | None = None) -> Rows
     rows = empty_rows(len(texts), length or max(map(len, texts)))
     for n, text in enumerate(texts):
         T = len(text)
-        rows.tokens[n, :T], rows.positions[n, :T] = torch.tensor(text), torch.arange(T)
+        rows.tokens[n, :T] = torch.tensor(text)
+        rows.positions[n, :T] = torch.arange(T)
         rows.documents[n, :T] = 0
     return rows
 
@@ -50,7 +51,9 @@ class Pool:
     def __init__(self, corpus: Corpus, row_length: int, num_positions: int | None = None, *, packs: bool = True):
         """`num_positions`: the number of positions of the models; None: enough for any document. `packs`: several
         documents may share a row."""
-        self.corpus, self.row_length, self.packs = corpus, row_length, packs
+        self.corpus = corpus
+        self.row_length = row_length
+        self.packs = packs
         pieces, self.num_left_out = _pieces(corpus, row_length, num_positions or corpus.num_tokens)
         rows = best_fit(pieces[:, 1], row_length) if packs else np.arange(len(pieces))
         order = np.argsort(rows, kind="stable")
@@ -90,7 +93,8 @@ def _pieces(corpus: Corpus, row_length: int, num_positions: int) -> tuple[NDArra
     starts = corpus.ends - lengths
     short = lengths <= row_length
     whole = np.stack([starts[short], lengths[short], *np.zeros((2, short.sum()), dtype=np.int64)], axis=1)
-    cut, left_out = [], 0
+    cut = []
+    left_out = 0
     for start, length in zip(starts[~short].tolist(), lengths[~short].tolist(), strict=True):
         labels = corpus.span(start, length)[1]
         parts = list(cut_document(labels, row_length, num_positions))
@@ -143,7 +147,8 @@ def best_fit(lengths: NDArray[np.int64], row_length: int) -> NDArray[np.int64]:
     for piece, length in enumerate(lengths.tolist()):
         at = bisect_left(spaces, length)
         if at == len(spaces):
-            row, space = count, row_length
+            row = count
+            space = row_length
             count += 1
         else:
             space = spaces[at]
@@ -165,7 +170,8 @@ class Mixture:
 
     def __init__(self, pools: Sequence[Pool], weights: Sequence[float], seed: int):
         assert pools and len(pools) == len(weights), (len(pools), len(weights))
-        self.pools, self.row_length = list(pools), pools[0].row_length
+        self.pools = list(pools)
+        self.row_length = pools[0].row_length
         self.seed = seed
         self.num_texts = 0
         """Number of conversations or texts from which the rows were made; 0: not counted."""

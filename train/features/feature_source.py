@@ -25,7 +25,8 @@ class FeatureSource:
 
     def __init__(self, target: FrozenTarget, load_whole: Callable[[], FrozenTarget] | None = None) -> None:
         """`load_whole`: loads a copy that can decode, if `target` is not whole; None if there is no room for one."""
-        self.target, self._load_whole = target, load_whole
+        self.target = target
+        self._load_whole = load_whole
 
     @property
     def measures(self) -> bool:
@@ -69,7 +70,8 @@ def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], d
     with torch.no_grad():
         embeddings = target.shared.embed_tokens(inputs["tokens"])
 
-    device, lm_head = target.device.type, target.lm_head
+    device = target.device.type
+    lm_head = target.lm_head
     if torch.is_autocast_enabled(device) and isinstance(lm_head, OutputHead):
         # A copy, since autocast would cast the weights again for every chunk of the loss.
         lm_head = lm_head.in_dtype(torch.get_autocast_dtype(device))

@@ -58,7 +58,9 @@ class HiddenStatesServer:
     def __init__(self, url: str, streams: Sequence[int], in_flight: int, retries: int = RETRIES) -> None:
         """`streams`: the streams for which the server was started, ascending."""
         self.client = ServerClient(url, retries)
-        self.streams, self.model, self.closed = list(streams), "", False
+        self.streams = list(streams)
+        self.model = ""
+        self.closed = False
         self.asked: dict[bytes, list[Future[Tensor]]] = defaultdict(list)
         self.turns = asyncio.Semaphore(in_flight)
         self.loop = asyncio.new_event_loop()
@@ -123,7 +125,8 @@ class HiddenStatesServer:
                 except (OSError, SafetensorError) as error:
                     if trial == TRIALS:
                         raise self.client.error(f"its file cannot be read ({first_line(error)})") from None
-        states, ids = tensors.get("hidden_states"), tensors.get("token_ids")
+        states = tensors.get("hidden_states")
+        ids = tensors.get("token_ids")
         if states is None or ids is None or ids.tolist() != tokens:
             raise self.client.error("its file is not of the tokens sent; start it with --no-enable-prefix-caching")
         if states.dim() != 3 or states.shape[:2] != (len(tokens), len(self.streams)):
@@ -193,7 +196,9 @@ class ServedFeatures(FeatureSource):
         norm = final_norm(target.base, target.layers, target.hidden_size)
         if norm is None:
             raise UserError(f"{target.name}: no final norm was found, which vLLM leaves out; use features.kind=process")
-        self.norm, self.settings, self.accelerator = norm, settings, accelerator
+        self.norm = norm
+        self.settings = settings
+        self.accelerator = accelerator
         self.steps_ahead = -(-settings.in_flight // rows_of_step) + 1
         self.server: HiddenStatesServer | None = None
         target.remote = self.fetch
@@ -213,7 +218,8 @@ class ServedFeatures(FeatureSource):
     @torch.no_grad()
     def fetch(self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]) -> Features:
         """Return features of packed rows, (B, T) each, on the target's device. They are zero in the padding."""
-        server, target = self.open_server(aux_layer_ids), self.target
+        server = self.open_server(aux_layer_ids)
+        target = self.target
         states = self.states(server, tokens.cpu(), documents.cpu())
         last = states[:, :, -1]
         aux = states[:, :, [server.streams.index(k) for k in aux_layer_ids]].flatten(2)
@@ -254,7 +260,8 @@ class ServedFeatures(FeatureSource):
 
     def _compare(self, server: HiddenStatesServer, whole: FrozenTarget, rows: Rows) -> None:
         """Raise UserError unless each stream is closest to the target's stream of the same layer, and close to it."""
-        n, inside = whole.num_layers, rows.documents >= 0
+        n = whole.num_layers
+        inside = rows.documents >= 0
         known = sorted({k + step for k in server.streams for step in (-1, 0, 1)} & set(range(n + 1)))
         batch = [part.to(whole.device) for part in (rows.tokens, rows.positions, rows.documents)]
         features = whole.packed_features(batch[0], batch[1], batch[2], known)
@@ -264,7 +271,8 @@ class ServedFeatures(FeatureSource):
         theirs = self.states(server, rows.tokens, rows.documents).cpu()[inside].float()
         for place, k in enumerate(server.streams):
             apart = (candidates - theirs[:, place, None]).norm(dim=(0, 2)) / candidates.norm(dim=(0, 2))
-            nearest, expected = int(apart.argmin()), known.index(k)
+            nearest = int(apart.argmin())
+            expected = known.index(k)
             if nearest != expected:
                 raise self._wrong(
                     server, f"its state number {place + 1} {names[nearest]}, expected what {names[expected]}"

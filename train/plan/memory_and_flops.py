@@ -79,8 +79,11 @@ class Plan:
     be replaced by one with other rows or steps."""
 
     def __init__(self, recipe: Recipe, launch: Launch) -> None:
-        self.recipe, self.launch = recipe, launch
-        settings, section, self.bf16 = recipe.target, recipe.head, recipe.train.precision == "bf16"
+        self.recipe = recipe
+        self.launch = launch
+        settings = recipe.target
+        section = recipe.head
+        self.bf16 = recipe.train.precision == "bf16"
         if recipe.train.precision == "auto":
             fastest = torch.bfloat16 if launch.memory else fastest_dtype(torch.device(launch.device))
             self.bf16 = fastest == torch.bfloat16
@@ -94,7 +97,8 @@ class Plan:
             target = load_shape(settings.path, dtype=dtype, **files)
             self.head: Any = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
             weights: dict[str, Tensor] = self.head.to_checkpoint()
-            record, form = target_record(target), HEADS[section.kind].format
+            record = target_record(target)
+            form = HEADS[section.kind].format
             config = form.engine_config(self.head.config, record, str(target.dtype).removeprefix("torch."))
             config |= {"draftsmith": {"config": self.head.config.model_dump()}}
             shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -124,7 +128,8 @@ class Plan:
     def layer_bytes(self, quantize: str | None) -> list[int]:
         """Return the bytes of each layer of the target. A quantised matrix has one byte per weight, and a scale per
         row."""
-        width, sizes = self.target.dtype.itemsize, []
+        width = self.target.dtype.itemsize
+        sizes = []
         for layer in self.target.layers:
             matrices = [m.weight.shape for m in layer.modules() if quantize and isinstance(m, nn.Linear)]
             saved = sum(rows * (columns * (width - 1) - width) for rows, columns in matrices)
@@ -171,13 +176,13 @@ class Plan:
     def target_cost(self) -> tuple[int, float]:
         """Return the bytes of activations of a micro-batch's forward pass, and the operations of one token's pass
         through the layers, by the formulas above. Logits are counted with the head's loss."""
-        target, config, L = self.target, self.target.config, len(self.head.aux_layer_ids)
-        B, T, D, w = (
-            self.recipe.train.batch_size,
-            self.recipe.data.context_length,
-            target.hidden_size,
-            target.dtype.itemsize,
-        )
+        target = self.target
+        config = self.target.config
+        L = len(self.head.aux_layer_ids)
+        B = self.recipe.train.batch_size
+        T = self.recipe.data.context_length
+        D = target.hidden_size
+        w = target.dtype.itemsize
         key_width, value_width, heads, key_heads = attention_widths(config, D)
         intermediate: int = layer_setting(config, "intermediate_size") or 4 * D
         widest = max(3 * intermediate, 2 * (heads + key_heads) * (key_width + value_width))
@@ -191,10 +196,18 @@ class Plan:
     def head_cost(self) -> tuple[int, float]:
         """Return the bytes of a micro-batch's loss and gradient at their peak, with the target's features and without
         weights and gradients, and the operations of one token, with the target's logits."""
-        head, target, B, T = self.head, self.target, self.recipe.train.batch_size, self.recipe.data.context_length
-        D, V, K, w = target.hidden_size, target.vocab_size, head.depth, 2 if self.bf16 else 4
+        head = self.head
+        target = self.target
+        B = self.recipe.train.batch_size
+        T = self.recipe.data.context_length
+        D = target.hidden_size
+        V = target.vocab_size
+        K = head.depth
+        w = 2 if self.bf16 else 4
         cost = head.step_cost(B, T, width=w, most=round(ACTIVATION_SHARE * self.launch.memory_bytes))
-        R, Vd, outputs = cost.rows, cost.logits, cost.outputs
+        R = cost.rows
+        Vd = cost.logits
+        outputs = cost.outputs
         read = outputs[0].in_features if outputs else D  # width of the states of the loss
         trained = [end.weight for end in outputs if end.weight.requires_grad]
         kept = cost.kept + 2 * K * R * read * w  # these and their gradient

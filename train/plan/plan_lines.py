@@ -50,7 +50,9 @@ def print_plan(plan: Plan, tflops: list[float] | None) -> None:
 
 
 def plan_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
-    recipe, launch, train = plan.recipe, plan.launch, plan.recipe.train
+    recipe = plan.recipe
+    launch = plan.launch
+    train = plan.recipe.train
     tokens_per_batch = f"{train.batch_size} x {recipe.data.context_length} tokens a micro-batch"
     yield (
         f"{recipe.head.kind} for {recipe.target.path}: {plural(launch.processes, 'device')} ({launch.sharing}), "
@@ -66,7 +68,8 @@ def plan_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
     quantized = f", {recipe.target.quantize} layers" if recipe.target.quantize else ""
     dtype = str(plan.target.dtype).removeprefix("torch.") + quantized
     names = {"target": f"target, {dtype}", "optimizer": f"optimizer, {train.optimizer}"}
-    device, memory = plan.device(), launch.memory_bytes
+    device = plan.device()
+    memory = launch.memory_bytes
     total = sum(device.values())
     sizes = {names.get(name, name): size for name, size in device.items()}
     sizes |= {"  of these, the target's features": plan.features_bytes, "whole": total, "the device's memory": memory}
@@ -92,7 +95,10 @@ def plan_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
 
 def run_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
     """Yield the steps, operations and hours of a run."""
-    recipe, train, steps, answers = plan.recipe, plan.recipe.train, max_steps(plan), plan.recipe.data.regenerate
+    recipe = plan.recipe
+    train = plan.recipe.train
+    steps = max_steps(plan)
+    answers = plan.recipe.data.regenerate
     yield "the run"
     yield _row("tokens a step", f"{plan.step_tokens:,}")
     if train.epochs is not None:
@@ -130,7 +136,9 @@ def _hours(name: str, hours: float) -> str:
 
 def max_steps(plan: Plan) -> int | None:
     """Return the number of optimizer steps, at most, or None if only the data determine it."""
-    train, answers, prompts = plan.recipe.train, plan.recipe.data.regenerate, answered_prompts(plan.recipe)
+    train = plan.recipe.train
+    answers = plan.recipe.data.regenerate
+    prompts = answered_prompts(plan.recipe)
     if train.epochs is None:
         return train.steps
     if answers is None or answers.share < 1 or prompts is None:
@@ -141,7 +149,8 @@ def max_steps(plan: Plan) -> int | None:
 def answered_prompts(recipe: Recipe) -> int | None:
     """Return the number of prompts that the target answers before the training, or None if there are none or only the
     data determine it."""
-    answers, limits = recipe.data.regenerate, [source.limit for source in recipe.data.sources]
+    answers = recipe.data.regenerate
+    limits = [source.limit for source in recipe.data.sources]
     if answers is None or (answers.prompts is None and None in limits):
         return None
     return answers.prompts or sum(limit or 0 for limit in limits)
@@ -188,8 +197,11 @@ def decoding_hours(plan: Plan, prompts: int, new_tokens: int, batch_size: int) -
 
 def advice(plan: Plan) -> Iterator[tuple[str, int]]:
     """Yield changes that save memory, each with the bytes on one device after this change alone."""
-    launch, train, device = plan.launch, plan.recipe.train, plan.device()
-    total, activations = sum(device.values()), device[ACTIVATIONS]
+    launch = plan.launch
+    train = plan.recipe.train
+    device = plan.device()
+    total = sum(device.values())
+    activations = device[ACTIVATIONS]
     others = total - device["target"]
     if train.batch_size > 1:
         more = "" if train.tokens_per_step else f" train.grad_accum={train.grad_accum * train.batch_size}"

@@ -63,7 +63,8 @@ class Survey:
 
     def add(self, record: Any, length: int, notes: str) -> None:
         """Add a record whose first prompt has `length` tokens."""
-        turns, chat = first_turns(record), read_asked(record)
+        turns = first_turns(record)
+        chat = read_asked(record)
         assert turns is not None
         if turns not in self.counts:
             messages = [message for message in chat.messages if message is not ASKED]

@@ -49,7 +49,8 @@ class Evaluation:
     ) -> None:
         """`head`: a head of the shape that will be measured. UserError for trees that it cannot fill, or prompts that
         are too long."""
-        self.settings, self.features = settings, features
+        self.settings = settings
+        self.features = features
         target = features.target
         trees = [settings.tree, *(settings.report.trees or [])]
         for tree in trees:
@@ -68,7 +69,9 @@ class Evaluation:
 
     def measure(self, head: nn.Module) -> TauFigures:
         """Return tau and acceptance by depth over all requests. Called on the main process."""
-        settings, requests, drafts = self.settings, self.requests, cast(DraftHead, head)
+        settings = self.settings
+        requests = self.requests
+        drafts = cast(DraftHead, head)
         batch_size = min(settings.batch_size, len(requests))
         with self.features.whole() as target:
             if drafts.tree_nodes:  # it is chosen from the target's greedy answers, without the prompts
@@ -108,7 +111,8 @@ class Evaluation:
         """Return tau and acceptance by depth of greedy chains as deep as the tree, estimated with the training step on
         the rows from index `begin` of the data on. Called by every process, since the target's layers may be sharded.
         Only the main process drafts with its `head`."""
-        drafts, dtype = cast(DraftHead, head), next(head.parameters()).dtype
+        drafts = cast(DraftHead, head)
+        dtype = next(head.parameters()).dtype
         end = begin + max(1, ESTIMATE_TOKENS // mixture.row_length)
         parts = [mixture.rows([index]) for index in range(begin, end)]
         batches = [make_batch(self.features.target, part, drafts.aux_layer_ids, dtype) for part in parts]
@@ -126,7 +130,8 @@ def load_requests(
 ) -> tuple[list[str], list[Request]]:
     """Return the held-out prompts as requests, and the suite of each. To fail before training, raise UserError if they,
     or the prompts of the report, do not fit into the context together with a tree of `nodes`."""
-    report, context_length = settings.report, target.context_length
+    report = settings.report
+    context_length = target.context_length
     room = context_length - max(settings.max_new_tokens, report.max_new_tokens or 0) - nodes
     limit = min(settings.max_prompt_tokens, max(room, 1)) if settings.skip_long else settings.max_prompt_tokens
     load = partial(
@@ -186,7 +191,8 @@ def known_text_tau(head: DraftHead, batches: Iterable[Batch], depth: int) -> Tau
     """Return tau and acceptance of greedy chains of `depth` over the labels of each batch, as if they were the target's
     own tokens."""
     emitted: list[int] = []
-    reached, accepted = [0] * depth, [0] * depth
+    reached = [0] * depth
+    accepted = [0] * depth
     for batch in batches:
         for row, runs in enumerate(accepted_lengths(batch, head, depth).tolist()):
             for root, end in answer_spans(batch.loss_mask[row].tolist(), batch.documents[row].tolist()):

@@ -35,7 +35,10 @@ class Tracker:
     """
 
     def __init__(self, accelerator: Accelerator, folder: RunFolder, settings: Tracking, max_steps: int):
-        self.accelerator, self.folder, self.settings, self.max_steps = accelerator, folder, settings, max_steps
+        self.accelerator = accelerator
+        self.folder = folder
+        self.settings = settings
+        self.max_steps = max_steps
         self.main = accelerator.is_main_process
         self.record: dict[str, Any] = {}
         """The recipe's plain settings, which a tracker shows."""
@@ -123,7 +126,9 @@ class Tracker:
         """Start the trackers of a run that has made `step` steps. A resumed run continues its wandb run."""
         if not self.accelerator.log_with:
             return
-        settings, record, id_file = self.settings, self.record, self.folder.path / "wandb-id"
+        settings = self.settings
+        record = self.record
+        id_file = self.folder.path / "wandb-id"
         mode = wandb_mode(settings.wandb)
         project = settings.project or os.environ.get("WANDB_PROJECT") or "draftsmith"
         named = {"name": settings.name or os.environ.get("WANDB_NAME") or self.folder.path.name, "config": record}

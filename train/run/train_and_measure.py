@@ -86,6 +86,7 @@ def is_measured(folder: RunFolder, settings: Eval) -> bool:
         measured = read_results(folder.results).head.sha256
     except UserError:  # a damaged file counts as no results
         return False
-    was, now = load_recipe(folder.recipe).eval.final(), settings.final()
+    was = load_recipe(folder.recipe).eval.final()
+    now = settings.final()
     was, now = (each.model_copy(update={"prompts": absolute_prompts(each.prompts)}) for each in (was, now))
     return bool(measured == weights_hash(folder.head)) and was == now

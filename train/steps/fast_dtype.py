@@ -60,9 +60,11 @@ def _seconds(dtype: torch.dtype) -> float:
 def measured_tflops(dtype: torch.dtype, rows: int, width: int) -> float:
     """Return the TFLOP/s of this process's threads in a product (rows, width) x (width, width), the median of half a
     second of timings."""
-    x, weight = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+    x = torch.ones(rows, width, dtype=dtype)
+    weight = torch.ones(width, width, dtype=dtype)
     torch.nn.functional.linear(x, weight)
-    seconds, begun = [], time.perf_counter()
+    seconds = []
+    begun = time.perf_counter()
     while (started := time.perf_counter()) < begun + 0.5:
         torch.nn.functional.linear(x, weight)
         seconds.append(time.perf_counter() - started)

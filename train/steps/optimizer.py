@@ -91,7 +91,9 @@ class Muon(torch.optim.AdamW):
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix with its singular values moved near 1, between 0.5 and 1.5, by a fast quintic iteration."""
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
     x = matrix.to(dtype)
     tall = len(x) > x.shape[1]
     if tall:

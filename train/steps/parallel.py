@@ -65,7 +65,10 @@ class Replicated:
 
     def __init__(self, module: LossModule, settings: Train, accelerator: Accelerator, passes: int) -> None:
         """`passes`: forward passes of each process in one step."""
-        self.module, self.settings, self.accelerator, self.passes = module, settings, accelerator, passes
+        self.module = module
+        self.settings = settings
+        self.accelerator = accelerator
+        self.passes = passes
         self.head = module.head
         self.loss_factor = accelerator.num_processes
         """Factor of the loss that undoes the averaging of gradients over processes."""
@@ -225,12 +228,15 @@ class Zero(Replicated):
         have."""
         from deepspeed import utils
 
-        name, values = "full", whole.to(self.accelerator.device)
+        name = "full"
+        values = whole.to(self.accelerator.device)
         if self.stage == 3:  # DeepSpeed's function for whole values fails where they cannot be divided equally
-            world, rank = self.accelerator.num_processes, self.accelerator.process_index
+            world = self.accelerator.num_processes
+            rank = self.accelerator.process_index
             share = -(-values.numel() // world)
             padded = nn.functional.pad(values.flatten(), (0, share * world - values.numel()))
-            name, values = "local", padded[rank * share : (rank + 1) * share]
+            name = "local"
+            values = padded[rank * share : (rank + 1) * share]
         if entry is None:
             getattr(utils, f"safe_set_{name}_fp32_param")(parameter, values)
         else:

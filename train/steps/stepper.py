@@ -52,7 +52,8 @@ def rows_per_step(settings: Train, context_length: int, num_processes: int) -> i
 def rows_of_process(step: int, rows: int, batch_size: int, process: int, num_processes: int) -> list[range]:
     """Return the rows of each pass of a process in step `step`, as ranges of indices in the endless order. Together the
     processes read the same `rows` rows, whatever their number."""
-    begin, stride = step * rows + process * batch_size, batch_size * num_processes
+    begin = step * rows + process * batch_size
+    stride = batch_size * num_processes
     return [range(first, first + batch_size) for first in range(begin, (step + 1) * rows, stride)]
 
 
@@ -122,7 +123,8 @@ class Interval:
         sums of `before`; the other processes begin with zeros."""
         if before is None:
             return cls()
-        share, device = float(accelerator.is_main_process), accelerator.device
+        share = float(accelerator.is_main_process)
+        device = accelerator.device
         sums = share * torch.tensor([before.sums[name] for name in METRICS], device=device)
         counts = torch.tensor(before.counts, dtype=torch.float64, device=device)
         return cls(counts, sums, before.tokens, time.perf_counter() - before.seconds)
@@ -153,8 +155,13 @@ class Stepper:
         rows: int,
     ):
         """`rows`: rows of a step, over all processes. UserError if they are not a whole number of passes."""
-        self.head, self.features, self.target, self.mixture = module.head, features, features.target, mixture
-        self.accelerator, self.settings, self.rows = accelerator, settings, rows
+        self.head = module.head
+        self.features = features
+        self.target = features.target
+        self.mixture = mixture
+        self.accelerator = accelerator
+        self.settings = settings
+        self.rows = rows
         self.passes, rest = divmod(rows, settings.batch_size * accelerator.num_processes)
         if rest or not self.passes:
             raise UserError(
@@ -174,7 +181,9 @@ class Stepper:
 
         If any process is to stop, raise Interrupted without changing anything.
         """
-        settings, accelerator, strategy = self.settings, self.accelerator, self.strategy
+        settings = self.settings
+        accelerator = self.accelerator
+        strategy = self.strategy
         distributed = accelerator.num_processes > 1
         for coming in range(max(self.expected, number), min(number + self.features.steps_ahead, settings.steps)):
             for place in self._places(coming):
@@ -211,7 +220,8 @@ class Stepper:
         return tokens
 
     def _places(self, number: int) -> list[range]:
-        process, world = self.accelerator.process_index, self.accelerator.num_processes
+        process = self.accelerator.process_index
+        world = self.accelerator.num_processes
         return rows_of_process(number, self.rows, self.settings.batch_size, process, world)
 
     def _seed(self, place: range) -> int:
