@@ -84,8 +84,11 @@ def check_spelling(
     and special tokens may be left out of the text."""
 
     def spell(skip_special_tokens: bool) -> str:
-        options = {"clean_up_tokenization_spaces": False, "skip_special_tokens": skip_special_tokens}
-        return blank("".join(str(tokenizer.decode(ids, **options)) for ids in pieces))
+        spelt = [
+            tokenizer.decode(ids, clean_up_tokenization_spaces=False, skip_special_tokens=skip_special_tokens)
+            for ids in pieces
+        ]
+        return blank("".join(map(str, spelt)))
 
     spellings = [spell(False), spell(True)]
     for text in texts:
