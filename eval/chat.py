@@ -32,9 +32,10 @@ from eval.core.command_line import (
     print_line,
     typed,
 )
-from eval.records.measure_settings import SERVED, Count, Seed, Trees, served_sampling
+from eval.records.measure_settings import SERVED, Trees, served_sampling
 from eval.runtime.sampling_params import Sampling, Temperature
 from heads.core.errors import UserError
+from heads.core.strict_settings import Count, Seed
 
 if TYPE_CHECKING:
     from eval.data.data_files import Message

@@ -23,11 +23,12 @@ from eval import bench
 from eval.core.command_line import Parser, add_wandb_option, exit_status, typed
 from eval.data.prompts import split_prompts
 from eval.pages.texts import exact_cell
-from eval.records.measure_settings import Count, to_settings
+from eval.records.measure_settings import to_settings
 from eval.records.result_folders import RESULTS, plain_name
 from eval.records.results import named_figures, read_results
 from heads.core.errors import UserError
 from heads.core.files import is_file, read_given, write_json
+from heads.core.strict_settings import Count
 
 
 class Metric(BaseModel):

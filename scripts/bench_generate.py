@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from eval.core.command_line import Parser, add_target_options, exit_status, typed
 from eval.data.prompts import prompts_hash
-from eval.records.measure_settings import Count, add_prompt_options, to_settings
+from eval.records.measure_settings import add_prompt_options, to_settings
 from heads.core.files import check_file
+from heads.core.strict_settings import Count
 
 if TYPE_CHECKING:
     from heads.targets.frozen_target import FrozenTarget

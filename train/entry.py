@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from eval.core.command_line import Parser, asks_usage, exit_status, print_line, typed
-from eval.records.measure_settings import Count
 from heads.core.errors import UserError
-from train.core.strict_yaml import Positive
+from heads.core.strict_settings import Count
+from train.core.strict_yaml import Amount
 from train.plan.derive import derived_recipe
 from train.recipe.recipe import KINDS, Recipe, check_kind, load_recipe
 from train.recipe.recipe_help import keys_of
@@ -92,8 +92,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         add("--processes", type=typed(Count)),
         add("--sharing", choices=("ddp", "fsdp", "zero2", "zero3")),
         add("--features", choices=("process", "sharded", "vllm", "cache")),
-        add("--memory", type=typed(Positive)),
-        add("--tflops", type=typed(Positive), action="append"),
+        add("--memory", type=typed(Amount)),
+        add("--tflops", type=typed(Amount), action="append"),
     ]
     options, unknown = parser.parse_known_intermixed_args(list(arguments))
     for word in unknown:  # --key=value is key=value

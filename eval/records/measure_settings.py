@@ -14,17 +14,11 @@ from eval.data.prompts import HELD_OUT_SUITE, LATER_TURN, Prompt, prompts_hash, 
 from eval.runtime.sampling_params import FILTERS, Rule, Sampling, SharedSampling, Temperature, check_rule
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError
-from heads.core.strict_settings import MAX_NUMBER
-from heads.core.strict_settings import Count as Count
+from heads.core.strict_settings import Count, Seed
 from heads.core.tree import TreeShape
 
 if TYPE_CHECKING:
     from heads.targets.frozen_target import FrozenTarget
-
-
-Seed = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def check_tree(text: str) -> str:

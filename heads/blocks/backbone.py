@@ -52,21 +52,19 @@ from heads.core.contract import (
     DraftHead,
     HeadLoss,
     Observation,
-    Pick,
     Rows,
     SharedLayers,
     StepCost,
 )
 from heads.core.errors import UserError
-from heads.core.tree import Proposal, TreeShape, check_width
+from heads.core.tree import Pick, Proposal, TreeShape, check_width
 from heads.kernels.slots import PrefillSlots
 from heads.kernels.tree_attention import Attend
 from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
 from heads.methods.initial_weights import AttentionProbe, TargetProbe, begin
-from heads.methods.labels import LABELS
 from heads.methods.layers import Attention, DecoderLayer, NormedAttention, RMSNorm, check_tensors
 from heads.methods.losses import matmul
-from heads.methods.method_settings import D_PACE, DraftBlockSettings
+from heads.methods.method_settings import D_PACE, LABELS, DraftBlockSettings
 from heads.methods.rotary import CosSin, rotary_of
 from heads.methods.slot_state import SlotState, advance_root, copy_last
 from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from heads.core.contract import Batch, HeadLoss
-from heads.methods.labels import LABELS
 from heads.methods.losses import CHUNK_BYTES, LOSSES, MIN_ROWS, DifferentiatedLoss, Distribution, matmul
+from heads.methods.method_settings import LABELS
 
 PACE = 0.5
 """Share of the constant 1 in D-PACE's mixture with the probability of each label (arXiv 2605.18810, alpha)."""

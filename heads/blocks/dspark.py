@@ -28,8 +28,7 @@ from heads.blocks.block_initial_weights import bigrams
 from heads.blocks.block_loss import BlockStates, Labels, RowLosses, draft_distribution, product, row_losses
 from heads.core.errors import expect
 from heads.methods.initial_weights import TargetProbe
-from heads.methods.labels import LABELS
-from heads.methods.method_settings import DSparkSettings
+from heads.methods.method_settings import LABELS, DSparkSettings
 
 
 class DSparkConfig(DraftBlockConfig, DSparkSettings):

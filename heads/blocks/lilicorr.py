@@ -41,9 +41,8 @@ from heads.blocks.dflash import DFlash, DFlashConfig
 from heads.blocks.dflash2 import CONVOLUTION_SETTINGS, ConvolvedLayer, check_convolutions, reset_convolutions
 from heads.blocks.lilicorr_lattice import Lattice
 from heads.methods.initial_weights import TargetProbe
-from heads.methods.labels import LABELS
 from heads.methods.layers import Attention, DecoderLayer
-from heads.methods.method_settings import LiLiCorrSettings
+from heads.methods.method_settings import LABELS, LiLiCorrSettings
 from heads.methods.step_cost import flops
 
 

@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from heads.core.errors import UserError
-from heads.core.tree import Pick as Pick
-from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
+from heads.core.tree import Pick, Proposal, TreeShape, parse_shape, static_shape
 
 if TYPE_CHECKING:
     import torch

@@ -14,6 +14,9 @@ Count = Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
 Number = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 Positive = Annotated[float, Field(gt=0)]
 Factor = Annotated[float, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Settings(BaseModel):

@@ -28,14 +28,13 @@ from heads.core.contract import (
     DraftHead,
     HeadLoss,
     Observation,
-    Pick,
     Rows,
     SharedLayers,
     StepCost,
 )
 from heads.core.errors import UserError
 from heads.core.strict_settings import Count
-from heads.core.tree import Proposal, TreeShape, check_width, level_widths, scratch_slots
+from heads.core.tree import Pick, Proposal, TreeShape, check_width, level_widths, scratch_slots
 from heads.kernels.slots import DraftSlots, PrefillSlots, SlotMapping, round_up
 from heads.methods.labels import counts_by_depth, supervised, teacher
 from heads.methods.layers import check_tensors, restore_buffers

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.core.contract import Batch, Rows
-from heads.methods.method_settings import LABELS as LABELS
+from heads.methods.method_settings import LABELS
 
 
 def teacher(

@@ -26,14 +26,13 @@ from heads.core.contract import (
     DraftHead,
     HeadLoss,
     Observation,
-    Pick,
     Rows,
     SharedLayers,
     StepCost,
 )
 from heads.core.errors import UserError
 from heads.core.strict_settings import Count
-from heads.core.tree import Proposal, TreeShape, check_width
+from heads.core.tree import Pick, Proposal, TreeShape, check_width
 from heads.kernels.product import with_products
 from heads.methods.head_shape import check_one_width
 from heads.methods.initial_weights import UNSURE

@@ -32,13 +32,12 @@ from heads.core.contract import (
     DraftHead,
     HeadLoss,
     Observation,
-    Pick,
     Rows,
     SharedLayers,
     StepCost,
 )
 from heads.core.errors import UserError
-from heads.core.tree import Proposal, TreeShape, check_width, scratch_slots
+from heads.core.tree import Pick, Proposal, TreeShape, check_width, scratch_slots
 from heads.kernels.slots import DraftSlots, PrefillSlots
 from heads.kernels.tree_attention import Attend
 from heads.methods.labels import counts_by_depth, label_slots

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.core.contract import Drafter, Observation, Pick, SharedLayers
+from heads.core.contract import Drafter, Observation, SharedLayers
 from heads.core.errors import UserError, expect
-from heads.core.tree import Proposal, TreeShape, is_chain
+from heads.core.tree import Pick, Proposal, TreeShape, is_chain
 from heads.methods.draft_model import Draft, DraftConfig
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.smaller_models import cut_layers

@@ -24,9 +24,9 @@ from eval.records import speedup_checks as reliability
 from eval.records.measure_settings import BenchSettings
 from eval.records.results import as_record
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.core.contract import Batch, Drafter, HeadLoss, Observation, Pick, Rows, SharedLayers
+from heads.core.contract import Batch, Drafter, HeadLoss, Observation, Rows, SharedLayers
 from heads.core.errors import UserError
-from heads.core.tree import MAX_NODES, Proposal, TreeShape
+from heads.core.tree import MAX_NODES, Pick, Proposal, TreeShape
 from heads.methods.tree_growth import grow
 from heads.registry import UNTRAINED
 from heads.targets.frozen_target import FrozenTarget

@@ -17,14 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from yaml import YAMLError
 
-from eval.records.measure_settings import Fraction as Fraction
-from eval.records.measure_settings import Seed as Seed
-from eval.records.measure_settings import Share as Share
 from heads.core.errors import UserError, shown
 from heads.core.files import read_given
 from heads.core.strict_settings import MAX_NUMBER, error_text
-from heads.core.strict_settings import Count as Count
-from heads.core.strict_settings import Settings as Settings
 
 Key = tuple[str | int, ...]
 EXTENDS = "extends"
@@ -39,8 +34,7 @@ def _check_name(name: str) -> str:
 
 
 Step = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-Weight = Positive | None
+Amount = Annotated[float, Field(gt=0, le=1e9)]
 Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
 
 

@@ -6,7 +6,8 @@ from pydantic import AfterValidator, Field
 
 from eval.runtime.sampling_params import Temperature
 from eval.servers.openai_client import check_url
-from train.core.strict_yaml import Count, Name, Seed, Settings, Share
+from heads.core.strict_settings import Count, Seed, Settings, Share
+from train.core.strict_yaml import Name
 from train.data.sources import AnySource
 
 Url = Annotated[Name, AfterValidator(check_url)]

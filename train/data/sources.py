@@ -18,7 +18,8 @@ from eval.data.data_files import Record, RecordError, content_hash, describe_unr
 from eval.data.python_source import read_split
 from heads.core.errors import UserError
 from heads.core.files import read_given
-from train.core.strict_yaml import Count, Name, Settings, Weight
+from heads.core.strict_settings import Count, Settings
+from train.core.strict_yaml import Amount, Name
 from train.data.chats import (
     Rendered,
     encode_conversations,
@@ -106,7 +107,7 @@ class PythonSource(Settings, Texts):
     """The kind of source."""
     limit: Count | None = None
     """Maximum number of modules to read. Null: all."""
-    weight: Weight = None
+    weight: Amount | None = None
     """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none.
     Without weights, rows are in proportion to the size of each source, and prompts are split evenly."""
 
@@ -142,7 +143,7 @@ class RecordSource(Settings):
     `train`. A file has none."""
     limit: Count | None = None
     """Maximum number of records to read. Null: all."""
-    weight: Weight = None
+    weight: Amount | None = None
     """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none.
     Without weights, rows are in proportion to the size of each source, and prompts are split evenly."""
 

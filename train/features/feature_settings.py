@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from train.core.strict_yaml import Name, Settings
+from heads.core.strict_settings import Settings
+from train.core.strict_yaml import Name
 from train.data.data_settings import Url
 
 

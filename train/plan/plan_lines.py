@@ -11,7 +11,8 @@ from torch import nn
 
 from eval.data.prompts import split_prompts, spread
 from eval.pages.texts import count as short
-from eval.pages.texts import number, plural, short_name, with_interval
+from eval.pages.texts import number, plural, with_interval
+from eval.records.result_folders import short_name
 from eval.records.results import read_results
 from heads.targets.quantization import MIN_SHARE
 from train.plan.memory_and_flops import ACTIVATIONS, GIB, STATE, Launch, Plan

@@ -15,16 +15,12 @@ from eval.data.prompts import HELD_OUT_SUITE
 from eval.records.measure_settings import BenchSettings, MeasureSettings, Tree, Trees
 from eval.runtime.sampling_params import FILTERS, Temperature
 from heads.core.errors import UserError
+from heads.core.strict_settings import Count, Fraction, Seed, Settings, Share
 from heads.methods.method_settings import METHODS
 from train.core.strict_yaml import (
-    Count,
-    Fraction,
+    Amount,
     Key,
     Name,
-    Positive,
-    Seed,
-    Settings,
-    Share,
     Source,
     Step,
     check,
@@ -99,7 +95,7 @@ class Train(Settings):
     """`wsd` only: fraction of the run, at its end, over which the learning rate falls."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end of the run, as a fraction of `lr`."""
-    max_grad_norm: Positive = 1.0
+    max_grad_norm: Amount = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of matrix products. `bf16` is autocast over float32 weights; `auto` is bf16 if this machine computes it

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from eval.runtime.engine import Output, Request
-from heads.core.contract import Drafter, Observation, Pick, SharedLayers
-from heads.core.tree import Proposal, TreeShape
+from heads.core.contract import Drafter, Observation, SharedLayers
+from heads.core.tree import Pick, Proposal, TreeShape
 from heads.targets.frozen_target import FrozenTarget
 from tests.support.small_targets import VOCAB, make_target, open_engine
 

@@ -13,9 +13,9 @@ from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Request
 from eval.runtime.rules import DRAFTS, LAST, TESTS, Draws, Rejection, Rule, draw_counters, make_rule
 from eval.runtime.sampling_params import RULES, Sampling, check_rule
-from heads.core.contract import Drafter, Observation, Pick
+from heads.core.contract import Drafter, Observation
 from heads.core.errors import UserError
-from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
+from heads.core.tree import Pick, Proposal, TreeShape, parse_shape, static_shape
 from heads.kernels.gumbel import gumbel, stream, uniform
 from heads.kernels.slots import ancestors
 from heads.methods.tree_growth import grow
