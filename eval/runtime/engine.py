@@ -202,7 +202,7 @@ class Engine:
                 running
                 or len(self.launched) > self.ahead
                 or (waiting and None in request_states)
-                or not any(state is not None and state.left > 0 for state in request_states)
+                or not any(state is not None and state.most_tokens_left > 0 for state in request_states)
             ):
                 for row, (index, output) in self._read_report(request_states, on_tokens).items():
                     outputs[index], request_states[row] = output, None
@@ -212,11 +212,11 @@ class Engine:
         """Launch a round, unless the launched ones are as many as the row with most tokens left can need: each emits at
         least one token."""
         running = [state for state in request_states if state is not None]
-        if max((state.left for state in running), default=0) <= 0:
+        if max((state.most_tokens_left for state in running), default=0) <= 0:
             return
         if not self.launched:
             self.last_read = self._moment()
-        longest = max(state.max_tokens for state in running)
+        longest = max(state.most_cached_tokens for state in running)
         extent = min(round_up(longest + self.nodes), self.decoder.target.spec.capacity)
         for state in running:
             state.launch(self.options.shape.depth + 1)

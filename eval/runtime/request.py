@@ -199,9 +199,9 @@ class RequestState:
     """True if a stop string or the callback ended the request."""
 
     def __post_init__(self) -> None:
-        self.max_tokens = len(self.request.prompt)
+        self.most_cached_tokens = len(self.request.prompt)
         """Upper bound on the tokens in the row's cache after all launched rounds."""
-        self.left = self.request.max_new_tokens - 1
+        self.most_tokens_left = self.request.max_new_tokens - 1
         """Upper bound on the tokens to come after all launched rounds, each of which emits at least one."""
 
     @property
@@ -211,14 +211,14 @@ class RequestState:
 
     def launch(self, M: int) -> None:
         """Count one more launched round, which emits at most M tokens."""
-        self.max_tokens = min(self.max_tokens + M, self.limit)
-        self.left -= 1
+        self.most_cached_tokens = min(self.most_cached_tokens + M, self.limit)
+        self.most_tokens_left -= 1
 
     def update(self, report: Report, under_way: int, M: int) -> list[int]:
         """Add a report, after which `under_way` more rounds were launched. Return the new tokens."""
         before = len(self.tokens)
-        self.left = self.request.max_new_tokens - report.output_length - under_way
-        self.max_tokens = min(report.length + M * under_way, self.limit)
+        self.most_tokens_left = self.request.max_new_tokens - report.output_length - under_way
+        self.most_cached_tokens = min(report.length + M * under_way, self.limit)
         self.tokens += report.tail[len(report.tail) - (report.output_length - before) :]
         stop_at = self.stops.find(self.tokens) if self.stops is not None else None
         if stop_at is not None:
