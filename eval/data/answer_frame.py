@@ -55,10 +55,12 @@ def frame_of(template: ChatTemplate) -> Frame:
     """Return the frame of an answer, found by rendering one with and without reasoning."""
     prompt = template.probe(QUESTION, answer_next=True)
     plain = template.probe(QUESTION, ANSWER)
-    start, begin = plain.find(ANSWERED), _shared(prompt, plain)
+    start = plain.find(ANSWERED)
+    begin = _shared(prompt, plain)
     if start < 0 or begin < common_prefix(prompt, template.probe(QUESTION)):
         return Frame()  # it rewrites prompts; conversations that it spoils are refused one by one
-    opened, between = prompt[begin:], plain[begin:start]
+    opened = prompt[begin:]
+    between = plain[begin:start]
     before, after, is_closed = _form_of_reasoning(template, prompt, between)
     if not (after or is_closed) and (name := template.thinking_argument):
         asking = replace(template, arguments={**template.arguments, name: True})

@@ -166,13 +166,15 @@ class ChatTemplate:
         frame = self.frame
         written = answer[:-1] if answer and answer[-1] in self.special_ids | self.all_end_ids else answer
         text = str(self.tokenizer.decode(list(written), clean_up_tokenization_spaces=False))
-        opening, closing = frame.before.strip(), frame.after.strip()
+        opening = frame.before.strip()
+        closing = frame.after.strip()
         opened = "" if frame.is_closed else self.prompt_end.strip()
         is_opened = OPENS.search(prompt) is not None or (opened != "" and prompt.rstrip().endswith(opened))
         if closing and (text.lstrip().startswith(opening) if opening else is_opened):
             reasoning, _, content = text.lstrip().removeprefix(opening).partition(closing)
         elif found := THOUGHTS.match(text):
-            reasoning, content = found[2] or found[3] or "", found[4]
+            reasoning = found[2] or found[3] or ""
+            content = found[4]
         else:
             return {"role": "assistant", "content": text.removeprefix(frame.lead)}
         if self.thinking_texts:  # it brings its own white space; another is given all that follows the tag

@@ -72,7 +72,8 @@ def traits_of(tokenizer: PreTrainedTokenizerBase, template: str) -> Traits:
             if not is_read and not (role == "tool" and "user" in parts):
                 parts.remove(role)
 
-    plain, prompt = rendered(QUESTION), rendered(QUESTION, answer_next=True)
+    plain = rendered(QUESTION)
+    prompt = rendered(QUESTION, answer_next=True)
     bos = str(tokenizer.bos_token or "")
     bos = bos if plain.startswith(bos) else ""
     head, _, rest = prompt.partition(ASKED)

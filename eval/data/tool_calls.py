@@ -31,7 +31,9 @@ CALL_FORMS = (CallForm(), CallForm(as_json=True), CallForm(wrapped=False), CallF
 
 def with_calls(messages: Sequence[Message], form: CallForm, place: str) -> list[Message]:
     """Return a conversation with its tool calls in a form. RecordError for calls in no form."""
-    call_numbers, result_numbers, formed = count(), count(), []
+    call_numbers = count()
+    result_numbers = count()
+    formed = []
     for message in messages:
         if "tool_calls" in message:
             calls = message["tool_calls"]

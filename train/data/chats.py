@@ -78,7 +78,8 @@ def encode_texts(template: ChatTemplate, texts: Sequence[str]) -> Iterator[list[
 
 def read_rendered(template: ChatTemplate, text: str) -> Rendered:
     """Return a text that the chat template has rendered, with its answers."""
-    traits, answers = template.traits, []
+    traits = template.traits
+    answers = []
     text = traits.with_bos(text)
     at = text.find(traits.opening)
     while at >= 0:
@@ -140,7 +141,9 @@ def _read_answer(
 ) -> tuple[str, str, list[str]]:
     """Return the texts up to the first label and up to the last one of an answer, the last turn of `messages`, as the
     target would write it, and notes on it. `prompt` and `whole` are what the template renders of it."""
-    frame, number, message = template.frame, len(messages), messages[-1]
+    frame = template.frame
+    number = len(messages)
+    message = messages[-1]
     reasoning = [message[key].strip() for key in REASONING if isinstance(message.get(key), str)]
     content = message["content"]
     if REASONING_END in content and blank(content) not in blank(whole):  # the template reads it from there
@@ -212,7 +215,8 @@ def _after(template: ChatTemplate, messages: Sequence[Message], head: str, whole
     newest turn has in the prompt, as where a template renders the system prompt in the newest question (Mistral), or
     the answer's own text, as where it joins an answer to the results of tools before it (Gemma 4)."""
     *before, message = messages
-    newest, content = before[-1]["content"].strip() if before else "", message["content"].strip()
+    newest = before[-1]["content"].strip() if before else ""
+    content = message["content"].strip()
     end = head[head.rfind(newest) :] if newest and newest in head else head
     if end in whole:
         return whole.rpartition(end)[2]
@@ -258,7 +262,8 @@ def join_texts(texts: Iterable[tuple[int, list[int]]], *, train_on_prompts: bool
     for prompt, text in texts:
         if text[: len(ids)] != ids:
             documents.append(Document.of(ids, labels))
-            ids, labels = [], []
+            ids = []
+            labels = []
         start = max(len(labels), prompt)
         labels = labels + [train_on_prompts] * (start - len(labels)) + [True] * (len(text) - start)
         ids = text

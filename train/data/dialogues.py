@@ -60,7 +60,8 @@ class RenderedDialogue(Dialogue):
 
     def __init__(self, template: ChatTemplate, rendered: Rendered, max_tokens: int) -> None:
         super().__init__(template, None)
-        self.rendered, self.max_tokens = rendered, max_tokens
+        self.rendered = rendered
+        self.max_tokens = max_tokens
         self.prompt = self.next_prompt()
 
     def next_prompt(self) -> list[int] | None:
@@ -72,7 +73,8 @@ class RenderedDialogue(Dialogue):
         at = 0
         if number:
             prompt, answer = self.exchanges[-1]
-            ids, (start, at) = [*prompt, *answer], spans[number - 1]
+            ids = [*prompt, *answer]
+            start, at = spans[number - 1]
             end = self.template.ends.search(text, start, at)
             if end is not None and answer[-1] not in self.template.all_end_ids:
                 at = end.start()
@@ -98,7 +100,9 @@ class ChatDialogue(Dialogue):
         """`last_only`: the target gives only the last answer. `calls`: a turn that calls tools also counts as an
         answer. RecordError for a conversation without a first prompt."""
         super().__init__(template, None)
-        self.chat, self.place, self.max_tokens = chat, place, max_tokens
+        self.chat = chat
+        self.place = place
+        self.max_tokens = max_tokens
         self.text = ""
         """Text of the next prompt."""
         self.messages = list(template.prepared(chat.messages, place=place, tools=chat.tools))
@@ -110,9 +114,12 @@ class ChatDialogue(Dialogue):
         self.prompt = self.render_prompt()
 
     def render_prompt(self) -> list[int] | None:
-        number, template = len(self.exchanges), self.template
-        turn, num_read = self.turns[number], self.turns[number - 1] + 1 if number else 0
-        turns, tools = self.messages[:turn], self.chat.tools
+        number = len(self.exchanges)
+        template = self.template
+        turn = self.turns[number]
+        num_read = self.turns[number - 1] + 1 if number else 0
+        turns = self.messages[:turn]
+        tools = self.chat.tools
         self.text, prompt = template.prompt(turns, place=self.place, tools=tools, num_checked=num_read)
         template.check_ids(prompt, self.place)
         return self.checked_length(prompt, self.max_tokens)
